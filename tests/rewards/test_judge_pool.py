@@ -6,9 +6,12 @@ import contextlib
 import threading
 import time
 from collections.abc import Collection
+from pathlib import Path
 
 import psutil
+import pytest
 
+from megarl.rewards.sandbox import judge_pool
 from megarl.rewards.sandbox.judge_pool import ChildPool
 
 SLOW = (("(a+)+$",), "a" * 24 + "b")
@@ -51,3 +54,39 @@ def test_an_answer_that_takes_its_child_too_long_is_not_judged_again() -> None:
     began = time.monotonic()
     assert pool.judge([(("(a+)+$",), "a" * 40 + "b")], time.monotonic() + 60) == [None]
     assert time.monotonic() - began < 3
+
+
+def test_a_child_that_hangs_is_not_waited_for_beyond_the_deadline() -> None:
+    earlier = children()
+    pool = ChildPool("format_regex", timeout_s=30)
+    pool.judge([(("a",), "a")], time.monotonic() + 60)
+    [idle] = children(earlier)
+    idle.suspend()
+    began = time.monotonic()
+    assert pool.judge([(("a",), "aa")], time.monotonic() + 1) == [None]
+    assert time.monotonic() - began < 2
+    assert pool.judge([(("a+",), "aa")], time.monotonic() + 60) == [1.0]
+
+
+SLOW_TO_START = """
+import sys, time
+time.sleep(3)
+print("ready", flush=True)
+for line in sys.stdin:
+    print("1.0", flush=True)
+"""
+
+
+def test_a_child_that_starts_slowly_is_not_waited_for_beyond_the_deadline_and_serves_the_next_call(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "judge_child.py").write_text(SLOW_TO_START)
+    monkeypatch.setattr(judge_pool, "__file__", str(tmp_path / "judge_pool.py"))
+    earlier = children()
+    pool = ChildPool("format_regex", timeout_s=30)
+    began = time.monotonic()
+    assert pool.judge([(("a",), "a")], time.monotonic() + 0.5) == [None]
+    assert time.monotonic() - began < 2
+    starting = children(earlier)
+    assert pool.judge([(("a",), "a")], time.monotonic() + 60) == [1.0]
+    assert children(earlier) == starting, "it was started again"

@@ -87,8 +87,9 @@ def test_case_may_count() -> None:
         ('{"a":' * 400 + "1" + "}" * 400, None),
         ('{"a":' * 100_000 + "1" + "}" * 100_000, None),
         ('{"a":' + "[" * 100_000 + "]" * 100_000 + "}", None),
+        ('{"a":' * 1000 + '"' + "\\n" * 2_000_000, None),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_last_object_is_found(text: str, value: Any) -> None:
     started = time.process_time()

@@ -39,6 +39,10 @@ QUESTIONS = [
     ("4", "\\boxed{\\sqrt{16}}"),
     ("1024", "$2^{10}$"),
     ("0", "\\boxed{1-1}"),
+    ("72.5", "290/4"),
+    ("72.5", "$\\frac{290}{4}$"),
+    ("-72.5", "\\boxed{-\\frac{290}{4}}"),
+    ("72.5", "\\boxed{70\\frac{10}{4}}"),
 ]
 """Gold numbers, and answers that are these once somebody works them out."""
 WRITTEN = [
@@ -59,6 +63,10 @@ WRITTEN = [
     ("3/2", "\\boxed{1\\frac{1}{2}}"),
     ("-0.75", "\\boxed{-\\frac{3}{4}}"),
     ("1/3", "$\\frac{1}{3} \\approx 0.333$"),
+    ("72.5", "\\boxed{\\frac{290}{4} = 72.5}"),
+    ("72.5", "$\\frac{145}{2}$"),
+    ("1/2", "$2/4$"),
+    ("\\dfrac{1}{2}", "\\boxed{\\frac{2}{4}}"),
     ("144/2", "$144/2$"),  # the row asks for no number in evaluated form
 ]
 """Gold answers, and ways to write these."""
@@ -116,6 +124,13 @@ def test_an_answer_that_stops_the_interpreter_costs_its_time_and_nothing_else(ma
     assert not math_verify.failures
 
 
+def test_more_slow_answers_than_the_deadline_holds_get_0_and_end_nothing() -> None:
+    rewards = build_rewards([RewardConfig(name="math_verify", args={"timeout_s": 3, "allow_expressions": True})], DATA)
+    samples = [_sample(f"${base}^{{9^{{9^{{9}}}}}}$", {"answer": "3"}) for base in range(2, 14)]
+    assert rewards.score(samples, deadline_s=6) == [0.0] * 12
+    assert rewards.failures == {"train-0": 12}
+
+
 def test_math_verify_judges_many_answers_from_any_thread(math_verify: RewardSources) -> None:
     samples = [_sample(f"so it is {i}", {"answer": str(i - i % 3)}) for i in range(60)]
     result: list[list[float]] = []
@@ -130,6 +145,24 @@ def test_the_question_said_again_is_no_answer_unless_expressions_are_allowed(mat
     assert math_verify.score(asked) == [0.0] * len(QUESTIONS)
     anything = build_rewards([RewardConfig(name="math_verify", args={"allow_expressions": True})], DATA)
     assert anything.score(asked) == [1.0] * len(QUESTIONS)
+
+
+@pytest.mark.parametrize(
+    ("gold", "response", "reward"),
+    [
+        (72.5, "290/4", 0.0),
+        ("It is 290/4. #### 72.5", "290/4", 0.0),
+        ("72.5", "145/2", 1.0),
+        ("72.5", "290/4 = 72.5", 1.0),
+        ("72", "144/2", 0.0),
+        ("1/2", "2/4", 1.0),
+        ("so #### 1/2", "2/4", 1.0),
+        ("-1/2", "it is -2/4", 1.0),
+        ("1/2", "3/4", 0.0),
+    ],
+)
+def test_exact_number_takes_a_division_only_if_it_is_a_fraction(gold: Any, response: str, reward: float) -> None:
+    assert build_rewards([RewardConfig(name="exact_number")], DATA).score([_sample(response, {"answer": gold})]) == [reward]
 
 
 def test_ways_to_write_a_number_are_answers_and_one_that_is_near_it_is_not(math_verify: RewardSources) -> None:
@@ -179,6 +212,8 @@ def test_written_numbers_are_read_exactly(number: Decimal) -> None:
         ("\N{MINUS SIGN}8", -8),
         ("-$5", -5),
         ("1/3", Fraction(1, 3)),
+        ("7/8", Fraction(7, 8)),
+        ("144/2", None),
         ("0.333", Fraction(333, 1000)),
         ("1e3", 1000),
         ("2.5E-1", Fraction(1, 4)),

@@ -19,7 +19,8 @@ from megarl.errors import RewardError
 from megarl.rewards.sandbox.program import OutOfTimeError, SandboxLimits, run_program, run_tests
 from megarl.rewards.scorer import Verdict, gold_answer
 
-_FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+# possessive: a fence whose line has no end would else be tried with every way to share out its characters
+_FENCED = re.compile(r"^[ \t]*```[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
 
 

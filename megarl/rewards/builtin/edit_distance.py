@@ -46,6 +46,8 @@ def edit_distance(left: str, right: str) -> int:
     """
     if not left or not right:
         return len(left) + len(right)
+    if len(left) > len(right):  # the bits of a long answer would take quadratic time to set
+        left, right = right, left
     rows, last = (1 << len(left)) - 1, 1 << (len(left) - 1)
     places: dict[str, int] = {}
     for place, character in enumerate(left):

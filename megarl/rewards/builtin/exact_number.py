@@ -1,7 +1,7 @@
 """`exact_number`: 1 if the last number of the response equals the gold number exactly, else 0.
 
 Numbers are fractions, never floats: 0.1 is one tenth, 2.50 equals 5/2, and 1/3 does not equal 0.333. A division that can be
-done, such as 144/2, is no number.
+done, such as 144/2, is no number. Nor is 290/4, a fraction that can be reduced, unless the gold number is written as one.
 """
 
 from __future__ import annotations
@@ -45,25 +45,34 @@ class ExactNumber:
         return None if number is None else str(number)
 
     def _judge(self, sample: Sample) -> Verdict:
-        gold = gold_number(gold_answer(sample, self.answer_key, "exact_number"))
-        return None if gold is None else float(last_number(sample.response_text) == gold)
+        written = gold_answer(sample, self.answer_key, "exact_number")
+        gold = gold_number(written)
+        if gold is None:
+            return None
+        return float(last_number(sample.response_text, lowest_terms="/" not in _gold_text(written)) == gold)
 
 
-def last_number(text: str) -> Fraction | None:
+def last_number(text: str, *, lowest_terms: bool = False) -> Fraction | None:
     """The last number written in `text`: thousands commas, decimals, exponents and `a/b` count; None if there is none.
 
-    Nor is there one if it is a division without remainder, which may be the question said again.
+    Nor is there one if it is a division without remainder, which may be the question said again, or, with `lowest_terms`, a
+    fraction that can be reduced.
     """
     matches = list(_NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-")))
     value = _value(matches[-1]) if matches else None
-    return None if value is not None and matches[-1]["divisor"] and value.denominator == 1 else value
+    if value is None or not (divisor := matches[-1]["divisor"]):
+        return value
+    return None if value.denominator == 1 or (lowest_terms and value.denominator != int(divisor)) else value
 
 
 def gold_number(gold: Any) -> Fraction | None:
     """The number that `gold` is, or that follows its last `####`; None if that is not exactly one number."""
-    text = extract_answer(str(gold)).rpartition("####")[2].strip().replace("\N{MINUS SIGN}", "-").removeprefix("$")
-    match = _NUMBER.fullmatch(text)
+    match = _NUMBER.fullmatch(_gold_text(gold))
     return _value(match) if match else None
+
+
+def _gold_text(gold: Any) -> str:
+    return extract_answer(str(gold)).rpartition("####")[2].strip().replace("\N{MINUS SIGN}", "-").removeprefix("$")
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
+from itertools import groupby
 
 from megarl.data.final_answer import extract_answer
 from megarl.data.sample import Prompt, Sample
@@ -39,8 +40,17 @@ class ExactText:
 
 def normalised(text: str, *, case_sensitive: bool) -> str:
     """`text` in the form that is compared."""
-    text = " ".join(unicodedata.normalize("NFKC", text).split()).strip(_AROUND)
+    text = " ".join(unicodedata.normalize("NFKC", _marks_in_order(text)).split()).strip(_AROUND)
     return text if case_sensitive else text.casefold()
+
+
+def _marks_in_order(text: str) -> str:
+    """`text` with its marks (accents) taken apart and in Unicode's order; `normalize` takes quadratic time to sort them."""
+    if text.isascii():
+        return text
+    apart = "".join(unicodedata.normalize("NFKD", character) for character in text)
+    runs = groupby(apart, key=lambda character: unicodedata.combining(character) > 0)
+    return "".join("".join(sorted(run, key=unicodedata.combining) if are_marks else run) for are_marks, run in runs)
 
 
 def gold_texts(sample: Sample, answer_key: str, reward: str, *, case_sensitive: bool) -> list[str]:

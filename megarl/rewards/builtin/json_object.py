@@ -99,7 +99,8 @@ def last_object(text: str) -> dict[str, Any] | None:
         try:
             value, stop = _DECODER.raw_decode(text, end)
         except json.JSONDecodeError as error:
-            left -= error.pos - end
+            # of a string without an end, which is read to the end of the text, `pos` is where it begins
+            left -= (len(text) if error.msg.startswith("Unterminated") else error.pos) - end
             continue
         except (ValueError, RecursionError):
             left -= len(text) - end

@@ -28,7 +28,7 @@ _START_DEADLINE_S = 120.0
 _END_S = 10.0
 """For a child that has closed its output to be gone."""
 _FORK_S = 2.0
-"""Given to a child, on top of an answer's own seconds, to notice that they are over."""
+"""Given to a child, on top of an answer's own seconds, to notice that they are over; at most a tenth of what is left."""
 _ANSWERS_PER_CHILD = 64
 """Another child is started for every so many answers of one call; starting one takes about a second."""
 
@@ -65,8 +65,7 @@ class ChildPool:
         def judge(text: str) -> Verdict:
             child = self._idle.get()
             try:
-                timeout_s = min(self.timeout_s, until - time.monotonic())
-                return child.judge(text, timeout_s) if timeout_s > 0 else None
+                return child.judge(text, self.timeout_s, until)
             finally:
                 self._idle.put(child)
 
@@ -81,37 +80,54 @@ class _Child:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._process: subprocess.Popen[bytes] | None = None
+        self._ready_until = 0.0
+        """When a process that starts must have said that it is ready; 0: it has."""
         self._was_killed = False
         """Whether somebody else, such as a machine out of memory, killed it over the last question."""
 
-    def judge(self, question: str, timeout_s: float) -> Verdict:
-        until = time.monotonic() + timeout_s
-        answer = self._try(question, timeout_s)
-        if self._was_killed and (left_s := until - time.monotonic()) > 0:
-            answer = self._try(question, left_s)
+    def judge(self, question: str, timeout_s: float, until: float) -> Verdict:
+        if not self._is_ready(until):
+            return None
+        now = time.monotonic()
+        notices_s = min(_FORK_S, (until - now) / 10)
+        ends = min(now + timeout_s, until - notices_s)
+        answer = self._try(question, ends, notices_s)
+        if self._was_killed and self._is_ready(until):
+            answer = self._try(question, ends, notices_s)
         return _verdict(answer)
 
-    def _try(self, question: str, timeout_s: float) -> str | None:
+    def _try(self, question: str, ends: float, notices_s: float) -> str | None:
+        self._was_killed = False
+        left_s = ends - time.monotonic()
+        return self._ask(json.dumps([question, left_s]), left_s + notices_s) if left_s > 0 else None
+
+    def _is_ready(self, until: float) -> bool:
+        """Whether there is a process that answers; one that is still starting at `until` is kept for the next call."""
         if self._process is None:
             self._start()
-        return self._ask(json.dumps([question, timeout_s]), timeout_s + _FORK_S)  # the child ends what it judges first
+        if self._ready_until:
+            said = self._read_line(max(min(self._ready_until, until) - time.monotonic(), 0))
+            if said is None and time.monotonic() < self._ready_until:
+                return False
+            if said != "ready":
+                self._kill()
+                raise RewardError(
+                    f"reward '{self.kind}': its process did not start within {_START_DEADLINE_S:.0f} s; "
+                    f"try `{sys.executable} -P {_program()} {self.kind}`, which should say 'ready'"
+                )
+            self._ready_until = 0.0
+        return time.monotonic() < until
 
     def _start(self) -> None:
-        program = Path(__file__).with_name("judge_child.py")
+        self._ready_until = time.monotonic() + _START_DEADLINE_S
         self._process = subprocess.Popen(
             # -P: this folder must not become an import path
-            [sys.executable, "-P", str(program), self.kind],
+            [sys.executable, "-P", str(_program()), self.kind],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=_environment(),
         )
-        if self._read_line(_START_DEADLINE_S) != "ready":
-            self._kill()
-            raise RewardError(
-                f"reward '{self.kind}': its process did not start within {_START_DEADLINE_S:.0f} s; "
-                f"try `{sys.executable} -P {program} {self.kind}`, which should say 'ready'"
-            )
 
     def _ask(self, line: str, timeout_s: float) -> str | None:
         """The child's answer, or None after seeing off a child that died or does not answer in time."""
@@ -156,6 +172,10 @@ class _Child:
             with contextlib.suppress(BrokenPipeError):  # what was still to be written
                 pipe.close()
         self._process = None
+
+
+def _program() -> Path:
+    return Path(__file__).with_name("judge_child.py")
 
 
 def _environment() -> dict[str, str]:

@@ -42,6 +42,7 @@ def math_verify_judge() -> Callable[..., Judge]:
     def about(gold: str, allow_expressions: bool = False) -> Judge:  # noqa: FBT001 - a row's part of a question is a tuple
         parsed_gold = parse_gold(gold)
         number = None if allow_expressions or not parsed_gold else written_number(parsed_gold[-1])
+        lowest_terms = number is not None and not _FRACTION.search(str(parsed_gold[-1]))
 
         def judge(response: str) -> float | None:
             if not parsed_gold:
@@ -49,7 +50,7 @@ def math_verify_judge() -> Callable[..., Judge]:
             try:
                 # No timeouts: they are alarm signals, which wait for the end of an operation in C.
                 answer = parse(response, parsing_timeout=None)
-                if number is not None and (not answer or not says_number(answer[-1], number)):
+                if number is not None and (not answer or not says_number(answer[-1], number, lowest_terms=lowest_terms)):
                     return 0.0
                 return float(verify(parsed_gold, answer, timeout_seconds=None))
             except (MemoryError, RecursionError):
@@ -82,6 +83,7 @@ def parse_gold(gold: str) -> list[Any]:
 _RELATION = re.compile(r"=|\\approx(?![a-z])|\\simeq|≈")
 _WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf)\{([^{}]*)\}")
 _SPACE = re.compile(r"[\s~$°]|\\[!,;: %$]|%|\\left|\\right|\\circ|\^\\circ|\^\{\\circ\}|\*\*$|\.$")
+_FRACTION = re.compile(r"/|frac")
 _WRITTEN = re.compile(
     r"(?P<sign>[-+]?)(?:"
     r"(?P<decimal>\d+(?:\.\d*)?|\.\d+)(?:[eE](?P<exponent>[-+]?\d{1,3})|(?:\\times|\\cdot|\*)10\^\{?(?P<power>[-+]?\d{1,3})\}?)?"
@@ -91,13 +93,18 @@ _WRITTEN = re.compile(
 )
 
 
-def written_number(text: Any) -> Fraction | None:
-    """The number that `text` is a way to write: a decimal, with a power of ten or percent, or a fraction that is no integer."""
+def written_number(text: Any, *, lowest_terms: bool = False) -> Fraction | None:
+    """The number that `text` is a way to write: a decimal, with a power of ten or percent, or a fraction that is no integer.
+
+    With `lowest_terms` a fraction that can be reduced is none, as 290/4.
+    """
     plain = _SPACE.sub("", _WRAPPED.sub(r"\1", str(text))).replace(",", "").replace("\N{MINUS SIGN}", "-")
+    if len(plain) > 1000:
+        return None
     while plain.startswith("(") and plain.endswith(")"):
         plain = plain[1:-1]
     found = _WRITTEN.fullmatch(plain)
-    if found is None or len(plain) > 1000:
+    if found is None:
         return None
     part = found.groupdict()
     try:
@@ -106,8 +113,9 @@ def written_number(text: Any) -> Fraction | None:
         elif part["ten"]:
             value = Fraction(10) ** int(part["ten"])
         else:
-            value = Fraction(int(part["above"] or part["over"]), int(part["below"] or part["under"]))
-            if value.denominator == 1:  # a division that is still to be done
+            below = int(part["below"] or part["under"])
+            value = Fraction(int(part["above"] or part["over"]), below)
+            if value.denominator == 1 or (lowest_terms and value.denominator != below):  # a division that is still to be done
                 return None
             value += int(part["whole"] or 0)
     except ZeroDivisionError:
@@ -115,12 +123,13 @@ def written_number(text: Any) -> Fraction | None:
     return -value if part["sign"] == "-" else value
 
 
-def says_number(text: Any, gold: Fraction) -> bool:
+def says_number(text: Any, gold: Fraction, *, lowest_terms: bool = False) -> bool:
     """Whether an answer, as `x = 1/3` or `1/3 \\approx 0.333`, ends in a number and has none that is over 1 % from `gold`.
 
+    `lowest_terms` as for `written_number`: for a gold answer that is not written as a fraction.
     Whether it is the right one is for math-verify to say, which reads only one of them.
     """
-    parts = [written_number(part) for part in _RELATION.split(str(text))]
+    parts = [written_number(part, lowest_terms=lowest_terms) for part in _RELATION.split(str(text))]
     if parts[-1] is None:
         return False
     scales = (1, Fraction(1, 100), 100)  # of percent either side may have lost its sign

@@ -96,10 +96,9 @@ async def _opening(prompt: Prompt, observation: Any, context: EpisodeContext) ->
         return prompt
     assert context.chat is not None
     messages = await _messages(observation, prompt, context)
-    if context.system_prompt is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": PicturedText(context.system_prompt)}, *messages]
+    system = context.system_prompt if messages[0]["role"] != "system" else None
     try:
-        text, told = context.chat.opening(messages)
+        text, told = context.chat.opening(messages, system=system)
     except EpisodeError as error:
         raise EpisodeError(f"the environment {context.environment_name} cannot begin row {prompt.row_id}: {error}") from None
     if len(told.ids) > context.max_prompt_tokens:

@@ -71,20 +71,21 @@ class TurnTemplate:
                 "rollout.episode.kind needs; use a model whose template writes them"
             )
 
-    def opening(self, messages: Sequence[ToldMessage], *, harmless: bool = False) -> tuple[str, ToldTokens]:
+    def opening(self, messages: Sequence[ToldMessage], *, system: str | None = None) -> tuple[str, ToldTokens]:
         """A conversation up to where the policy's first turn begins: its text, with a placeholder for each picture, and ids.
 
-        `harmless`: special tokens spelled out in `messages` are broken up, as `between` does.
+        Special tokens spelled out in `messages` are broken up, as `between` does. `system` is the config's own message before
+        them, in which they stay.
 
         Raises:
             EpisodeError: a text has a token that stands for a picture, or the template leaves out pictures.
         """
-        for text in (piece for piece in _pieces(messages) if isinstance(piece, str)):
+        for text in (system or "", *(piece for piece in _pieces(messages) if isinstance(piece, str))):
             for token in self._pictures.tokens.reserved if self._pictures is not None else ():
                 if token in text:
                     raise EpisodeError(f"a message has the text '{token}', which stands for a picture")
-        change = self._harmless if harmless else str
-        text = self._render([_rendered(message, change) for message in messages], ask=True)
+        own = [{"role": "system", "content": system}] if system is not None else []
+        text = self._render([*own, *(_rendered(message, self._harmless) for message in messages)], ask=True)
         return text, self._with_pictures(self._ids(text), messages)
 
     def conversation(self, messages: Sequence[ToldMessage]) -> ToldTokens:

@@ -41,7 +41,7 @@ class ToldIds(Protocol):
 class ChatRenderer(Protocol):
     """The model's chat template for one set of tools."""
 
-    def opening(self, messages: Sequence[dict[str, Any]], *, harmless: bool) -> tuple[str, ToldIds]: ...
+    def opening(self, messages: Sequence[dict[str, Any]]) -> tuple[str, ToldIds]: ...
 
     def conversation(self, messages: Sequence[dict[str, Any]]) -> ToldIds: ...
 
@@ -214,7 +214,7 @@ class AgentSession:
         with _as_refusals():
             renderer = self._renderer(request.tools)
             if parent is None:
-                written = renderer.opening(messages, harmless=True)[1]
+                written = renderer.opening(messages)[1]
             else:
                 written = renderer.between(messages, parent.generation.response_ids[-1])
         return _Told(written.ids, written.media)
