@@ -31,6 +31,8 @@ from megarl.models.weight_map import WeightMap
 from megarl.system.atomic_files import whole_folder
 
 SINGLE_FILE = "model.safetensors"
+NAME_BYTES = 255
+"""Of a file's name, at most, on Linux."""
 INDEX_FILE = "model.safetensors.index.json"
 COMPANIONS = (
     "tokenizer*",
@@ -111,7 +113,8 @@ class HFFolder:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"'{index}' is no valid safetensors index: {error!r}") from None
         for file in dict.fromkeys(file_of.values()):
-            if file in ("", "..") or file != Path(file).name or not file.isprintable():  # lone surrogates are not
+            # lone surrogates are not printable
+            if file in ("", "..") or file != Path(file).name or not file.isprintable() or len(file.encode()) > NAME_BYTES:
                 raise ModelError(f"'{index}' names the file {file!r}; it must be a file of this folder")
         return file_of
 

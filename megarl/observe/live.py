@@ -27,7 +27,7 @@ NEW_SAMPLES = 2000
 
 
 class RunFollower:
-    """Runs as far as they are written; read again only when their files have changed."""
+    """Runs as far as they are written; read again only when their files have changed, of samples what is new."""
 
     def __init__(self, folders: Sequence[str | Path]) -> None:
         """Read the runs in `folders`; DataError if one holds no run."""
@@ -44,7 +44,7 @@ class RunFollower:
                 if seen == self._seen[place]:
                     continue
                 try:
-                    self._runs[place] = read_run(folder)
+                    self._runs[place] = read_run(folder, self._runs[place].samples)
                 except DataError:
                     continue
                 self._seen[place] = seen
@@ -114,17 +114,21 @@ def _handler(follower: RunFollower) -> type[BaseHTTPRequestHandler]:
             parts = urlsplit(self.path)
             if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
                 self._answer(403, "text/plain", f"only as {HOST}:{port} or localhost:{port}\n")
-            elif parts.path == "/":
-                self._answer(200, "text/html", page(follower.runs()))
-            elif parts.path == "/rows":
+            elif parts.path in ("/", "/rows"):
                 try:
-                    at = _places(parse_qs(parts.query))
+                    self._answer(200, *self._read(parts.path, parts.query))
                 except ValueError:
                     self._answer(400, "text/plain", "at is ROWS.SAMPLES of each run, with commas between\n")
-                    return
-                self._answer(200, "application/json", as_inert_json(new_rows(follower.runs(), at)))
+                except DataError as error:
+                    self._answer(503, "text/plain", f"{error}\n")
             else:
                 self._answer(404, "text/plain", "there is / and /rows\n")
+
+        def _read(self, path: str, query: str) -> tuple[str, str]:
+            if path == "/":
+                return "text/html", page(follower.runs())
+            at = _places(parse_qs(query))
+            return "application/json", as_inert_json(new_rows(follower.runs(), at))
 
         def _answer(self, status: int, kind: str, text: str) -> None:
             body = text.encode()

@@ -6,7 +6,7 @@ A run that is still going on, or that was killed, reads as far as it got.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from megarl.config.yaml_tree import read_yaml, tree_leaves
 from megarl.errors import ConfigError, DataError
 from megarl.observe.metrics import read_metrics
+from megarl.observe.sample_file import SampleFile
 
 IDENTITY = ("run.name", "run.seed", "run.folder", "run.resume")
 """Config fields in which repetitions of a run differ."""
@@ -30,7 +31,7 @@ class RunRecord:
     distributions: Sequence[Mapping[str, Any]]
     experts: Sequence[Mapping[str, Any]]
     trace: Sequence[Mapping[str, Any]]
-    samples: Sequence[Mapping[str, Any]]
+    samples: SampleFile
     faults: Sequence[Mapping[str, Any]]
     summary: Mapping[str, Any]
     profiles: Sequence[str]
@@ -63,8 +64,8 @@ class RunRecord:
         return list(dict.fromkeys(name for row in self.metrics for name in row if name != "step"))
 
 
-def read_run(folder: str | Path) -> RunRecord:
-    """Read the run in `folder`.
+def read_run(folder: str | Path, samples: SampleFile | None = None) -> RunRecord:
+    """Read the run in `folder`; of its `samples`, if they were read before, what was written since.
 
     Raises:
         DataError: there is no run in it, or one of its files is not what a run writes.
@@ -82,7 +83,7 @@ def read_run(folder: str | Path) -> RunRecord:
             distributions=read_metrics(path / "distributions.jsonl"),
             experts=read_metrics(path / "experts.jsonl"),
             trace=read_metrics(path / "trace.jsonl"),
-            samples=list(read_samples(path / "samples.jsonl")),
+            samples=_read_on(samples) if samples is not None else SampleFile(path / "samples.jsonl"),
             faults=read_metrics(path / "faults.jsonl"),
             summary=json.loads(summary.read_text()) if summary.is_file() else {},
             profiles=tuple(str(file.relative_to(path)) for file in sorted((path / "profile").glob("step_*/*.*"))),
@@ -92,13 +93,9 @@ def read_run(folder: str | Path) -> RunRecord:
         raise DataError(f"{path} cannot be read as a run: {error}") from error
 
 
-def read_samples(file: Path) -> Iterable[dict[str, Any]]:
-    """The samples of a `samples.jsonl`, with their `step`; none if there is no file, and none for a line that was cut off."""
-    if file.is_file():
-        with file.open() as lines:
-            for line in lines:
-                if line.endswith("\n"):
-                    yield json.loads(line)
+def _read_on(samples: SampleFile) -> SampleFile:
+    samples.read_on()
+    return samples
 
 
 def reward_of(sample: Mapping[str, Any]) -> float:

@@ -71,6 +71,7 @@ FOUND = {
     "a_message_whose_parts_are_texts": ("rows", b'l{"m": [{"from": "gpt", "value": ["x"]}]}'),
     "tools_nested_deeply": ("rows", b'l{"m": [{"from": "human", "value": "x"}], "tools": "' + b"[" * 50_000 + b'"}'),
     "a_config_whose_model_type_is_a_list": ("safetensors", b'c{"model_type": []}'),
+    "a_file_whose_name_is_too_long": ("safetensors", b'i{"weight_map": {"a": "' + b"x" * 300 + b'"}}'),
     "a_state_that_is_nested_deeply": ("checkpoints", b"s" + b"[" * 100_000),
     "a_state_that_is_no_object": ("checkpoints", b"s[]"),
     "a_header_that_is_nested_deeply": ("safetensors", b"h" + b'{"a":' * 50_000),
