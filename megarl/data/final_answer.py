@@ -1,4 +1,4 @@
-"""What an answer says in the end: the text of its `<answer>` tag, and the boxes that it gives."""
+"""What an answer says in the end: what stands behind its thoughts, the text of its `<answer>` tag, the boxes that it gives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUMBER = r"\s{0,9}(-?\d{1,9}(?:\.\d{1,9})?)\s{0,9}"
 _POINT = rf"\({_NUMBER},{_NUMBER}\)"
 _LIST = rf"\[{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}\]"
 _FORMS = tuple(
-    re.compile(form)
+    re.compile(form, re.ASCII)
     for form in (
         rf"""["']bbox(?:_2d)?["']\s{{0,9}}:\s{{0,9}}{_LIST}""",
         rf"(?:<box>|<\|box_start\|>)\s{{0,9}}{_POINT}\s{{0,9}},\s{{0,9}}{_POINT}",
@@ -28,10 +28,20 @@ _FORMS = tuple(
 )
 
 
+def without_thoughts(response: str) -> str:
+    """What a response says behind its last `</think>`: nothing if it begins with `<think>` and was cut in its thoughts.
+
+    What a policy considers is no answer: thoughts that name many would be paid for one of them.
+    """
+    _, closed, said = response.rpartition("</think>")
+    return "" if not closed and response.lstrip().startswith("<think>") else said
+
+
 def extract_answer(response: str) -> str:
-    """The text of the last `<answer>...</answer>`, or else the whole response, stripped."""
-    tagged = _ANSWER.findall(response)
-    return (tagged[-1] if tagged else response).strip()
+    """The text of the last `<answer>...</answer>` behind the thoughts, or else all that is said behind them, stripped."""
+    said = without_thoughts(response)
+    tagged = _ANSWER.findall(said)
+    return (tagged[-1] if tagged else said).strip()
 
 
 def last_boxed(text: str) -> str | None:

@@ -134,6 +134,14 @@ def test_code_that_a_judge_does_run_reaches_nothing(answer: str) -> None:
     assert not Path("/tmp/megarl-mark").exists()
 
 
+def test_only_the_guard_of_eval_keeps_a_verdict_from_code_that_is_run() -> None:
+    """A limit: what judges an answer and what would run it share a process, so such code could say that it is right.
+
+    The attacks above do the same with the guard in place, and are wrong answers. The next verdict is out of reach all the same.
+    """
+    assert _run_by_a_judge(f"__import__('os').write(3, {ONE!r}) and __import__('os')._exit(0)") == ["1.0", "0.25"]
+
+
 @pytest.mark.parametrize("path", ["/etc/passwd", "/proc/{parent}/environ", "/proc/{parent}/mem", "/proc/{parent}/fd/1"])
 def test_code_that_a_judge_does_run_reads_no_file_of_others(path: str) -> None:
     if not landlock_version():

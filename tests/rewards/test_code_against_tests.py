@@ -297,6 +297,15 @@ def test_a_wrong_program_fails_each_of_them() -> None:
     )
 
 
+@pytest.mark.parametrize("test", ["assert f(2) == P(3)", "assert f(2).equals(4)", "assert f(2).is_right"])
+def test_what_a_test_asks_the_programs_own_objects_they_answer_as_they_like(test: str) -> None:
+    """A limit: such a test passes for a wrong program, as both sides of what it compares are the program's."""
+    own = "class P:\n    is_right = True\n    def __init__(self, x): pass\n    def __eq__(self, other): return True\n"
+    own += "    def equals(self, other): return True\ndef f(x): return P(x)"
+    assert passed(own, test) == 1
+    assert passed(own, WRONG, "assert not f(2) != 4", "assert f(2) in [4]") == 0, "held against data they answer nothing"
+
+
 @pytest.mark.parametrize("how", ["import os; os._exit(0)", "raise SystemExit", "f(x)", "x = []; x.append(x); return x"])
 def test_a_call_that_does_not_come_back_fails_its_test(how: str) -> None:
     assert passed(f"def f(x):\n    {how}", "try: f(2)\nexcept Exception: assert f(2) == 4", "assert f(2) == 4") == 0

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from megarl.data.final_answer import without_thoughts
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
 from megarl.rewards.sandbox.program import OutOfTimeError, SandboxLimits, run_program, run_tests
@@ -77,7 +78,7 @@ class CodeTests:
         tests = parsed_tests(gold_answer(sample, self.answer_key, "code_tests"))
         if tests is None:
             return None
-        code = extract_program(sample.response_text)
+        code = extract_program(without_thoughts(sample.response_text))
         try:
             if isinstance(tests[0], str):
                 passed = run_tests(code, tests, self.limits, until)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from megarl.data.final_answer import extract_answer
+from megarl.data.final_answer import extract_answer, without_thoughts
 from megarl.data.sample import Prompt, Sample
 from megarl.rewards.scorer import Verdict, gold_answer
 
@@ -41,7 +41,7 @@ class ExactNumber:
 
     def final_answer(self, response: str) -> str | None:
         """The last number as a fraction; None if there is none."""
-        number = last_number(response)
+        number = last_number(without_thoughts(response))
         return None if number is None else str(number)
 
     def _judge(self, sample: Sample) -> Verdict:
@@ -49,7 +49,8 @@ class ExactNumber:
         gold = gold_number(written)
         if gold is None:
             return None
-        return float(last_number(sample.response_text, lowest_terms="/" not in _gold_text(written)) == gold)
+        said = without_thoughts(sample.response_text)
+        return float(last_number(said, lowest_terms="/" not in _gold_text(written)) == gold)
 
 
 def last_number(text: str, *, lowest_terms: bool = False) -> Fraction | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jsonschema
 
+from megarl.data.final_answer import without_thoughts
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
 from megarl.rewards.sandbox.judge_pool import ChildPool
@@ -61,7 +62,7 @@ class JsonObject:
     def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
         """1.0 or 0.0, or None where the gold answer is no JSON object or the schema took too long."""
         verdicts: list[Verdict] = []
-        found = [last_object(sample.response_text) for sample in samples]
+        found = [last_object(without_thoughts(sample.response_text)) for sample in samples]
         for sample, value in zip(samples, found, strict=True):
             right = value is not None and all(key in value for key in self.required)
             if not self.match_answer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.data.final_answer import extract_answer, last_boxed
+from megarl.data.final_answer import extract_answer, last_boxed, without_thoughts
 from megarl.data.sample import Prompt, Sample
 from megarl.rewards.builtin.exact_number import last_number
 from megarl.rewards.sandbox.judge_pool import ChildPool
@@ -41,7 +41,7 @@ class MathVerify:
         if (boxed := last_boxed(text)) is not None:
             return "".join(boxed.split())
         number = last_number(text)
-        return str(number) if number is not None else (text if text != response.strip() else None)
+        return str(number) if number is not None else (text if text != without_thoughts(response).strip() else None)
 
     def check(self, prompt: Prompt) -> None:
         """Refuse a row without a gold answer."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.data.final_answer import extract_answer
+from megarl.data.final_answer import extract_answer, without_thoughts
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
 from megarl.rewards.scorer import Verdict, gold_answer
@@ -56,7 +56,7 @@ class MultipleChoice:
 
     def last_choice(self, response: str) -> str | None:
         """The letter stated last, as a capital; None if none is stated."""
-        stated = list(self._stated.finditer(response))
+        stated = list(self._stated.finditer(without_thoughts(response)))
         return str(stated[-1][str(stated[-1].lastgroup)]).upper() if stated else None
 
     def _judge(self, sample: Sample) -> Verdict:
