@@ -113,9 +113,10 @@ def _import(arguments: argparse.Namespace) -> int:
     """Write a megatron-core distributed checkpoint of a Hugging Face model, each rank's part in a file of its own."""
     from megarl.convert.plan import plan_dist
     from megarl.convert.sources import open_hf
+    from megarl.models.from_hub import model_in
 
     layout = parse_layout(arguments.layout)
-    source = open_hf(arguments.source, config_only=arguments.dry_run)
+    source = open_hf(model_in(arguments.source, "HF"), config_only=arguments.dry_run)
     return _carry_out(plan_dist("import", source, layout, arguments.dtype), arguments)
 
 
@@ -145,8 +146,9 @@ def _reshard(arguments: argparse.Namespace) -> int:
 def _merge(arguments: argparse.Namespace) -> int:
     """Write a model with low-rank adapters (LoRA) added to its weights; they keep their dtypes."""
     from megarl.convert.merge import merge_adapters
+    from megarl.models.from_hub import model_in
 
-    layers = merge_adapters(arguments.base, arguments.adapter, arguments.out)
+    layers = merge_adapters(model_in(arguments.base, "--base"), arguments.adapter, arguments.out)
     print(f"{layers:,} adapters of {arguments.adapter} merged into {arguments.out}")
     return 0
 
@@ -154,8 +156,9 @@ def _merge(arguments: argparse.Namespace) -> int:
 def _add_draft(arguments: argparse.Namespace) -> int:
     """Write a Hugging Face folder again with a new layer for multi-token prediction, to be trained by policy.mtp.train."""
     from megarl.convert.new_layer import add_layer
+    from megarl.models.from_hub import model_in
 
-    add_layer(arguments.source, arguments.target)
+    add_layer(model_in(arguments.source, "HF"), arguments.target)
     print(f"{arguments.target}: the model of {arguments.source} with a new layer for multi-token prediction")
     return 0
 

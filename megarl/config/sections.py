@@ -75,7 +75,8 @@ class ModelConfig(Section):
     """The model that the policy starts from, and how it is computed."""
 
     path: str
-    """Hugging Face folder of the model to train."""
+    """The model to train: a Hugging Face folder, a run that exported one, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hugging
+    Face hub."""
     architecture: ClassPath | None = None
     """Model family of your own: an `Architecture` as `package.module:NAME` or `path/to/file.py:NAME`. null: the families that
     megarl has."""

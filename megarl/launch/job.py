@@ -12,7 +12,7 @@ from megarl.config import AnyConfig, load_any
 from megarl.errors import ConfigError, ModelError, describe_value, either
 from megarl.launch.cluster_profile import ClusterProfile
 from megarl.models.check_layouts import check_models
-from megarl.models.from_hub import models_here
+from megarl.models.from_hub import model_in, models_here
 from megarl.observe import read_metrics
 from megarl.planning.gpus import chosen_gpu
 from megarl.planning.plan import make_plan
@@ -130,7 +130,7 @@ def check_folders(config: AnyConfig) -> None:
             continue
         tokenizer = [(TOKENIZERS, "a tokenizer")] if field == "model.path" else []
         for files, what in [(WEIGHTS, "weights as safetensors"), *tokenizer]:
-            if not any((Path(folder) / file).is_file() for file in files):
+            if not any((Path(model_in(folder, field)) / file).is_file() for file in files):
                 raise ModelError(f"{field} is '{folder}', which has no {either(map(describe_value, files))}; put {what} there")
 
 

@@ -1,8 +1,9 @@
-"""Models that a config names by their ids on the Hugging Face hub, as folders of this machine."""
+"""Models that a user names by their ids on the Hugging Face hub, or by the run that made them, as folders of this machine."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.config import AnyConfig
@@ -10,10 +11,12 @@ from megarl.errors import ModelError
 from megarl.system.hub import MODEL_FILES, NOT_OF_MODELS, HubRepo
 
 Root = TypeVar("Root", bound=AnyConfig)
+CHECKPOINTS = (".metadata", "state.json", "*/state.json", "checkpoints/*/state.json")
+"""What a role's folder, a checkpoint, a folder of checkpoints, or a run has."""
 
 
 def models_here(config: Root, *, weights: bool = True) -> Root:
-    """`config` with a local folder in place of each id; what is missing in the cache is downloaded.
+    """`config` with a local folder in place of each id and of each run; what is missing in the cache is downloaded.
 
     Args:
         config: where ids may be: the fields of `model_folders`, and `rollout.servers.model_path`.
@@ -34,12 +37,37 @@ def models_here(config: Root, *, weights: bool = True) -> Root:
 
 
 def model_here(name: str, field: str, *, weights: bool = True) -> str:
-    """The local folder of the model called `name`: `name` itself, unless it is an id of the hub. Raises as `models_here`."""
+    """The local folder of the model called `name`, an id of the hub or a folder (see `model_in`). Raises as `models_here`."""
     repo = HubRepo.meant_by("model", name)
     if repo is None:
-        return name
+        return model_in(name, field)
     files = MODEL_FILES if weights else [pattern for pattern in MODEL_FILES if pattern != "*.safetensors"]
     return str(repo.download(files, NOT_OF_MODELS, error=ModelError, named=f"{field} is '{name}'"))
+
+
+def model_in(folder: str, field: str) -> str:
+    """`folder` itself, or the model that it exported if it is a run.
+
+    Raises:
+        ModelError: it is a run or a checkpoint without such a model.
+    """
+    path = Path(folder)
+    if (path / "config.json").is_file():
+        return folder
+    model = path / "model"
+    if (model / "config.json").is_file():
+        return str(model)
+    if (model / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{field} is '{folder}', a run that exported adapters; "
+            f"`megarl convert merge --base MODEL --adapter {model} --out FOLDER` makes a model of them"
+        )
+    if any(True for pattern in CHECKPOINTS for _ in path.glob(pattern)):
+        raise ModelError(
+            f"{field} is '{folder}', a run or checkpoint without an exported model; `megarl convert export {folder} FOLDER` "
+            "writes one"
+        )
+    return folder
 
 
 def _replaced(value: Any, place: list[str | int], new: str) -> Any:

@@ -65,6 +65,16 @@ def gate_line(value: float | None, bound: float | None) -> str:
     return f"{value:.3g} (NOT ok, it must be at most {bound:g}: docs/run_that_does_not_learn.md)"
 
 
+def rows_line(train: int, held_out: int | None, limit: int | None, sets: Mapping[str, int]) -> str:
+    """How many rows a run trains on and is evaluated on; `limit`: of held-out rows, `sets`: rows of `evaluations` by name."""
+    parts = [f"{train} training rows"]
+    if held_out is not None:
+        parts.append(f"{held_out} held-out rows" + (f" (data.eval.limit is {limit})" if limit else ""))
+    if sets:
+        parts.append("evaluations: " + ", ".join(f"{name} {rows}" for name, rows in sets.items()))
+    return ", ".join(parts)
+
+
 def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
     """A line for each row, such as the batch arithmetic's, with the second column below itself."""
     width = max(len(what) for what, _ in rows)

@@ -68,6 +68,28 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], objec
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def test_commands_that_take_a_model_take_a_run_that_exported_one(
+    folder: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(checkpoint, run / "checkpoints" / "step_000002" / "policy")
+    (run / "checkpoints" / "step_000002" / "state.json").touch()
+    adding = ("--adapter", tmp_path / "adapter", "--out", out)
+    for named, arguments in (
+        ("HF", ("import", run, out)),
+        ("HF", ("add-draft", run, out)),
+        ("--base", ("merge", "--base", run, *adding)),
+        ("--model", ("inspect", tmp_path / "rows.jsonl", "--model", run)),
+    ):
+        group = "data" if named == "--model" else "convert"
+        assert cli.main([group, *map(str, arguments)]) == 2
+        expected = f"{named} is '{run}', a run or checkpoint without an exported model; `megarl convert export {run} FOLDER`"
+        assert capsys.readouterr().err == f"megarl: {expected} writes one\n"
+    shutil.copytree(folder, run / "model")
+    assert cli.main(["convert", "import", str(run), str(out)]) == 0
+    assert cli.main(["convert", "verify", str(folder), str(out)]) == 0
+
+
 @pytest.mark.parametrize("cut", [0, 5, 300, -1])
 def test_a_file_that_is_cut_short(folder: Path, capsys: pytest.CaptureFixture[str], cut: int) -> None:
     victim = sorted(folder.glob("*.safetensors"))[1]

@@ -146,6 +146,36 @@ def test_every_model_of_a_config_is_found_and_the_config_says_nothing_else(hub: 
     assert found.model_copy(update=same) == config
 
 
+def test_a_run_stands_for_the_model_that_it_exported(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "mine"
+    policy = run / "checkpoints" / "step_000002" / "policy"
+    policy.mkdir(parents=True)
+    (policy / ".metadata").touch()
+    (policy.parent / "state.json").touch()
+    for named in (run, run / "checkpoints", policy.parent, policy):
+        with pytest.raises(ModelError) as caught:
+            model_here(str(named), "reference.path")
+        assert str(caught.value) == (
+            f"reference.path is '{named}', a run or checkpoint without an exported model; `megarl convert export {named} "
+            "FOLDER` writes one"
+        )
+    (run / "model").mkdir()
+    (run / "model" / "adapter_config.json").touch()
+    with pytest.raises(ModelError, match=f"exported adapters; `megarl convert merge --base MODEL --adapter {run}/model --out"):
+        model_here(str(run), "model.path")
+    (run / "model" / "config.json").touch()
+    config = parse_config(
+        {
+            "model": {"path": str(run)}, "data": {"train": {"name": "chain_sum"}}, "rewards": [{"name": "exact_number"}],
+            "reference": {"path": str(run)},
+        }
+    )  # fmt: skip
+    found = models_here(config)
+    assert (found.model.path, found.reference.path) == (str(run / "model"), str(run / "model"))
+    assert model_here(str(run / "model"), "model.path") == str(run / "model")
+    assert model_here(str(tmp_path / "gone"), "model.path") == str(tmp_path / "gone")  # said by what reads it
+
+
 def test_offline_what_is_in_the_cache_is_used(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     online, rows = model_here("Org/tiny", "model.path"), rows_of("openai/gsm8k", name="main", split="train")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

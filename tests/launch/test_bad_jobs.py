@@ -163,6 +163,13 @@ def test_a_model_folder_that_a_run_could_not_load_is_refused_before_the_queue(
     assert sentence in error
 
 
+def test_a_run_that_exported_a_model_stands_for_it(rl_yaml: Path, model: Path, tmp_path: Path) -> None:
+    model.rename(tmp_path / "moved")
+    model.mkdir()
+    (tmp_path / "moved").rename(model / "model")
+    assert main(["submit", "slurm", str(rl_yaml), "--dry-run"]) == 0
+
+
 @pytest.mark.parametrize("placement", ["colocated", "separate"])
 @pytest.mark.parametrize("extra", [[], ["algorithm.name=ppo", "critic.layout.dp=3"], ["reference.layout.dp=2"]])
 def test_a_jobs_places_are_those_that_the_run_asks_for(rl_yaml: Path, placement: str, extra: list[str]) -> None:

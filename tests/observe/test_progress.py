@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from megarl.observe import Phases, Progress
-from megarl.observe.progress import duration
+from megarl.observe.progress import duration, rows_line
 
 
 class Clock:
@@ -42,6 +42,15 @@ def test_plain_lines_say_reward_speed_time_and_where_it_went() -> None:
     assert lines[1].startswith("step 2/5  reward 0.25")
     assert "(generate 75%, train 25%, other 0%)" in lines[1]
     assert "\x1b" not in text
+
+
+def test_a_run_says_how_many_rows_of_every_kind_it_has() -> None:
+    assert rows_line(7, None, None, {}) == "7 training rows"
+    assert rows_line(7, 2, None, {}) == "7 training rows, 2 held-out rows"
+    sets = {"digits": 6, "sums": 5}
+    assert rows_line(7, 200, 200, sets) == (
+        "7 training rows, 200 held-out rows (data.eval.limit is 200), evaluations: digits 6, sums 5"
+    )
 
 
 def test_the_parts_of_a_phase_are_told_with_their_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from megarl.data.prefills import prefill_figures
 from megarl.data.sample import Sample
 from megarl.data.sampler import build_sampler
 from megarl.observe import MetricsFile, distributions
-from megarl.observe.progress import SHOWN
+from megarl.observe.progress import SHOWN, rows_line
 from megarl.reshard.run_plan import check_transport
 from megarl.system.user_code import absolute_name
 from megarl.trainers.rl.eval_figures import evaluation, pass_rates
@@ -96,9 +96,11 @@ class RlRun(Run):
         if self.inputs.overlap:
             overlap, rows = self.inputs.overlap, self.inputs.train_rows
             self.progress.say(f"{overlap} of {rows} training rows are held-out prompts too: left out")
-        limit = config.data.eval.limit if config.data.eval is not None else None
-        held_out = f", {len(self.inputs.held_out)} held-out rows" + (f" (data.eval.limit is {limit})" if limit else "")
-        self.progress.say(f"{sum(map(len, self.inputs.train))} training rows{held_out if config.data.eval is not None else ''}")
+        held_out, limit = None, None
+        if config.data.eval is not None:
+            held_out, limit = len(self.inputs.held_out), config.data.eval.limit
+        sets = {one.settings.name: len(one.prompts) for one in self.inputs.evaluations}
+        self.progress.say(rows_line(sum(map(len, self.inputs.train)), held_out, limit, sets))
         for why, count in self.inputs.dropped.items():
             if count:
                 self.progress.say(f"{count} rows left out as {why}")

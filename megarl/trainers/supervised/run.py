@@ -22,7 +22,7 @@ from megarl.data.sampler import build_sampler, count_held_out
 from megarl.data.stream import ScorePosition, pack
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings, kind_of_rows
 from megarl.data.tokenize import load_tokenizer
-from megarl.observe.progress import TOWER
+from megarl.observe.progress import TOWER, rows_line
 from megarl.trainers.run.base import Run
 from megarl.trainers.run.roles import POLICY, REFERENCE
 from megarl.trainers.run.start import check_architectures, open_groups, open_roles
@@ -73,6 +73,10 @@ class SupervisedRun(Run):
 
     def start(self) -> None:
         """The ranks and their models."""
+        held_out, limit = None, None
+        if self.config.data.eval is not None:
+            held_out, limit = len({sample.row_id for sample in self.held_out}), self.config.data.eval.limit
+        self.progress.say(rows_line(self.rows, held_out, limit, {}))
         if self.overlap:
             self.progress.say(
                 f"warning: {self.overlap} of {self.rows} training rows have the prompt of a row of data.eval, so that "

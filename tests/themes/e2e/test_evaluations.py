@@ -46,12 +46,13 @@ def evaluated_config(tiny_config: Callable[..., Config], tmp_path: Path) -> Call
 
 
 def test_sets_are_measured_as_each_says_and_checkpoints_by_a_watcher(
-    evaluated_config: Callable[..., Config], tmp_path: Path
+    evaluated_config: Callable[..., Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = {"run.save_every": 1, "run.keep_checkpoints": 0, "run.eval_every": 1, "run.keep_best": "digits/avg@4"}
     config = evaluated_config(**saved)
     folder = Path(config.run_folder)
     summary = train(config)
+    assert "64 training rows, evaluations: digits 6, sums 5" in capsys.readouterr().out.splitlines()
     rows = {int(row["step"]): row for row in read_metrics(folder / "metrics.jsonl")}
     names = {"avg@4", "pass@2", "pass@4", "maj@4"}
     names = {f"{kind}{name}{error}" for kind in ("", "even/", "odd/") for name in names for error in ("", "_se")}

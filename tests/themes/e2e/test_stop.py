@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,6 +58,35 @@ def test_a_warned_run_saves_leaves_and_is_continued(
     _, said = resumed.communicate(timeout=120)
     assert resumed.returncode == 0, said
     assert steps_of(folder) == list(range(1, last + 2))
+
+
+@pytest.mark.exhaustive
+def test_a_second_ctrl_c_leaves_at_once_and_quietly(
+    tiny_config: Callable[..., Config], warm_workers: WarmWorkers, tmp_path: Path
+) -> None:
+    reward = tmp_path / "slow.py"
+    reward.write_text("import time\n\n\ndef slow(samples):\n    time.sleep(5)\n    return [0.0] * len(samples)\n")
+    rewards = [{"name": f"{reward}:slow"}]
+    config = tiny_config(**{"run.steps": 1000, "run.name": "left", "data.eval": None, "rewards": rewards})
+    folder = Path(config.run_folder)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_none=True)))
+    run = start_megarl("train", str(tmp_path / "run.yaml"), environment=warm_workers.environment)
+    try:
+        wait_for_step(run, folder, 1)
+        time.sleep(1)  # the second step waits for its rewards
+        run.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert run.poll() is None
+        run.send_signal(signal.SIGINT)
+        _, said = run.communicate(timeout=60)
+    finally:
+        if run.poll() is None:
+            run.kill()
+    assert run.returncode == 130, said
+    lines = said.splitlines()
+    assert lines[-1].startswith("megarl: interrupted after step 1 of 1000; there is no checkpoint in "), said
+    assert "Task was destroyed" not in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.exhaustive

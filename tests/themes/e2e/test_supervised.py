@@ -288,7 +288,9 @@ def test_an_exported_reward_model_scores_in_hugging_face_as_it_did_here(
     config = supervised_config({"name": "reward_model"}, PAIRS, **{"policy.layout": {"pp": 2}, "run.export": True})
     config = config.model_copy(update={"data": config.data.model_copy(update={"eval": config.data.train})})
     summary = train(config)
-    assert f"{len(PAIRS)} of {len(PAIRS)} training rows have the prompt of a row of data.eval" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{len(PAIRS)} of {len(PAIRS)} training rows have the prompt of a row of data.eval" in said
+    assert f"{len(PAIRS)} training rows, {len(PAIRS)} held-out rows" in said.splitlines()
     folder = Path(config.run_folder) / "model"
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
