@@ -141,7 +141,7 @@ class ChatTemplate:
 
 def _with_role(message: Any) -> Any:
     """A message with `from` and `value` (ShareGPT) as one with `role` and `content`; any other as it is."""
-    if not isinstance(message, dict) or not {"from", "value"} <= message.keys() or message["from"] not in SHAREGPT_ROLES:
+    if not isinstance(message, dict) or not {"from", "value"} <= message.keys() or str(message["from"]) not in SHAREGPT_ROLES:
         return message
     return {"role": SHAREGPT_ROLES[message["from"]], "content": message["value"]}
 

@@ -69,6 +69,7 @@ FOUND = {
     "half_a_character_in_a_step": ("rows", b'l{"p": "q", "steps": [{"text": "\\ud800", "label": 1}]}'),
     "a_pickle_that_says_it_is_large": ("checkpoints", base64.b64decode("ZIAEjgAAAAAAAABALg==")),
     "a_message_whose_parts_are_texts": ("rows", b'l{"m": [{"from": "gpt", "value": ["x"]}]}'),
+    "a_message_from_an_object": ("rows", b'|{"r": [{"from": {}, "value": ""}]}'),
     "tools_nested_deeply": ("rows", b'l{"m": [{"from": "human", "value": "x"}], "tools": "' + b"[" * 50_000 + b'"}'),
     "a_config_whose_model_type_is_a_list": ("safetensors", b'c{"model_type": []}'),
     "a_file_whose_name_is_too_long": ("safetensors", b'i{"weight_map": {"a": "' + b"x" * 300 + b'"}}'),
