@@ -120,7 +120,15 @@ class _Descriptions(pickle._Unpickler):
                 raise _Refused(f"sets more than the fields of {kind.__name__}")
         super().load_build()  # type: ignore[misc]  # typeshed lists no operations
 
-    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
+    def load_bytearray8(self) -> None:
+        """Refuse it: as much memory is cleared as it says it is long, and no description has one."""
+        raise ValueError("it holds an array of bytes")
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **pickle._Unpickler.dispatch,
+        pickle.BUILD[0]: load_build,
+        pickle.BYTEARRAY8[0]: load_bytearray8,
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:

@@ -11,6 +11,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,18 @@ def test_metadata_sets_no_more_than_the_fields_of_descriptions(
     with pytest.raises(CheckpointError, match=rf"could run code .* it sets (attributes|more than the fields) of .*{what}"):
         check_pickles(role.parent)
     assert (Path.is_file, Path.name) == before
+
+
+def test_metadata_makes_no_room_for_the_bytes_that_it_says_it_has(role: Path) -> None:
+    (role / ".metadata").write_bytes(pickle.PROTO + b"\x05" + pickle.BYTEARRAY8 + (1 << 28).to_bytes(8, "little") + b".")
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=r"metadata' is damaged: .*it holds an array of bytes"):
+            check_pickles(role.parent)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 1 << 24
 
 
 def test_what_megatron_core_adds_to_metadata_is_read(role: Path) -> None:
