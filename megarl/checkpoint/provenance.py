@@ -33,7 +33,7 @@ def provenance(config_text: str, step: int, weight_version: int | None) -> dict[
         "weight_version": weight_version,
         "config_sha256": hashlib.sha256(config_text.encode()).hexdigest(),
         "megarl": __version__,
-        "commit": _commit(),
+        "commit": commit(),
         **{name: metadata.version(name) for name in _LIBRARIES},
     }
 
@@ -66,7 +66,7 @@ def differences(made: Mapping[str, Any], now: Mapping[str, Any], config_before: 
 
 
 @cache
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of the working tree that this code is in, with `-dirty` if it was changed; None where it is installed."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():

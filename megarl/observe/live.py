@@ -160,7 +160,8 @@ def _places(query: Mapping[str, list[str]]) -> list[tuple[int, int]]:
 
 def _marks(folder: Path) -> list[tuple[int, int] | None]:
     """What changes when a run writes."""
-    return [_mark(folder / name) for name in ("metrics.jsonl", "samples.jsonl", "summary.json", "faults.jsonl")]
+    lines = ("metrics.jsonl", "samples.jsonl", "faults.jsonl")
+    return [_mark(folder / name) for name in (*lines, "summary.json", "machine.json", "end.json")]
 
 
 def _mark(file: Path) -> tuple[int, int] | None:

@@ -136,7 +136,7 @@ def _run_data(run: RunRecord, pictures: PagePictures) -> dict[str, Any]:
         "boxes_in": _boxes_in(run),
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
         "summary": {name: value for name, value in run.summary.items() if name == "eval"},
-        "environment": {**run.summary.get("machine", {}), **run.summary.get("versions", {})},
+        "environment": {**run.machine["machine"], **run.machine["versions"]},
         "phases": run.summary.get("phases", {}),
         "faults": faults,
     }

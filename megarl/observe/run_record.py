@@ -36,6 +36,10 @@ class RunRecord:
     summary: Mapping[str, Any]
     profiles: Sequence[str]
     """Files of profiled steps, relative to the folder."""
+    machine: Mapping[str, Any]
+    """What it is computed on and by: `machine`, `versions`, `commit`, `gpus`, `gpu`; of an older run what its summary says."""
+    end: Mapping[str, Any]
+    """Of a run that ended early, its `state`, `failed` or `interrupted`, and `why`."""
     nodes: int = 1
     """Machines that it had."""
 
@@ -75,6 +79,7 @@ def read_run(folder: str | Path, samples: SampleFile | None = None) -> RunRecord
         raise DataError(f"{path} holds no run: there is no metrics.jsonl in it; give the folder <run.folder>/<run.name>")
     try:
         config_file, summary, placement = (path / name for name in ("config.yaml", "summary.json", "placement.json"))
+        told = _json(summary)
         return RunRecord(
             folder=path,
             name=path.resolve().name,
@@ -85,12 +90,24 @@ def read_run(folder: str | Path, samples: SampleFile | None = None) -> RunRecord
             trace=read_metrics(path / "trace.jsonl"),
             samples=_read_on(samples) if samples is not None else SampleFile(path / "samples.jsonl"),
             faults=read_metrics(path / "faults.jsonl"),
-            summary=json.loads(summary.read_text()) if summary.is_file() else {},
+            summary=told,
             profiles=tuple(str(file.relative_to(path)) for file in sorted((path / "profile").glob("step_*/*.*"))),
             nodes=len(json.loads(placement.read_text())["nodes"]) if placement.is_file() else 1,
+            machine=_machine(path, told),
+            end=_json(path / "end.json"),
         )
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError, ConfigError) as error:
         raise DataError(f"{path} cannot be read as a run: {error}") from error
+
+
+def _machine(path: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: summary.get(name) for name in ("machine", "versions")} | _json(path / "machine.json")
+    return found | {name: dict(found[name] or {}) for name in ("machine", "versions")}
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """The object in `file`; empty where there is no such file."""
+    return dict(json.loads(file.read_text())) if file.is_file() else {}
 
 
 def _read_on(samples: SampleFile) -> SampleFile:

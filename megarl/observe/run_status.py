@@ -37,7 +37,9 @@ def run_status(run: RunRecord, now: float | None = None) -> dict[str, Any]:
         "best": max(run.curve("reward/mean").items(), key=lambda item: item[1], default=None),
         "gates": run.summary.get("gates", {}),
         "faults": len(run.faults),
-        "version": (run.summary.get("versions") or {}).get("megarl"),
+        "why": run.end.get("why"),
+        "version": run.machine["versions"].get("megarl"),
+        "commit": _short_commit(run.machine.get("commit")),
     }
 
 
@@ -60,12 +62,16 @@ def _tokens(metrics: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def _state(run: RunRecord, done: int, planned: Any, now: float) -> str:
-    """`finished`, `running`, or `stopped`: before its last step, or without having written that it ended."""
+    """`finished`, `running`, `interrupted` (it was told to stop), `failed`, or `stopped`: nobody wrote why it is quiet."""
+    if run.end:
+        return str(run.end.get("state"))
     written = [(run.folder / name).stat().st_mtime for name in FILES if (run.folder / name).is_file()]
     last = max(written, default=0.0)
     summary: Path = run.folder / "summary.json"
     if run.summary and summary.stat().st_mtime >= last - 60:  # an older one is that of a run that was continued
         return "finished" if not isinstance(planned, int) or done >= planned else "stopped"
+    if run.faults and run.faults[-1].get("wait_s", 0) is None and (run.folder / "faults.jsonl").stat().st_mtime >= last:
+        return "failed"  # its process was killed, and no other attempt followed
     step_s = _mean(list(run.curve("time/step_s").values())[-10:]) or 0.0
     return "running" if now - last < max(QUIET_S, 3 * step_s) else "stopped"
 
@@ -85,12 +91,18 @@ def _engines(fields: Mapping[str, Any]) -> str | None:
 
 
 def _hardware(run: RunRecord) -> str | None:
-    machine = run.summary.get("machine") or {}
-    facts = [f"{run.nodes} nodes"] if run.nodes > 1 else []
+    machine, gpu, gpus = run.machine["machine"], run.machine.get("gpu"), run.machine.get("gpus")
+    facts = [f"{gpus} × {gpu}" if gpus else str(gpu)] if gpu else []
+    facts += [f"{run.nodes} nodes"] if run.nodes > 1 else []
     facts += [str(machine["processor"])] if machine.get("processor") else []
     facts += [f"{machine['cores']} cores"] if machine.get("cores") else []
     facts += [f"{machine['memory_bytes'] / 2**30:.1f} GiB"] if machine.get("memory_bytes") else []
     return ", ".join(facts) or None
+
+
+def _short_commit(commit: str | None) -> str | None:
+    """Its first 12 letters, and `-dirty` where files were changed."""
+    return commit[:12] + ("-dirty" if commit.endswith("-dirty") else "") if commit else None
 
 
 def _wall(trace: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:

@@ -98,6 +98,11 @@ class Placement:
         return tuple(gpu for gpu in found if gpu is not None)
 
     @property
+    def gpu_count(self) -> int:
+        """GPUs that ranks and engines have; 0 on a cluster without any."""
+        return sum(bundle.gpu is not None for bundle in self.bundles)
+
+    @property
     def machines(self) -> set[str]:
         """The machines that have bundles. Nodes of one Ray on one machine are told apart by what follows its address."""
         return set(map(machine, self.nodes))

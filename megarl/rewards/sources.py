@@ -55,6 +55,8 @@ BUILT_IN: dict[str, type[Any]] = {
 
 TRIED_S = 60.0
 """For a function of the user that is tried before a run."""
+SCORED_S = 600.0
+"""For the samples of a step, by all sources together."""
 _MARGIN_S = 5.0
 """What a scorer is told to be done before the deadline, so that slow answers get 0 and do not end the run."""
 
@@ -119,21 +121,29 @@ class RewardSources:
             for prompt in prompts:
                 scorer.check(prompt)
 
-    def try_functions(self, prompts: Sequence[Prompt]) -> None:
-        """Have the user's own functions judge two made-up responses to the first of `prompts`, so that a mistake is told early.
+    def try_sources(self, prompts: Sequence[Prompt], *, functions: bool = True) -> None:
+        """Have others' programs judge made-up responses to the first of `prompts`, so that a mistake is told early.
+
+        The user's own functions judge two, unless `functions` is false: they may read turns, which a made-up response lacks.
+        Servers of `http` judge one; judges (`llm_judge`) are not asked, as their answers may cost money.
 
         Raises:
-            RewardError: one of them raised, or returned what is no reward.
+            RewardError: one of them raised, answered what is no reward, or could not be asked.
         """
         for label, _, scorer in self.sources:
-            if isinstance(scorer, UserReward) and prompts:
-                samples = [made_up_sample(prompts[0], _gold_text(prompts[0], scorer.keys.answer), number) for number in (0, 1)]
+            if isinstance(scorer, UserReward) and functions:
+                key, count, deadline_s = scorer.keys.answer, 2, TRIED_S
+            elif isinstance(scorer, HttpReward):
+                key, count, deadline_s = scorer.answer_key, 1, SCORED_S
+            else:
+                continue
+            for prompt in prompts[:1]:
+                samples = [made_up_sample(prompt, _gold_text(prompt, key), number) for number in range(count)]
                 try:
-                    _within(scorer, samples, time.monotonic() + TRIED_S, label, TRIED_S)
+                    _within(scorer, samples, time.monotonic() + deadline_s, label, deadline_s)
                 except RewardError as error:
-                    raise RewardError(
-                        f"{error}; asked before the run about made-up responses to row {prompts[0].row_id}"
-                    ) from None
+                    of = "made-up responses" if count > 1 else "a made-up response"
+                    raise RewardError(f"{error}; asked before the run about {of} to row {prompt.row_id}") from None
 
     def final_answer(self, response: str) -> str | None:
         """What a response answers, as the first source sees it that reads answers; else its `<answer>` or its whole text."""
@@ -142,7 +152,7 @@ class RewardSources:
                 return scorer.final_answer(response)
         return extract_answer(response) or None
 
-    def score(self, samples: list[Sample], deadline_s: float = 600.0) -> list[float]:
+    def score(self, samples: list[Sample], deadline_s: float = SCORED_S) -> list[float]:
         """One reward per sample, in order; what each source gave is left in `sample.rewards` under its label.
 
         Args:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.errors import DataError
+from megarl.observe.report import page_data
 from megarl.observe.run_record import read_run
 from megarl.observe.run_status import FILES, QUIET_S, axes, run_status
 from tests.observe.recorded import write_run
@@ -60,12 +61,49 @@ def test_a_run_that_is_continued_runs_though_it_has_a_summary(folder: Path) -> N
 
 def test_its_facts_are_those_of_its_files(folder: Path) -> None:
     (folder / "placement.json").write_text(json.dumps({"nodes": ["a", "b"], "ranks": {}, "engines": []}))
-    summary: dict[str, Any] = {"processor": "EPYC", "cores": 2, "memory_bytes": 24 << 30}
-    (folder / "summary.json").write_text(json.dumps({"machine": summary, "seconds_per_step": 1.5, "gates": {"kl": 0.0}}))
+    machine: dict[str, Any] = {"processor": "EPYC", "cores": 2, "memory_bytes": 24 << 30}
+    told = {"machine": machine, "versions": {"megarl": "1.2"}}
+    (folder / "summary.json").write_text(json.dumps({**told, "seconds_per_step": 1.5, "gates": {"kl": 0.0}}))
     facts = run_status(read_run(folder), time.time())
     assert facts["hardware"] == "2 nodes, EPYC, 2 cores, 24.0 GiB"
     assert (facts["done"], facts["step_seconds"], facts["gates"], facts["faults"]) == (12, 1.5, {"kl": 0.0}, 1)
-    assert facts["best"] == (12, 0.6)
+    assert (facts["best"], facts["version"], facts["commit"]) == ((12, 0.6), "1.2", None)
+
+
+def test_hardware_versions_and_commit_are_known_before_the_run_has_ended(folder: Path) -> None:
+    (folder / "summary.json").unlink()
+    machine = {"processor": "EPYC", "cores": 2, "memory_bytes": 24 << 30}
+    told: dict[str, Any] = {"machine": machine, "versions": {"megarl": "1.2"}, "commit": "0123456789abcdef"}
+
+    def facts(**more: Any) -> tuple[str, str, str]:
+        (folder / "machine.json").write_text(json.dumps(told | more))
+        found = run_status(read_run(folder), NOW)
+        return found["hardware"], found["version"], found["commit"]
+
+    assert facts() == ("EPYC, 2 cores, 24.0 GiB", "1.2", "0123456789ab")
+    (folder / "placement.json").write_text(json.dumps({"nodes": ["a", "b"], "ranks": {}, "engines": []}))
+    hardware, _, commit = facts(gpus=16, gpu="NVIDIA H100 80GB HBM3", commit="0123456789abcdef-dirty")
+    assert hardware == "16 × NVIDIA H100 80GB HBM3, 2 nodes, EPYC, 2 cores, 24.0 GiB"
+    assert commit == "0123456789ab-dirty"
+    assert facts(gpus=0, gpu=None)[0] == "2 nodes, EPYC, 2 cores, 24.0 GiB"
+    assert page_data([read_run(folder)])["runs"][0]["environment"] == {**machine, "megarl": "1.2"}
+
+
+def test_a_run_that_was_told_to_stop_and_one_that_failed_say_so(folder: Path) -> None:
+    for told in ({"state": "interrupted", "why": "stopped by SIGUSR1"}, {"state": "failed", "why": "no such thing"}):
+        (folder / "end.json").write_text(json.dumps(told))
+        assert state(folder) == told["state"]
+        assert run_status(read_run(folder), NOW)["why"] == told["why"]
+    (folder / "end.json").unlink()
+    (folder / "summary.json").unlink()
+    fault = {"who": "driver", "what": "killed", "recovered_s": None}
+    for wait_s, expected in ((None, "failed"), (1.0, "running")):  # another attempt follows
+        (folder / "faults.jsonl").write_text(json.dumps(fault | {"wait_s": wait_s}) + "\n")
+        os.utime(folder / "faults.jsonl", (NOW + 1, NOW + 1))
+        assert state(folder, 2) == expected
+    (folder / "faults.jsonl").write_text(json.dumps(fault | {"wait_s": None}) + "\n")
+    os.utime(folder / "faults.jsonl", (NOW - 1, NOW - 1))
+    assert state(folder, 2) == "running", "it was continued"
 
 
 def test_a_placement_that_no_run_wrote_is_named(folder: Path) -> None:

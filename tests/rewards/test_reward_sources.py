@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
 from megarl.rewards import RewardSources, build_rewards
+from tests.rewards.local_server import running
 
 DATA = DataConfig(train=SourceConfig(source="jsonl", path="rows.jsonl"))
 
@@ -166,14 +168,39 @@ def test_functions_are_tried_on_made_up_responses_before_a_run(tmp_path: Path) -
     counted = (
         "import pathlib\ndef f(samples):\n    assert [s.response_text for s in samples] == ['2', '2']\n    return [0.0, 1.0]"
     )
-    _function(tmp_path, counted).try_functions([prompt])
+    _function(tmp_path, counted).try_sources([prompt])
     for body, sentence in {
         "def f(sample): return sample.answer": "'Sample' object has no attribute 'answer' .* a Sample has response_text",
         "def f(samples): return [1.0]": "returned 1 rewards for 2 samples",
     }.items():
         with pytest.raises(RewardError, match=sentence + ".*; asked before the run about made-up responses to row train-0"):
-            _function(tmp_path, body).try_functions([prompt])
-    build_rewards([RewardConfig(name="exact_number")], DATA).try_functions([Prompt("r", "g", [], "")])  # megarl's own are not
+            _function(tmp_path, body).try_sources([prompt])
+        _function(tmp_path, body).try_sources([prompt], functions=False)  # as where episodes have turns
+    build_rewards([RewardConfig(name="exact_number")], DATA).try_sources([Prompt("r", "g", [], "")])  # megarl's own are not
+
+
+@pytest.mark.parametrize("functions", [True, False])
+def test_servers_of_rewards_are_asked_once_before_a_run_and_judges_are_not(functions: bool) -> None:
+    asked: list[Any] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        return web.json_response({"rewards": [1.0]} if len(asked) == 1 else {"scores": [1.0]})
+
+    app = web.Application()
+    app.add_routes([web.post("/", answer)])
+    prompt = Prompt("train-0", "g", [1, 2], "1+1?", {"answer": "2"})
+    args = {"retries": 0, "timeout_s": 5.0}
+    with running(app) as url:
+        rewards = build_rewards([RewardConfig(name="http", args={"url": url, **args})], DATA)
+        rewards.try_sources([prompt], functions=functions)
+        assert asked == [{"query": ["1+1?2"], "prompts": ["1+1?"], "labels": ["2"]}]
+        with pytest.raises(RewardError, match=r"no list of 'rewards'; asked before the run about a made-up response to row tr"):
+            rewards.try_sources([prompt], functions=functions)
+    with pytest.raises(RewardError, match=rf"'http'.*{url}.*; asked before the run about a made-up response to row train-0"):
+        rewards.try_sources([prompt], functions=functions)  # nobody listens any more
+    judge = {"url": url, "model": "m"}
+    build_rewards([RewardConfig(name="llm_judge", args=judge)], DATA).try_sources([prompt])
 
 
 def test_deadline_names_the_source_that_missed_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import json
 import os
 import subprocess
 import threading
@@ -16,15 +17,18 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 
+from megarl import __version__
 from megarl.checkpoint import CheckpointFolder, background
 from megarl.checkpoint.background import BackgroundWriter
 from megarl.checkpoint.dist_writer import Written, join_shards, write_shards
 from megarl.checkpoint.manifest import check
+from megarl.checkpoint.provenance import commit
 from megarl.checkpoint.run_checkpoint import read_state
 from megarl.config import parse_config
-from megarl.errors import CheckpointError, ConfigError, RewardError, RunInterrupted, WorkerError
+from megarl.errors import CheckpointError, ConfigError, RewardError, RunInterrupted, RunStopped, WorkerError
 from megarl.megatron.shards import ShardBox, Shards
 from megarl.observe.run_state import RankCondition
+from megarl.reshard.placement import Bundle, Placement
 from megarl.trainers.run.base import Run
 from megarl.trainers.run.saving import Saving, unwritable
 
@@ -40,6 +44,8 @@ def part(rank: int, value: torch.Tensor = WHOLE) -> Shards:
 
 class TwoRanks:
     """`Roles` of two ranks that share this process."""
+
+    device = "Processor of a test"
 
     def __init__(self) -> None:
         self.weight = WHOLE.clone()
@@ -282,6 +288,35 @@ def test_a_run_that_is_interrupted_says_from_where_it_can_be_continued(tmp_path:
         f"interrupted after step 8 of 100; run.resume=auto continues from the newest checkpoint, {tmp_path}/run/checkpoints/"
         "step_000007"
     )
+
+
+def test_a_run_says_from_its_start_on_what_and_by_what_it_is_computed_and_why_it_ended_early(tmp_path: Path) -> None:
+    machine, end = tmp_path / "run" / "machine.json", tmp_path / "run" / "end.json"
+    bundles = tuple(Bundle("a", gpu) for gpu in range(3))
+    for error, told in (
+        (RewardError("no such thing"), {"state": "failed", "why": "no such thing"}),
+        (ValueError(), {"state": "failed", "why": "ValueError"}),
+        (RunStopped("stopped by SIGUSR1"), {"state": "interrupted", "why": "stopped by SIGUSR1"}),
+        (KeyboardInterrupt(), {"state": "interrupted", "why": "Ctrl-C"}),
+    ):
+        raised = RunInterrupted if isinstance(error, KeyboardInterrupt) else type(error)
+        with pytest.raises(raised), interrupted(tmp_path) as run:
+            assert not end.exists(), "an earlier attempt's"
+            made = json.loads(machine.read_text())
+            assert (made["machine"]["cores"], made["versions"]["megarl"]) == (len(os.sched_getaffinity(0)), __version__)
+            assert (made["commit"], made["gpu"]) == (commit(), "Processor of a test")
+            run.tell_placement(Placement(bundles, {"policy": (0, 1)}, ((2,),)))
+            assert json.loads(machine.read_text()) == made | {"gpus": 3}
+            raise error
+        assert json.loads(end.read_text()) == told
+    with interrupted(tmp_path):
+        pass
+    assert not end.exists()
+    end.write_text("of another run")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match="already holds a run"), interrupted(tmp_path):
+        pass
+    assert end.read_text() == "of another run"
 
 
 def test_a_checkpoint_is_written_after_so_many_minutes_whatever_the_step(

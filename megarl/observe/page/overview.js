@@ -32,9 +32,9 @@ function runCard(run) {
     ["seconds per step", isNumber(status.step_seconds) ? short(status.step_seconds) : null],
     ["tokens", status.tokens ? compact(status.tokens) : null],
   ];
-  const facts = [["model", status.model], ["algorithm", status.algorithm], ["training ranks", status.training], ["engines", status.engines],
-    ["hardware", status.hardware], ["started", status.started], ["wall time", duration(status.seconds)], ["seed", run.seed],
-    ["megarl", status.version], ["folder", run.folder],
+  const facts = [["why it ended", status.why], ["model", status.model], ["hardware", status.hardware], ["training ranks", status.training],
+    ["engines", status.engines], ["algorithm", status.algorithm], ["started", status.started], ["wall time", duration(status.seconds)], ["seed", run.seed],
+    ["megarl", status.version], ["commit", status.commit], ["folder", run.folder],
     ...Object.entries(status.gates).map(([name, value]) => [`check ${name.replaceAll("_", " ")}`, short(value)])];
   const item = ([name, value]) => html("div", {}, html("dt", {}, name), html("dd", {}, String(value)));
   const known = (rows) => rows.filter(([, value]) => value !== null && value !== undefined && value !== "").map(item);

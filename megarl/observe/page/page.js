@@ -100,7 +100,7 @@ function comparison() {
 
 function environments() {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.environment)))];
-  if (!names.length) return [html("p", { class: "note" }, "Written when a run ends.")];
+  if (!names.length) return [html("p", { class: "note" }, "Written when a run starts.")];
   const words = (name, value) => name.endsWith("_bytes") && isNumber(value) ? `${(value / 2 ** 30).toFixed(1)} GiB` : value;
   const rows = names.map((name) => [name.replace(/_bytes$/, ""), ...runs.map((run) => words(name, run.environment[name]))]);
   return [table(["", ...runs.map((run) => run.name)], rows)];

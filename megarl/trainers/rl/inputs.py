@@ -23,6 +23,7 @@ from megarl.rewards import build_rewards
 from megarl.rewards.sources import RewardSources
 from megarl.rollout.engines.registry import check_engine
 from megarl.rollout.episodes import Episodes, open_episodes
+from megarl.supervise.child_run import is_restart
 from megarl.trainers.rl.eval_figures import set_figures
 from megarl.trainers.rl.teachers import Teachers
 from megarl.trainers.run.start import check_architectures
@@ -108,8 +109,12 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
         kept = [drop_eval_overlap(prompts, all_held_out) for prompts in parts]
         rewards = build_rewards(config.rewards, data)
         rewards.check([*(prompt for part in kept for prompt in part), *held_out])
-        if kind.kind == "single":
-            rewards.try_functions([*(prompt for part in kept for prompt in part[:1]), *held_out[:1]])
+        if not is_restart():  # they judged before, and a server that is lost may be a while in coming back
+            is_single = kind.kind == "single"
+            rewards.try_sources([*(prompt for part in kept for prompt in part[:1]), *held_out[:1]], functions=is_single)
+            for one in evaluations:
+                if one.settings.rewards is not None:
+                    one.rewards.try_sources(one.prompts, functions=is_single)
         Teachers(config).check(tokenizer, (prompt for part in kept for prompt in part))
         opened.pop_all()
     return RlInputs(tokenizer, episodes, kept, held_out, evaluations, sum(map(len, parts)), builder.dropped, rewards)

@@ -45,6 +45,7 @@ from megarl.system.atomic_files import write_text_atomically
 from megarl.system.torchrun import is_torchrun
 from megarl.trainers.run.expert_record import ExpertRecord
 from megarl.trainers.run.guards import Guards, newest_sound_before
+from megarl.trainers.run.marks import RunMarks
 from megarl.trainers.run.mirroring import Mirroring
 from megarl.trainers.run.profiling import Profiling
 from megarl.trainers.run.roles import POLICY, REFERENCE, Roles
@@ -75,6 +76,7 @@ class Run(ABC):
         self.checkpoints = CheckpointFolder(self.folder / "checkpoints", config.run.keep_checkpoints, config.run.keep_best)
         self.saving = Saving(self.checkpoints, to_yaml(config), leads=leads)
         self.mirroring = Mirroring(config, self.checkpoints) if leads and config.run.mirror is not None else None
+        self.marks = RunMarks(self.folder, leads=leads)
         self.phases = Phases()
         self.step = 0
         self.evaluations: dict[str, dict[str, float] | None] = {"before": None, "after": None}
@@ -130,7 +132,8 @@ class Run(ABC):
         with self.telling_of_disk_trouble():
             try:
                 self._open()
-            except BaseException:
+            except BaseException as error:
+                self.marks.end(error)
                 if self.mirroring is not None:
                     self.mirroring.stop()
                 self._stack.close()
@@ -138,6 +141,7 @@ class Run(ABC):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.marks.end(error)
         ranks_are_well = isinstance(error, Exception) and not isinstance(error, WorkerError | DeadlineError)
         if self.saving.is_under_way and ranks_are_well and not is_torchrun():  # else other drivers may know of no error
             with suppress(MegarlError):  # what is there already is not to be lost, whatever happened since
@@ -226,6 +230,7 @@ class Run(ABC):
             self._watch(is_continued=state is not None or self.watching.restarts > 0)
             self.checkpoints.remove_unfinished()
             save_resolved(config, self.folder / "config.yaml")
+            self.marks.begin()
             self.trackers = open_trackers(config, resume_after_step=self.step if state is not None else None)
             self._stack.callback(self.trackers.close)
             self.trackers.add("state", self.watching)
@@ -253,6 +258,7 @@ class Run(ABC):
         if not self.was_finished:
             with self.phases("start"):
                 self.start()
+                self.marks.note(gpu=self.roles.device)
                 self.watching.ranks = {name: group.states for name, group in self.roles.groups.items()}
                 if resume_from is not None:
                     self.progress.doing("checkpoint")
@@ -285,6 +291,7 @@ class Run(ABC):
     def tell_placement(self, placement: Placement) -> None:
         """Say in one line where ranks and engines are, and write all of it to `placement.json`."""
         if self.leads:
+            self.marks.note(gpus=placement.gpu_count)
             write_text_atomically(self.folder / "placement.json", json.dumps(placement.as_json(), indent=1) + "\n")
             self.progress.say(f"placement: {placement.summary()}")
 

@@ -106,6 +106,8 @@ class Roles:
         self.share_prefix = shares_prefixes(config, layer_spec, flops)
         self.optimizer: str | None = None
         self.peak_flops: float | None = None
+        self.device: str | None = None
+        """What the policy's GPUs are called, once it is loaded."""
         """Of a GPU of the policy, in operations per second; None where it is not known."""
         self.before_use: Callable[[], None] = lambda: None
         """Called before the roles compute, are saved or exported: whoever shares the device with them gives way."""
@@ -164,8 +166,8 @@ class Roles:
         answers = group.call(RankCalls.add_role, role, options, optimizer, phase=phase, deadline_s=deadline_s)
         if role == POLICY:
             self.optimizer = answers[0]
-            names = group.call(RankCalls.device_name, phase=phase, deadline_s=deadline_s)
-            gpu = gpu_called(names[0])
+            self.device = group.call(RankCalls.device_name, phase=phase, deadline_s=deadline_s)[0]
+            gpu = gpu_called(self.device)
             self.peak_flops = gpu.peak_flops(fp8=config.model.fp8 != "none") if gpu is not None else None
         self._loaded.append(role)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Config
-from megarl.errors import ConfigError, DataError
+from megarl.errors import ConfigError, DataError, RewardError
 from megarl.observe import read_metrics
 from megarl.trainers.rl.evaluate import evaluate, watch
 from megarl.trainers.rl.inputs import read_inputs
@@ -95,6 +95,18 @@ def test_sets_are_measured_as_each_says_and_checkpoints_by_a_watcher(
         evaluate(config, None, out=str(folder / "answers.jsonl"))
     assert figures["sums/tokens_mean"] == lines[1]["sums/tokens_mean"]
     assert figures.keys() == names | {"seconds"}
+
+
+def test_the_rewards_of_a_set_are_tried_before_a_run_but_not_before_a_restart(
+    evaluated_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = evaluated_config()
+    read_inputs(config).close()
+    (tmp_path / "digit.py").write_text("def digit(samples):\n    return [sample.answer for sample in samples]\n")
+    with pytest.raises(RewardError, match=r"no attribute 'answer'.*; asked before the run about .* to row eval-"):
+        read_inputs(config)
+    monkeypatch.setattr("megarl.trainers.rl.inputs.is_restart", lambda: True)
+    read_inputs(config).close()
 
 
 def test_rows_of_a_set_are_not_trained_on(evaluated_config: Callable[..., Config], tmp_path: Path) -> None:

@@ -69,6 +69,9 @@ def test_a_run_on_sglang_passes_its_gates_and_leaves_everything_in_its_folder(ti
     placement = json.loads((folder / "placement.json").read_text())
     assert [rank["bundle"] for rank in placement["ranks"]["policy"]] == [0, 1]
     assert placement["engines"] == [placement["ranks"]["policy"][:1]]
+    made = json.loads((folder / "machine.json").read_text())
+    assert (made["gpus"], made["gpu"], made["machine"]) == (0, None, summary["machine"])
+    assert not (folder / "end.json").exists()
     check_what_is_seen_of(config, ["driver", "policy 0", "policy 1"])
 
 

@@ -156,8 +156,8 @@ def test_a_reward_server_of_ones_own_and_megarls_server(
     assert [line.split()[1] for line in day.printed.splitlines() if line.startswith("reward  ")] == ["1", "0", "1"]
     judged = [reward for rewards in day.rows("judged.jsonl") for reward in rewards]
     steps = day.metrics("served")
-    assert len(judged) == 2 + 3 * 32  # two tries, then each response of three steps once
-    by_step = [judged[2 + 32 * step : 34 + 32 * step] for step in range(3)]
+    assert len(judged) == 3 + 3 * 32  # two tries, one before the run, then each response of three steps once
+    by_step = [judged[3 + 32 * step : 35 + 32 * step] for step in range(3)]
     assert [row["reward/mean"] for row in steps] == pytest.approx([sum(rewards) / 32 for rewards in by_step])
     assert json.loads((day / "answer.json").read_text())["rewards"] == [1.0, 0.0]
     assert re.search(r"listening on http://127\.0\.0\.1:[1-9]\d*/get_reward \(my_reward\.py:right\)", day.printed)
