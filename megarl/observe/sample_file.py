@@ -11,10 +11,8 @@ from typing import Any, overload
 
 from megarl.errors import DataError
 
-Sample = Mapping[str, Any]
 
-
-class SampleFile(Sequence[Sample]):
+class SampleFile(Sequence[Mapping[str, Any]]):
     """The samples of whole lines, with their `step`; none if there is no file. `read_on` takes what was written since.
 
     Iterating and slices read the file, and raise DataError if it was damaged or exchanged meanwhile.
@@ -50,21 +48,21 @@ class SampleFile(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def __iter__(self) -> Iterator[Sample]:
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return self._read(0, len(self))
 
     @overload
-    def __getitem__(self, place: int) -> Sample: ...
+    def __getitem__(self, place: int) -> Mapping[str, Any]: ...
     @overload
-    def __getitem__(self, place: slice) -> Sequence[Sample]: ...
-    def __getitem__(self, place: int | slice) -> Sample | Sequence[Sample]:
+    def __getitem__(self, place: slice) -> Sequence[Mapping[str, Any]]: ...
+    def __getitem__(self, place: int | slice) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
         if isinstance(place, int):
             at = range(len(self))[place]
             return next(self._read(at, at + 1))
         first, last, step = place.indices(len(self))
         return list(self._read(first, last))[::step] if step > 0 else list(self)[place]
 
-    def _read(self, first: int, last: int) -> Iterator[Sample]:
+    def _read(self, first: int, last: int) -> Iterator[Mapping[str, Any]]:
         try:
             if first < last:
                 with self._file.open("rb") as file:
