@@ -23,6 +23,7 @@ from rich.table import Table
 from megarl import __version__
 from megarl.cli.convert import add_convert
 from megarl.cli.doctor import add_doctor
+from megarl.cli.episodes import add_episodes
 from megarl.cli.plan import add_plan
 from megarl.cli.rehearse import add_rehearse
 from megarl.cli.report import add_report
@@ -41,8 +42,8 @@ STOPPED = 75
 """EX_TEMPFAIL: to be tried again."""
 INTERRUPTED = 130
 COMMANDS = (
-    "train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "rewards", "data", "convert", "plan",
-    "rehearse",
+    "train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "rewards", "episodes", "data", "convert",
+    "plan", "rehearse",
     "config", "submit", "node", "report", "compare", "samples", "chat", "doctor",
 )  # fmt: skip
 OBJECTIVES = {
@@ -131,6 +132,7 @@ def build_parser() -> argparse.ArgumentParser:
     _model_commands(commands)
     _serving_and_data_commands(commands)
     add_rewards(commands, _Parser, _config_arguments, _console)
+    add_episodes(commands, _Parser, _config_arguments, _console)
     add_convert(commands, _Parser)
     add_plan(commands, _config_arguments, _console)
     add_rehearse(commands, _config_arguments, _console)

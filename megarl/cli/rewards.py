@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,11 @@ from megarl.errors import DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from megarl.config.sections import DataConfig
+    from megarl.data.rows import Row
+    from megarl.data.sample import Sample
+    from megarl.rewards import RewardSources
 
 
 def add_rewards(
@@ -36,35 +41,56 @@ def add_rewards(
 
 
 def _try(arguments: argparse.Namespace, console: Console) -> int:
-    from rich.text import Text
-
     from megarl.config import load_config
-    from megarl.data.prompts import rows_of
     from megarl.data.rows import find_value, value_of
     from megarl.data.sample import Prompt
-    from megarl.observe.chat import printable
     from megarl.rewards import build_rewards
     from megarl.rewards.sources import made_up_sample
 
     config = load_config(arguments.config, arguments.overrides)
     data, number = config.data, arguments.row
-    row = next(islice(rows_of(data.train), number, None), None) if number >= 0 else None
-    if row is None:
-        raise DataError(f"--row is {number}, but data.train has no such row, or data.train.keep leaves it out")
+    row = training_row(data, number)
     prompt_text = _text(value_of(row, data.prompt_key, "data.prompt_key", f"row {number} of data.train"))
     prompt = Prompt(f"train-{number}", f"train-{number}@0", [], prompt_text, row)
     sources = build_rewards(config.rewards, data)
     sources.check([prompt])
     response = sys.stdin.read() if arguments.response == "-" else arguments.response
-    sample = made_up_sample(prompt, response)
-    (total,) = sources.score([sample])
     lines = [("prompt", prompt_text), ("expected", find_value(row, data.answer_key)), ("response", response)]
-    lines += [(label, f"{sample.rewards[label]:g} (weight {weight:g})") for label, weight, _ in sources.sources]
-    judged = " (a response that could not be judged counts 0)" if sources.failures else ""
-    width = max(len(what) for what, _ in [*lines, ("reward", "")])
-    for what, value in [*lines, ("reward", f"{total:g}{judged}")]:
-        console.print(Text(f"{what:<{width}}  {printable(str(value))}"), soft_wrap=True)
+    print_rows(console, [*lines, *judged(sources, made_up_sample(prompt, response))])
     return 0
+
+
+def training_row(data: DataConfig, number: int) -> Row:
+    """Row `number` of data.train.
+
+    Raises:
+        DataError: there is no such row.
+    """
+    from megarl.data.prompts import rows_of
+
+    row = next(islice(rows_of(data.train), number, None), None) if number >= 0 else None
+    if row is None:
+        raise DataError(f"--row is {number}, but data.train has no such row, or data.train.keep leaves it out")
+    return row
+
+
+def judged(sources: RewardSources, sample: Sample) -> list[tuple[str, str]]:
+    """What each source gives to `sample`, and their weighted sum."""
+    (total,) = sources.score([sample])
+    rows = [(label, f"{sample.rewards[label]:g} (weight {weight:g})") for label, weight, _ in sources.sources]
+    failed = " (a response that could not be judged counts 0)" if sources.failures else ""
+    return [*rows, ("reward", f"{total:g}{failed}")]
+
+
+def print_rows(console: Console, rows: Sequence[tuple[str, Any]]) -> None:
+    """A line for each row, the values below each other; control characters of a response are shown, not obeyed."""
+    from rich.text import Text
+
+    from megarl.observe.chat import printable
+
+    width = max(len(what) for what, _ in rows)
+    for what, value in rows:
+        console.print(Text(f"{what:<{width}}  {printable(str(value))}"), soft_wrap=True)
 
 
 def _text(prompt: Any) -> str:
