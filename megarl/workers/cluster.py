@@ -193,6 +193,8 @@ class Cluster:
             # Its GCS never comes back: who has lost it need not try for a minute.
             os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
             os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # every actor has an environment of its own
+            # a rank that is ended would take along who removes its shared memory, which would stay until the machine restarts
+            os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "0")
             try:
                 ray.init(address="local", **sizes, include_dashboard=False, object_store_memory=512 * 2**20, **quiet)
             except Exception as error:
