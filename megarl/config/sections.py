@@ -75,8 +75,7 @@ class ModelConfig(Section):
     """The model that the policy starts from, and how it is computed."""
 
     path: str
-    """The model to train: a Hugging Face folder, a run that exported one, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hugging
-    Face hub."""
+    """The model to train: a Hugging Face folder, a run that exported one, or an id of the hub, `ORG/NAME[@REVISION]`."""
     architecture: ClassPath | None = None
     """Model family of your own: an `Architecture` as `package.module:NAME` or `path/to/file.py:NAME`. null: the families that
     megarl has."""
