@@ -149,8 +149,8 @@ class EpisodeConfig(Section):
     """How a response is produced: one turn, or several with tools, an environment or an agent (docs/episodes.md)."""
 
     kind: str = "single"
-    """`single`: one turn. `tools`: a chat with tool calls. `environment`: turns with an environment. `agent`: a program of its
-    own acts. Or your own as `package.module:function` or `path/to/file.py:function`."""
+    """`single`: one turn. `tools`: a chat with tool calls. `environment`: turns with an environment. `agent`: a program acts.
+    Or your own as `package.module:function` or `path/to/file.py:function`."""
     agent: AgentConfig = AgentConfig()
     """The program of `kind: agent`."""
     tools: Annotated[tuple[str, ...], Field(strict=False)] = ()
