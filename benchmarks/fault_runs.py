@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 import yaml
+from workload import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -111,13 +112,18 @@ def nothing(samples):
 """A source of the server's that adds nothing to a reward but time, in which its connection can be cut."""
 
 
+def last_step(run: Path) -> int:
+    """The step of the last whole line of a run's metrics.jsonl; 0: none."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(json.loads((run / "metrics.jsonl").read_text().split("\n")[-2])["step"])
+    return 0
+
+
 class RewardServer:
     """`megarl serve-reward` on a port of its own; `see_to` starts it again when it is gone, as a service manager would."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self._config = folder / f"{name}.yaml"
         slow = folder / f"{name}_takes_its_time.py"
         slow.write_text(SLOW)
@@ -226,10 +232,8 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """The step of the last whole line of metrics.jsonl; 0: none."""
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            return int(json.loads((self.folder / "metrics.jsonl").read_text().split("\n")[-2])["step"])
-        return 0
+        """See the function."""
+        return last_step(self.folder)
 
     def find(self, target: str, draw: random.Random) -> psutil.Process | None:
         """A process of that kind that runs now."""

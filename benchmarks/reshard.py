@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import platform
 import shlex
-import socket
 import statistics
 import sys
 import tempfile
@@ -35,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
-from workload import machine
+from workload import free_port, machine
 
 from megarl.config.layout import Layout
 from megarl.models.hf_folder import HFFolder
@@ -57,13 +56,6 @@ Weights = list[tuple[str, Tensor]]
 
 
 HOST = "127.0.0.1"
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 def loaded(folder: Path, dtype: torch.dtype) -> tuple[Weights, Tensor]:

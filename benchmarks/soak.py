@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -33,8 +31,8 @@ from typing import IO, Any
 import numpy as np
 import psutil
 import yaml
-from fault_runs import LEFT_S, MEGARL, ROOT, RewardServer, config, environment
-from workload import machine, publish, versions
+from fault_runs import LEFT_S, MEGARL, ROOT, RewardServer, config, environment, last_step
+from workload import free_port, machine, publish, versions
 
 WARM_UP_SHARE = 0.2
 MEMORY_BYTES, MEMORY_SHARE, TIMES_WRITTEN = 16 * 2**20, 0.03, 10
@@ -57,13 +55,6 @@ def soak_config(folder: Path, reward_port: int, metrics_port: int) -> dict[str, 
     tree["resources"]["deadlines"] = {"start_s": 900, "step_s": 300, "save_s": 300}
     tree["trackers"] = {"prometheus": {"port": metrics_port}}
     return tree
-
-
-def free_port() -> int:
-    """A port of this machine that nothing listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(log: IO[bytes], *words: str) -> subprocess.Popen[bytes]:
@@ -166,13 +157,6 @@ def watch(roots: list[subprocess.Popen[bytes]], urls: list[str], minutes: float,
             samples.append(sample | {"written_bytes": written, "processes": look(roots)})
         time.sleep(every_s)
     return samples
-
-
-def last_step(run: Path) -> int:
-    """The step of the last whole line of metrics.jsonl; 0: none."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(json.loads((run / "metrics.jsonl").read_text().split("\n")[-2])["step"])
-    return 0
 
 
 def main() -> None:

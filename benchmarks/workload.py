@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import socket
 import statistics
 import subprocess
 import sys
@@ -71,6 +72,13 @@ def publish(report: Mapping[str, Any], out: Path | None) -> None:
     if out is not None:
         out.write_text(text + "\n")
     print(text)
+
+
+def free_port() -> int:
+    """A port of this machine that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def machine() -> dict[str, Any]:

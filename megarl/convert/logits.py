@@ -55,11 +55,11 @@ def compare_logits(left: ConversionSource, right: ConversionSource, prompts: Pat
             f"'{left.path}' and '{right.path}' are both distributed checkpoints, but --prompts compares one with a Hugging "
             "Face folder, which transformers can load"
         )
-    if isinstance(through_megatron, DistSource):
+    is_dist = isinstance(through_megatron, DistSource)
+    if is_dist:
         check_pickles(through_megatron.path)
     token_ids = read_prompts(prompts, through_transformers.path)
     expected = _transformers_logits(str(through_transformers.path), token_ids)
-    is_dist = isinstance(through_megatron, DistSource)
     arguments = (str(through_megatron.companions), str(through_megatron.path) if is_dist else None, token_ids)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         found = process.submit(_megatron_logits, *arguments).result()

@@ -128,9 +128,10 @@ def check_folders(config: AnyConfig) -> None:
     for field, folder in config.model_folders.items():
         if HubRepo.meant_by("model", folder) is not None:
             continue
+        model = Path(model_in(folder, field))
         tokenizer = [(TOKENIZERS, "a tokenizer")] if field == "model.path" else []
         for files, what in [(WEIGHTS, "weights as safetensors"), *tokenizer]:
-            if not any((Path(model_in(folder, field)) / file).is_file() for file in files):
+            if not any((model / file).is_file() for file in files):
                 raise ModelError(f"{field} is '{folder}', which has no {either(map(describe_value, files))}; put {what} there")
 
 

@@ -43,7 +43,7 @@ def shown_samples(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
     groups: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
     for sample in samples:
         groups.setdefault((sample["step"], sample["group_id"]), []).append(sample)
-    characters = sum(len(sample.get("response_text", "")) for sample in samples)
+    characters = sum(len(sample.get("response_text", "")) for group in groups.values() for sample in group)
     share = min(1.0, SAMPLES / max(1, len(samples)), TEXT_CHARACTERS / max(1, characters))
     kept = list(groups.values())
     wanted = max(1, int(len(kept) * share)) if kept else 0

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import urllib.request
 from http.client import HTTPMessage, HTTPResponse
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
-import aiohttp
+if TYPE_CHECKING:
+    import aiohttp
 
 MAX_ANSWER_BYTES = 16 << 20
 """The longest answer, unpacked, that is read of a server, unless much more is asked of it."""

@@ -106,9 +106,9 @@ class Roles:
         self.share_prefix = shares_prefixes(config, layer_spec, flops)
         self.optimizer: str | None = None
         self.peak_flops: float | None = None
+        """Of a GPU of the policy, in operations per second; None where it is not known."""
         self.device: str | None = None
         """What the policy's GPUs are called, once it is loaded."""
-        """Of a GPU of the policy, in operations per second; None where it is not known."""
         self.before_use: Callable[[], None] = lambda: None
         """Called before the roles compute, are saved or exported: whoever shares the device with them gives way."""
         self._connections = 0
