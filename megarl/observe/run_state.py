@@ -170,7 +170,14 @@ def _disk(folder: Path) -> tuple[int, int]:
 
 
 def _restarts(faults: Path) -> int:
-    """Failures in the run's `faults.jsonl` that another attempt followed."""
-    if not faults.is_file():
-        return 0
-    return sum(json.loads(line).get("wait_s") is not None for line in faults.read_text().splitlines() if line.endswith("}"))
+    """Failures in the run's `faults.jsonl` that another attempt followed; a line that is none is left out."""
+    lines = faults.read_text(errors="replace").splitlines() if faults.is_file() else []
+    return sum(_was_tried_again(line) for line in lines)
+
+
+def _was_tried_again(line: str) -> bool:
+    try:
+        fault = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(fault, dict) and fault.get("wait_s") is not None

@@ -45,7 +45,8 @@ def state(tmp_path: Path) -> RunState:
     now = [900.0]
     (tmp_path / "r" / "checkpoints" / "step_000002").mkdir(parents=True)
     faults = [{"attempt": 1, "wait_s": 1.0}, {"attempt": 2, "wait_s": None}]
-    (tmp_path / "r" / "faults.jsonl").write_text("".join(json.dumps(fault) + "\n" for fault in faults) + '{"attempt": 3')
+    lines = [*map(json.dumps, faults), "3", '{"attempt": 3, "why": {}']  # the last two are no faults
+    (tmp_path / "r" / "faults.jsonl").write_text("\n".join(lines))
     run = RunState(config(tmp_path), clock=lambda: now[0])
     phases = Phases()
     phases.listen(run.phase_changed)

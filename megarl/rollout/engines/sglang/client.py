@@ -138,7 +138,7 @@ class SglangClient:
         call.answered += 1
         return generation if begun is None else behind(begun, generation)
 
-    async def _ask(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> Any:
+    async def _ask(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> dict[str, Any]:
         """The answer to one request, which names the adapters that it is to be answered with, if there are any.
 
         An update may change their name before the server has taken the request: it is sent again under the new one.
@@ -146,10 +146,12 @@ class SglangClient:
         while True:
             name = self._adapters() if self._adapters is not None else None
             try:
-                return await self._post(session, "generate", body | ({"lora_path": name} if name is not None else {}))
+                answer = await self._post(session, "generate", body | ({"lora_path": name} if name is not None else {}))
             except _BadRequest:
                 if self._adapters is None or self._adapters() == name:
                     raise
+            else:
+                return _object(answer, f"{self.server.url}/generate")
 
     async def _abort(self, ids: Any) -> None:
         """Stop the server's work on requests that nobody waits for any more; a dead server has stopped already."""
@@ -174,7 +176,8 @@ class SglangClient:
 
     async def load_adapters(self, adapters: dict[str, Any]) -> None:
         """Have the server load adapters, given as the body of the request."""
-        answer = await self.control("load_lora_adapter_from_tensors", adapters)
+        endpoint = "load_lora_adapter_from_tensors"
+        answer = _object(await self.control(endpoint, adapters), f"{self.server.url}/{endpoint}")
         if not answer.get("success"):
             raise EngineError(f"{self.server.url} did not make room for adapters: {answer.get('error_message')}")
 
@@ -276,6 +279,13 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
     }
 
 
+def _object(answer: Any, url: str) -> dict[str, Any]:
+    """`answer` of `url`, if it is a JSON object."""
+    if not isinstance(answer, dict):
+        raise EngineError(f"{url} answered something that is no JSON object: {str(answer)[:500]}")
+    return answer
+
+
 def _generation(answer: Mapping[str, Any], call: _GenerateCall, url: str) -> Generation:
     """SGLang's answer to one request as a Generation."""
     try:
@@ -299,8 +309,9 @@ def _generation(answer: Mapping[str, Any], call: _GenerateCall, url: str) -> Gen
 
 def _prefill(answer: Mapping[str, Any], asked: AskedPrompt) -> PrefillCounts:
     """What the server says it had of `asked`; nothing of a request that it never began."""
-    cached = answer.get("meta_info", {}).get("cached_tokens")
-    return PrefillCounts(len(asked.ids), int(cached)) if cached is not None else NO_PREFILLS
+    info = answer.get("meta_info")
+    cached = info.get("cached_tokens") if isinstance(info, dict) else None
+    return PrefillCounts(len(asked.ids), cached) if isinstance(cached, int) else NO_PREFILLS
 
 
 def _version_spans(spans: Any) -> list[tuple[int, int, str]]:
