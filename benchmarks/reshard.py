@@ -44,7 +44,7 @@ from megarl.reshard.rank_plan import RankPlan
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
 from megarl.weight_sync.pusher import Pusher
-from megarl.weight_sync.staging import sharing_by_file
+from megarl.weight_sync.staging import share, sharing_by_file
 from megarl.workers.senders import Membership, open_sender, plans_for
 
 REAL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
@@ -171,7 +171,17 @@ def as_a_rank(
     [plan] = plans_for(engine.endpoint, engine.endpoint.layout.model, Layout(), 1, LOAD_BYTES["cpu"])
     mine, hf = RankPlan(plan, 0, single_batch=transport == "process_group"), dict(weights)
     shards = {rule.megatron_name: shard_from_hf(rule, hf.__getitem__, 0, 1) for rule in plan.weight_map.bound_rules()}
+    shards = in_one_block(shards)
+    if transport == "shared_memory":
+        share(shards.values())
     return list(shards.values()), lambda verify: pusher.push_loads(mine.loads(shards, [0]), {0: None}, None, verify=verify)
+
+
+def in_one_block(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies as views of one tensor, which megatron-core's buffer of parameters is."""
+    block = torch.cat([tensor.flatten() for tensor in tensors.values()])
+    parts = block.split([tensor.numel() for tensor in tensors.values()])
+    return {name: part.view(tensor.shape) for (name, tensor), part in zip(tensors.items(), parts, strict=True)}
 
 
 @contextmanager

@@ -188,7 +188,9 @@ def digest(tensor: torch.Tensor) -> str:
     tensor = tensor.detach().contiguous()
     if tensor.is_cuda:
         return checksum(tensor)
-    return RunningDigest(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+    running = RunningDigest()
+    running.update(tensor.reshape(-1).view(torch.uint8).numpy().data)  # which, unlike `RunningDigest(...)`, releases the GIL
+    return running.hexdigest()
 
 
 def compare(sent: Mapping[Any, str], held: Mapping[Any, str]) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -33,6 +34,7 @@ NamedTensors = Sequence[tuple[str, torch.Tensor]]
 SLICED = "megarl.weight_sync.sglang_loader.load"
 ALIGN_BYTES = 16  # any dtype may be viewed at any weight's start
 BUFFERS = 2  # one is filled while the engine reads the other
+SHARED_MEMORY = "/dev/shm"
 BLOCK_BYTES = 256 * 2**10  # copied and hashed at a time: it stays in a core's own cache
 _STRATEGY = threading.Lock()  # torch's sharing strategy is one for the process
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes that NumPy has, by their bytes
@@ -86,13 +88,37 @@ class StagedSlices:
     def specs(self, ranks: int) -> list[list[Spec]]:
         """By rank of the engine, what it takes of the buffer."""
         assert self.buffer is not None, "these pieces are in no buffer"
-        of_ranks: list[list[Spec]] = [[] for _ in range(ranks)]
-        for held, tensor in self.pieces:
-            start = tensor.data_ptr() - self.buffer.data_ptr()
-            spec = (*held, dtype_name(tensor), start, start + tensor.nbytes)
-            for rank in held.ranks(ranks):
-                of_ranks[rank].append(spec)
-        return of_ranks
+        return _specs(self.pieces, self.buffer, ranks)
+
+
+class SharedSlices(StagedSlices):
+    """Pieces in memory that engines open, just where the sender holds them; `name` is the sender's."""
+
+    def only(self, pieces: Sequence[WeightSlice]) -> StagedSlices:
+        return SharedSlices(pieces, name=self.name, digests=self._digests)
+
+    def payloads(self, ranks: int) -> list[str]:
+        """As of what is in a buffer, but of each block of memory that holds some of the pieces."""
+        blocks: dict[int, list[WeightSlice]] = {}
+        for piece in self.pieces:
+            blocks.setdefault(piece.tensor.untyped_storage().data_ptr(), []).append(piece)
+        of_ranks: list[list[Any]] = [[] for _ in range(ranks)]
+        for address, pieces in blocks.items():
+            block = torch.empty(0, dtype=torch.uint8).set_(pieces[0].tensor.untyped_storage())
+            for rank, specs in enumerate(_specs(pieces, block, ranks)):
+                if specs:
+                    of_ranks[rank].append(((f"{self.name}@{address}", specs), block))
+        return [serialize(content) for content in of_ranks]
+
+
+def _specs(pieces: Sequence[WeightSlice], buffer: torch.Tensor, ranks: int) -> list[list[Spec]]:
+    of_ranks: list[list[Spec]] = [[] for _ in range(ranks)]
+    for held, tensor in pieces:
+        start = tensor.data_ptr() - buffer.data_ptr()
+        spec = (*held, dtype_name(tensor), start, start + tensor.nbytes)
+        for rank in held.ranks(ranks):
+            of_ranks[rank].append(spec)
+    return of_ranks
 
 
 class ZeroCopy:
@@ -117,8 +143,11 @@ class Staging:
     """Byte buffers that buckets are copied into in turn, kept from update to update.
 
     New shared memory costs more than copying into it: every page of it is first cleared by the kernel. A buffer is not
-    filled again before everything in its bucket's `readers` is done.
+    filled again before everything in its bucket's `readers` is done. What lies in shared memory already (`share`) is not
+    copied: whoever changes it must wait until it was read.
     """
+
+    _reads_where_they_lie = True
 
     def __init__(self, buffers: int = BUFFERS, name: str = "") -> None:
         self._name = name
@@ -133,6 +162,8 @@ class Staging:
 
     def stage(self, pieces: Sequence[WeightSlice], *, hashed: bool = True) -> StagedSlices:
         """Copy `pieces` into the next buffer, on a CPU with their checksums if they are wanted (`hashed`)."""
+        if self._reads_where_they_lie and all(_can_be_opened(piece.tensor) for piece in pieces):
+            return SharedSlices(pieces, name=self._name)
         number, self._next = self._next, (self._next + 1) % len(self._buffers)
         _wait_for_readers(self._staged[number])
         size = packed_starts(pieces)[-1]
@@ -163,6 +194,8 @@ class Staging:
 class RegisteredStaging(Staging):
     """Buffers that processes on any machine read from, kept and registered from update to update, on a GPU too."""
 
+    _reads_where_they_lie = False
+
     def __init__(self, buffers: int = BUFFERS, name: str = "") -> None:
         """Raises EngineError where NIXL cannot be imported."""
         super().__init__(buffers, name)
@@ -182,6 +215,25 @@ class RegisteredStaging(Staging):
         if old is not None:
             self._memory.forget(old)
         self._memory.register(buffer)
+
+
+def share(tensors: Iterable[torch.Tensor]) -> None:
+    """Put the memory behind tensors of a CPU where processes on this machine can open it, if half of what is free there is
+    enough. All views of it stay what they are."""
+    blocks = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
+        for tensor in tensors
+        if tensor.device.type == "cpu" and not tensor.is_shared()
+    }
+    if sum(block.nbytes() for block in blocks.values()) > shutil.disk_usage(SHARED_MEMORY).free // 2:
+        return
+    with sharing_by_file():
+        for block in blocks.values():
+            block.share_memory_()
+
+
+def _can_be_opened(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_shared() and tensor.is_contiguous()
 
 
 def _wait_for_readers(staged: StagedSlices | None) -> None:

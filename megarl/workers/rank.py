@@ -40,6 +40,7 @@ from megarl.reshard.plan import LOAD_BYTES
 from megarl.reshard.relays import Machines
 from megarl.weight_sync.model_compatibility import ServedModel, check_same_model
 from megarl.weight_sync.pusher import Pushed, Pusher, merge
+from megarl.weight_sync.staging import share
 from megarl.workers import senders
 from megarl.workers.planned_part import PlannedPart
 from megarl.workers.profiling import Profile
@@ -155,6 +156,9 @@ class Rank(RankCalls):
         self.engines |= mine.keys()
         if not self.parts and self.layout.coords(self.rank).tp:
             return
+        if transport == "shared_memory":
+            parameters = chain.from_iterable(chunk.parameters() for chunk in self.roles["policy"].chunks)
+            share(parameter for parameter in parameters if parameter.requires_grad)
         choose_device = partial(self.platform.set_device, self.gpu)
         self.pusher = self.pusher or Pusher(f"{self.name}-{self.rank}", choose_device, self.load_bytes)
         for engine, target in mine.items():
