@@ -15,7 +15,7 @@ import torch
 from torch.utils import _device
 
 from megarl.platform.after_import import act_after_import
-from megarl.platform.gloo import all_gather_of_any_sizes, on_one_device
+from megarl.platform.gloo import all_gather_by_pairs, all_gather_of_any_sizes, on_one_device, reduce_scatter_by_pairs
 
 CPU = torch.device("cpu")
 
@@ -186,6 +186,10 @@ def _tensor_redirects() -> Iterator[Redirect]:
 def _collective_redirects() -> Iterator[Redirect]:
     # mappings.py:232: expert tensor parallelism gathers as many tokens from each rank as it happens to have.
     yield Redirect(torch.distributed, "all_gather", all_gather_of_any_sizes(torch.distributed.all_gather))
+    # param_and_grad_buffer.py:35 (gradients and weights of the distributed optimizer), mappings.py:12 (sequence parallelism).
+    reduce_scatter = reduce_scatter_by_pairs(torch.distributed.reduce_scatter_tensor)
+    yield Redirect(torch.distributed, "reduce_scatter_tensor", reduce_scatter)
+    yield Redirect(torch.distributed, "all_gather_into_tensor", all_gather_by_pairs(torch.distributed.all_gather_into_tensor))
     # parallel_state.py makes 20 to 50 groups: with 18, their threads woke 1,630 times a second; one wakes 95 times.
     gloo = torch.distributed.ProcessGroupGloo
     yield Redirect(gloo, "__init__", on_one_device(gloo.__init__))

@@ -1,5 +1,7 @@
 """What Gloo cannot do, or does badly, and megatron asks of NCCL. With torch 2.13 it cannot gather tensors of unequal sizes,
-and each of megatron's dozens of groups brings a thread that wakes ninety times a second.
+and each of megatron's dozens of groups brings a thread that wakes ninety times a second. Its reduce-scatter sums a copy of all
+on every rank: of the gradients of 135M parameters, two ranks on two cores had their halves after 1.6 s; each sending the other
+what it needs, they have them after 0.3 s.
 (reduce_scatter_tensor, all_gather_into_tensor, all_to_all_single, AVG, BF16 and coalescing all work.)"""
 
 from __future__ import annotations
@@ -11,6 +13,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import distributed
+
+LARGE_BYTES = 2**20
+"""From here on tensors are exchanged by pairs of ranks; for smaller ones a collective's fewer messages count for more."""
+PART_ELEMENTS = 2**20
+"""Of a shard that is summed, what is on its way at a time, from each other rank, while the part before is added."""
 
 
 def all_gather_of_any_sizes(all_gather: Callable) -> Callable:
@@ -35,6 +43,76 @@ def all_gather_of_any_sizes(all_gather: Callable) -> Callable:
         return _Done() if async_op else None
 
     return redirected
+
+
+def reduce_scatter_by_pairs(reduce_scatter: Callable) -> Callable:
+    """Wrap `torch.distributed.reduce_scatter_tensor` so that large tensors are summed where they are wanted.
+
+    Every rank receives the others' contributions to its own shard, part by part, and adds them in the order of ranks.
+    """
+
+    @functools.wraps(reduce_scatter)
+    def redirected(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: Any = distributed.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if async_op or op != distributed.ReduceOp.SUM or not _is_large(input, output):
+            return reduce_scatter(output, input, op=op, group=group, async_op=async_op)
+        group = group or distributed.group.WORLD
+        shards, total = input.view(group.size(), -1), output.view(-1)
+        if total.data_ptr() != shards[group.rank()].data_ptr():
+            total.copy_(shards[group.rank()])
+        others = [rank for rank in range(group.size()) if rank != group.rank()]
+        parts = [slice(start, start + PART_ELEMENTS) for start in range(0, len(total), PART_ELEMENTS)]
+        buffers = torch.empty(2, len(others), min(PART_ELEMENTS, len(total)), dtype=input.dtype)
+
+        def exchange(number: int) -> tuple[list[torch.Tensor], list[Any]]:
+            """The others' contributions to a part, and what must be waited for until they are there."""
+            part = parts[number]
+            came = [one[: len(total[part])] for one in buffers[number % 2]]
+            under_way = [distributed.irecv(one, group_src=rank, group=group) for one, rank in zip(came, others, strict=True)]
+            return came, under_way + [distributed.isend(shards[rank, part], group_dst=rank, group=group) for rank in others]
+
+        following = exchange(0)
+        for number, part in enumerate(parts):
+            came, under_way = following
+            if number + 1 < len(parts):
+                following = exchange(number + 1)
+            for one in under_way:
+                one.wait()
+            for one in came:
+                total[part].add_(one)
+        return None
+
+    return redirected
+
+
+def all_gather_by_pairs(all_gather: Callable) -> Callable:
+    """Wrap `torch.distributed.all_gather_into_tensor` so that large tensors go straight to where they are wanted."""
+
+    @functools.wraps(all_gather)
+    def redirected(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if async_op or not _is_large(output_tensor, input_tensor):
+            return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        group = group or distributed.group.WORLD
+        shards, mine = output_tensor.view(group.size(), -1), input_tensor.view(-1)
+        others = [rank for rank in range(group.size()) if rank != group.rank()]
+        under_way: list[Any] = [distributed.irecv(shards[rank], group_src=rank, group=group) for rank in others]
+        under_way += [distributed.isend(mine, group_dst=rank, group=group) for rank in others]
+        if mine.data_ptr() != shards[group.rank()].data_ptr():
+            shards[group.rank()].copy_(mine)
+        for one in under_way:
+            one.wait()
+        return None
+
+    return redirected
+
+
+def _is_large(whole: torch.Tensor, shard: torch.Tensor) -> bool:
+    return whole.nbytes >= LARGE_BYTES and whole.is_contiguous() and shard.is_contiguous()
 
 
 def on_one_device(init: Callable) -> Callable:
