@@ -36,7 +36,7 @@ class OwnedSlice(NamedTuple):
 
 def step_of(optimizer: Any) -> int:
     """Updates that Adam has done."""
-    for adam in _adams(optimizer):
+    for adam in adams(optimizer):
         for state in adam.state.values():
             if "step" in state:
                 return int(state["step"])
@@ -126,7 +126,7 @@ def finish_moments(optimizer: Any, step: int, *, has_masters: bool) -> None:
             tensors["param"].copy_(parameter.flatten()[place])
         if "step" in tensors:
             tensors["step"].fill_(step)
-    for adam in _adams(optimizer):
+    for adam in adams(optimizer):
         for group in adam.param_groups:
             if "step" in group:  # Transformer Engine's and apex's Adam count per group
                 group["step"] = step
@@ -171,7 +171,7 @@ def _keys(parameter: Tensor) -> tuple[str, ...]:
     return tuple(key for key in KEYS if key != "exp_avg_sq" or not hasattr(parameter, BY_MUON))
 
 
-def _adams(optimizer: Any) -> Iterator[Any]:
+def adams(optimizer: Any) -> Iterator[Any]:
     """The torch optimizers inside: an offloading one is several."""
     for part in parts_of(optimizer):
         yield from getattr(part.optimizer, "sub_optimizers", [part.optimizer])
