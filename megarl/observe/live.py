@@ -7,6 +7,7 @@ name of its own that leads here), takes nothing but GET, and holds no key.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
@@ -27,7 +28,7 @@ NEW_SAMPLES = 2000
 
 
 class RunFollower:
-    """Runs as far as they are written; read again only when their files have changed, of samples what is new."""
+    """Runs as far as they are written; when their files have changed, what is new is read."""
 
     def __init__(self, folders: Sequence[str | Path]) -> None:
         """Read the runs in `folders`; DataError if one holds no run."""
@@ -44,7 +45,7 @@ class RunFollower:
                 if seen == self._seen[place]:
                     continue
                 try:
-                    self._runs[place] = read_run(folder, self._runs[place].samples)
+                    self._runs[place] = read_run(folder, self._runs[place].files)
                 except DataError:
                     continue
                 self._seen[place] = seen
@@ -99,15 +100,17 @@ def serve(folders: Sequence[str | Path], port: int, say: Callable[[str], None]) 
 def open_server(folders: Sequence[str | Path], port: int) -> ThreadingHTTPServer:
     """The server, which listens already; DataError if the port is taken or a folder holds no run."""
     follower = RunFollower(folders)
+    # One thread makes all answers: of many threads, each keeps the memory that its largest answer took.
+    answers = ThreadPoolExecutor(1, thread_name_prefix="answers")
     try:
-        server = ThreadingHTTPServer((HOST, port), _handler(follower))
+        server = ThreadingHTTPServer((HOST, port), _handler(follower, answers))
     except OSError as error:
         raise DataError(f"--port is {port}, but it cannot be listened on: {error.strerror}; 0 takes a free one") from error
     server.daemon_threads = True
     return server
 
 
-def _handler(follower: RunFollower) -> type[BaseHTTPRequestHandler]:
+def _handler(follower: RunFollower, answers: ThreadPoolExecutor) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             port = self.server.server_address[1]  # type: ignore[index]
@@ -116,7 +119,7 @@ def _handler(follower: RunFollower) -> type[BaseHTTPRequestHandler]:
                 self._answer(403, "text/plain", f"only as {HOST}:{port} or localhost:{port}\n")
             elif parts.path in ("/", "/rows"):
                 try:
-                    self._answer(200, *self._read(parts.path, parts.query))
+                    self._answer(200, *answers.submit(self._read, parts.path, parts.query).result())
                 except ValueError:
                     self._answer(400, "text/plain", "at is ROWS.SAMPLES of each run, with commas between\n")
                 except DataError as error:

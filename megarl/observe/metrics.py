@@ -41,7 +41,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         return []
     text = file.read_text()
     whole = text[: text.rfind("\n") + 1]
-    return [{key: _number(value) for key, value in json.loads(line).items()} for line in whole.splitlines()]
+    return [{key: as_number(value) for key, value in json.loads(line).items()} for line in whole.splitlines()]
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -60,5 +60,5 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _number(value: Any) -> Any:
+def as_number(value: Any) -> Any:
     return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value

@@ -13,11 +13,13 @@ from typing import Any
 
 from megarl.config.yaml_tree import read_yaml, tree_leaves
 from megarl.errors import ConfigError, DataError
-from megarl.observe.metrics import read_metrics
+from megarl.observe.growing_file import RowFile
 from megarl.observe.sample_file import SampleFile
 
 IDENTITY = ("run.name", "run.seed", "run.folder", "run.resume")
 """Config fields in which repetitions of a run differ."""
+ROWS = ("metrics", "distributions", "experts", "trace", "faults")
+"""Files of which a record has the rows."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class RunRecord:
     samples: SampleFile
     faults: Sequence[Mapping[str, Any]]
     summary: Mapping[str, Any]
+    files: RunFiles
+    """What the rows and samples were read from, to be read on."""
     profiles: Sequence[str]
     """Files of profiled steps, relative to the folder."""
     machine: Mapping[str, Any]
@@ -68,8 +72,26 @@ class RunRecord:
         return list(dict.fromkeys(name for row in self.metrics for name in row if name != "step"))
 
 
-def read_run(folder: str | Path, samples: SampleFile | None = None) -> RunRecord:
-    """Read the run in `folder`; of its `samples`, if they were read before, what was written since.
+class RunFiles:
+    """A run's files of JSON lines, of which what was read before is not read again."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises what `read_on` raises."""
+        self.samples = SampleFile(folder / "samples.jsonl")
+        self._rows = {name: RowFile(folder / f"{name}.jsonl") for name in ROWS}
+
+    def read_on(self) -> None:
+        """Read what was written since; raises as `GrowingFile.read_on`."""
+        for file in (self.samples, *self._rows.values()):
+            file.read_on()
+
+    def rows(self) -> dict[str, list[dict[str, Any]]]:
+        """By name of file all rows so far; of what comes later these lists know nothing."""
+        return {name: [*file.rows] for name, file in self._rows.items()}
+
+
+def read_run(folder: str | Path, files: RunFiles | None = None) -> RunRecord:
+    """Read the run in `folder`; of its `files`, if they were read before, what was written since.
 
     Raises:
         DataError: there is no run in it, or one of its files is not what a run writes.
@@ -80,16 +102,17 @@ def read_run(folder: str | Path, samples: SampleFile | None = None) -> RunRecord
     try:
         config_file, summary, placement = (path / name for name in ("config.yaml", "summary.json", "placement.json"))
         told = _json(summary)
+        if files is None:
+            files = RunFiles(path)
+        else:
+            files.read_on()
         return RunRecord(
             folder=path,
             name=path.resolve().name,
             config=read_yaml(config_file) if config_file.is_file() else {},
-            metrics=read_metrics(path / "metrics.jsonl"),
-            distributions=read_metrics(path / "distributions.jsonl"),
-            experts=read_metrics(path / "experts.jsonl"),
-            trace=read_metrics(path / "trace.jsonl"),
-            samples=_read_on(samples) if samples is not None else SampleFile(path / "samples.jsonl"),
-            faults=read_metrics(path / "faults.jsonl"),
+            **files.rows(),
+            samples=files.samples,
+            files=files,
             summary=told,
             profiles=tuple(str(file.relative_to(path)) for file in sorted((path / "profile").glob("step_*/*.*"))),
             nodes=len(json.loads(placement.read_text())["nodes"]) if placement.is_file() else 1,
@@ -108,11 +131,6 @@ def _machine(path: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
 def _json(file: Path) -> dict[str, Any]:
     """The object in `file`; empty where there is no such file."""
     return dict(json.loads(file.read_text())) if file.is_file() else {}
-
-
-def _read_on(samples: SampleFile) -> SampleFile:
-    samples.read_on()
-    return samples
 
 
 def reward_of(sample: Mapping[str, Any]) -> float:
