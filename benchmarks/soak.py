@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import signal
 import statistics
 import subprocess
@@ -155,6 +156,8 @@ def watch(roots: list[subprocess.Popen[bytes]], urls: list[str], minutes: float,
             written = sum((run / name).stat().st_size for name in ROWS if (run / name).exists())
             sample = {"at_s": round(time.monotonic() - began_s, 1), "step": step, "shared_memory_bytes": memory}
             samples.append(sample | {"written_bytes": written, "processes": look(roots)})
+            with (run.parent / "samples.jsonl").open("a") as file:  # also of a run that is judged by eye, or was cut off
+                file.write(json.dumps(samples[-1]) + "\n")
         time.sleep(every_s)
     return samples
 
