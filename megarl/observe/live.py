@@ -20,6 +20,7 @@ from megarl.observe.pictures import PagePictures
 from megarl.observe.report import as_inert_json, build_page
 from megarl.observe.run_record import RunRecord, read_run
 from megarl.observe.run_status import axes, run_status
+from megarl.system.free_memory import give_back_free_memory
 from megarl.system.socket_names import NOTHING, SocketName
 
 HOST = "127.0.0.1"
@@ -100,7 +101,7 @@ def serve(folders: Sequence[str | Path], port: int, say: Callable[[str], None]) 
 def open_server(folders: Sequence[str | Path], port: int) -> ThreadingHTTPServer:
     """The server, which listens already; DataError if the port is taken or a folder holds no run."""
     follower = RunFollower(folders)
-    # One thread makes all answers: of many threads, each keeps the memory that its largest answer took.
+    # One thread makes all answers, or each of many would keep the memory that its largest answer took.
     answers = ThreadPoolExecutor(1, thread_name_prefix="answers")
     try:
         server = ThreadingHTTPServer((HOST, port), _handler(follower, answers))
@@ -129,7 +130,9 @@ def _handler(follower: RunFollower, answers: ThreadPoolExecutor) -> type[BaseHTT
 
         def _read(self, path: str, query: str) -> tuple[str, str]:
             if path == "/":
-                return "text/html", page(follower.runs())
+                content = page(follower.runs())
+                give_back_free_memory()  # ten times the page's size
+                return "text/html", content
             at = _places(parse_qs(query))
             return "application/json", as_inert_json(new_rows(follower.runs(), at))
 
