@@ -64,9 +64,9 @@ def new_rows(runs: Sequence[RunRecord], at: Sequence[tuple[int, int]]) -> dict[s
         return {"reload": True}
     fresh = []
     for run, (rows, samples) in zip(runs, at, strict=True):
-        late = run.samples[samples:]
-        if rows > len(run.metrics) or samples > len(run.samples) or len(late) > NEW_SAMPLES:
+        if rows > len(run.metrics) or not 0 <= len(run.samples) - samples <= NEW_SAMPLES:
             return {"reload": True}
+        late = run.samples[samples:]
         if any(sample.get("media") for sample in late):
             return {"reload": True}
         columns, prompts, chunks = pack_samples([sample_data(one, run, PagePictures(), has_numbers=True) for one in late])

@@ -15,6 +15,7 @@ from threading import Thread
 
 import pytest
 
+from megarl.observe import live
 from megarl.observe.live import new_rows, open_server
 from megarl.observe.run_record import read_run
 from tests.observe.chromium import BINARY, Chromium
@@ -62,6 +63,14 @@ def test_new_rows_are_those_beyond_what_the_page_has(tmp_path: Path) -> None:
     assert fresh["samples"]["columns"]["step"] == [5] * 4
     assert fresh["samples_written"] == 4
     assert new_rows([run], [(7, 20)]) == {"reload": True}  # the run was put back to an earlier step
+
+
+def test_samples_too_many_for_an_answer_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = read_run(write_run(tmp_path / "r", steps=5))
+    monkeypatch.setattr(live, "NEW_SAMPLES", 19)
+    assert len(new_rows([run], [(0, 1)])["runs"][0]["samples"]["rows"]) == 19
+    (tmp_path / "r/samples.jsonl").unlink()  # who reads it fails
+    assert new_rows([run], [(0, 0)]) == {"reload": True}
 
 
 @pytest.mark.skipif(BINARY is None, reason="needs Chromium (apt-get install chromium)")
