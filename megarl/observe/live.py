@@ -121,6 +121,7 @@ def _handler(follower: RunFollower, answers: ThreadPoolExecutor) -> type[BaseHTT
             elif parts.path in ("/", "/rows"):
                 try:
                     self._answer(200, *answers.submit(self._read, parts.path, parts.query).result())
+                    give_back_free_memory()  # a page takes many times its size, and each thread would keep its part
                 except ValueError:
                     self._answer(400, "text/plain", "at is ROWS.SAMPLES of each run, with commas between\n")
                 except DataError as error:
@@ -130,9 +131,7 @@ def _handler(follower: RunFollower, answers: ThreadPoolExecutor) -> type[BaseHTT
 
         def _read(self, path: str, query: str) -> tuple[str, str]:
             if path == "/":
-                content = page(follower.runs())
-                give_back_free_memory()  # ten times the page's size
-                return "text/html", content
+                return "text/html", page(follower.runs())
             at = _places(parse_qs(query))
             return "application/json", as_inert_json(new_rows(follower.runs(), at))
 
