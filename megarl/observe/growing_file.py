@@ -8,8 +8,6 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-from megarl.observe.metrics import as_number
-
 
 class GrowingFile(ABC):
     """The whole lines of a file; nothing if there is none. `end` is where the next line will begin."""
@@ -59,4 +57,8 @@ class RowFile(GrowingFile):
         self.rows = []
 
     def take(self, content: Any, nbytes: int) -> None:
-        self.rows.append({sys.intern(name): as_number(value) for name, value in content.items()})
+        self.rows.append({sys.intern(name): _number(value) for name, value in content.items()})
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value

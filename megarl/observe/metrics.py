@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.observe.growing_file import RowFile
 from megarl.system.atomic_files import write_text_atomically
 
 
@@ -36,12 +37,7 @@ class MetricsFile:
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """All whole lines of a `metrics.jsonl` (none if there is no file); a last line cut off by a crash is left out."""
-    file = Path(path)
-    if not file.exists():
-        return []
-    text = file.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    return [{key: as_number(value) for key, value in json.loads(line).items()} for line in whole.splitlines()]
+    return RowFile(Path(path)).rows
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -58,7 +54,3 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "item"):  # a tensor or numpy scalar
         value = value.item()
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def as_number(value: Any) -> Any:
-    return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value

@@ -48,7 +48,7 @@ def all_gather_of_any_sizes(all_gather: Callable) -> Callable:
 def reduce_scatter_by_pairs(reduce_scatter: Callable) -> Callable:
     """Wrap `torch.distributed.reduce_scatter_tensor` so that large tensors are summed where they are wanted.
 
-    Every rank receives the others' contributions to its own shard, part by part, and adds them in the order of ranks.
+    Every rank receives the others' contributions to its own shard, part by part, and adds them to it in the order of ranks.
     """
 
     @functools.wraps(reduce_scatter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,3 +15,11 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     chromium = Chromium(tmp_path_factory.mktemp("profile"))
     yield chromium
     chromium.close()
+
+
+@pytest.fixture
+def opened(browser: Chromium, page: Path) -> Iterator[Chromium]:
+    """The browser with the `page` of the file, which complains of nothing meanwhile."""
+    browser.open(page)
+    yield browser
+    assert browser.complaints == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -41,13 +40,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = folder / "report.html"
     file.write_text(build_page([read_run(run)]))
     return file
-
-
-@pytest.fixture
-def opened(browser: Chromium, page: Path) -> Iterator[Chromium]:
-    browser.open(page)
-    yield browser
-    assert browser.complaints == []
 
 
 def plot(name: str) -> str:

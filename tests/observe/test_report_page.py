@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,13 +23,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = folder / "report.html"
     file.write_text(build_page([read_run(run) for run in runs]))
     return file
-
-
-@pytest.fixture
-def opened(browser: Chromium, page: Path) -> Iterator[Chromium]:
-    browser.open(page)
-    yield browser
-    assert browser.complaints == []
 
 
 def texts(browser: Chromium, selector: str) -> list[str]:
