@@ -6,9 +6,11 @@ name of its own that leads here), takes nothing but GET, and holds no key.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import get_context
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -33,15 +35,15 @@ class RunFollower:
 
     def __init__(self, folders: Sequence[str | Path]) -> None:
         """Read the runs in `folders`; DataError if one holds no run."""
-        self._folders = [Path(folder) for folder in folders]
+        self.folders = [Path(folder) for folder in folders]
         self._lock = Lock()
-        self._seen = [_marks(folder) for folder in self._folders]
-        self._runs: list[RunRecord] = [read_run(folder) for folder in self._folders]
+        self._seen = [_marks(folder) for folder in self.folders]
+        self._runs: list[RunRecord] = [read_run(folder) for folder in self.folders]
 
     def runs(self) -> list[RunRecord]:
         """The runs as they are now. While a file of a run cannot be read, that run is as it was before."""
         with self._lock:
-            for place, folder in enumerate(self._folders):
+            for place, folder in enumerate(self.folders):
                 seen = _marks(folder)
                 if seen == self._seen[place]:
                     continue
@@ -53,9 +55,15 @@ class RunFollower:
             return list(self._runs)
 
 
-def page(runs: Sequence[RunRecord]) -> str:
-    """The page that asks for new rows."""
-    return build_page(runs, is_live=True)
+def page(folders: Sequence[str | Path]) -> str:
+    """The page of the runs in `folders`, which asks for new rows; DataError if one holds no run."""
+    return build_page([read_run(folder) for folder in folders], is_live=True)
+
+
+def page_apart(folders: Sequence[str | Path]) -> str:
+    """`page`, made by a process that ends: it takes many times its size, and of that memory Python would keep a part."""
+    with ProcessPoolExecutor(1, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN)) as processes:
+        return processes.submit(page, folders).result()
 
 
 def new_rows(runs: Sequence[RunRecord], at: Sequence[tuple[int, int]]) -> dict[str, Any]:
@@ -131,7 +139,7 @@ def _handler(follower: RunFollower, answers: ThreadPoolExecutor) -> type[BaseHTT
 
         def _read(self, path: str, query: str) -> tuple[str, str]:
             if path == "/":
-                return "text/html", page(follower.runs())
+                return "text/html", page_apart(follower.folders)
             at = _places(parse_qs(query))
             return "application/json", as_inert_json(new_rows(follower.runs(), at))
 
