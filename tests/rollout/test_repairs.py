@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.rollout.test_sglang_seeing import served_folder
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang")
 
 SPAWNED = """
@@ -35,6 +37,25 @@ from sglang.srt.models.gemma3_causal import Gemma3TextScaledWordEmbedding
 torch.set_default_dtype(torch.bfloat16)
 print(Gemma3TextScaledWordEmbedding(3, 4, 0, embed_scale=2560**0.5).embed_scale)
 """
+
+
+LIMITS = """
+import sys
+from pathlib import Path
+from megarl.rollout.engines.sglang.on_cpu import stand_ins
+stand_ins.install(Path(sys.prefix) / "sglang-cpu")
+from megarl.rollout.engines.sglang import repairs
+repairs.install(sys.argv[-1])
+from sglang.srt.utils.hf_transformers import get_processor
+print(get_processor(sys.argv[-1]).image_processor.size["shortest_edge"])
+"""
+
+
+def test_pictures_of_qwen2_vl_have_the_limits_of_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served_folder("qwen2_vl", tmp_path / "model", monkeypatch)
+    ended = subprocess.run([sys.executable, "-c", LIMITS, str(tmp_path / "model")], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout.splitlines()[-1]) == 4 * 14**2
 
 
 @pytest.mark.exhaustive

@@ -17,6 +17,8 @@ def install(model_path: str) -> None:
     names = architectures_of(model_path)
     if any(name.startswith("Glm4v") for name in names):
         _mend_glm4v()
+    if any(name.startswith("Qwen2VL") for name in names):
+        _mend_limits_of_pictures()
     if any(name.startswith("DeepseekV3") for name in names):
         _mend_latent_norms()
     if any(name.startswith("GptOss") for name in names):
@@ -47,6 +49,20 @@ def _mend_glm4v() -> None:
     MRotaryEmbedding.get_rope_index_glm4v = staticmethod(of_the_sent_ids)
     # its only LayerNorm is of the merger; SGLang's own default is 1e-6, and the model was trained with torch's
     glm4v.LayerNorm = partial(glm4v.LayerNorm, eps=1e-5)
+
+
+def _mend_limits_of_pictures() -> None:
+    from sglang.srt.utils.hf_transformers import processor
+
+    class WithTheFoldersLimits(processor.AutoProcessor):  # type: ignore[misc]
+        """SGLang gives each Qwen2-VL the limits 3136 and 1003520 pixels and would resize pictures that keep to the folder's."""
+
+        @classmethod
+        def from_pretrained(cls, *args: Any, **given: Any) -> Any:
+            given.pop("size", None)
+            return super().from_pretrained(*args, **given)
+
+    processor.AutoProcessor = WithTheFoldersLimits
 
 
 def _mend_latent_norms() -> None:
