@@ -252,7 +252,8 @@ class RolloutConfig(Section):
     replay_from: str | None = None
     """File `samples.jsonl` of the run whose responses `engine: replay` returns."""
     threads: Positive | None = None
-    """CPU threads per engine. null: all cores if generation and training take turns, else half of them."""
+    """CPU threads per engine. null: the machine's cores, or half of them unless generation and training take turns, divided
+    by its engines."""
     servers: ServersConfig = ServersConfig()
     """SGLang servers: ports, model folder, or the URLs of servers that already run."""
     engine_args: dict[str, Any] = Field(default_factory=dict)

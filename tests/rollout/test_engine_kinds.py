@@ -105,6 +105,15 @@ def test_an_unknown_kind_is_named_with_the_nearest() -> None:
         config_of(engine="sglnag")
 
 
+@pytest.mark.parametrize(("first", "bound"), [(0, "2,3|4,5"), (4, "6,7|8,9"), (6, "8,9|2,3")])
+def test_engines_of_a_machine_are_bound_to_cores_beside_each_other(
+    first: int, bound: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(2, 10)))
+    options = ServerOptions("model", tmp_path / "log", tp=2, threads=2, first_core=first)
+    assert options.environment({})["SGLANG_CPU_OMP_THREADS_BIND"] == bound
+
+
 def test_a_server_of_each_engine_has_room_for_its_share_of_a_step(tmp_path: Path) -> None:
     config = config_of(
         engine="sglang", engines=3, prompts_per_step=8, samples_per_prompt=40, max_new_tokens=100, tp=2,
@@ -113,7 +122,8 @@ def test_a_server_of_each_engine_has_room_for_its_share_of_a_step(tmp_path: Path
     config = config.model_copy(update={"data": config.data.model_copy(update={"max_prompt_tokens": 28})})
     kind = load_engine(CLASSES["sglang"])
     options = ServerOptions("model", **kind.options(config, EnginePlace(2, 5, "cpu", tmp_path)))
-    assert (options.port, options.log_file, options.threads, options.tp) == (2002, tmp_path / "engine-2.log", 5, 2)
+    assert (options.port, options.log_file, options.tp) == (2002, tmp_path / "engine-2.log", 2)
+    assert (options.threads, options.first_core) == (2, 8)  # of 5 threads its 2 ranks get 2 each, beside two engines of 4 cores
     assert options.extra == {"mem_fraction_static": 0.5}
     # 8 prompts are 3 for each of 3 engines, with 40 responses of at most 28 + 100 tokens
     assert (options.max_running_requests, options.max_total_tokens) == (120, 120 * 128 + 1024)

@@ -64,8 +64,10 @@ class Rollouts:
         self._placeholders = (vision.image_token, vision.video_token) if vision is not None else ()
         logs = Path(cluster.log_folder)
         logs.mkdir(parents=True, exist_ok=True)
-        threads = rollout.threads or max(1, cluster.cores // (1 if rollout.schedule.mode == "sync" else 2))
         at = cluster.placement
+        beside_each_other = -(-rollout.engines // max(1, len(at.machines)))
+        cores = cluster.cores // (1 if rollout.schedule.mode == "sync" else 2)
+        threads = rollout.threads or max(1, cores // beside_each_other)
         self._machines = Machines.of(at) if len(at.machines) > 1 else None
         platform = cluster.platform.name
         self.lent = range(rollout.engines, rollout.engines + rollout.schedule.lent_engines)

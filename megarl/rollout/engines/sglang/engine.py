@@ -98,7 +98,7 @@ class SglangEngine(ServedEngine):
         port, served = rollout.servers.port, rollout.servers.model_path
         requests = rollout.groups_per_engine * rollout.samples_per_prompt
         tokens = config.data.max_prompt_tokens + rollout.max_new_tokens
-        on_cpu = place.platform == "cpu"
+        on_cpu, threads = place.platform == "cpu", max(1, place.threads // rollout.tp)
         extra: dict[str, Any] = {RETURNS_ROUTES: True} if config.routing_replay == "engine" else {}
         extra |= draft_arguments(rollout.speculative, served or str(Path(config.model.path).resolve()))
         extra |= rollout.engine_args if served is None else {**rollout.engine_args, "model_path": served}
@@ -110,7 +110,8 @@ class SglangEngine(ServedEngine):
             "gpus": place.gpus,
             "other_nodes": place.other_nodes,
             "beside_bytes": place.beside_bytes,
-            "threads": place.threads,
+            "threads": threads,
+            "first_core": place.number * rollout.tp * threads,
             "port": port + place.number if port is not None else None,
             "max_total_tokens": requests * tokens + MORE_TOKENS if on_cpu else None,
             "max_running_requests": max(requests, FEWEST_REQUESTS) if on_cpu else None,

@@ -47,15 +47,16 @@ KEEP_MEMORY = {
 class ServerOptions:
     """What a server is started with.
 
-    `threads` are CPU cores per tensor-parallel rank, bound to the first cores of this process's affinity (None: all cores
-    shared by the ranks). `gpus` are the GPUs of the ranks on this node, evenly spaced, by their numbers among those that this
-    process sees; the server sees all of these, so that it can open what processes on other GPUs of the node share with it.
-    `other_nodes` are the GPUs on each further node, equally many; `node` is this node's number among them all and `leader` the
-    address at which its ranks meet those of the others, which is chosen at the start. `max_total_tokens` is the size of the KV
-    cache; on a GPU it takes what others (`beside_bytes` on each GPU) and the server's own work leave, or what SGLang finds free
-    as it starts (0). `memory_saver` lets `sleep` free GPU memory. `updates_draft`: the layer for multi-token prediction that it
-    drafts with comes with the policy's weights. `lora`: adapters that the server adds, which come with every update. `extra`
-    are further SGLang arguments by their Python names, which win over those chosen here.
+    `threads` are CPU cores per tensor-parallel rank (None: all cores shared by the ranks), bound to those of this process's
+    affinity from the `first_core`-th on. `gpus` are the GPUs of the ranks on this node, evenly spaced, by their numbers
+    among those that this process sees; the server sees all of these, so that it can open what processes on other GPUs of
+    the node share with it. `other_nodes` are the GPUs on each further node, equally many; `node` is this node's number
+    among them all and `leader` the address at which its ranks meet those of the others, which is chosen at the start.
+    `max_total_tokens` is the size of the KV cache; on a GPU it takes what others (`beside_bytes` on each GPU) and the
+    server's own work leave, or what SGLang finds free as it starts (0). `memory_saver` lets `sleep` free GPU memory.
+    `updates_draft`: the layer for multi-token prediction that it drafts with comes with the policy's weights. `lora`:
+    adapters that the server adds, which come with every update. `extra` are further SGLang arguments by their Python names,
+    which win over those chosen here.
     """
 
     model_path: str
@@ -69,6 +70,7 @@ class ServerOptions:
     leader: str | None = None
     port: int | None = None
     threads: int | None = None
+    first_core: int = 0
     max_total_tokens: int | None = None
     max_running_requests: int | None = None
     beside_bytes: int = 0
@@ -144,7 +146,8 @@ class ServerOptions:
         cores = sorted(os.sched_getaffinity(0))
         threads = min(self.threads or max(1, len(cores) // self.tp), len(cores))
         # ranks beyond the machine's cores share them again from the first on
-        bound = [[cores[(rank * threads + i) % len(cores)] for i in range(threads)] for rank in range(self.tp)]
+        starts = range(self.first_core, self.first_core + self.tp * threads, threads)
+        bound = [[cores[(start + i) % len(cores)] for i in range(threads)] for start in starts]
         return chosen | {
             "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, ids)) for ids in bound),
