@@ -232,13 +232,13 @@ class ReferenceAttention(torch.nn.Module):
         targets, parts = [], []
         for call in calls:
             q = query[call.queries].transpose(1, 2)
-            k = key[call.keys].transpose(1, 2).repeat_interleave(repeat, dim=1)
-            v = value[call.keys].transpose(1, 2).repeat_interleave(repeat, dim=1)
+            k, v = key[call.keys].transpose(1, 2), value[call.keys].transpose(1, 2)
             if self.softmax_offset is None:
                 out = F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=call.bias, is_causal=call.bias is None, scale=self.softmax_scale
+                    q, k, v, attn_mask=call.bias, is_causal=call.bias is None, scale=self.softmax_scale, enable_gqa=True
                 )
             else:
+                k, v = (t.repeat_interleave(repeat, dim=1) for t in (k, v))
                 out = _attention_with_sinks(q, k, v, call.bias, self.softmax_scale, self.softmax_offset)
             parts.append(out.transpose(1, 2).flatten(0, 1)[call.source])
             targets.append(call.target)

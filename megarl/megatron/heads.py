@@ -29,7 +29,8 @@ LIMITED_BUFFERS = 4
 class VocabParallelLogProbs(torch.autograd.Function):
     """Log-probs of targets and entropy of their distribution, over a vocabulary split across a group.
 
-    Logits are recomputed chunk by chunk in the backward pass; float32 throughout the softmax and in the sum over chunks.
+    Logits are recomputed chunk by chunk in the backward pass, but for the first chunk's, which the forward pass leaves as its
+    last: they take no more memory than a chunk always does. float32 throughout the softmax and in the sum over chunks.
     """
 
     @staticmethod
@@ -58,11 +59,12 @@ class VocabParallelLogProbs(torch.autograd.Function):
         """
         vocabulary = VocabularySlice(weight, vocab_start, vocab_size, temperature, group)
         asked = Asked(limits=limits)
-        results = _forward(hidden, vocabulary, targets, chunk_tokens, asked)
+        results, of_first_chunk = _forward(hidden, vocabulary, targets, chunk_tokens, asked)
         log_z, entropy, log_probs = results[0], results[1], results[2 + asked.further :].t().view_as(targets)
         of_kept = results[2 : 2 + asked.further].unbind()
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy, *of_kept[1:])
         ctx.settings = (vocabulary, chunk_tokens, overlaps)
+        ctx.logits = of_first_chunk if limits is None and any(ctx.needs_input_grad) else None
         ctx.mark_non_differentiable(*of_kept[:1])
         return log_probs, entropy, *of_kept[:1]
 
@@ -76,16 +78,18 @@ class VocabParallelLogProbs(torch.autograd.Function):
         main = _main_gradient(weight) if to_weight else None
         total = torch.zeros_like(weight, dtype=torch.float32) if to_weight and main is None else main
         grad_log_probs, targets = _as_columns(grads[0]), _as_columns(targets)
+        logits, ctx.logits = ctx.logits, None
         for rows in row_chunks(len(hidden), chunk_tokens):
             of_kept = least[0][rows, None] if least else None
             target, here = vocabulary.local(targets[rows])
             given = RowGradients(log_z[rows], entropy[rows], grads[1][rows], grad_log_probs[rows], target, here)
-            grad_logits = _chunk_backward(hidden[rows], vocabulary, given, of_kept)
+            grad_logits = _chunk_backward(hidden[rows], vocabulary, given, of_kept, logits)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
             if total is not None:
                 _add_product(total, grad_logits.t(), hidden[rows])
             del grad_logits  # before the next chunk's is made
+            logits = None
         grad_weight = None
         if main is not None:
             grad_weight = torch.zeros_like(weight) if overlaps else None
@@ -142,32 +146,37 @@ class Asked:
         return 2 * (self.limits is not None) + self.collision
 
 
-def _forward(hidden: Tensor, vocabulary: VocabularySlice, targets: Tensor, chunk_tokens: int, asked: Asked) -> Tensor:
-    """float32 `[2 + further + M + 2k, N]`: log of the sum of exponentials and entropy; with `limits` the log of the kept
-    tokens' probability and the least logit of them; with `collision` Σ p²; log-probs of the M targets of each row; then the
-    ids of the k likeliest tokens, from the likeliest on, and their log-probs. Ids below 2²⁴ are exact in float32.
+def _forward(
+    hidden: Tensor, vocabulary: VocabularySlice, targets: Tensor, chunk_tokens: int, asked: Asked
+) -> tuple[Tensor, Tensor | None]:
+    """Results and, without `limits`, the first chunk's logits `[n, V/tp]`, which are computed last.
+
+    Results are float32 `[2 + further + M + 2k, N]`: log of the sum of exponentials and entropy; with `limits` the log of the
+    kept tokens' probability and the least logit of them; with `collision` Σ p²; log-probs of the M targets of each row; then
+    the ids of the k likeliest tokens, from the likeliest on, and their log-probs. Ids below 2²⁴ are exact in float32.
     """
     targets = _as_columns(targets)
     width = 2 + asked.further + targets.shape[1] + (2 * asked.top_k.k if asked.top_k else 0)
     results = torch.empty(width, len(hidden), dtype=torch.float32, device=hidden.device)
-    for rows in row_chunks(len(hidden), chunk_tokens):
-        results[:, rows] = _chunk_forward(hidden[rows], vocabulary, targets[rows], asked)
-    return results
+    logits = None
+    for rows in reversed(row_chunks(len(hidden), chunk_tokens)):
+        del logits  # before the next chunk's are made
+        logits = hidden[rows] @ vocabulary.weight.t() if asked.limits is None else vocabulary.logits(hidden[rows])
+        results[:, rows] = _chunk_forward(logits, vocabulary, targets[rows], asked)
+    return results, logits
 
 
-def _chunk_forward(hidden: Tensor, vocabulary: VocabularySlice, targets: Tensor, asked: Asked) -> Tensor:
-    """The rows of `_forward` for n rows of `hidden`. One buffer of `[n, V/tp]`; with `limits` up to seven in float32, by what a
-    sort takes."""
+def _chunk_forward(logits: Tensor, vocabulary: VocabularySlice, targets: Tensor, asked: Asked) -> Tensor:
+    """The rows of `_forward` for n rows of logits; with `limits` they are overwritten, and up to seven buffers of `[n, V/tp]`
+    in float32 are used, by what a sort takes."""
     group, temperature = vocabulary.group, vocabulary.temperature
     target, here = vocabulary.local(targets)
     least = absent = None
     if asked.limits is None:
-        logits = hidden @ vocabulary.weight.t()
         picked = logits.gather(1, target).float().div_(temperature)
         sums = row_sums(logits, vocabulary.real, temperature, squares=asked.collision)
         peak, *of_slice = relative_to_all(sums, group)
     else:
-        logits = vocabulary.logits(hidden)
         picked, temperature = logits.gather(1, target), 1.0
         peak = largest_of_all(logits.amax(dim=1), group)
         least = least_kept(logits, peak[:, None], asked.limits, group)
@@ -243,10 +252,15 @@ def _likeliest(logits: Tensor, vocabulary: VocabularySlice, top_k: TopK, tempera
     return ids, values
 
 
-def _chunk_backward(hidden: Tensor, vocabulary: VocabularySlice, given: RowGradients, least: Tensor | None) -> Tensor:
-    """Gradient of n rows' logits, `[n, V/tp]` in the weight's type; `least` `[n, 1]` as `least_kept` gave it."""
+def _chunk_backward(
+    hidden: Tensor, vocabulary: VocabularySlice, given: RowGradients, least: Tensor | None, logits: Tensor | None
+) -> Tensor:
+    """Gradient of n rows' logits, `[n, V/tp]` in the weight's type; `least` `[n, 1]` as `least_kept` gave it.
+
+    `logits` are overwritten, if they are known already.
+    """
     if least is None:
-        logits = hidden @ vocabulary.weight.t()
+        logits = hidden @ vocabulary.weight.t() if logits is None else logits
         return logits_to_gradient(logits, vocabulary.real, vocabulary.temperature, given)
     log_p = vocabulary.logits(hidden)
     absent = left_out(log_p, least, (given.target[:, 0], given.here[:, 0]))
@@ -334,7 +348,7 @@ class LogProbHead(torch.nn.Module):
         if not torch.is_grad_enabled():
             vocabulary = VocabularySlice(weight, start, self.vocab_size, self.temperature, self.tp_group)
             asked = Asked(self.limits, top_k, self.collision)
-            _, entropy, *others = _forward(scored, vocabulary, targets, chunk_tokens, asked)
+            _, entropy, *others = _forward(scored, vocabulary, targets, chunk_tokens, asked)[0]
             if self.limits is not None:
                 del others[1]
             first = others.pop(asked.further - (self.limits is not None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from megatron.core.optimizer import Adam, CPUAdam, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -19,6 +20,8 @@ from megarl.megatron.optimizer_state import BY_MUON, adams, parts_of
 from megarl.megatron.options import ModelOptions, OptimizerOptions, has_transformer_engine
 from megarl.megatron.weights import is_value_head
 from megarl.models.weight_map import WeightMap
+from megarl.platform.gloo import LARGE_BYTES
+from megarl.platform.peer_memory import open_to_peers
 
 
 def build_optimizer(
@@ -34,6 +37,7 @@ def build_optimizer(
         for adam in adams(optimizer):  # one pass over weights and moments in place of ten: a third of the time
             for group in adam.param_groups:
                 group["fused"] = True
+        _open_buffers_to_peers(chunks)
     if options.name == "muon":
         named = ((tensor, name) for name, tensor in global_tensors(chunks) if not is_value_head(name, model))
         rules = {tensor: weight_map.rule_for(name) for tensor, name in named}
@@ -55,6 +59,18 @@ def build_optimizer(
         wd_incr_style="constant",
     )
     return optimizer, scheduler
+
+
+def _open_buffers_to_peers(chunks: Sequence[torch.nn.Module]) -> None:
+    """Let the ranks that sum gradients and gather weights read each other's."""
+    for chunk in chunks:
+        ddp: Any = chunk
+        for buffer in ddp.buffers + ddp.expert_parallel_buffers:
+            group = buffer.data_parallel_group
+            if buffer.data_parallel_world_size > 1:
+                for data in (buffer.grad_data, buffer.param_data):
+                    if data is not None and data.nbytes >= LARGE_BYTES:
+                        open_to_peers(data, group, buffer)
 
 
 def optimizer_config(options: OptimizerOptions, model: ModelOptions) -> OptimizerConfig:

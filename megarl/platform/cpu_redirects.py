@@ -40,6 +40,7 @@ def apply_redirects() -> None:
     act_after_import("megatron.core.transformer.moe.moe_utils", _dispatch_experts_on_cpu)
     act_after_import("megatron.core.transformer.multi_latent_attention", _build_without_transformer_engine)
     act_after_import("megatron.core.tensor_parallel.random", _share_one_generator)
+    act_after_import("megatron.core.optimizer.clip_grads", _scale_in_place)
 
 
 def redirects() -> Iterator[Redirect]:
@@ -226,6 +227,15 @@ def _dispatch_experts_on_cpu(moe_utils: Any) -> None:
 def _build_without_transformer_engine(multi_latent_attention: Any) -> None:
     # multi_latent_attention.py:185 asks whether a layer is Transformer Engine's, whose class is a mock here and no type.
     multi_latent_attention.HAVE_TE = False
+
+
+def _scale_in_place(clip_grads: Any) -> None:
+    def scale(chunk_size: int, noop: Any, tensor_lists: list[list[torch.Tensor]], factor: float) -> None:
+        for source, target in zip(*tensor_lists, strict=True):
+            torch.mul(source, factor, out=target)
+
+    # utils.py:1212 makes a tensor of products first, of the size of each gradient, and copies it.
+    clip_grads.multi_tensor_scale_impl = scale
 
 
 def _share_one_generator(random: Any) -> None:

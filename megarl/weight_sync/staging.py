@@ -8,19 +8,16 @@ parameter it belongs.
 from __future__ import annotations
 
 import base64
-import contextlib
 import io
-import shutil
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
 import torch
-import torch.multiprocessing
 
+from megarl.platform.shared_memory import sharing_by_file
 from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.weight_sync.checksums import RunningDigest, digest
 from megarl.weight_sync.cuda_ipc import shared
@@ -34,9 +31,7 @@ NamedTensors = Sequence[tuple[str, torch.Tensor]]
 SLICED = "megarl.weight_sync.sglang_loader.load"
 ALIGN_BYTES = 16  # any dtype may be viewed at any weight's start
 BUFFERS = 2  # one is filled while the engine reads the other
-SHARED_MEMORY = "/dev/shm"
 BLOCK_BYTES = 256 * 2**10  # copied and hashed at a time: it stays in a core's own cache
-_STRATEGY = threading.Lock()  # torch's sharing strategy is one for the process
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes that NumPy has, by their bytes
 
 
@@ -217,21 +212,6 @@ class RegisteredStaging(Staging):
         self._memory.register(buffer)
 
 
-def share(tensors: Iterable[torch.Tensor]) -> None:
-    """Put the memory behind tensors of a CPU where processes on this machine can open it, if half of what is free there is
-    enough. All views of it stay what they are."""
-    blocks = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
-        for tensor in tensors
-        if tensor.device.type == "cpu" and not tensor.is_shared()
-    }
-    if sum(block.nbytes() for block in blocks.values()) > shutil.disk_usage(SHARED_MEMORY).free // 2:
-        return
-    with sharing_by_file():
-        for block in blocks.values():
-            block.share_memory_()
-
-
 def _can_be_opened(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_shared() and tensor.is_contiguous()
 
@@ -322,15 +302,3 @@ def serialize(content: Any) -> str:
     with sharing_by_file():
         ForkingPickler(stream).dump(content)
     return base64.b64encode(stream.getvalue()).decode()
-
-
-@contextlib.contextmanager
-def sharing_by_file() -> Iterator[None]:
-    """Tensors shared inside are opened by name, which an unrelated process can do; torch's default needs a common parent."""
-    with _STRATEGY:
-        before = torch.multiprocessing.get_sharing_strategy()
-        torch.multiprocessing.set_sharing_strategy("file_system")
-        try:
-            yield
-        finally:
-            torch.multiprocessing.set_sharing_strategy(before)

@@ -36,11 +36,11 @@ from megarl.megatron.weights import Quantiser, adapter_shards, local_shards
 from megarl.models.registry import load_hf_config
 from megarl.observe.trace import take_spans, timed
 from megarl.platform.base import Platform
+from megarl.platform.shared_memory import share
 from megarl.reshard.plan import LOAD_BYTES
 from megarl.reshard.relays import Machines
 from megarl.weight_sync.model_compatibility import ServedModel, check_same_model
 from megarl.weight_sync.pusher import Pushed, Pusher, merge
-from megarl.weight_sync.staging import share
 from megarl.workers import senders
 from megarl.workers.planned_part import PlannedPart
 from megarl.workers.profiling import Profile

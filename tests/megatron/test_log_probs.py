@@ -52,6 +52,35 @@ def test_log_probs_entropy_and_gradients_equal_dense_float64(temperature: float,
     assert not weight.grad[vocab:].any()
 
 
+class Products(TorchDispatchMode):
+    """Counts products that give logits of a vocabulary of 40."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and result.shape[1] == 40:
+            self.rows.append(len(result))
+        return result
+
+
+def test_the_first_chunks_logits_are_computed_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, 16, generator=generator).requires_grad_() for rows in (10, 40))
+    targets = torch.randint(0, 40, (10,), generator=generator)
+    with Products() as products:
+        results = VocabParallelLogProbs.apply(hidden, weight, targets, 0, 40, 1.0, 4, OneRank())
+        assert products.rows == [2, 4, 4]  # the last chunk is the short one
+        loss = results[0].sum() + results[1].sum()
+        first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+        assert products.rows == [2, 4, 4, 4, 2]
+        again = torch.autograd.grad(loss, (hidden, weight))  # a second time there is nothing left of the forward pass
+        assert products.rows == [2, 4, 4, 4, 2, 4, 4, 2]
+    assert all(map(torch.equal, first, again))
+
+
 class OutputLayer:
     """As far as `LogProbHead` asks: `[V, H]`, and a group of one."""
 

@@ -138,6 +138,21 @@ def test_no_worker_starts_a_compiler(world: World) -> None:
     assert world.call(_kinds_of_fused_functions, size=1)[0] == expected
 
 
+def _clipped(rank: int, world_size: int) -> tuple[bool, bool]:
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_scale
+
+    gradient = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    expected, address = gradient.clone(), gradient.data_ptr()
+    local_multi_tensor_scale(0, None, [[expected], [expected]], 0.3)
+    clip_grads.multi_tensor_scale_impl(0, None, [[gradient], [gradient]], 0.3)
+    return torch.equal(gradient, expected), gradient.data_ptr() == address
+
+
+def test_gradients_are_clipped_in_place(world: World) -> None:
+    assert world.call(_clipped, size=1)[0] == (True, True)
+
+
 def _gather_rows(rank: int, world_size: int, async_op: bool) -> list[list[list[float]]]:
     mine = torch.full((rank, 2), float(rank))
     outputs = [torch.full((other, 2), -1.0) for other in range(world_size)]

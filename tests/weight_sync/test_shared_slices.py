@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megarl.platform.shared_memory import share
 from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.weight_sync.checksums import digest
 from megarl.weight_sync.sglang_loader import load
-from megarl.weight_sync.staging import RegisteredStaging, SharedSlices, Staging, share
+from megarl.weight_sync.staging import RegisteredStaging, SharedSlices, Staging
 from tests.weight_sync.test_sglang_loader import Model
 
 SHAPES = {"a.weight": (6, 5), "b.weight": (4, 5), "c.bias": (7,)}
