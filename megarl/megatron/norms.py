@@ -23,10 +23,35 @@ class ReferenceRMSNorm(torch.nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """`[..., H]` to `[..., H]`; the statistics are float32 or better, and so is the sum of a zero-centred weight and 1."""
         if not self.is_zero_centred:
-            return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
+            return rms_norm(hidden, self.weight, self.eps)
         exact = torch.promote_types(hidden.dtype, torch.float32)
-        weight = 1.0 + self.weight.to(exact)
-        return torch.nn.functional.rms_norm(hidden.to(exact), (hidden.shape[-1],), weight, self.eps).to(hidden.dtype)
+        return rms_norm(hidden.to(exact), 1.0 + self.weight.to(exact), self.eps).to(hidden.dtype)
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`hidden` `[..., H]` over its root mean square, times `weight` `[H]`."""
+    if hidden.device.type == "cpu" and hidden.dtype == weight.dtype and hidden.dtype in (torch.float32, torch.float64):
+        return _RMSNorm.apply(hidden, weight, eps)  # torch makes a dozen passes of it there
+    return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps the normed input and one number per token."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = hidden.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        normed = hidden * scale
+        ctx.save_for_backward(normed, scale, weight)
+        return normed * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        normed, scale, weight = ctx.saved_tensors
+        of_weights = (grads[0] * normed).flatten(0, -2)
+        along = (of_weights @ weight).view(scale.shape).div_(len(weight))  # what a token's outputs ask of its scale
+        of_input = torch.addcmul(grads[0] * weight, normed, along, value=-1).mul_(scale)
+        return of_input, of_weights.sum(0), None
 
 
 class ProjectionNorm(torch.nn.Module):
