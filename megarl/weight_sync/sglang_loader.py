@@ -455,8 +455,9 @@ def _digests(parameters: ModelParameters, boxes: Iterable[tuple[tuple[Any, ...],
         filled[engine_name(parameters, held.tensor)[0]].append(read[-1][0])
     # on a GPU the kernels of one stream follow each other anyway
     with ThreadPoolExecutor(1 if any(values.is_cuda for values, _ in read) else len(os.sched_getaffinity(0))) as threads:
-        digests = list(threads.map(lambda one: digest(_as_sent(*one)), read))
-    return digests, [name for name, values in filled.items() if not _covers(name, tensors[name].data, values)]
+        order = sorted(range(len(read)), key=lambda number: -read[number][0].nbytes)  # none waits for a large one at the end
+        found = dict(zip(order, threads.map(lambda number: digest(_as_sent(*read[number])), order), strict=True))
+    return [found[number] for number in range(len(read))], [name for name, values in filled.items() if not _covers(name, tensors[name].data, values)]
 
 
 def _send_answer(digests: list[str], uncovered: list[str], where: tuple[str, int], key: str) -> None:
