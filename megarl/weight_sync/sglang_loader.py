@@ -457,7 +457,8 @@ def _digests(parameters: ModelParameters, boxes: Iterable[tuple[tuple[Any, ...],
     with ThreadPoolExecutor(1 if any(values.is_cuda for values, _ in read) else len(os.sched_getaffinity(0))) as threads:
         order = sorted(range(len(read)), key=lambda number: -read[number][0].nbytes)  # none waits for a large one at the end
         found = dict(zip(order, threads.map(lambda number: digest(_as_sent(*read[number])), order), strict=True))
-    return [found[number] for number in range(len(read))], [name for name, values in filled.items() if not _covers(name, tensors[name].data, values)]
+    digests = [found[number] for number in range(len(read))]
+    return digests, [name for name, values in filled.items() if not _covers(name, tensors[name].data, values)]
 
 
 def _send_answer(digests: list[str], uncovered: list[str], where: tuple[str, int], key: str) -> None:
