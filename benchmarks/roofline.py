@@ -51,7 +51,7 @@ UNFUSED = {
 }  # fmt: skip
 """megatron-core's options with which Transformer Engine's layers are as before commit aa3fa43, which set these to true."""
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "reference": ("reference", {}),
+    "reference": ("reference", {"gradient_accumulation_fusion": False}),  # as on a GPU, where it needs apex
     ENGINE: (ENGINE, {}),
     f"{ENGINE}, before": (ENGINE, UNFUSED),
 }

@@ -33,6 +33,9 @@ from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
 from megarl.models.vision import Vision
+from megarl.platform import cuda_present
+
+LINEAR = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
 
 
 def initialize_layout(layout: Layout, seed: int) -> None:
@@ -119,7 +122,8 @@ def build_model(options: ModelOptions, folder: HFFolder, switch: AdapterSwitch |
 
 
 def fuse_gradient_accumulation(chunk: torch.nn.Module) -> None:
-    """Have every layer of Transformer Engine's add its weight gradients to megatron-core's buffers itself.
+    """Have every layer of Transformer Engine's, and on a CPU of megatron-core's, add its weight gradients to megatron-core's
+    buffers itself.
 
     It is set on the layers and not in the config: there it also asks for apex, for the output layer that `LogProbHead`
     replaces.
@@ -127,6 +131,8 @@ def fuse_gradient_accumulation(chunk: torch.nn.Module) -> None:
     for module in chunk.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
+        elif isinstance(module, LINEAR) and not cuda_present():
+            module.gradient_accumulation_fusion = True
 
 
 def _finalize_without_rescaling(model: list[torch.nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:

@@ -20,6 +20,7 @@ from megarl.errors import ConfigError
 from megarl.megatron.options import ModelOptions
 from megarl.models.registry import architecture_for
 from megarl.models.rope import rotary_scale
+from megarl.platform import cuda_present
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -218,8 +219,9 @@ def fields_for(config_class: type, options: ModelOptions, *, kind: ConfigClass) 
 
 
 def fuses_gradient_accumulation(options: ModelOptions) -> bool:
-    """Whether Transformer Engine adds weight gradients to the float32 buffers itself, without a BF16 copy in between."""
-    default = _is_fast(options) and not options.int4_experts
+    """Whether layers add weight gradients to the float32 buffers themselves, without a copy in between: Transformer Engine's,
+    and on a CPU megatron-core's."""
+    default = (_is_fast(options) or not cuda_present()) and not options.int4_experts
     return options.trainable and bool(options.megatron.get("gradient_accumulation_fusion", default))
 
 

@@ -9,6 +9,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ def apply_redirects() -> None:
     act_after_import("megatron.core.transformer.multi_latent_attention", _build_without_transformer_engine)
     act_after_import("megatron.core.tensor_parallel.random", _share_one_generator)
     act_after_import("megatron.core.optimizer.clip_grads", _scale_in_place)
+    act_after_import("megatron.core.tensor_parallel.layers", _add_weight_gradients)
 
 
 def redirects() -> Iterator[Redirect]:
@@ -242,3 +244,14 @@ def _share_one_generator(random: Any) -> None:
     # random.py:265 warns whenever the CPU generator moves inside a "CUDA" fork. Here they are one generator, so it always
     # does, and fork() restores it on exit: the warning would be printed for every dropout and say nothing.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def _add_weight_gradients(layers: Any) -> None:
+    def add(inputs: torch.Tensor, of_outputs: torch.Tensor, total: torch.Tensor) -> None:
+        if inputs.dtype == total.dtype:
+            total.addmm_(of_outputs.t(), inputs)
+        else:
+            total.add_(of_outputs.t() @ inputs)
+
+    # layers.py:569: apex's kernels, with which a layer adds its weight gradient to the buffer that all are summed in.
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add, wgrad_gemm_accum_fp16=add)

@@ -49,3 +49,20 @@ def test_reading_is_sending(world: World, family: str, layout: Layout, blocks: l
         assert received < messages  # tokens of experts are always sent
         assert state.keys() == expected.keys()
         assert all(torch.equal(state[name], expected[name]) for name in state)
+
+
+def adding(rank: int, size: int, folder: Path) -> tuple[int, int]:
+    """How many parameters an update gives a gradient of their own, and how many add theirs to the buffer themselves."""
+    role = role_in(Layout(), folder)
+    before: list[bool] = []
+    for parameter in (parameter for chunk in role.chunks for parameter in chunk.parameters()):
+        parameter.register_post_accumulate_grad_hook(lambda one: before.append(one.grad_added_to_main_grad))
+    update(role, rank)
+    return before.count(False), before.count(True)
+
+
+def test_linear_layers_add_their_gradients_to_the_buffer(world: World, tmp_path: Path) -> None:
+    build_folder("llama", tmp_path)
+    own, added = world.call(adding, tmp_path, size=1)[0]
+    assert own
+    assert added > own

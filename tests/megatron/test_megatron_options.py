@@ -98,8 +98,9 @@ def test_transformer_engine_fuses_and_overlaps_what_it_can(world: World, family:
 def test_the_reference_layers_have_none_of_it(world: World) -> None:
     model, hf_config = options("reference", recompute="selective"), COMMON | MODELS["qwen3_moe"]
     transformer, ddp, _ = world.call(configs, model, hf_config, size=1)[0]
-    names = (*FUSIONS, *MOE_FUSIONS, "gradient_accumulation_fusion", "moe_grouped_gemm")
+    names = (*FUSIONS, *MOE_FUSIONS, "moe_grouped_gemm")
     assert {name: transformer[name] for name in names} == dict.fromkeys(names, False)
+    assert transformer["gradient_accumulation_fusion"]  # on a CPU, by megarl's own
     assert transformer["recompute_modules"] == ["core_attn"]
     assert not ddp["overlap_grad_reduce"]
     assert transformer["batch_p2p_sync"]

@@ -153,6 +153,24 @@ def test_gradients_are_clipped_in_place(world: World) -> None:
     assert world.call(_clipped, size=1)[0] == (True, True)
 
 
+def _added_weight_gradients(rank: int, world_size: int) -> list[bool]:
+    from megatron.core.tensor_parallel import layers
+
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        generator = torch.Generator().manual_seed(0)
+        inputs, of_outputs = (torch.randn(5, width, generator=generator).to(dtype) for width in (3, 4))
+        total = torch.randn(4, 3, generator=generator)
+        expected = total + (of_outputs.t() @ inputs)
+        layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(inputs, of_outputs, total)
+        found.append(torch.allclose(total, expected, rtol=0, atol=1e-6))
+    return found
+
+
+def test_weight_gradients_are_added_where_they_are_summed(world: World) -> None:
+    assert world.call(_added_weight_gradients, size=1)[0] == [True, True]
+
+
 def _gather_rows(rank: int, world_size: int, async_op: bool) -> list[list[list[float]]]:
     mine = torch.full((rank, 2), float(rank))
     outputs = [torch.full((other, 2), -1.0) for other in range(world_size)]
