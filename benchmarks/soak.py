@@ -143,15 +143,24 @@ def judge(samples: list[Sample]) -> dict[str, Any]:
     }
 
 
-def watch(roots: list[subprocess.Popen[bytes]], urls: list[str], minutes: float, every_s: float, run: Path) -> list[Sample]:
+def rows_written(run: Path) -> str:
+    """Rows of metrics and samples, as the page tells what it has."""
+    files = [run / name for name in ("metrics.jsonl", "samples.jsonl")]
+    return ".".join(str(file.read_bytes().count(b"\n") if file.exists() else 0) for file in files)
+
+
+def watch(
+    roots: list[subprocess.Popen[bytes]], metrics: str, page: str, minutes: float, every_s: float, run: Path
+) -> list[Sample]:
     """Samples from the first step on, for `minutes`; ends early if the run does."""
-    began_s, samples = None, []
+    began_s, samples, at = None, [], "0.0"
     while roots[0].poll() is None and (began_s is None or time.monotonic() < began_s + 60 * minutes):
         step = last_step(run)
         if began_s is None and step:
             began_s = time.monotonic()
         if began_s is not None:
-            fetch(*urls)
+            fetch(metrics, page, f"{page}rows?at={at}")
+            at = rows_written(run)
             memory = sum(path.stat().st_blocks * 512 for path in Path("/dev/shm").iterdir() if path.is_file())
             written = sum((run / name).stat().st_size for name in ROWS if (run / name).exists())
             sample = {"at_s": round(time.monotonic() - began_s, 1), "step": step, "shared_memory_bytes": memory}
@@ -182,9 +191,8 @@ def main() -> None:
                 time.sleep(1)
             started.append(start(log, "report", str(run), "--watch", "--port", str(page_port)))
             stack.callback(started[1].kill)
-            page = f"http://127.0.0.1:{page_port}/"
-            urls = [f"http://127.0.0.1:{metrics_port}/metrics", page, f"{page}rows?at=0.0"]
-            samples = watch([*started, reward.process], urls, arguments.minutes, arguments.every_s, run)
+            metrics, page = (f"http://127.0.0.1:{port}/" for port in (metrics_port, page_port))
+            samples = watch([*started, reward.process], f"{metrics}metrics", page, arguments.minutes, arguments.every_s, run)
             below = psutil.Process(started[0].pid).children(recursive=True) if started[0].poll() is None else []
             started[0].send_signal(signal.SIGINT)
             code = started[0].wait(900)

@@ -6,14 +6,18 @@ name of its own that leads here), takes nothing but GET, and holds no key.
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from threading import Lock
-from typing import Any
+from typing import IO, Any
 from urllib.parse import parse_qs, urlsplit
 
 from megarl.errors import DataError
@@ -22,23 +26,24 @@ from megarl.observe.pictures import PagePictures
 from megarl.observe.report import as_inert_json, build_page
 from megarl.observe.run_record import RunRecord, read_run
 from megarl.observe.run_status import axes, run_status
-from megarl.system.free_memory import give_back_free_memory
 from megarl.system.socket_names import NOTHING, SocketName
 
 HOST = "127.0.0.1"
-NEW_SAMPLES = 2000
-"""Samples in an answer at most; of more the page is loaded anew."""
+NEW_ROWS, NEW_SAMPLES = 1000, 2000
+"""In an answer at most; for more the page is loaded anew, which shows no more rows."""
+FOLLOWED = ("metrics", "faults")
+"""Files of rows that answers are made of, besides samples; the page has all, but is made apart."""
 
 
 class RunFollower:
-    """Runs as far as they are written; when their files have changed, what is new is read."""
+    """Runs as far as they are written, but for most of what is not `FOLLOWED`; when files have changed, what is new is read."""
 
     def __init__(self, folders: Sequence[str | Path]) -> None:
         """Read the runs in `folders`; DataError if one holds no run."""
         self.folders = [Path(folder) for folder in folders]
         self._lock = Lock()
         self._seen = [_marks(folder) for folder in self.folders]
-        self._runs: list[RunRecord] = [read_run(folder) for folder in self.folders]
+        self._runs: list[RunRecord] = [read_run(folder, whole=FOLLOWED) for folder in self.folders]
 
     def runs(self) -> list[RunRecord]:
         """The runs as they are now. While a file of a run cannot be read, that run is as it was before."""
@@ -55,15 +60,15 @@ class RunFollower:
             return list(self._runs)
 
 
-def page(folders: Sequence[str | Path]) -> str:
-    """The page of the runs in `folders`, which asks for new rows; DataError if one holds no run."""
-    return build_page([read_run(folder) for folder in folders], is_live=True)
+def write_page(folders: Sequence[str | Path], file: str) -> None:
+    """Write the page of the runs in `folders`, which asks for new rows; DataError if one holds no run."""
+    Path(file).write_text(build_page([read_run(folder) for folder in folders], is_live=True))
 
 
-def page_apart(folders: Sequence[str | Path]) -> str:
-    """`page`, made by a process that ends: it takes many times its size, and of that memory Python would keep a part."""
+def write_page_apart(folders: Sequence[str | Path], file: str) -> None:
+    """`write_page` by a process that ends: it takes many times the page's size, of which Python would keep a part."""
     with ProcessPoolExecutor(1, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN)) as processes:
-        return processes.submit(page, folders).result()
+        processes.submit(write_page, folders, file).result()
 
 
 def new_rows(runs: Sequence[RunRecord], at: Sequence[tuple[int, int]]) -> dict[str, Any]:
@@ -72,7 +77,7 @@ def new_rows(runs: Sequence[RunRecord], at: Sequence[tuple[int, int]]) -> dict[s
         return {"reload": True}
     fresh = []
     for run, (rows, samples) in zip(runs, at, strict=True):
-        if rows > len(run.metrics) or not 0 <= len(run.samples) - samples <= NEW_SAMPLES:
+        if not (0 <= len(run.metrics) - rows <= NEW_ROWS and 0 <= len(run.samples) - samples <= NEW_SAMPLES):
             return {"reload": True}
         late = run.samples[samples:]
         if any(sample.get("media") for sample in late):
@@ -128,8 +133,9 @@ def _handler(follower: RunFollower, answers: ThreadPoolExecutor) -> type[BaseHTT
                 self._answer(403, "text/plain", f"only as {HOST}:{port} or localhost:{port}\n")
             elif parts.path in ("/", "/rows"):
                 try:
-                    self._answer(200, *answers.submit(self._read, parts.path, parts.query).result())
-                    give_back_free_memory()  # a page takes many times its size, and each thread would keep its part
+                    with NamedTemporaryFile() as file:
+                        kind = answers.submit(self._write, parts.path, parts.query, file.name).result()
+                        self._send(200, kind, file)
                 except ValueError:
                     self._answer(400, "text/plain", "at is ROWS.SAMPLES of each run, with commas between\n")
                 except DataError as error:
@@ -137,23 +143,29 @@ def _handler(follower: RunFollower, answers: ThreadPoolExecutor) -> type[BaseHTT
             else:
                 self._answer(404, "text/plain", "there is / and /rows\n")
 
-        def _read(self, path: str, query: str) -> tuple[str, str]:
+        def _write(self, path: str, query: str, file: str) -> str:
             if path == "/":
-                return "text/html", page_apart(follower.folders)
+                write_page_apart(follower.folders, file)
+                return "text/html"
             at = _places(parse_qs(query))
-            return "application/json", as_inert_json(new_rows(follower.runs(), at))
+            Path(file).write_text(as_inert_json(new_rows(follower.runs(), at)))
+            return "application/json"
 
         def _answer(self, status: int, kind: str, text: str) -> None:
-            body = text.encode()
+            self._send(status, kind, BytesIO(text.encode()))
+
+        def _send(self, status: int, kind: str, body: IO[bytes]) -> None:
+            size = body.seek(0, os.SEEK_END)
+            body.seek(0)
             self.send_response(status)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Length", str(size))
             self.send_header("Cache-Control", "no-store")
             self.send_header("X-Content-Type-Options", "nosniff")
             self.send_header("X-Frame-Options", "DENY")
             self.send_header("Cross-Origin-Resource-Policy", "same-origin")
             self.end_headers()
-            self.wfile.write(body)
+            shutil.copyfileobj(body, self.wfile)
 
         def log_message(self, format: str, *args: Any) -> None:
             """A request every two seconds is nothing to tell."""

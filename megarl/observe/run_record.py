@@ -6,14 +6,14 @@ A run that is still going on, or that was killed, reads as far as it got.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.config.yaml_tree import read_yaml, tree_leaves
 from megarl.errors import ConfigError, DataError
-from megarl.observe.growing_file import RowFile
+from megarl.observe.growing_file import EndRows, RowFile
 from megarl.observe.sample_file import SampleFile
 
 IDENTITY = ("run.name", "run.seed", "run.folder", "run.resume")
@@ -75,10 +75,10 @@ class RunRecord:
 class RunFiles:
     """A run's files of JSON lines, of which what was read before is not read again."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises what `read_on` raises."""
+    def __init__(self, folder: Path, whole: Collection[str] = ROWS) -> None:
+        """Of the files of `ROWS` that are not `whole` the first and last row are kept; raises what `read_on` raises."""
         self.samples = SampleFile(folder / "samples.jsonl")
-        self._rows = {name: RowFile(folder / f"{name}.jsonl") for name in ROWS}
+        self._rows = {name: (RowFile if name in whole else EndRows)(folder / f"{name}.jsonl") for name in ROWS}
 
     def read_on(self) -> None:
         """Read what was written since; raises as `GrowingFile.read_on`."""
@@ -90,8 +90,8 @@ class RunFiles:
         return {name: [*file.rows] for name, file in self._rows.items()}
 
 
-def read_run(folder: str | Path, files: RunFiles | None = None) -> RunRecord:
-    """Read the run in `folder`; of its `files`, if they were read before, what was written since.
+def read_run(folder: str | Path, files: RunFiles | None = None, whole: Collection[str] = ROWS) -> RunRecord:
+    """Read the run in `folder`, as `RunFiles` says; of its `files`, if they were read before, what was written since.
 
     Raises:
         DataError: there is no run in it, or one of its files is not what a run writes.
@@ -103,7 +103,7 @@ def read_run(folder: str | Path, files: RunFiles | None = None) -> RunRecord:
         config_file, summary, placement = (path / name for name in ("config.yaml", "summary.json", "placement.json"))
         told = _json(summary)
         if files is None:
-            files = RunFiles(path)
+            files = RunFiles(path, whole)
         else:
             files.read_on()
         return RunRecord(

@@ -192,6 +192,8 @@ class Cluster:
             sizes = {"num_cpus": max(self.cores, self.wanted.bundles), "num_gpus": 0} if on_cpu else {}
             # Its GCS never comes back: who has lost it need not try for a minute.
             os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
+            # it would keep 280 MB of what actors were asked for
+            os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
             os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # every actor has an environment of its own
             # a rank that is ended would take along who removes its shared memory, which would stay until the machine restarts
             os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "0")

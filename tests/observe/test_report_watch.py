@@ -65,6 +65,13 @@ def test_new_rows_are_those_beyond_what_the_page_has(tmp_path: Path) -> None:
     assert new_rows([run], [(7, 20)]) == {"reload": True}  # the run was put back to an earlier step
 
 
+def test_of_many_new_rows_the_page_is_loaded_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = read_run(write_run(tmp_path / "r", steps=5))
+    monkeypatch.setattr(live, "NEW_ROWS", 3)
+    assert len(new_rows([run], [(3, 20)])["runs"][0]["rows"]) == 3
+    assert new_rows([run], [(2, 20)]) == {"reload": True}
+
+
 def test_samples_too_many_for_an_answer_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = read_run(write_run(tmp_path / "r", steps=5))
     monkeypatch.setattr(live, "NEW_SAMPLES", 19)
