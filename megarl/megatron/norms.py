@@ -29,10 +29,11 @@ class ReferenceRMSNorm(torch.nn.Module):
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`hidden` `[..., H]` over its root mean square, times `weight` `[H]`."""
-    if hidden.device.type == "cpu" and hidden.dtype == weight.dtype and hidden.dtype in (torch.float32, torch.float64):
-        return _RMSNorm.apply(hidden, weight, eps)  # torch makes a dozen passes of it there
-    return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), weight, eps)
+    """`hidden` `[..., H]` over its root mean square, times `weight` `[H]`; on a CPU torch makes a dozen passes of it."""
+    if hidden.device.type != "cpu":
+        return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), weight, eps)
+    exact = torch.promote_types(hidden.dtype, torch.float32)
+    return _RMSNorm.apply(hidden.to(exact), weight.to(exact), eps).to(hidden.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):

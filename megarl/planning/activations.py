@@ -112,8 +112,8 @@ def layer_activations(
 
 
 def norm(width: float, precision: Precision) -> float:
-    """Bytes per row: torch keeps input and normalised input in float32; Transformer Engine its input."""
-    return 2 * 4 * width + STATISTICS if precision.is_reference else precision.itemsize * width + STATISTICS
+    """Bytes per row: of the reference layers the normalised input in float32; of Transformer Engine's the input."""
+    return (4 if precision.is_reference else precision.itemsize) * width + STATISTICS
 
 
 def _branch_norms(shape: ModelShape, precision: Precision) -> float:
@@ -136,14 +136,12 @@ def _grouped(
         outside += query * size + projected + 2 * STATISTICS
     elif shape.head_norms:
         outside += norm(query, precision) + norm(key, precision) + STATISTICS * (heads + key_heads - 2)
-        if precision.is_reference and size == 4:
-            outside += projected - 4 * key  # the norm of the keys holds all that was projected
     core_inputs = query * size + key * size + projected  # the values are a view of all that was projected
     if precision.is_reference:
         keys = (2 * layout.cp + 1) / 2 if layout.cp > 1 else 1.0  # gathered: those that a rank's early and late chunks look at
-        core = size * (3 * query + 2 * query * keys) + STATISTICS * heads
-        if shape.sinks:  # whose scores torch keeps, of each token and one that it may attend to
-            core += size * heads * mean_length * keys
+        core = size * (3 * query + 2 * key * keys) + STATISTICS * heads
+        if shape.sinks:  # scores of each token and one that it may attend to, keys and values of every head; no output
+            core += size * ((heads * mean_length + 2 * (query - key)) * keys - query)
         return outside, core, core_inputs
     core = core_inputs + query * size + STATISTICS * heads
     return outside - (0 if precision.fp8 else query * size), core, core_inputs + (0 if precision.fp8 else query * size)
@@ -160,8 +158,6 @@ def _latent(
     if latent.query:
         outside += rows * (norm(latent.query, precision) + operand * latent.query)
     outside += rows * (norm(latent.key_value, precision) + operand * latent.key_value)
-    if precision.is_reference and size == 4:
-        outside += rows * 4 * latent.rope  # the norm's input is a view of latent and rotary key
     outside += latent.rope * size  # cosines and sines
     outside += value * operand  # the output projection's input
     core_inputs = (2 * query + value + heads * latent.nope) * size

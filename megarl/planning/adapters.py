@@ -35,8 +35,6 @@ def kept_of_layer(shape: ModelShape, layer: int, layout: Layout, precision: Prec
         block = ATTENTION if ".self_attention." in name else MLP
         found[block] += _of_adapter(shape, rule, own, layout, precision) if own else -_spared(shape, rule, layout, precision)
     if precision.is_reference:
-        found[ATTENTION] -= _spared_by_norms(shape, layout, heads=True)
-        found[MLP] -= _spared_by_norms(shape, layout, heads=False)
         is_read = any("shared_experts.linear_fc1" in name for name in adapters)
         if layer in shape.expert_layers and not is_read:  # the router's input
             found[MLP] -= _rows(layout) * shape.hidden * precision.itemsize
@@ -74,16 +72,6 @@ def _spared(shape: ModelShape, weight: Rule, layout: Layout, precision: Precisio
         return 0.0
     tokens, inputs = _tokens_and_inputs(shape, weight, layout)
     return tokens * inputs * precision.operand
-
-
-def _spared_by_norms(shape: ModelShape, layout: Layout, *, heads: bool) -> float:
-    """What torch keeps in float32 for the gradients of a block's norms: those over the stream, and over `heads` or latents."""
-    width = _rows(layout) * (shape.traits.pre_norms + shape.traits.post_norms) * shape.hidden
-    if heads and shape.latent is not None:
-        width += _rows(layout) * ((shape.latent.query or 0) + shape.latent.key_value)
-    elif heads and shape.head_norms:
-        width += shape.query / layout.tp + max(shape.key_value / layout.tp, shape.head_dim)
-    return 4.0 * width
 
 
 def _tokens_and_inputs(shape: ModelShape, weight: Rule, layout: Layout) -> tuple[float, float]:
