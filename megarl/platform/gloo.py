@@ -1,7 +1,7 @@
 """What Gloo cannot do, or does badly, and megatron asks of NCCL. With torch 2.13 it cannot gather tensors of unequal sizes,
 and each of megatron's dozens of groups brings a thread that wakes ninety times a second. Its reduce-scatter sums a copy of all
 on every rank: of the gradients of 135M parameters, two ranks on two cores had their halves after 1.6 s; each sending the other
-what it needs, they have them after 0.3 s, and after 0.1 s where they can read each other's memory.
+what it needs, they have them after 0.3 s, and sooner where they can read each other's memory.
 (reduce_scatter_tensor, all_gather_into_tensor, all_to_all_single, AVG, BF16 and coalescing all work.)"""
 
 from __future__ import annotations
