@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Protocol
 
 from torch import Tensor
@@ -174,7 +175,8 @@ class Pusher:
         hashing = ThreadPoolExecutor(1, thread_name_prefix="hash", initializer=self.choose_device)
         self._sent.begin()
         try:
-            for load in loads:
+            # what has changed is told load by load, while the engines read the last one
+            for load in loads if version is not None else _gathered(loads, self._staging):
                 hashed = not load.relayed and (version is not None or (verify and one.is_checked))
                 staged = self._staging.stage(load.pieces, hashed=hashed)
                 changed = self._changed(staged) if version is not None and not load.relayed else staged.pieces
@@ -201,6 +203,16 @@ class Pusher:
     def _changed(self, staged: StagedSlices) -> list[WeightSlice]:
         """The pieces whose bits are not those of the last push; remembers what they are."""
         return [piece for piece in staged.pieces if self._sent.changed(piece.held, staged.digest(piece))]
+
+
+def _gathered(loads: Iterator[SendBatch], staging: Staging | ZeroCopy) -> Iterator[SendBatch]:
+    """The loads, but those in a row that engines read where they lie as one: it takes no memory, and a call less each."""
+    alike = groupby(loads, lambda load: (staging.reads_in_place(load.pieces), load.engines, load.relayed))
+    for (in_place, engines, relayed), some in alike:
+        if in_place:
+            yield SendBatch([piece for load in some for piece in load.pieces], engines, relayed)
+        else:
+            yield from some
 
 
 class _EngineQueue:

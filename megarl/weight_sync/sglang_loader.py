@@ -8,11 +8,9 @@ What SGLang derives from a parameter (`DERIVED_FROM`) is made anew as soon as th
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -25,6 +23,7 @@ from megarl.reshard.rank_plan import SliceKey
 from megarl.reshard.targets import EVERY_RANK
 from megarl.weight_sync.adapter_place import is_adapter_tensor, tensors_of
 from megarl.weight_sync.checksums import digest
+from megarl.weight_sync.copying import copy, in_threads
 from megarl.weight_sync.cuda_ipc import opened
 from megarl.weight_sync.draft_weights import SHARED, Waiting, draft_name, is_draft, of_the_draft
 from megarl.weight_sync.engine_group import EngineGroup, leave, start_receiving
@@ -198,7 +197,7 @@ def _load_draft(model: Any, parameters: ModelParameters) -> None:
 
 def _read(parameters: ModelParameters, content: Iterable[tuple[Any, ...]], buffer: torch.Tensor) -> Whole:
     """Copy what lies in a buffer to where it belongs; gives what is whole."""
-    whole = []
+    whole, boxes = [], []
     for *place, dtype, start, stop in content:
         held = SliceKey(*place)
         values = buffer[start:stop].view(getattr(torch, dtype)).view(held.rows, held.cols)
@@ -210,8 +209,16 @@ def _read(parameters: ModelParameters, content: Iterable[tuple[Any, ...]], buffe
         elif held.engine_rank == EVERY_RANK:
             whole.append((held.tensor, values))
         else:
-            box(parameters, held).copy_(values)
+            boxes.append((box(parameters, held), values))
+    in_threads(lambda number: _write(*boxes[number]), [values for _, values in boxes])
     return whole
+
+
+def _write(to: torch.Tensor, values: torch.Tensor) -> None:
+    if to.dtype == values.dtype:
+        copy(to, values)
+    else:
+        to.copy_(values)
 
 
 OPEN, JOIN, RECEIVE, READ = "open", "join", "receive", "read"
@@ -453,11 +460,12 @@ def _digests(parameters: ModelParameters, boxes: Iterable[tuple[tuple[Any, ...],
         held = SliceKey(*place)
         read.append((box(parameters, held), getattr(torch, dtype)))
         filled[engine_name(parameters, held.tensor)[0]].append(read[-1][0])
-    # on a GPU the kernels of one stream follow each other anyway
-    with ThreadPoolExecutor(1 if any(values.is_cuda for values, _ in read) else len(os.sched_getaffinity(0))) as threads:
-        order = sorted(range(len(read)), key=lambda number: -read[number][0].nbytes)  # none waits for a large one at the end
-        found = dict(zip(order, threads.map(lambda number: digest(_as_sent(*read[number])), order), strict=True))
-    digests = [found[number] for number in range(len(read))]
+    digests = [""] * len(read)
+
+    def take(number: int) -> None:
+        digests[number] = digest(_as_sent(*read[number]))
+
+    in_threads(take, [values for values, _ in read])
     return digests, [name for name, values in filled.items() if not _covers(name, tensors[name].data, values)]
 
 

@@ -14,12 +14,12 @@ from concurrent.futures import Future
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import numpy as np
 import torch
 
 from megarl.platform.shared_memory import sharing_by_file
 from megarl.reshard.rank_plan import SliceKey, WeightSlice
-from megarl.weight_sync.checksums import RunningDigest, digest
+from megarl.weight_sync.checksums import digest
+from megarl.weight_sync.copying import copy, copy_hashed
 from megarl.weight_sync.cuda_ipc import shared
 from megarl.weight_sync.rdma import ByteRange, RegisteredMemory
 from megarl.weight_sync.sglang_loader import opening
@@ -31,8 +31,6 @@ NamedTensors = Sequence[tuple[str, torch.Tensor]]
 SLICED = "megarl.weight_sync.sglang_loader.load"
 ALIGN_BYTES = 16  # any dtype may be viewed at any weight's start
 BUFFERS = 2  # one is filled while the engine reads the other
-BLOCK_BYTES = 256 * 2**10  # copied and hashed at a time: it stays in a core's own cache
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes that NumPy has, by their bytes
 
 
 class StagedSlices:
@@ -127,6 +125,10 @@ class ZeroCopy:
     def free_on_gpu(self) -> None:
         """There is nothing to give back."""
 
+    def reads_in_place(self, pieces: Sequence[WeightSlice]) -> bool:
+        """Loads are sent as they come."""
+        return False
+
     def stage(self, pieces: Sequence[WeightSlice], *, hashed: bool = True) -> StagedSlices:
         """The pieces as they are; checksums are taken when they are asked for."""
         _wait_for_readers(self._staged)
@@ -155,9 +157,13 @@ class Staging:
         """Memory that the buffers take now."""
         return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
 
+    def reads_in_place(self, pieces: Sequence[WeightSlice]) -> bool:
+        """Whether engines open these pieces where they lie, in memory that is shared."""
+        return self._reads_where_they_lie and all(_can_be_opened(piece.tensor) for piece in pieces)
+
     def stage(self, pieces: Sequence[WeightSlice], *, hashed: bool = True) -> StagedSlices:
         """Copy `pieces` into the next buffer, on a CPU with their checksums if they are wanted (`hashed`)."""
-        if self._reads_where_they_lie and all(_can_be_opened(piece.tensor) for piece in pieces):
+        if self.reads_in_place(pieces):
             return SharedSlices(pieces, name=self._name)
         number, self._next = self._next, (self._next + 1) % len(self._buffers)
         _wait_for_readers(self._staged[number])
@@ -257,38 +263,13 @@ def pack(pieces: Sequence[WeightSlice], buffer: torch.Tensor, name: str = "", *,
     """Copies of `pieces` in `buffer`, on a CPU with their checksums if they are wanted (`hashed`)."""
     copies, digests = [], {}
     for start, (held, tensor) in zip(packed_starts(pieces)[:-1], pieces, strict=True):
-        copy = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        if hashed and not copy.is_cuda:
-            digests[held] = _copy_hashed(copy, tensor.detach())
+        to = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        if hashed and not to.is_cuda:
+            digests[held] = copy_hashed(to, tensor.detach())
         else:
-            _copy(copy, tensor.detach())
-        copies.append(WeightSlice(held, copy))
+            copy(to, tensor.detach())
+        copies.append(WeightSlice(held, to))
     return StagedSlices(copies, buffer, name, digests=digests)
-
-
-def _copy(to: torch.Tensor, values: torch.Tensor) -> None:
-    """`to.copy_(values)`, on a CPU with one thread: with more, each small tensor waits for a core that the engine is using."""
-    if to.is_cuda:
-        to.copy_(values)
-        return
-    np.copyto(_bits(to), _bits(values))
-
-
-def _copy_hashed(to: torch.Tensor, values: torch.Tensor) -> str:
-    """As `_copy`, with the checksum of what was copied: of each block while it is in the cache, which costs little more."""
-    copy, source = _bits(to), _bits(values)
-    rows = max(1, BLOCK_BYTES * len(copy) // max(1, copy.nbytes))
-    running = RunningDigest()
-    for first in range(0, len(copy), rows):
-        block = copy[first : first + rows]
-        np.copyto(block, source[first : first + rows])
-        running.update(block.data)
-    return running.hexdigest()
-
-
-def _bits(tensor: torch.Tensor) -> np.ndarray:
-    """A view of a CPU's tensor in a dtype that NumPy has."""
-    return tensor.view(_BITS[tensor.element_size()]).numpy()
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

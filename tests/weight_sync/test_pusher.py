@@ -268,7 +268,7 @@ def test_every_piece_is_hashed_once_if_at_all(version: int | None, verify: bool,
     sender.is_checked = is_checked
     pusher.connect(0, lambda: sender)
     load = load_of({name: torch.ones(50, 4) for name in "ab"}, {0})
-    with mock.patch("megarl.weight_sync.staging.RunningDigest", side_effect=RunningDigest) as running:
+    with mock.patch("megarl.weight_sync.copying.RunningDigest", side_effect=RunningDigest) as running:
         pusher.push_loads(iter([load]), {0: None}, version, verify=verify)
     assert running.call_count == times
     assert sender.names == ["a", "b"]
