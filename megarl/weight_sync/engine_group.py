@@ -6,10 +6,7 @@ find each other through the store that the engine's owner keeps.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -17,6 +14,9 @@ import torch
 import torch.distributed
 from torch.distributed import TCPStore
 from torch.distributed import distributed_c10d as c10d
+
+POLL_S = 0.001
+"""How often it is asked what has arrived on a GPU."""
 
 
 class EngineGroup(NamedTuple):
@@ -82,27 +82,14 @@ class Sending:
         self.nbytes = values.nbytes
         self._values = values  # kept until they have arrived
         self._work = group.send([_bits(values)], member, 0)
-        self._waiting: Future[None] | None = None
 
-    def ended_within(self, wait_s: float) -> bool:
-        """Whether the member has the values, within `wait_s` seconds; raises RuntimeError if the connection broke."""
-        if self._values.is_cuda:
-            time.sleep(0 if (done := self._work.is_completed()) else wait_s)
-            return done or self._work.is_completed()
-        if self._waiting is None:  # Gloo's work does not say whether a message has gone unless it is waited for
-            self._waiting = Future()
-            threading.Thread(target=self._wait, args=(self._waiting,), daemon=True).start()
-        with contextlib.suppress(TimeoutError):
-            self._waiting.result(wait_s)
-        return self._waiting.done()
-
-    def _wait(self, waiting: Future[None]) -> None:
-        try:
+    def wait(self) -> None:
+        """Return when the member has the values; raises RuntimeError if the connection broke."""
+        if not self._values.is_cuda:
             self._work.wait()
-        except RuntimeError as error:
-            waiting.set_exception(error)
-        else:
-            waiting.set_result(None)
+            return
+        while not self._work.is_completed():  # to wait for it would only have later kernels wait
+            time.sleep(POLL_S)
 
 
 def start_receiving(values: torch.Tensor, group: torch.distributed.ProcessGroup, member: int) -> Any:

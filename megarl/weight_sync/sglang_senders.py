@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from http.client import HTTPException
@@ -49,18 +50,23 @@ from megarl.weight_sync.staging import (
 POLL_S = 0.001
 OTHERS_POLL_S = 0.02
 """How often senders that wait for an answer to another one look for it."""
+FAILED_POLL_S = 0.02
+"""How often senders look whether an engine that they send to has failed."""
 ALIVE_S = 30.0
 AHEAD_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """By device the bytes given to a process group that the engine need not have received yet, at most; beside one message.
 
-What has arrived is looked for every `POLL_S`, in which NVLink moves up to half a gigabyte. An estimate, not measured.
+On a GPU what has arrived is looked for every `engine_group.POLL_S`, in which NVLink moves up to half a gigabyte: an estimate,
+not measured.
 """
 READ_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 """By device what an engine's rank reads by RDMA into one of its windows, at most, beside larger pieces. On CUDA an estimate."""
 COPIED_BYTES = 64 * 2**20
 """How many of these bytes may be copies made on the way, which take memory: a rank may send to many engines at once."""
-SMALL_BYTES, TOGETHER_BYTES = 2**20, 8 * 2**20
-"""Pieces smaller than the first travel together, in messages of about the second: each message takes time of its own."""
+SMALL_BYTES, TOGETHER_BYTES = {"cpu": 2**16, "cuda": 2**20}, 8 * 2**20
+"""Pieces smaller than the first travel together, in messages of about the second: each message takes time of its own. On a CPU
+that is less than to copy the pieces takes, on both sides, unless they are small.
+"""
 
 SliceMessage = Sequence[WeightSlice]
 
@@ -311,8 +317,12 @@ class GroupSender(_ServerSender):
         for key in keys:
             self._store.delete_key(key)
         self._calls += 1
+        sent = self._send_in_a_thread(of_ranks)
+        while not wait([sent], FAILED_POLL_S).done:  # an engine that fails, but lives, is not waited for until the timeout
+            if loading.ended_within(0):
+                loading.raise_if_failed()
         try:
-            self._send(of_ranks, loading)
+            sent.result()
         except RuntimeError as error:
             raise EngineError(f"{self.endpoint.url} left the process group during a weight update: {error}") from error
         loading.result()
@@ -328,8 +338,25 @@ class GroupSender(_ServerSender):
         ]
         return serialize(receiving(self._wanted, self._number, self._calls, rank, content) if content else [])
 
-    def _send(self, of_ranks: Mapping[int, Sequence[SliceMessage]], loading: _CallUnderWay) -> None:
-        """Hand every rank its messages, in order, the ranks in turn; raises RuntimeError or what `loading` raises."""
+    def _send_in_a_thread(self, of_ranks: Mapping[int, Sequence[SliceMessage]]) -> Future[None]:
+        """`_send`, which waits for the engine in a way that cannot be left."""
+        sent: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                if self._device is not None and self._device.type == "cuda":
+                    torch.cuda.set_device(self._device)
+                self._send(of_ranks)
+            except Exception as error:  # noqa: BLE001 - whatever it is, who waits must hear of it
+                sent.set_exception(error)
+            else:
+                sent.set_result(None)
+
+        threading.Thread(target=run, daemon=True).start()
+        return sent
+
+    def _send(self, of_ranks: Mapping[int, Sequence[SliceMessage]]) -> None:
+        """Hand every rank its messages, in order, the ranks in turn; raises RuntimeError."""
         assert self._group is not None, "it has joined"
         under_way: deque[tuple[Sending, int]] = deque()
         nbytes = copied = 0
@@ -343,9 +370,10 @@ class GroupSender(_ServerSender):
                 nbytes, copied = nbytes + values.nbytes, copied + under_way[-1][1]
                 while nbytes > AHEAD_BYTES[values.device.type] or copied > COPIED_BYTES:
                     sending, of_copy = under_way.popleft()
-                    nbytes, copied = nbytes - _wait(sending, loading), copied - of_copy
+                    sending.wait()
+                    nbytes, copied = nbytes - sending.nbytes, copied - of_copy
         for sending, _ in under_way:
-            _wait(sending, loading)
+            sending.wait()
 
     def close(self) -> None:
         """Leave the group; the engine drops its side when senders connect anew."""
@@ -365,7 +393,7 @@ def _messages(pieces: Sequence[WeightSlice]) -> Iterator[SliceMessage]:
     small: list[WeightSlice] = []
     nbytes = 0
     for piece in pieces:
-        if piece.tensor.nbytes >= SMALL_BYTES:
+        if piece.tensor.nbytes >= SMALL_BYTES[piece.tensor.device.type]:
             yield [piece]
             continue
         small.append(piece)
@@ -389,14 +417,6 @@ def _values(message: SliceMessage) -> torch.Tensor:
 
 def _lies_alone(message: SliceMessage) -> bool:
     return len(message) == 1 and message[0].tensor.is_contiguous()
-
-
-def _wait(sending: Sending, loading: _CallUnderWay) -> int:
-    """The bytes of a message, once the engine has it."""
-    while not sending.ended_within(POLL_S):  # else an engine that fails, but lives, would be waited for until the timeout
-        if loading.ended_within(0):
-            loading.raise_if_failed()
-    return sending.nbytes
 
 
 def check_alive(server: ServerEndpoint) -> None:

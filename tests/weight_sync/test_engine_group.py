@@ -88,7 +88,7 @@ def sends(number: int, address: tuple[str, int]) -> int:
                 sender.join()
                 for factor in (1, 2):
                     # first all together, then each alone
-                    with mock.patch.object(sglang_senders, "SMALL_BYTES", 2**20 if factor == 1 else 0):
+                    with mock.patch.object(sglang_senders, "SMALL_BYTES", {"cpu": 2**20 if factor == 1 else 0}):
                         sender.deliver(StagedSlices(pieces_of(number, factor)))
                     torch.distributed.barrier()  # the next call of either comes after both
                 made = made or len([name for name in list(c10d._world.pg_names.values()) if "megarl_weights" in name])
@@ -152,19 +152,18 @@ def copies_ahead(limits: dict[str, Any]) -> int:
             held.append(self)
             most = max(most, sum(one.nbytes for one in held))
 
-        def ended_within(self, wait_s: float) -> bool:
+        def wait(self) -> None:
             held.remove(self)
-            return True
 
     with (
         mock.patch.object(sglang_senders, "check_alive"),
-        mock.patch.multiple(sglang_senders, Sending=Kept, SMALL_BYTES=0, **limits),
+        mock.patch.multiple(sglang_senders, Sending=Kept, SMALL_BYTES={"cpu": 0}, **limits),
     ):
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         sender = GroupSender(endpoint(("127.0.0.1", store.port)), timeout_s=30)
         sender._group = mock.Mock()
         columns = [[WeightSlice(SliceKey.whole("x", OUT), OUT.t())] for _ in range(4)]
-        sender._send({0: columns}, Answered())  # type: ignore[arg-type]
+        sender._send({0: columns})
     return most
 
 
