@@ -12,7 +12,10 @@ import torch
 
 from megarl.weight_sync.checksums import RunningDigest
 
-BLOCK_BYTES = 256 * 2**10  # copied and hashed at a time: it stays in a core's own cache
+BLOCK_BYTES = 2**20
+"""Copied and hashed at a time: it stays in a core's own cache, and threads seldom wait for each other's Python."""
+FEW_BYTES = 4 * 2**20
+"""Less than this a thread has done before others have begun."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes that NumPy has, by their bytes
 
 
@@ -49,7 +52,8 @@ def in_threads(action: Callable[[int], None], tensors: Sequence[torch.Tensor]) -
                 return
             action(number)
 
-    count = 1 if any(one.is_cuda for one in tensors) else min(len(tensors), len(os.sched_getaffinity(0)))
+    few = any(one.is_cuda for one in tensors) or sum(one.nbytes for one in tensors) < FEW_BYTES
+    count = 1 if few else min(len(tensors), len(os.sched_getaffinity(0)))
     if count < 2:
         work()
         return

@@ -179,6 +179,7 @@ class Pusher:
             for load in loads if version is not None else _gathered(loads, self._staging):
                 hashed = not load.relayed and (version is not None or (verify and one.is_checked))
                 staged = self._staging.stage(load.pieces, hashed=hashed)
+                staged.checked = verify and one.is_checked
                 changed = self._changed(staged) if version is not None and not load.relayed else staged.pieces
                 of_lanes = [(engine, lane) for engine, lane in lanes.items() if engine in load.engines]
                 checksums = None

@@ -7,10 +7,10 @@ What SGLang derives from a parameter (`DERIVED_FROM`) is made anew as soon as th
 
 from __future__ import annotations
 
-import json
 import re
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -27,7 +27,9 @@ from megarl.weight_sync.copying import copy, in_threads
 from megarl.weight_sync.cuda_ipc import opened
 from megarl.weight_sync.draft_weights import SHARED, Waiting, draft_name, is_draft, of_the_draft
 from megarl.weight_sync.engine_group import EngineGroup, leave, start_receiving
+from megarl.weight_sync.payloads import CHECK, JOIN, OPEN, READ, RECEIVE, Store, send_answer
 from megarl.weight_sync.rdma import ByteRange, Readable, RemoteReader
+from megarl.weight_sync.received import ReceivedDigests
 
 # HF suffix -> (engine suffix, position in the fused parameter), in models that have the fused parameter
 FUSED = {
@@ -86,9 +88,6 @@ EXPERT_FUSED = {
     "w2": ("w2_weight", 0, 1),
 }
 
-SELECTORS = {False: "target", True: "all"}
-"""Which of a server's models an update is for (SGLang's `selector`), by whether it drafts with a layer that is trained: any
-other draft keeps its weights."""
 Whole = list[tuple[str, torch.Tensor]]
 
 
@@ -152,25 +151,31 @@ def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
             _join(parameters, *content)
             continue
         if name == READ:
-            whole, pieces = [], _read_by_rdma(model, parameters, *content)
+            pieces = _read_by_rdma(model, parameters, *content)
         elif name == RECEIVE:
-            whole = _receive(parameters, *content)
+            _load_whole(model, _receive(parameters, *content))
             pieces = list(chain.from_iterable(content[-1]))
         elif name == OPEN:
             shared, pieces = content
-            whole = _read(parameters, pieces, opened(shared))
+            _load_whole(model, _read(parameters, pieces, opened(shared)))
         else:
             _kept[name], pieces = buffer, content
-            whole = _read(parameters, pieces, buffer)
-        if whole:
-            model.load_weights(whole)
+            _load_whole(model, _read(parameters, pieces, buffer))
         changed = {tensor for tensor, *_ in pieces if DERIVED_FROM in tensor and not tensor.startswith(parameters.of_draft)}
         if changed:
             model.post_load_weights(weight_names=changed)
+            _received.forget_all()
         if name == OPEN:
             torch.cuda.current_stream().synchronize()  # the sender fills its buffer again as soon as it is answered
 
 
+def _load_whole(model: Any, whole: Whole) -> None:
+    if whole:
+        model.load_weights(whole)
+        _received.forget_all()
+
+
+_received = ReceivedDigests()
 _waiting = Waiting()
 """For the call by which SGLang has the draft loaded, which follows."""
 
@@ -192,7 +197,7 @@ def _load_draft(model: Any, parameters: ModelParameters) -> None:
     found, missing = _digests(parameters, boxes)
     for (place, _, _), one in zip(waiting.asked, found, strict=True):
         digests[place] = one
-    _send_answer(digests, uncovered + [name for name in missing if name not in SHARED], where, key)
+    send_answer(digests, uncovered + [name for name in missing if name not in SHARED], where, key)
 
 
 def _read(parameters: ModelParameters, content: Iterable[tuple[Any, ...]], buffer: torch.Tensor) -> Whole:
@@ -209,6 +214,7 @@ def _read(parameters: ModelParameters, content: Iterable[tuple[Any, ...]], buffe
         elif held.engine_rank == EVERY_RANK:
             whole.append((held.tensor, values))
         else:
+            _received.forget(held)
             boxes.append((box(parameters, held), values))
     in_threads(lambda number: _write(*boxes[number]), [values for _, values in boxes])
     return whole
@@ -221,47 +227,7 @@ def _write(to: torch.Tensor, values: torch.Tensor) -> None:
         to.copy_(values)
 
 
-OPEN, JOIN, RECEIVE, READ = "open", "join", "receive", "read"
 AHEAD_BYTES = 64 * 2**20  # what may be under way, so that neither side waits for the other's small messages
-
-
-def opening(shared: Sequence[Any], pieces: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """The payload by which a rank opens a buffer on a GPU (`cuda_ipc.shared`) and takes pieces as `receiving` has them."""
-    return [((OPEN, (tuple(shared), list(pieces))), _NoTensor())]
-
-
-def joining(group: EngineGroup, rank: int) -> list[tuple[Any, Any]]:
-    """The payload by which `rank` joins its engine's group with the senders."""
-    return [((JOIN, (tuple(group), rank)), _NoTensor())]
-
-
-def receiving(group: EngineGroup, sender: int, call: int, rank: int, content: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """The payload by which `rank` receives messages of a sender over the group.
-
-    A message is a list of pieces, `(*held, dtype, start, stop)`, of which the last ends where the message does.
-    """
-    return [((RECEIVE, (group.name, sender, call, rank, list(content))), _NoTensor())]
-
-
-Store = tuple[str, int]
-"""Host and port of an engine's store."""
-
-
-def reading(source: Readable, store: Store, key: str, timeout_s: float, parts: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """The payload by which a rank reads parts (`staging.parts_to_read`) of a registered buffer, in at most `timeout_s` seconds.
-
-    It then sets `key` in the store, to why it could not if it could not: SGLang answers for its first rank alone.
-    """
-    plain = [([tuple(one) for one in ranges], list(pieces)) for ranges, pieces in parts]  # SGLang takes no other classes
-    return [((READ, (tuple(source), store, key, timeout_s, plain)), _NoTensor())]
-
-
-class _NoTensor:
-    """Where a payload must have a tensor; unlike one, it arrives on another machine too."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return torch.ByteTensor, ()
-
 
 _groups: dict[str, tuple[EngineGroup, Any, Any]] = {}
 """By name the group that was joined last, with its store."""
@@ -279,29 +245,40 @@ def _join(parameters: ModelParameters, group: tuple[Any, ...], rank: int) -> Non
     _groups[wanted.name] = wanted, store, joined
 
 
-def _receive(parameters: ModelParameters, name: str, sender: int, call: int, rank: int, content: Iterable[Any]) -> Whole:
+def _receive(
+    parameters: ModelParameters, name: str, sender: int, call: int, rank: int, options: dict[str, bool], content: Iterable[Any]
+) -> Whole:
     """Take what a sender sends to where it belongs; gives what is whole."""
     known, store, group = _groups[name]
     store.set(known.ready(sender, call, rank), "")
     device = next(iter(parameters.tensors.values())).device
-    under_way: deque[tuple[Any, torch.Tensor, Any]] = deque()
+    under_way: deque[tuple[Any, torch.Tensor, Any, bool]] = deque()
     nbytes, whole = 0, []
 
     def finish_one() -> int:
-        work, values, pieces = under_way.popleft()
+        work, values, message, in_place = under_way.popleft()
         work.wait()
-        whole.extend(_read(parameters, pieces, values))
+        if not in_place:
+            whole.extend(_read(parameters, message, values))
+        elif options["checked"] and not values.is_cuda:
+            hashed.append(hasher.submit(_received.hash, _held(message[0]), values))
+        else:
+            _received.forget(_held(message[0]))
         return values.nbytes
 
-    for message in content:
-        in_place = _in_place(parameters, message)
-        values = torch.empty(message[-1][-1], dtype=torch.uint8, device=device) if in_place is None else in_place
-        under_way.append((start_receiving(values, group, sender), values, message if in_place is None else ()))
-        nbytes += values.nbytes
-        while nbytes > AHEAD_BYTES:
-            nbytes -= finish_one()
-    while under_way:
-        finish_one()
+    hashed: list[Future[None]] = []
+    with ThreadPoolExecutor(1) as hasher:  # while the next ones come
+        for message in content:
+            in_place = _in_place(parameters, message)
+            values = torch.empty(message[-1][-1], dtype=torch.uint8, device=device) if in_place is None else in_place
+            under_way.append((start_receiving(values, group, sender), values, message, in_place is not None))
+            nbytes += values.nbytes
+            while nbytes > AHEAD_BYTES:
+                nbytes -= finish_one()
+        while under_way:
+            finish_one()
+    for done in hashed:
+        done.result()
     return whole
 
 
@@ -321,8 +298,7 @@ def _read_by_rdma(
     came, why = [], ""
     try:
         for window, (_, pieces) in zip(reader.read(Readable(*source), ranges, timeout_s), parts, strict=True):
-            if whole := _read(parameters, pieces, window):
-                model.load_weights(whole)
+            _load_whole(model, _read(parameters, pieces, window))
             came += pieces
     except EngineError as error:
         why = str(error)
@@ -330,10 +306,15 @@ def _read_by_rdma(
     return came
 
 
+def _held(piece: tuple[Any, ...]) -> SliceKey:
+    *place, _, _, _ = piece
+    return SliceKey(*place)
+
+
 def _in_place(parameters: ModelParameters, message: Any) -> torch.Tensor | None:
     """Where a message's only piece belongs, if it can be received there as it comes."""
-    *place, dtype, _, _ = message[0]
-    held = SliceKey(*place)
+    *_, dtype, _, _ = message[0]
+    held = _held(message[0])
     if len(message) > 1 or held.engine_rank == EVERY_RANK or held.tensor.startswith(parameters.of_draft):
         return None
     to = box(parameters, held)
@@ -392,25 +373,6 @@ def box(parameters: ModelParameters, held: SliceKey) -> torch.Tensor:
     return region(parameters, held)[held.row : held.row + held.rows, held.col : held.col + held.cols]
 
 
-CHECK = "check"
-NAMED = 32
-"""How many parameters that are not covered are named."""
-
-
-def checking(boxes: Iterable[tuple[SliceKey, str]], where: tuple[str, int], key: str) -> list[tuple[Any, Any]]:
-    """The payload that asks a rank for the digests of boxes, each with the dtype in which it was sent.
-
-    The rank answers as `key` in the store at `where`.
-    """
-    return [((CHECK, ([(tuple(box), dtype) for box, dtype in boxes], where, key)), _NoTensor())]
-
-
-def read_answer(answer: bytes) -> tuple[list[str], list[str]]:
-    """What a rank has answered: the digests, and the parameters that the boxes do not cover."""
-    digests, uncovered = json.loads(answer)
-    return digests, uncovered
-
-
 def _covers(name: str, parameter: torch.Tensor, filled: Sequence[torch.Tensor]) -> bool:
     """Whether these parts, views that do not overlap, are all of a parameter, but for padding."""
     count = sum(values.numel() for values in filled)
@@ -440,9 +402,9 @@ def _answer(
     """Answer for the policy; where boxes of the draft are asked for, too, it answers for both."""
     boxes = list(boxes)
     of_draft = [place[0].startswith(parameters.of_draft) for place, _ in boxes]
-    own, uncovered = _digests(parameters, [one for one, others in zip(boxes, of_draft, strict=True) if not others])
+    own, uncovered = _digests(parameters, [one for one, others in zip(boxes, of_draft, strict=True) if not others], _received)
     if not any(of_draft):
-        _send_answer(own, uncovered, where, key)
+        send_answer(own, uncovered, where, key)
         return
     rest = iter(own)
     _waiting.answer = ["" if others else next(rest) for others in of_draft], uncovered, where, key
@@ -450,24 +412,27 @@ def _answer(
     _waiting.asked = [(number, SliceKey(*place), dtype) for number, ((place, dtype), others) in drafts if others]
 
 
-def _digests(parameters: ModelParameters, boxes: Iterable[tuple[tuple[Any, ...], str]]) -> tuple[list[str], list[str]]:
-    """The digests of boxes, and the parameters that they do not cover; boxes of adapters alone need cover no weights."""
+def _digests(
+    parameters: ModelParameters, boxes: Iterable[tuple[tuple[Any, ...], str]], received: ReceivedDigests | None = None
+) -> tuple[list[str], list[str]]:
+    """The digests of boxes, and the parameters that they do not cover; boxes of adapters alone need cover no weights.
+
+    Some are known of those that were `received`; the others are read.
+    """
     boxes, tensors = list(boxes), parameters.tensors
     weights_too = not all(is_adapter_tensor(place[0]) for place, _ in boxes)
     filled: dict[str, list[torch.Tensor]] = {name: [] for name in tensors if weights_too or is_adapter_tensor(name)}
-    read = []
-    for place, dtype in boxes:
-        held = SliceKey(*place)
-        read.append((box(parameters, held), getattr(torch, dtype)))
-        filled[engine_name(parameters, held.tensor)[0]].append(read[-1][0])
-    digests = [""] * len(read)
+    held = [SliceKey(*place) for place, _ in boxes]
+    read = [box(parameters, one) for one in held]
+    for one, values in zip(held, read, strict=True):
+        filled[engine_name(parameters, one.tensor)[0]].append(values)
+    taken = received.take(list(zip(held, read, strict=True))) if received is not None else {}
+    digests = [taken.get(one, "") for one in held]
+    left = [number for number, found in enumerate(digests) if not found]
 
-    def take(number: int) -> None:
-        digests[number] = digest(_as_sent(*read[number]))
+    def take(place: int) -> None:
+        number = left[place]
+        digests[number] = digest(_as_sent(read[number], getattr(torch, boxes[number][1])))
 
-    in_threads(take, [values for values, _ in read])
+    in_threads(take, [read[number] for number in left])
     return digests, [name for name, values in filled.items() if not _covers(name, tensors[name].data, values)]
-
-
-def _send_answer(digests: list[str], uncovered: list[str], where: tuple[str, int], key: str) -> None:
-    torch.distributed.TCPStore(*where, is_master=False).set(key, json.dumps([digests, uncovered[:NAMED]]))

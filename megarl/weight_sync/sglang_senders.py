@@ -30,8 +30,8 @@ from megarl.reshard.targets import EVERY_RANK
 from megarl.system.http_requests import AnswerError, open_url, parsed, read_answer
 from megarl.weight_sync.checksums import UNCHECKED, EngineLayout
 from megarl.weight_sync.engine_group import EngineGroup, Sending, leave
+from megarl.weight_sync.payloads import SELECTORS, joining, reading, receiving
 from megarl.weight_sync.rdma import check_installed
-from megarl.weight_sync.sglang_loader import SELECTORS, joining, reading, receiving
 from megarl.weight_sync.staging import (
     BUFFERS,
     SLICED,
@@ -118,6 +118,7 @@ class _ServerSender:
         pieces = self.pieces([(name, weight.to(getattr(torch, layout.sent_dtype(name)))) for name, weight in bucket])
         self._staging = self._staging or self.staging("", 1)
         staged = self._staging.stage(pieces)
+        staged.checked = True
         self._checksums |= checksums_of(staged)
         self.deliver(staged)
 
@@ -310,7 +311,7 @@ class GroupSender(_ServerSender):
             for rank in piece.held.ranks(ranks):
                 pieces.setdefault(rank, []).append(piece)
         of_ranks = {rank: list(_messages(some)) for rank, some in pieces.items()}
-        announced = [self._announced(rank, of_ranks.get(rank, [])) for rank in range(ranks)]
+        announced = [self._announced(rank, of_ranks.get(rank, []), checked=staged.checked) for rank in range(ranks)]
         loading = _CallUnderWay(self.endpoint, *_update(self.endpoint, announced), self.timeout_s)
         keys = [self._wanted.ready(self._number, self._calls, rank) for rank in of_ranks]
         self._wait_for(keys, loading)
@@ -327,7 +328,7 @@ class GroupSender(_ServerSender):
             raise EngineError(f"{self.endpoint.url} left the process group during a weight update: {error}") from error
         loading.result()
 
-    def _announced(self, rank: int, messages: Sequence[SliceMessage]) -> str:
+    def _announced(self, rank: int, messages: Sequence[SliceMessage], *, checked: bool) -> str:
         """The payload that tells `rank` what comes."""
         content = [
             [
@@ -336,7 +337,8 @@ class GroupSender(_ServerSender):
             ]
             for message in messages
         ]
-        return serialize(receiving(self._wanted, self._number, self._calls, rank, content) if content else [])
+        told = receiving(self._wanted, self._number, self._calls, rank, content, checked=checked) if content else []
+        return serialize(told)
 
     def _send_in_a_thread(self, of_ranks: Mapping[int, Sequence[SliceMessage]]) -> Future[None]:
         """`_send`, which waits for the engine in a way that cannot be left."""

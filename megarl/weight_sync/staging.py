@@ -21,8 +21,8 @@ from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.weight_sync.checksums import digest
 from megarl.weight_sync.copying import copy, copy_hashed
 from megarl.weight_sync.cuda_ipc import shared
+from megarl.weight_sync.payloads import opening
 from megarl.weight_sync.rdma import ByteRange, RegisteredMemory
-from megarl.weight_sync.sglang_loader import opening
 
 Spec = tuple[Any, ...]
 """A piece in a buffer: `(*held, dtype, start, stop)`."""
@@ -49,11 +49,14 @@ class StagedSlices:
     ) -> None:
         self.pieces, self.buffer, self.name, self.memory = pieces, buffer, name, memory
         self.readers: list[Future[Any]] = []
+        self.checked = False  # whether engines will be asked for the checksums
         self._digests = {} if digests is None else digests
 
     def only(self, pieces: Sequence[WeightSlice]) -> StagedSlices:
         """As this, but only these pieces are to be read."""
-        return StagedSlices(pieces, self.buffer, self.name, self.memory, self._digests)
+        part = type(self)(pieces, self.buffer, self.name, self.memory, self._digests)
+        part.checked = self.checked
+        return part
 
     def digest(self, piece: WeightSlice) -> str:
         """The checksum of one of the pieces, which is taken once."""
@@ -86,9 +89,6 @@ class StagedSlices:
 
 class SharedSlices(StagedSlices):
     """Pieces in memory that engines open, just where the sender holds them; `name` is the sender's."""
-
-    def only(self, pieces: Sequence[WeightSlice]) -> StagedSlices:
-        return SharedSlices(pieces, name=self.name, digests=self._digests)
 
     def payloads(self, ranks: int) -> list[str]:
         """As of what is in a buffer, but of each block of memory that holds some of the pieces."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import pickle
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -19,16 +20,17 @@ from megarl.errors import EngineError
 from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.reshard.targets import EngineTarget
 from megarl.weight_sync import sglang_loader, sglang_senders
-from megarl.weight_sync.checksums import EngineLayout
+from megarl.weight_sync.checksums import EngineLayout, digest
 from megarl.weight_sync.model_compatibility import ServedModel
 from megarl.weight_sync.sglang_senders import GroupSender, ServerEndpoint
 from megarl.weight_sync.staging import StagedSlices
-from tests.weight_sync.test_sglang_loader import Model
+from tests.weight_sync.test_sglang_loader import Model, asked
 from tests.world import World
 
 Q, K, V = (torch.arange(8.0 * rows).reshape(rows, 8) + 100 * rows for rows in (4, 2, 2))
 NORM = torch.arange(8.0)
 OUT = torch.arange(24.0).reshape(3, 8)
+MATRICES = (("q", Q), ("k", K), ("v", V))
 EXPERT = torch.arange(12.0).reshape(3, 4)
 
 
@@ -66,7 +68,7 @@ def pieces_of(sender: int, factor: int) -> list[WeightSlice]:
     pieces = [WeightSlice(SliceKey.whole("x.experts.0.up_proj.weight", EXPERT), factor * EXPERT)]
     for rank in range(2):
         pieces.append(WeightSlice(SliceKey("x.norm.weight", rank, 8, 0, 0, 8, 1), (factor * NORM).bfloat16()))
-        for name, matrix in (("q", Q), ("k", K), ("v", V)):
+        for name, matrix in MATRICES:
             held = SliceKey(f"x.self_attn.{name}_proj.weight", rank, len(matrix), 0, 0, len(matrix), 4)
             pieces.append(WeightSlice(held, factor * matrix[:, 4 * rank : 4 * rank + 4]))
     return pieces
@@ -141,6 +143,62 @@ def test_slices_of_two_senders_arrive_in_each_rank_over_one_group_and_over_new_c
             assert torch.equal(answer["x.experts.0.up_proj.weight"], factor * EXPERT)
 
 
+CHECKED = (True, False, True)
+"""Of three updates whether digests will be asked for; after the last one more comes, which the model's loader takes."""
+
+
+def asked_after_each_update(rank: int, world_size: int) -> list[tuple[list[str], int]]:
+    """Rank 0 sends to rank 1, an engine: what that answers when it is asked for digests, and how many it takes then."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    address = [("127.0.0.1", store.port) if store is not None else None]
+    torch.distributed.broadcast_object_list(address, src=0)
+    assert address[0] is not None
+    boxes = [WeightSlice(SliceKey.whole(f"x.self_attn.{n}_proj.weight", m)._replace(engine_rank=0), m) for n, m in MATRICES]
+    if rank == 0:
+        send_to_one(address[0], boxes)
+        torch.distributed.barrier()  # the store lives until the other has read from it
+        return []
+    calls, answers = TCPStore(*address[0], is_master=False), []
+    model = Model(x__self_attn__qkv_proj__weight=(8, 8))
+    for number in range(2 + len(CHECKED)):
+        payload = pickle.loads(calls.get(f"call/{number + 1}"))[0]
+        sglang_loader.load(model, pickle.loads(base64.b64decode(payload)))
+        if number not in (0, len(CHECKED)):  # the group was joined; the model's loader has its update still to come
+            with mock.patch.object(sglang_loader, "digest", side_effect=digest) as taken:
+                answers.append((asked(model, *(piece.held for piece in boxes))[0], taken.call_count))
+    torch.distributed.barrier()
+    return answers
+
+
+def send_to_one(address: tuple[str, int], boxes: list[WeightSlice]) -> None:
+    """The updates of `CHECKED`, each of other values, and a tensor for the model's loader."""
+    store = TCPStore(*address, is_master=False)
+
+    def call(_: Any, __: str, body: dict[str, Any], ___: float) -> Answered:
+        store.set(f"call/{store.add('calls', 1)}", pickle.dumps(body["serialized_named_tensors"]))
+        return Answered()
+
+    to = ServerEndpoint("http://engine", EngineLayout(ServedModel({}, "float32")), "token", address)
+    whole = [WeightSlice(SliceKey.whole("x.other.weight", EXPERT), EXPERT)]
+    with (
+        mock.patch.object(sglang_senders, "check_alive"),
+        mock.patch.object(sglang_senders, "_CallUnderWay", call),
+        mock.patch.object(sglang_senders, "SMALL_BYTES", {"cpu": 0}),
+        GroupSender(to, senders=1, timeout_s=30) as sender,
+    ):
+        for factor, checked in enumerate(CHECKED, start=1):
+            staged = StagedSlices([WeightSlice(held, factor * matrix) for held, matrix in boxes])
+            staged.checked = checked
+            sender.deliver(staged)
+        sender.deliver(StagedSlices(whole))
+
+
+def test_digests_are_taken_as_the_values_come_unless_something_else_writes_after(world: World) -> None:
+    _, answers = world.call(asked_after_each_update, size=2)
+    first, second, third = ([digest(factor * matrix) for _, matrix in MATRICES] for factor in (1, 2, 3))
+    assert answers == [(first, 0), (second, 3), (third, 3)]
+
+
 def copies_ahead(limits: dict[str, Any]) -> int:
     """Most bytes of copies that a sender of four copies of 96 bytes holds at once, which the engine takes at its leisure."""
     held, most = list[Any](), 0
@@ -181,6 +239,23 @@ class Refused(Answered):
 
     def raise_if_failed(self) -> None:
         raise EngineError("http://engine answered 400: must run between begin_weight_update and end_weight_update")
+
+
+def test_an_engine_that_fails_while_weights_are_sent_is_not_waited_for() -> None:
+    never = threading.Event()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with (
+        mock.patch.object(sglang_senders, "check_alive"),
+        mock.patch.object(sglang_senders, "_CallUnderWay", return_value=Refused()),
+        mock.patch.object(sglang_senders, "Sending", return_value=mock.Mock(wait=never.wait, nbytes=1)),
+    ):
+        sender = GroupSender(endpoint(("127.0.0.1", store.port)), timeout_s=30)
+        sender._group = mock.Mock()
+        for rank in range(2):
+            store.set(sender._wanted.ready(0, 0, rank), "")
+        with pytest.raises(EngineError, match="must run between begin_weight_update"):
+            sender.deliver(StagedSlices(pieces_of(1, 1)))
+    never.set()
 
 
 def test_every_sender_hears_why_the_engine_did_not_join() -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megarl.errors import EngineError
+from megarl.platform.shared_memory import share
 from megarl.reshard.rank_plan import SendBatch, SliceKey, WeightSlice
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.weight_sync.checksums import RunningDigest, digest
@@ -313,6 +314,24 @@ def test_a_load_goes_to_its_own_engines_and_their_checksums_are_of_all_that_they
     assert again.keys() == {0}
     differ = [held.tensor for held, checksum in again[0].checksums.items() if pushed[0].checksums[held] != checksum]
     assert (differ, again[0].checksums.keys()) == (["a1"], pushed[0].checksums.keys())
+
+
+@pytest.mark.parametrize(("version", "calls"), [(None, [["a", "b"], ["c"], ["d"], ["e", "f"]]), (1, [[n] for n in "abcdef"])])
+def test_loads_that_engines_read_where_they_lie_are_one_call(version: int | None, calls: list[list[str]]) -> None:
+    """Of six loads the third is for another engine too, and the fourth is not in shared memory; changes are told by load."""
+    pusher, senders = Pusher(), [Taking(), Taking()]
+    delivered: list[list[str]] = []
+    senders[0].deliver = lambda staged: delivered.append([piece.held.tensor for piece in staged.pieces])  # type: ignore[method-assign]
+    senders[0].in_flight = 1
+    for number, sender in enumerate(senders):
+        pusher.connect(number, lambda sender=sender: sender)  # type: ignore[misc]
+    weights = {name: torch.full((50, 4), float(number)) for number, name in enumerate("abcdef")}
+    share(weight for name, weight in weights.items() if name != "d")
+    loads = [load_of({name: weight}, {0, 1} if name == "c" else {0}) for name, weight in weights.items()]
+    pushed = pusher.push_loads(iter(loads), dict.fromkeys(range(2)), version)
+    assert delivered == calls
+    assert {held.tensor: value for held, value in pushed[0].checksums.items()} == {n: digest(w) for n, w in weights.items()}
+    assert senders[1].names == ["c"]
 
 
 def test_the_errors_and_checksums_of_all_stages_are_put_together() -> None:

@@ -16,7 +16,8 @@ from megarl.models.int4 import packed, quantise_rows
 from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.weight_sync.checksums import digest
 from megarl.weight_sync.draft_weights import draft_name
-from megarl.weight_sync.sglang_loader import checking, load, read_answer
+from megarl.weight_sync.payloads import checking, read_answer
+from megarl.weight_sync.sglang_loader import load
 from megarl.weight_sync.staging import Staging, serialize
 
 

@@ -167,8 +167,7 @@ class SglangClient:
 
     async def take_version(self, version: int) -> None:
         """Drop what was cached under the weights until now, and have tokens carry `version`."""
-        await self.control("flush_cache", {})
-        await self.name_weights(version)
+        await asyncio.gather(self.control("flush_cache", {}), self.name_weights(version))
 
     async def name_weights(self, version: int) -> None:
         """Have tokens carry `version`."""

@@ -34,7 +34,7 @@ from megarl.rollout.engines.sglang.weight_layout import check_weight_layout
 from megarl.weight_sync.adapter_place import making_place
 from megarl.weight_sync.checksums import UNCHECKED, EngineLayout, check_model, compare
 from megarl.weight_sync.model_compatibility import ServedModel
-from megarl.weight_sync.sglang_loader import SELECTORS, checking, read_answer
+from megarl.weight_sync.payloads import SELECTORS, checking, read_answer
 from megarl.weight_sync.sglang_senders import ServerEndpoint, TensorSender
 from megarl.weight_sync.staging import SLICED, NamedTensors, serialize
 
