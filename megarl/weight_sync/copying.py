@@ -12,8 +12,7 @@ import torch
 
 from megarl.weight_sync.checksums import RunningDigest
 
-BLOCK_BYTES = 2**20
-"""Copied and hashed at a time: it stays in a core's own cache, and threads seldom wait for each other's Python."""
+BLOCK_BYTES = 256 * 2**10  # copied and hashed at a time: it stays in a core's own cache
 FEW_BYTES = 4 * 2**20
 """Less than this a thread has done before others have begun."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes that NumPy has, by their bytes
