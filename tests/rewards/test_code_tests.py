@@ -152,13 +152,24 @@ def double(x): return 2 * x
     "path", ["/proc/{parent}/environ", "/proc/{parent}/mem", "/proc/{parent}/fd/0", "/etc/passwd", "/proc/net/tcp"]
 )
 def test_files_of_others_cannot_be_read(rewards: RewardSources, path: str) -> None:
+    assert is_refused(rewards, path)
+
+
+def test_data_with_its_expected_answers_cannot_be_read(rewards: RewardSources, tmp_path: Path) -> None:
+    rows = tmp_path / "train.jsonl"
+    rows.write_text('{"tests": ["assert double(2) == 4"]}')
+    assert is_refused(rewards, str(rows))
+
+
+def is_refused(rewards: RewardSources, path: str) -> bool:
+    """Whether a program is not allowed to read a file."""
     if not landlock_version():
         pytest.skip("this kernel has no Landlock, which keeps programs from reading")
     code = (
         f"import os\npath = {path!r}.format(parent=os.getppid())\n"
         "try: open(path, 'rb').read(1)\nexcept OSError as error: refused = error.errno"
     )
-    assert rewards.score([_sample(code, ["assert refused == 13"])]) == [1.0]
+    return rewards.score([_sample(code, ["assert refused == 13"])]) == [1.0]
 
 
 def test_what_programs_need_can_be_read(rewards: RewardSources) -> None:
