@@ -27,6 +27,7 @@ import psutil
 from megarl.errors import RunStopped
 from megarl.observe.phases import Phases
 from megarl.supervise.reaper import start_reaper
+from megarl.system.heaps import share_heaps
 from megarl.system.process_exit import adopt_orphans, end_with_parent, heeded
 from megarl.system.process_tree import descendants, end_tree
 
@@ -257,6 +258,7 @@ def start_child_run(stack_file: Path, signals: Signals, on_step: Callable[[], No
     end_with_parent()
     os.close(read)
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+    share_heaps()
     _report, _restarts = StatusPipe(write), restarts
     return None
 

@@ -35,7 +35,7 @@ WORKING_BYTES = 10 * 2**30
 SEVERAL = ("lora_target_modules",)
 """Arguments whose values follow one after the other."""
 
-# Keeps glibc from handing large blocks back to the kernel after every forward pass (docs/DESIGN section 5).
+# Keeps glibc from handing large blocks back to the kernel after every forward pass.
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
