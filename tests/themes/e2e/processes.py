@@ -28,7 +28,7 @@ def start_megarl(
     command, env = [sys.executable, "-m", "megarl", *arguments], outside_ray() | dict(environment or {})
     if terminal is not None:
         ends = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
-        command = ["setsid", "--ctty", *command]
+        command = ["env", "--default-signal=HUP", "setsid", "--ctty", *command]  # also where the tests run under nohup
         return subprocess.Popen(command, env=env, text=True, **ends)
     return subprocess.Popen(command, env=env, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
