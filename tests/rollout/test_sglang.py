@@ -60,7 +60,8 @@ def stages(weights: Weights) -> list[Weights]:
     return [first, [pair for pair in weights if pair[0] not in dict(first)]]
 
 
-def test_an_idle_engine_costs_no_core(sglang_engine: SglangEngine) -> None:
+@pytest.mark.parametrize("paused", [False, True])
+def test_an_idle_engine_costs_no_core(sglang_engine: SglangEngine, paused: bool) -> None:
     """Seconds of processors, not of the clock: its processes wait, in which they are not to look for work all the time."""
 
     def cpu_s() -> float:
@@ -68,10 +69,17 @@ def test_an_idle_engine_costs_no_core(sglang_engine: SglangEngine) -> None:
         times = [process.cpu_times() for process in tree_of(sglang_engine.server.pid)]
         return sum(one.user + one.system for one in times)
 
-    time.sleep(1)  # what follows a start or a request
-    began, before = time.monotonic(), cpu_s()
-    time.sleep(4)
-    assert cpu_s() - before < 0.1 * (time.monotonic() - began)
+    if paused:
+        asyncio.run(sglang_engine._client.pause())
+    try:
+        time.sleep(1)  # what follows a start or a request
+        began, before = time.monotonic(), cpu_s()
+        time.sleep(4)
+        spent, passed = cpu_s() - before, time.monotonic() - began
+    finally:
+        if paused:
+            asyncio.run(sglang_engine._client.resume())
+    assert spent < 0.1 * passed
 
 
 def test_several_processes_send_the_weights_of_one_update(sglang_engine: SglangEngine, tiny_path: Path, tmp_path: Path) -> None:

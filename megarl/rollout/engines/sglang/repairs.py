@@ -1,4 +1,4 @@
-"""Mistakes of SGLang 0.5.23 that end a run or change what a model computes, mended in each of the server's processes."""
+"""Mistakes of SGLang 0.5.23 that end a run, waste a core or change what a model computes, mended in all processes of the server."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megarl.models.deepseek_v3 import LATENT_NORM_EPS
 
 def install(model_path: str) -> None:
     """Replace SGLang's functions for the folder `model_path`; call it before the model is made and requests come."""
+    _mend_paused_loops()
     names = architectures_of(model_path)
     if any(name.startswith("Glm4v") for name in names):
         _mend_glm4v()
@@ -33,6 +34,19 @@ def architectures_of(model_path: str) -> list[str]:
         return json.loads((Path(model_path) / "config.json").read_text()).get("architectures") or []
     except (OSError, ValueError):
         return []
+
+
+def _mend_paused_loops() -> None:
+    from sglang.srt.managers.scheduler import Scheduler
+
+    record = Scheduler._record_scheduler_state_for_paused_engine
+
+    def record_and_wait(self: Any) -> None:
+        """While it is paused its loop looks for requests without end: a core for each engine during every weight update."""
+        record(self)
+        self.maybe_sleep_on_idle()
+
+    Scheduler._record_scheduler_state_for_paused_engine = record_and_wait
 
 
 def _mend_glm4v() -> None:
