@@ -1,7 +1,7 @@
-"""The process group of one engine: all training ranks that send to it, then the engine's own ranks. One for each connection.
+"""The process groups of one engine: all training ranks that send to it, then the engine's own ranks. Anew for each connection.
 
-Every engine has one, however many ranks send to it: under NCCL a group takes GPU memory and about a second to make. Members
-find each other through the store that the engine's owner keeps.
+Every engine has as few as can be, however many ranks send to it: under NCCL a group takes GPU memory and about a second to
+make. Members find each other through the store that the engine's owner keeps.
 """
 
 from __future__ import annotations
@@ -15,8 +15,15 @@ import torch.distributed
 from torch.distributed import TCPStore
 from torch.distributed import distributed_c10d as c10d
 
+CONNECTIONS = {"gloo": 2, "nccl": 1}
+"""By backend how many groups the members make. One of Gloo's is a connection with a thread on either side that moves its bytes;
+NCCL has as many as are worth it in one group.
+"""
 POLL_S = 0.001
 """How often it is asked what has arrived on a GPU."""
+
+
+Groups = list[torch.distributed.ProcessGroup]
 
 
 class EngineGroup(NamedTuple):
@@ -37,12 +44,17 @@ class EngineGroup(NamedTuple):
         """The engine's store."""
         return TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
 
-    def join(self, store: TCPStore, member: int, device: torch.device | None) -> torch.distributed.ProcessGroup:
-        """The group, once all members have come; no default group is needed. `device` is where the member's weights are.
+    def join(self, store: TCPStore, member: int, device: torch.device | None) -> Groups:
+        """The groups, once all members have come; no default group is needed. `device` is where the member's weights are.
 
         On a GPU the communicator is made at once and for all members. Else torch would make one for each pair that talks.
         """
-        name = f"megarl_weights_{self.port}_{self.name}"
+        return [self._joined(store, member, device, number) for number in range(CONNECTIONS[self.backend])]
+
+    def _joined(
+        self, store: TCPStore, member: int, device: torch.device | None, number: int
+    ) -> torch.distributed.ProcessGroup:
+        name = f"megarl_weights_{self.port}_{self.name}_{number}"
         group, _ = c10d._new_process_group_helper(
             self.senders + self.ranks,
             member,
@@ -70,9 +82,23 @@ class EngineGroup(NamedTuple):
         return f"{self.name}/ready/{sender}/{call}/{engine_rank}"
 
 
-def leave(group: torch.distributed.ProcessGroup) -> None:
-    """Give the group up on this side."""
-    torch.distributed.destroy_process_group(group)
+def leave(groups: Groups) -> None:
+    """Give the groups up on this side."""
+    for group in groups:
+        torch.distributed.destroy_process_group(group)
+
+
+class Turns:
+    """Over which group each message of a call goes from one member to another; both ask about the same ones, in order."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups, self._nbytes = groups, [0] * len(groups)
+
+    def group_for(self, nbytes: int) -> torch.distributed.ProcessGroup:
+        """That which was given the fewest bytes before this message, of which it is given these."""
+        number = min(range(len(self._groups)), key=self._nbytes.__getitem__)
+        self._nbytes[number] += nbytes
+        return self._groups[number]
 
 
 class Sending:

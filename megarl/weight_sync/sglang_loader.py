@@ -26,7 +26,7 @@ from megarl.weight_sync.checksums import digest
 from megarl.weight_sync.copying import copy, in_threads
 from megarl.weight_sync.cuda_ipc import opened
 from megarl.weight_sync.draft_weights import SHARED, Waiting, draft_name, is_draft, of_the_draft
-from megarl.weight_sync.engine_group import EngineGroup, leave, start_receiving
+from megarl.weight_sync.engine_group import EngineGroup, Groups, Turns, leave, start_receiving
 from megarl.weight_sync.payloads import CHECK, JOIN, OPEN, READ, RECEIVE, Store, send_answer
 from megarl.weight_sync.rdma import ByteRange, Readable, RemoteReader
 from megarl.weight_sync.received import ReceivedDigests
@@ -227,10 +227,11 @@ def _write(to: torch.Tensor, values: torch.Tensor) -> None:
         to.copy_(values)
 
 
-AHEAD_BYTES = 64 * 2**20  # what may be under way, so that neither side waits for the other's small messages
+COPIED_BYTES = 64 * 2**20
+"""How many bytes may be under way into memory of their own; what is received where it belongs takes none."""
 
-_groups: dict[str, tuple[EngineGroup, Any, Any]] = {}
-"""By name the group that was joined last, with its store."""
+_groups: dict[str, tuple[EngineGroup, Any, Groups]] = {}
+"""By name what was joined last, with its store."""
 
 
 def _join(parameters: ModelParameters, group: tuple[Any, ...], rank: int) -> None:
@@ -249,32 +250,35 @@ def _receive(
     parameters: ModelParameters, name: str, sender: int, call: int, rank: int, options: dict[str, bool], content: Iterable[Any]
 ) -> Whole:
     """Take what a sender sends to where it belongs; gives what is whole."""
-    known, store, group = _groups[name]
+    known, store, groups = _groups[name]
+    turns = Turns(groups)
     store.set(known.ready(sender, call, rank), "")
     device = next(iter(parameters.tensors.values())).device
     under_way: deque[tuple[Any, torch.Tensor, Any, bool]] = deque()
-    nbytes, whole = 0, []
+    copied, whole = 0, []
 
     def finish_one() -> int:
         work, values, message, in_place = under_way.popleft()
         work.wait()
         if not in_place:
             whole.extend(_read(parameters, message, values))
-        elif options["checked"] and not values.is_cuda:
+            return values.nbytes
+        if options["checked"] and not values.is_cuda:
             hashed.append(hasher.submit(_received.hash, _held(message[0]), values))
         else:
             _received.forget(_held(message[0]))
-        return values.nbytes
+        return 0
 
     hashed: list[Future[None]] = []
-    with ThreadPoolExecutor(1) as hasher:  # while the next ones come
+    with ThreadPoolExecutor(1) as hasher:  # while the next ones come; it has no thread before there is something to hash
         for message in content:
             in_place = _in_place(parameters, message)
             values = torch.empty(message[-1][-1], dtype=torch.uint8, device=device) if in_place is None else in_place
-            under_way.append((start_receiving(values, group, sender), values, message, in_place is not None))
-            nbytes += values.nbytes
-            while nbytes > AHEAD_BYTES:
-                nbytes -= finish_one()
+            work = start_receiving(values, turns.group_for(values.nbytes), sender)
+            under_way.append((work, values, message, in_place is not None))
+            copied += values.nbytes if in_place is None else 0
+            while copied > COPIED_BYTES:
+                copied -= finish_one()
         while under_way:
             finish_one()
     for done in hashed:

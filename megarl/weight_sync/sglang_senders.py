@@ -7,6 +7,7 @@ driver closes it with `end_update(version, checksums of all senders)`. Synchrono
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 import urllib.error
@@ -29,7 +30,7 @@ from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.reshard.targets import EVERY_RANK
 from megarl.system.http_requests import AnswerError, open_url, parsed, read_answer
 from megarl.weight_sync.checksums import UNCHECKED, EngineLayout
-from megarl.weight_sync.engine_group import EngineGroup, Sending, leave
+from megarl.weight_sync.engine_group import EngineGroup, Groups, Sending, Turns, leave
 from megarl.weight_sync.payloads import SELECTORS, joining, reading, receiving
 from megarl.weight_sync.rdma import check_installed
 from megarl.weight_sync.staging import (
@@ -53,11 +54,12 @@ OTHERS_POLL_S = 0.02
 FAILED_POLL_S = 0.02
 """How often senders look whether an engine that they send to has failed."""
 ALIVE_S = 30.0
-AHEAD_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
+AHEAD_BYTES = {"cpu": sys.maxsize, "cuda": 2**30}
 """By device the bytes given to a process group that the engine need not have received yet, at most; beside one message.
 
-On a GPU what has arrived is looked for every `engine_group.POLL_S`, in which NVLink moves up to half a gigabyte: an estimate,
-not measured.
+On a CPU they are read where they lie, and a sender that must wait before it gives the next ones slows a transfer by a fifth. On
+a GPU what has arrived is looked for every `engine_group.POLL_S`, in which NVLink moves up to half a gigabyte: an estimate, not
+measured.
 """
 READ_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 """By device what an engine's rank reads by RDMA into one of its windows, at most, beside larger pieces. On CUDA an estimate."""
@@ -251,7 +253,7 @@ class GroupSender(_ServerSender):
         self._wanted = EngineGroup(str(connection), *endpoint.store, senders, ranks, backend, timeout_s)
         self._number, self._device = number, device
         self._store = self._wanted.store()
-        self._group: torch.distributed.ProcessGroup | None = None
+        self._groups: Groups | None = None
         self._calls = 0
 
     def staging(self, name: str, buffers: int = BUFFERS) -> Staging | ZeroCopy:
@@ -264,7 +266,7 @@ class GroupSender(_ServerSender):
         Raises:
             EngineError: the engine did not; every sender hears why.
         """
-        if self._group is not None:
+        if self._groups is not None:
             return
         group, ranks = self._wanted, range(self._wanted.ranks)
         asked = None
@@ -278,7 +280,7 @@ class GroupSender(_ServerSender):
                 self._store.set(group.failed, f"{error}")
             raise
         try:
-            self._group = group.join(self._store, self._number, self._device)
+            self._groups = group.join(self._store, self._number, self._device)
         except RuntimeError as error:
             raise EngineError(f"{self.endpoint.url} did not join the process group of its senders: {error}") from error
         if asked is not None:
@@ -359,15 +361,16 @@ class GroupSender(_ServerSender):
 
     def _send(self, of_ranks: Mapping[int, Sequence[SliceMessage]]) -> None:
         """Hand every rank its messages, in order, the ranks in turn; raises RuntimeError."""
-        assert self._group is not None, "it has joined"
+        assert self._groups is not None, "it has joined"
         under_way: deque[tuple[Sending, int]] = deque()
+        turns = {rank: Turns(self._groups) for rank in of_ranks}
         nbytes = copied = 0
         for turn in zip_longest(*of_ranks.values()):
             for rank, message in zip(of_ranks, turn, strict=True):
                 if message is None:
                     continue
                 values = _values(message)
-                sending = Sending(values, self._group, self._wanted.senders + rank)
+                sending = Sending(values, turns[rank].group_for(values.nbytes), self._wanted.senders + rank)
                 under_way.append((sending, 0 if _lies_alone(message) else values.nbytes))
                 nbytes, copied = nbytes + values.nbytes, copied + under_way[-1][1]
                 while nbytes > AHEAD_BYTES[values.device.type] or copied > COPIED_BYTES:
@@ -379,9 +382,9 @@ class GroupSender(_ServerSender):
 
     def close(self) -> None:
         """Leave the group; the engine drops its side when senders connect anew."""
-        group, self._group = self._group, None
-        if group is not None:
-            leave(group)
+        groups, self._groups = self._groups, None
+        if groups is not None:
+            leave(groups)
 
     def __enter__(self) -> GroupSender:
         return self

@@ -21,6 +21,7 @@ from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.reshard.targets import EngineTarget
 from megarl.weight_sync import sglang_loader, sglang_senders
 from megarl.weight_sync.checksums import EngineLayout, digest
+from megarl.weight_sync.engine_group import CONNECTIONS, Turns
 from megarl.weight_sync.model_compatibility import ServedModel
 from megarl.weight_sync.sglang_senders import GroupSender, ServerEndpoint
 from megarl.weight_sync.staging import StagedSlices
@@ -132,7 +133,7 @@ def played(rank: int, world_size: int) -> Any:
 
 def test_slices_of_two_senders_arrive_in_each_rank_over_one_group_and_over_new_connections_too(world: World) -> None:
     first, second, *ranks = world.call(played, size=4)
-    assert first == second == 1  # whoever sends, and to how many ranks
+    assert first == second == CONNECTIONS["gloo"]  # whoever sends, and to how many ranks
     for rank, answers in enumerate(ranks):
         assert len(answers) == 4
         for answer, factor in zip(answers, (1, 2, 1, 2), strict=True):
@@ -141,6 +142,14 @@ def test_slices_of_two_senders_arrive_in_each_rank_over_one_group_and_over_new_c
             assert torch.equal(answer["x.norm.weight"], factor * NORM)  # a float32 parameter of a bfloat16 model
             assert torch.equal(answer["x.o_proj.weight"], factor * OUT)
             assert torch.equal(answer["x.experts.0.up_proj.weight"], factor * EXPERT)
+
+
+def test_a_message_goes_over_the_group_that_was_given_the_fewest_bytes() -> None:
+    groups: list[Any] = ["first", "second"]
+    turns = Turns(groups)
+    assert [turns.group_for(nbytes) for nbytes in (100, 30, 60, 20, 1, 40)] == [
+        "first", "second", "second", "second", "first", "first",
+    ]  # fmt: skip
 
 
 CHECKED = (True, False, True)
@@ -219,7 +228,7 @@ def copies_ahead(limits: dict[str, Any]) -> int:
     ):
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         sender = GroupSender(endpoint(("127.0.0.1", store.port)), timeout_s=30)
-        sender._group = mock.Mock()
+        sender._groups = [mock.Mock()]
         columns = [[WeightSlice(SliceKey.whole("x", OUT), OUT.t())] for _ in range(4)]
         sender._send({0: columns})
     return most
@@ -250,7 +259,7 @@ def test_an_engine_that_fails_while_weights_are_sent_is_not_waited_for() -> None
         mock.patch.object(sglang_senders, "Sending", return_value=mock.Mock(wait=never.wait, nbytes=1)),
     ):
         sender = GroupSender(endpoint(("127.0.0.1", store.port)), timeout_s=30)
-        sender._group = mock.Mock()
+        sender._groups = [mock.Mock()]
         for rank in range(2):
             store.set(sender._wanted.ready(0, 0, rank), "")
         with pytest.raises(EngineError, match="must run between begin_weight_update"):

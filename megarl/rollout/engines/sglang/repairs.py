@@ -1,4 +1,4 @@
-"""Mistakes of SGLang 0.5.23 that end a run, waste a core or change what a model computes, mended in all processes of the server."""
+"""Mistakes of SGLang 0.5.23 that end a run, waste a core or change what a model computes, mended in all of its processes."""
 
 from __future__ import annotations
 
