@@ -19,18 +19,23 @@ class ReceivedDigests:
 
     def __init__(self) -> None:
         self._taken: dict[SliceKey, str] = {}
+        self.boxes: dict[SliceKey, torch.Tensor] = {}
+        """What the digests are of: to find a box among the parameters takes longer than to hash a small one."""
 
     def hash(self, held: SliceKey, values: torch.Tensor) -> None:
         """Take the digest of a box, `values` of a parameter."""
         self._taken[held] = digest(values)
+        self.boxes[held] = values
 
     def forget(self, held: SliceKey) -> None:
         """The box is written again."""
         self._taken.pop(held, None)
+        self.boxes.pop(held, None)
 
     def forget_all(self) -> None:
         """Something else may have written into the parameters."""
         self._taken.clear()
+        self.boxes.clear()
 
     def take(self, boxes: Sequence[tuple[SliceKey, torch.Tensor]]) -> dict[SliceKey, str]:
         """The digests that hold of some of these boxes, which are all of an update; forgets them."""
