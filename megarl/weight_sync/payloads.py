@@ -46,13 +46,17 @@ Store = tuple[str, int]
 """Host and port of an engine's store."""
 
 
-def reading(source: Readable, store: Store, key: str, timeout_s: float, parts: Iterable[Any]) -> list[tuple[Any, Any]]:
+def reading(
+    source: Readable, store: Store, key: str, timeout_s: float, parts: Iterable[Any], *, checked: bool = False
+) -> list[tuple[Any, Any]]:
     """The payload by which a rank reads parts (`staging.parts_to_read`) of a registered buffer, in at most `timeout_s` seconds.
 
-    It then sets `key` in the store, to why it could not if it could not: SGLang answers for its first rank alone.
+    It then sets `key` in the store, to why it could not if it could not: SGLang answers for its first rank alone. `checked`: as
+    of `receiving`.
     """
     plain = [([tuple(one) for one in ranges], list(pieces)) for ranges, pieces in parts]  # SGLang takes no other classes
-    return [((READ, (tuple(source), store, key, timeout_s, plain)), _NoTensor())]
+    options = {"timeout_s": timeout_s, "checked": checked}
+    return [((READ, (tuple(source), store, key, options, plain)), _NoTensor())]
 
 
 class _NoTensor:

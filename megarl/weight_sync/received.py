@@ -8,6 +8,7 @@ import torch
 
 from megarl.reshard.rank_plan import SliceKey
 from megarl.weight_sync.checksums import digest
+from megarl.weight_sync.copying import copy_hashed
 
 
 class ReceivedDigests:
@@ -24,8 +25,11 @@ class ReceivedDigests:
 
     def hash(self, held: SliceKey, values: torch.Tensor) -> None:
         """Take the digest of a box, `values` of a parameter."""
-        self._taken[held] = digest(values)
-        self.boxes[held] = values
+        self._taken[held], self.boxes[held] = digest(values), values
+
+    def copy(self, held: SliceKey, to: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy values of the same dtype into a box, which is contiguous and on a CPU, and take its digest on the way."""
+        self._taken[held], self.boxes[held] = copy_hashed(to, values), to
 
     def forget(self, held: SliceKey) -> None:
         """The box is written again."""

@@ -138,7 +138,7 @@ _kept: dict[str, torch.Tensor] = {}
 
 
 def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
-    """Take one payload: pairs of (name of a buffer, where in it what lies) and the buffer; or `checking(...)`."""
+    """Take one payload: pairs of (name of a buffer, where in it what lies) and the buffer; or one of `payloads`' others."""
     parameters = ModelParameters.of(model)
     if is_draft(parameters.tensors):
         _load_draft(model, parameters)
@@ -159,8 +159,8 @@ def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
             shared, pieces = content
             _load_whole(model, _read(parameters, pieces, opened(shared)))
         else:
-            _kept[name], pieces = buffer, content
-            _load_whole(model, _read(parameters, pieces, buffer))
+            _kept[name], (pieces, checked) = buffer, content
+            _load_whole(model, _read(parameters, pieces, buffer, checked=checked))
         changed = {tensor for tensor, *_ in pieces if DERIVED_FROM in tensor and not tensor.startswith(parameters.of_draft)}
         if changed:
             model.post_load_weights(weight_names=changed)
@@ -200,8 +200,10 @@ def _load_draft(model: Any, parameters: ModelParameters) -> None:
     send_answer(digests, uncovered + [name for name in missing if name not in SHARED], where, key)
 
 
-def _read(parameters: ModelParameters, content: Iterable[tuple[Any, ...]], buffer: torch.Tensor) -> Whole:
-    """Copy what lies in a buffer to where it belongs; gives what is whole."""
+def _read(
+    parameters: ModelParameters, content: Iterable[tuple[Any, ...]], buffer: torch.Tensor, *, checked: bool = False
+) -> Whole:
+    """Copy what lies in a buffer to where it belongs; gives what is whole. `checked`: its digests will be asked for."""
     whole, boxes = [], []
     for *place, dtype, start, stop in content:
         held = SliceKey(*place)
@@ -215,16 +217,18 @@ def _read(parameters: ModelParameters, content: Iterable[tuple[Any, ...]], buffe
             whole.append((held.tensor, values))
         else:
             _received.forget(held)
-            boxes.append((box(parameters, held), values))
-    in_threads(lambda number: _write(*boxes[number]), [values for _, values in boxes])
+            boxes.append((held, box(parameters, held), values))
+    in_threads(lambda number: _write(*boxes[number], checked=checked), [values for *_, values in boxes])
     return whole
 
 
-def _write(to: torch.Tensor, values: torch.Tensor) -> None:
-    if to.dtype == values.dtype:
-        copy(to, values)
-    else:
+def _write(held: SliceKey, to: torch.Tensor, values: torch.Tensor, *, checked: bool) -> None:
+    if to.dtype != values.dtype:
         to.copy_(values)
+    elif checked and to.is_contiguous() and not to.is_cuda:
+        _received.copy(held, to, values)
+    else:
+        copy(to, values)
 
 
 COPIED_BYTES = 64 * 2**20
@@ -247,7 +251,7 @@ def _join(parameters: ModelParameters, group: tuple[Any, ...], rank: int) -> Non
 
 
 def _receive(
-    parameters: ModelParameters, name: str, sender: int, call: int, rank: int, options: dict[str, bool], content: Iterable[Any]
+    parameters: ModelParameters, name: str, sender: int, call: int, rank: int, options: dict[str, Any], content: Iterable[Any]
 ) -> Whole:
     """Take what a sender sends to where it belongs; gives what is whole."""
     known, store, groups = _groups[name]
@@ -261,7 +265,7 @@ def _receive(
         work, values, message, in_place = under_way.popleft()
         work.wait()
         if not in_place:
-            whole.extend(_read(parameters, message, values))
+            whole.extend(_read(parameters, message, values, checked=options["checked"]))
             return values.nbytes
         if options["checked"] and not values.is_cuda:
             hashed.append(hasher.submit(_received.hash, _held(message[0]), values))
@@ -291,7 +295,13 @@ _readers: dict[Store, tuple[RemoteReader, torch.distributed.TCPStore]] = {}
 
 
 def _read_by_rdma(
-    model: Any, parameters: ModelParameters, source: tuple[Any, ...], where: Store, key: str, timeout_s: float, parts: Any
+    model: Any,
+    parameters: ModelParameters,
+    source: tuple[Any, ...],
+    where: Store,
+    key: str,
+    options: dict[str, Any],
+    parts: Any,
 ) -> list[Any]:
     """Read what is this rank's of a sender's buffer to where it belongs; gives the pieces that came."""
     if where not in _readers:
@@ -301,8 +311,8 @@ def _read_by_rdma(
     ranges = [[ByteRange(*one) for one in of_part] for of_part, _ in parts]
     came, why = [], ""
     try:
-        for window, (_, pieces) in zip(reader.read(Readable(*source), ranges, timeout_s), parts, strict=True):
-            _load_whole(model, _read(parameters, pieces, window))
+        for window, (_, pieces) in zip(reader.read(Readable(*source), ranges, options["timeout_s"]), parts, strict=True):
+            _load_whole(model, _read(parameters, pieces, window, checked=options["checked"]))
             came += pieces
     except EngineError as error:
         why = str(error)

@@ -204,7 +204,8 @@ class ReadSender(_ServerSender):
                 continue
             keys.append(f"{source.agent}/read/{call}/{rank}")
             parts = parts_to_read(specs, READ_BYTES[staged.buffer.device.type])
-            payloads.append(serialize(reading(source, self.endpoint.store, keys[-1], self.timeout_s, parts)))
+            told = reading(source, self.endpoint.store, keys[-1], self.timeout_s, parts, checked=staged.checked)
+            payloads.append(serialize(told))
         loading = _CallUnderWay(self.endpoint, *_update(self.endpoint, payloads), self.timeout_s)
         while not loading.ended_within(POLL_S):
             staged.memory.progress()

@@ -79,7 +79,7 @@ class StagedSlices:
         # a rank that is sent nothing may be on another machine, where it could not open the buffer
         if self.buffer.is_cuda:
             return [serialize(opening(shared(self.buffer), specs) if specs else []) for specs in of_ranks]
-        return [serialize([((self.name, specs), self.buffer)] if specs else []) for specs in of_ranks]
+        return [serialize([((self.name, (specs, self.checked)), self.buffer)] if specs else []) for specs in of_ranks]
 
     def specs(self, ranks: int) -> list[list[Spec]]:
         """By rank of the engine, what it takes of the buffer."""
@@ -100,7 +100,7 @@ class SharedSlices(StagedSlices):
             block = torch.empty(0, dtype=torch.uint8).set_(pieces[0].tensor.untyped_storage())
             for rank, specs in enumerate(_specs(pieces, block, ranks)):
                 if specs:
-                    of_ranks[rank].append(((f"{self.name}@{address}", specs), block))
+                    of_ranks[rank].append(((f"{self.name}@{address}", (specs, self.checked)), block))
         return [serialize(content) for content in of_ranks]
 
 

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megarl.models.int4 import packed, quantise_rows
 from megarl.reshard.rank_plan import SliceKey, WeightSlice
+from megarl.weight_sync import sglang_loader
 from megarl.weight_sync.checksums import digest
 from megarl.weight_sync.draft_weights import draft_name
 from megarl.weight_sync.payloads import checking, read_answer
@@ -51,9 +53,10 @@ class Model:
         self.derived.append({name: self.parameters[name].detach().clone() for name in names})
 
 
-def send(model: Model, *pieces: WeightSlice, rank: int = 0) -> None:
-    """One load, as its payload for `rank` holds it."""
+def send(model: Model, *pieces: WeightSlice, rank: int = 0, checked: bool = False) -> None:
+    """One load, as its payload for `rank` holds it; `checked`: its digests will be asked for."""
     staged = Staging(1).stage(pieces)
+    staged.checked = checked
     load(
         model,
         pickle.loads(base64.b64decode(staged.payloads(1 + max(rank, *(piece.held.engine_rank for piece in pieces)))[rank])),
@@ -269,6 +272,33 @@ def asked(model: Model, *boxes: SliceKey, dtype: str = "float32") -> tuple[list[
     question = checking([(box, dtype) for box in boxes], ("127.0.0.1", store.port), "rank 0")
     load(model, pickle.loads(base64.b64decode(serialize(question))))
     return read_answer(store.get("rank 0"))
+
+
+def test_digests_of_whole_rows_are_taken_as_they_are_copied_unless_something_else_writes_after() -> None:
+    model = Model(x__self_attn__qkv_proj__weight=(8, 6), x__norm__weight=(4,), x__o_proj__weight=(3, 6))
+    q, k, norm = torch.randn(4, 6), torch.randn(2, 6), torch.randn(4)
+    half = WeightSlice(SliceKey("x.o_proj.weight", 0, 3, 0, 3, 3, 3), torch.randn(3, 3))  # columns
+    wide = slice_of("x.self_attn.v_proj.weight", torch.randn(2, 6).bfloat16())
+    named = (("self_attn.q_proj", q), ("self_attn.k_proj", k), ("norm", norm))
+    rows = [slice_of(f"x.{name}.weight", values) for name, values in named]
+    pieces = [*rows, half, wide]
+
+    def found(**given: bool) -> tuple[list[str], int]:
+        send(model, *pieces, **given)
+        with mock.patch.object(sglang_loader, "digest", side_effect=digest) as read:
+            return asked(model, *(piece.held for piece in pieces))[0], read.call_count
+
+    wanted = [digest(values) for values in (q, k, norm, half.tensor, wide.tensor.float())]
+    assert found(checked=True) == (wanted, 2)  # columns, and what the engine holds in another dtype, are read
+    assert found() == (wanted, 5)
+    send(model, *pieces, checked=True)
+    send(model, slice_of("x.self_attn.k_proj.weight", -k))  # again, without a digest
+    assert asked(model, *(piece.held for piece in pieces))[0] == [wanted[0], digest(-k), *wanted[2:]]
+    send(model, *pieces, checked=True)
+    send(model, WeightSlice(SliceKey.whole("x.other.weight", k), k))  # by the model's own loader, which may write anywhere
+    with torch.no_grad():
+        model.parameters["x.norm.weight"] += 1
+    assert asked(model, *(piece.held for piece in pieces))[0][2] == digest(norm + 1)
 
 
 def test_digests_are_of_what_the_parameters_hold_now_and_what_no_box_covers_is_named() -> None:

@@ -101,7 +101,7 @@ def test_each_rank_of_an_engine_is_told_of_its_own_pieces_only() -> None:
     first, second, third = pieces(tensors)
     of_ranks = [first, WeightSlice(second.held._replace(engine_rank=1), second.tensor), third]
     payloads = [pickle.loads(base64.b64decode(one)) for one in Staging(name="2").stage(of_ranks).payloads(3)]
-    told = [[spec[0] for (_, specs), _ in payload for spec in specs] for payload in payloads]
+    told = [[spec[0] for (_, (specs, _)), _ in payload for spec in specs] for payload in payloads]
     assert told == [["a.weight", "c.bias"], ["b.weight"], []]
 
 
