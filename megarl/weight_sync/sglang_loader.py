@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -268,25 +267,21 @@ def _receive(
             whole.extend(_read(parameters, message, values, checked=options["checked"]))
             return values.nbytes
         if options["checked"] and not values.is_cuda:
-            hashed.append(hasher.submit(_received.hash, _held(message[0]), values))
+            _received.hash(_held(message[0]), values)  # while the next ones come
         else:
             _received.forget(_held(message[0]))
         return 0
 
-    hashed: list[Future[None]] = []
-    with ThreadPoolExecutor(1) as hasher:  # while the next ones come; it has no thread before there is something to hash
-        for message in content:
-            in_place = _in_place(parameters, message)
-            values = torch.empty(message[-1][-1], dtype=torch.uint8, device=device) if in_place is None else in_place
-            work = start_receiving(values, turns.group_for(values.nbytes), sender)
-            under_way.append((work, values, message, in_place is not None))
-            copied += values.nbytes if in_place is None else 0
-            while copied > COPIED_BYTES:
-                copied -= finish_one()
-        while under_way:
-            finish_one()
-    for done in hashed:
-        done.result()
+    for message in content:
+        in_place = _in_place(parameters, message)
+        values = torch.empty(message[-1][-1], dtype=torch.uint8, device=device) if in_place is None else in_place
+        work = start_receiving(values, turns.group_for(values.nbytes), sender)
+        under_way.append((work, values, message, in_place is not None))
+        copied += values.nbytes if in_place is None else 0
+        while copied > COPIED_BYTES:
+            copied -= finish_one()
+    while under_way:
+        finish_one()
     return whole
 
 

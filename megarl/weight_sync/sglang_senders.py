@@ -378,7 +378,7 @@ class GroupSender(_ServerSender):
                     sending, of_copy = under_way.popleft()
                     sending.wait()
                     nbytes, copied = nbytes - sending.nbytes, copied - of_copy
-        for sending, _ in under_way:
+        for sending, _ in reversed(under_way):  # those before the last ones have then arrived, and need no waking up
             sending.wait()
 
     def close(self) -> None:
