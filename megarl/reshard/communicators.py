@@ -1,6 +1,6 @@
 """The process groups of a run whose weights travel over them: how many each training rank is in, and whether that is too many.
 
-Each engine has one, of all ranks that send to it and its own (`weight_sync/engine_group.py`).
+Each engine has one, of all ranks that send to it and its own; under Gloo there are two of it (`weight_sync/engine_group.py`).
 """
 
 from __future__ import annotations
