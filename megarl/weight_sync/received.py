@@ -19,32 +19,32 @@ class ReceivedDigests:
     """
 
     def __init__(self) -> None:
-        self._taken: dict[SliceKey, str] = {}
-        self.boxes: dict[SliceKey, torch.Tensor] = {}
-        """What the digests are of: to find a box among the parameters takes longer than to hash a small one."""
+        self._taken: dict[SliceKey, tuple[torch.Tensor, str]] = {}
 
     def hash(self, held: SliceKey, values: torch.Tensor) -> None:
         """Take the digest of a box, `values` of a parameter."""
-        self._taken[held], self.boxes[held] = digest(values), values
+        self._taken[held] = values, digest(values)
 
     def copy(self, held: SliceKey, to: torch.Tensor, values: torch.Tensor) -> None:
         """Copy values of the same dtype into a box, which is contiguous and on a CPU, and take its digest on the way."""
-        self._taken[held], self.boxes[held] = copy_hashed(to, values), to
+        self._taken[held] = to, copy_hashed(to, values)
+
+    def boxes(self) -> dict[SliceKey, torch.Tensor]:
+        """What the digests are of: to find a box among the parameters takes longer than to hash a small one."""
+        return {held: box for held, (box, _) in self._taken.items()}
 
     def forget(self, held: SliceKey) -> None:
         """The box is written again."""
         self._taken.pop(held, None)
-        self.boxes.pop(held, None)
 
     def forget_all(self) -> None:
         """Something else may have written into the parameters."""
         self._taken.clear()
-        self.boxes.clear()
 
     def take(self, boxes: Sequence[tuple[SliceKey, torch.Tensor]]) -> dict[SliceKey, str]:
         """The digests that hold of some of these boxes, which are all of an update; forgets them."""
         known = [held for (held, _), alone in zip(boxes, _alone([to for _, to in boxes]), strict=True) if alone]
-        taken = {held: self._taken[held] for held in known if held in self._taken}
+        taken = {held: self._taken[held][1] for held in known if held in self._taken}
         self.forget_all()
         return taken
 

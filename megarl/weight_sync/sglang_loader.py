@@ -432,7 +432,7 @@ def _digests(
     weights_too = not all(is_adapter_tensor(place[0]) for place, _ in boxes)
     filled: dict[str, list[torch.Tensor]] = {name: [] for name in tensors if weights_too or is_adapter_tensor(name)}
     held = [SliceKey(*place) for place, _ in boxes]
-    came = received.boxes if received is not None else {}
+    came = received.boxes() if received is not None else {}
     read = [came[one] if one in came else box(parameters, one) for one in held]
     for one, values in zip(held, read, strict=True):
         filled[engine_name(parameters, one.tensor)[0]].append(values)
