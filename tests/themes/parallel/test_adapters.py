@@ -16,9 +16,9 @@ from tests.themes.parallel.worlds import LAYOUTS, layout_for, units
 from tests.world import World
 
 SPREADS = {"kimi_k2": 0.05, "qwen3_next": 0.06}
-"""Of the random values, where gradients of single experts nearly vanish: with those of the other families peft's own float32 is
-up to 5.6e-6 from its float64, with these 4e-6. How far float32 is off depends on the processor: with the first choice for
-qwen3_next, 0.04, up to 1.1e-5 for some layouts on one with AVX-512, with this one up to 8.9e-6 with AVX-512, AVX2 and SSE4."""
+"""Of the random values, where gradients of single experts nearly vanish: how far float32 is off these then depends on the
+processor. For qwen3_next with 0.04 it was up to 1.1e-5 in some layouts with AVX-512 (peft's own up to 6.4e-6 with AVX-512, AVX2
+or SSE4), with this one up to 8.9e-6 with any of them (peft's own 5.6e-6). kimi_k2's makes peft's own 4e-6."""
 
 
 @pytest.fixture(scope="module")
