@@ -196,9 +196,11 @@ def share_embedding(chunks: Sequence[Any]) -> None:
     cores: list[Any] = [unwrap_model(chunk) for chunk in chunks]
     if parallel_state.get_pipeline_model_parallel_world_size() == 1 or cores[0].share_embeddings_and_output_weights:
         return
-    if not parallel_state.is_rank_in_embedding_group():
+    # is_rank_in_embedding_group would ask a list that destroy_model_parallel leaves behind
+    group = parallel_state.get_embedding_group(check_initialized=False)
+    if group is None:
         return
-    group, prediction = parallel_state.get_embedding_group(), prediction_of(chunks)
+    prediction = prediction_of(chunks)
     table = prediction.embedding if prediction is not None else _table(cores[0]).detach()
     torch.distributed.broadcast(table, torch.distributed.get_process_group_ranks(group)[0], group=group)
 

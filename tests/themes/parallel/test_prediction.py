@@ -166,6 +166,15 @@ def test_tokens_with_fewer_than_two_before_them_are_not_predicted(
     check(expected, parity_world.call(*arguments, size=LAYOUTS[layout].world_size), ("soft",))
 
 
+def test_a_stage_in_the_middle_takes_no_part_in_the_embedding_though_its_process_was_the_last_stage_before(
+    parity_world: World, reference: Callable[[str], dict[str, Any]]
+) -> None:
+    expected = reference("glm4_moe")
+    for layout in (Layout(pp=2), Layout(pp=4)):
+        arguments = (run_predicting, expected["folder"], layout, units(), ("hard",), ("packed",))
+        check(expected, parity_world.call(*arguments, size=layout.world_size), ("hard",), layout)
+
+
 def test_a_folder_without_the_layer_is_refused_where_it_is_to_be_trained(parity_world: World, tmp_path: Path) -> None:
     build_folder("qwen3_5", tmp_path / "bare")
     with pytest.raises(WorldFailure, match=r"policy\.mtp\.train is true, but '.*bare' has no tensors of a layer"):
