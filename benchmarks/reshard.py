@@ -40,11 +40,11 @@ from megarl.config.layout import Layout
 from megarl.models.hf_folder import HFFolder
 from megarl.models.weight_tensors import shard_from_hf
 from megarl.platform.shared_memory import share, sharing_by_file
-from megarl.reshard.plan import LOAD_BYTES
-from megarl.reshard.rank_plan import RankPlan
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
-from megarl.weight_sync.pusher import Pusher
+from megarl.weights.plan import LOAD_BYTES
+from megarl.weights.pusher import Pusher
+from megarl.weights.rank_plan import RankPlan
 from megarl.workers.senders import Membership, open_sender, plans_for
 
 REAL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"

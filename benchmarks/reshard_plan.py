@@ -22,10 +22,10 @@ from typing import Any
 
 from megarl.config.layout import Layout
 from megarl.models.registry import load_hf_config
-from megarl.reshard.cost import ClusterRates, cost_of
-from megarl.reshard.plan import plan_reshard
-from megarl.reshard.targets import EngineTarget
-from megarl.reshard.verify import verify
+from megarl.weights.cost import ClusterRates, cost_of
+from megarl.weights.plan import plan_reshard
+from megarl.weights.sglang_targets import EngineTarget
+from megarl.weights.verify import verify
 
 MODELS = Path(__file__).resolve().parent.parent / "examples/models"
 CASES = {

@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seeds", type=int, default=1)
     given = parser.parse_args()
-    from megarl.convert.new_layer import add_layer
+    from megarl.options.prediction.new_layer import add_layer
     from tests.families import build_folder
     from tests.predicting import build_predicting
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megarl.models.hf_folder import HFFolder
-from megarl.models.lora import LORA_A, LORA_B, Lora, layer_shapes
 from megarl.models.registry import architecture_for
+from megarl.options.lora.weight_map import LORA_A, LORA_B, Lora, layer_shapes
 
 LORA = Lora(rank=3, alpha=5.0)
 """A rank that no number of ranks divides."""

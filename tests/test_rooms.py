@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megarl.algorithms.catalogue import ESTIMATORS
+from megarl.option_list import OPTIONS
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted([*(ROOT / "megarl").rglob("*.py"), *(ROOT / "tools").rglob("*.py")])
@@ -166,12 +167,19 @@ def room_of(module: str) -> str:
     return module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
 
 
+def option_of(module: str) -> str:
+    """The option that a module or room belongs to; empty: none."""
+    return module.split(".")[2] if module.startswith("megarl.options.") else ""
+
+
 def rooms(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
     """The same between folders; a folder and one inside it are no two rooms, and the package's own face is none."""
     found: dict[str, set[str]] = defaultdict(set)
     for module, others in graph.items():
         here = room_of(module)
         for there in map(room_of, others):
+            if option_of(there) != option_of(here) and option_of(there):
+                continue  # counted by `test_only_these_imports_of_options_are_left`
             nested = f"{here}.".startswith(f"{there}.") or f"{there}.".startswith(f"{here}.")
             if not nested and "megarl" not in (here, there):
                 found[here].add(there)
@@ -184,6 +192,41 @@ def test_nothing_is_imported_in_a_circle() -> None:
     assert circle(graph) == []
     assert circle(rooms(graph)) == []
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) != []
+
+
+IMPORTS_OF_OPTIONS: dict[str, int] = {
+    "pictures": 93,
+    "lora": 36,
+    "prediction": 24,
+    "routing_replay": 21,
+    "shared_prefixes": 7,
+    "few_bits": 20,
+    "linear_attention": 10,
+    "agents": 6,
+    "sandboxes": 5,
+    "tools": 6,
+    "environments": 3,
+    "lending": 5,
+    "transports": 14,
+    "distillation": 4,
+    "online_pairs": 1,
+    "ptx": 1,
+    "curriculum": 2,
+    "reward_model": 1,
+    "mirror": 1,
+    "telemetry": 7,
+}
+"""For each option how many imports of it there are from outside; they are to go. Lower a number when it falls."""
+
+
+def test_only_these_imports_of_options_are_left() -> None:
+    counts = dict.fromkeys(OPTIONS, 0)
+    for module, path in MODULES.items():
+        for option in (option_of(other) for other in imported(path)):
+            if option and option != option_of(module):
+                counts[option] += 1
+    assert {name: count for name, count in counts.items() if count > IMPORTS_OF_OPTIONS[name]} == {}
+    assert IMPORTS_OF_OPTIONS.keys() == {*OPTIONS}
 
 
 def test_a_name_of_a_class_stands_for_one_thing() -> None:

@@ -125,8 +125,8 @@ def _export(arguments: argparse.Namespace) -> int:
 
     Of a run that trains adapters it is a PEFT folder.
     """
-    from megarl.convert.adapters import export_adapters
     from megarl.convert.plan import plan_hf
+    from megarl.options.lora.convert import export_adapters
 
     source = _open_dist(arguments, adapters=True)
     if source.holds_adapters:
@@ -145,8 +145,8 @@ def _reshard(arguments: argparse.Namespace) -> int:
 
 def _merge(arguments: argparse.Namespace) -> int:
     """Write a model with low-rank adapters (LoRA) added to its weights; they keep their dtypes."""
-    from megarl.convert.merge import merge_adapters
     from megarl.models.from_hub import model_in
+    from megarl.options.lora.merge import merge_adapters
 
     layers = merge_adapters(model_in(arguments.base, "--base"), arguments.adapter, arguments.out)
     print(f"{layers:,} adapters of {arguments.adapter} merged into {arguments.out}")
@@ -155,8 +155,8 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 def _add_draft(arguments: argparse.Namespace) -> int:
     """Write a Hugging Face folder again with a new layer for multi-token prediction, to be trained by policy.mtp.train."""
-    from megarl.convert.new_layer import add_layer
     from megarl.models.from_hub import model_in
+    from megarl.options.prediction.new_layer import add_layer
 
     add_layer(model_in(arguments.source, "HF"), arguments.target)
     print(f"{arguments.target}: the model of {arguments.source} with a new layer for multi-token prediction")

@@ -44,9 +44,9 @@ def add_episodes(
 
 def _try(arguments: argparse.Namespace, console: Console) -> int:
     from megarl.config import load_config
-    from megarl.data.picture_reader import open_pictures
     from megarl.data.tokenize import PromptBuilder, load_tokenizer
     from megarl.models.from_hub import models_here
+    from megarl.options.pictures.picture_reader import open_pictures
     from megarl.rewards import build_rewards
     from megarl.rollout.episodes import open_episodes
     from megarl.rollout.episodes.scripted import ScriptedTurns
@@ -82,7 +82,7 @@ def _try(arguments: argparse.Namespace, console: Console) -> int:
 
 def _turns(sample: Sample, said: int) -> list[tuple[str, str]]:
     """Who said what; behind the policy's first `said` turns nothing was left to be said."""
-    from megarl.observe.pictures import turn_texts
+    from megarl.options.pictures.shown import turn_texts
 
     texts = turn_texts(asdict(sample)) or [f"assistant: {sample.response_text}"]
     rows, own = [], 0

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from megarl.config import Config
-    from megarl.reshard.cost import Cost
-    from megarl.reshard.plan import ReshardPlan
-    from megarl.reshard.verify import Proof
+    from megarl.weights.cost import Cost
+    from megarl.weights.plan import ReshardPlan
+    from megarl.weights.verify import Proof
 
 NO_COMMUNICATORS = {"shared_memory": "none: engines open what is staged", "rdma": "none: engines read what is staged"}
 """By transport, what is said where no process group is made."""
@@ -153,10 +153,10 @@ def _reshard(arguments: argparse.Namespace, console: Console) -> int:
     from megarl.config import load_config
     from megarl.models.check_layouts import check_models
     from megarl.models.from_hub import models_here
-    from megarl.reshard.communicators import check_communicators
-    from megarl.reshard.cost import ClusterRates, cost_of
-    from megarl.reshard.run_plan import plan_of_run
-    from megarl.reshard.verify import verify
+    from megarl.weights.communicators import check_communicators
+    from megarl.weights.cost import ClusterRates, cost_of
+    from megarl.weights.run_plan import plan_of_run
+    from megarl.weights.verify import verify
 
     config = models_here(load_config(arguments.config, arguments.overrides), weights=False)
     check_models(config)
@@ -179,7 +179,7 @@ def _placement(arguments: argparse.Namespace, console: Console) -> int:
     from rich.table import Table
 
     from megarl.config import load_any
-    from megarl.reshard.placement import PlacementRequest, place, planned_bundles
+    from megarl.weights.placement import PlacementRequest, place, planned_bundles
 
     size = 8 if arguments.gpus_per_node is None else arguments.gpus_per_node
     if size < 1:
@@ -203,7 +203,7 @@ def _placement(arguments: argparse.Namespace, console: Console) -> int:
 def _facts(config: Config, plan: ReshardPlan, proof: Proof, cost: Cost, seconds: float) -> Table:
     from rich.table import Table
 
-    from megarl.reshard.verify import stated
+    from megarl.weights.verify import stated
 
     layout, target, bound = plan.layout, plan.target, cost.bound
     placed = "on the trainer's GPUs" if config.resources.placement == "colocated" else "on nodes of their own"
@@ -246,7 +246,7 @@ def _links(cost: Cost) -> Table:
 
 
 def _communicators(plan: ReshardPlan) -> str:
-    from megarl.reshard.communicators import Communicators
+    from megarl.weights.communicators import Communicators
 
     found = Communicators.of(plan)
     least, most = found.of_a_rank

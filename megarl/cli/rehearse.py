@@ -100,7 +100,7 @@ def _members(ranks: list[int]) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    from megarl.reshard.placement import ranges
+    from megarl.weights.placement import ranges
 
     return ranges(numbers)
 

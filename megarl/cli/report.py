@@ -150,8 +150,8 @@ def _samples(arguments: argparse.Namespace, console: Console) -> int:
     from rich.text import Text
 
     from megarl.observe.chat import printable
-    from megarl.observe.pictures import describe_media, shown_media, turn_texts
     from megarl.observe.run_record import reward_of
+    from megarl.options.pictures.shown import describe_media, shown_media, turn_texts
 
     (run,) = _read(arguments.runs)
     wanted, text = list(run.samples), arguments.grep.lower()

@@ -166,7 +166,7 @@ def _submit_ray(arguments: argparse.Namespace) -> int:
     from megarl.launch.cluster_profile import ClusterProfile
     from megarl.launch.job import plan_job
     from megarl.launch.submit import ray_job
-    from megarl.reshard.placement import PlacementRequest
+    from megarl.weights.placement import PlacementRequest
 
     # the cluster is there already: what it has is for Ray to say, when the run asks for its places
     job = plan_job(arguments.config, arguments.overrides, ClusterProfile(nodes=1, gpus_per_node=0, places_per_node=2**20))

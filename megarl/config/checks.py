@@ -10,12 +10,10 @@ from pathlib import Path, PurePosixPath
 
 from megarl.config.algorithm_checks import check_algorithm
 from megarl.config.batch import batch_arithmetic
-from megarl.config.distillation_checks import check_distillation
 from megarl.config.evaluations import check_evaluations
 from megarl.config.fp8 import check_fp8
 from megarl.config.guard_rules import parse_guards
 from megarl.config.layout import closest, divisors
-from megarl.config.lora_checks import check_lora
 from megarl.config.megatron_options import check_megatron_sections
 from megarl.config.profile import check_profile
 from megarl.config.rollout_checks import check_rollout
@@ -32,8 +30,10 @@ from megarl.config.sections import (
     weight_at,
 )
 from megarl.config.supervised import OBJECTIVE_FIELDS, PAIR_LOSSES, ObjectiveConfig, SupervisedConfig
-from megarl.config.trackers import check_trackers
 from megarl.errors import ConfigError
+from megarl.options.distillation.checks import check_distillation
+from megarl.options.lora.checks import check_lora
+from megarl.options.telemetry.config import check_trackers
 from megarl.system.user_code import FORMS
 
 PROCEDURAL_ROWS = 1000

@@ -31,7 +31,7 @@ from megarl.config.sections import (
     TeacherConfig,
     reward_labels,
 )
-from megarl.config.trackers import TrackersConfig
+from megarl.options.telemetry.config import TrackersConfig
 
 
 class Config(Questions):

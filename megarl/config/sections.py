@@ -14,10 +14,10 @@ from pydantic import Field, model_validator
 
 from megarl.config.guard_rules import GuardConfig
 from megarl.config.layout_section import LayoutConfig
-from megarl.config.lora import LoraConfig, PolicyLoraConfig
 from megarl.config.optimizer import OptimizerConfig
 from megarl.config.presets import Fp8Format, Fp8RecipeName, ModelPart
 from megarl.config.section import ClassPath, Count, Decay, Fraction, NonNegative, Positive, Seconds, Section
+from megarl.options.lora.config import LoraConfig, PolicyLoraConfig
 
 HELD_OUT_ROWS, HELD_OUT_SEED = 200, 1_000_000
 """`limit` and `seed` of held-out rows that are generated: they keep clear of the training rows."""

@@ -20,7 +20,7 @@ from megarl.config.sections import (
     RunConfig,
     SourceConfig,
 )
-from megarl.config.trackers import TrackersConfig
+from megarl.options.telemetry.config import TrackersConfig
 
 PAIR_PREFERENCES = ("dpo", "cdpo", "robust_dpo", "ipo", "apo_zero", "apo_down", "bco_pair", "simpo", "orpo")
 LABELLED_LOSSES = ("kto", "bco")

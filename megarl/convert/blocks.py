@@ -16,10 +16,10 @@ import xxhash
 from torch import Tensor
 
 from megarl.errors import CheckpointError
-from megarl.models import mxfp4
 from megarl.models.packings import FP8_BLOCK
-from megarl.models.quantised_tensors import dequantised, shape_tensor, stored_rows
-from megarl.models.weight_formats import PER_WORD, WeightFormat
+from megarl.options.few_bits import mxfp4
+from megarl.options.few_bits.formats import PER_WORD, WeightFormat
+from megarl.options.few_bits.tensors import dequantised, shape_tensor, stored_rows
 
 BLOCK_BYTES = 2**20
 """What is read at a time: small enough to be hashed and written from the cache of one core."""
@@ -42,7 +42,7 @@ class Matrix:
     """A tensor on disk: its first axis are the rows, all others the columns.
 
     Of one that is stored in a `format` of few bits, `beside` are its scales, and of INT4 its shape. With `exponents` it is
-    MXFP4 (`models/mxfp4.py`): a byte holds two values, and 32 values of a row have one exponent.
+    MXFP4 (`options/few_bits/mxfp4.py`): a byte holds two values, and 32 values of a row have one exponent.
     """
 
     name: str

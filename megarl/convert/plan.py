@@ -28,9 +28,9 @@ from megarl.models.hf_fields import without_prediction_layers
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, copy_companions
 from megarl.models.packings import FP8_BLOCK, Copy, padded_vocab
 from megarl.models.safetensors_layout import header_and_entries
-from megarl.models.weight_formats import FP8, INT4_GROUPS, MXFP8, WeightFormat, check_format, int4
 from megarl.models.weight_map import PREDICTION
 from megarl.models.weight_tensors import kept_dtype
+from megarl.options.few_bits.formats import FP8, INT4_GROUPS, MXFP8, WeightFormat, check_format, int4
 
 RECORD = "megarl_conversion.json"
 """What a converted folder says of itself: where it came from, its layout, and the checksum of every tensor written."""

@@ -35,16 +35,16 @@ from megarl.models.fused_experts import FusedExperts
 from megarl.models.fused_rows import FusedRows
 from megarl.models.hf_fields import without_mxfp4, without_prediction_layers
 from megarl.models.hf_folder import HFFolder, fused_of
-from megarl.models.lora import IN_CHECKPOINTS
-from megarl.models.mxfp4 import BLOCKS, SCALES
 from megarl.models.packings import Copy
-from megarl.models.quantised_tensors import main_suffix, scale_suffix
 from megarl.models.registry import load_hf_config, sequence_classifier
 from megarl.models.safetensors_layout import Entry
-from megarl.models.vision import TOWER
-from megarl.models.weight_formats import FP8, WeightFormat, stored_format
 from megarl.models.weight_map import PREDICTION, BoundRule, WeightMap
 from megarl.models.weight_tensors import kept_dtype
+from megarl.options.few_bits.formats import FP8, WeightFormat, stored_format
+from megarl.options.few_bits.mxfp4 import BLOCKS, SCALES
+from megarl.options.few_bits.tensors import main_suffix, scale_suffix
+from megarl.options.lora.weight_map import IN_CHECKPOINTS
+from megarl.options.pictures.vision import TOWER
 
 HF_SUBFOLDER = "hf"
 """Where a distributed checkpoint keeps config.json, tokenizer and the like."""

@@ -18,15 +18,15 @@ from rich.text import Text
 from megarl.config import AnyConfig
 from megarl.config.sections import DataConfig, PictureFields, SourceConfig
 from megarl.data.chat import special_tokens
-from megarl.data.media import Media
-from megarl.data.picture_reader import PictureReader, open_pictures
-from megarl.data.picture_rules import sees
 from megarl.data.prompts import load_rows, rows_of
 from megarl.data.rows import Origin, Row
 from megarl.data.sample import Prompt
 from megarl.data.supervised import CONVERSATIONS, Kind, SupervisedBuilder, SupervisedSettings, kind_of_rows
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import DataError
+from megarl.options.pictures.media import Media
+from megarl.options.pictures.picture_reader import PictureReader, open_pictures
+from megarl.options.pictures.picture_rules import sees
 
 STYLES = {"trained": "bold green", "not trained": "dim", "special": "magenta", "trained special": "bold magenta underline"}
 

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from megarl.data.drafts import NO_DRAFTS, DraftCounts
-from megarl.data.media import Media
 from megarl.data.prefills import NO_PREFILLS, PrefillCounts
-from megarl.data.routes import Routes, from_json, to_json
+from megarl.options.pictures.media import Media
+from megarl.options.prediction.drafts import NO_DRAFTS, DraftCounts
+from megarl.options.routing_replay.routes import Routes, from_json, to_json
 
 FORMER_FIELDS = ("data_source",)
 """Fields that earlier versions wrote, and nobody read."""
@@ -56,7 +56,8 @@ class Sample:
     `media` are the pictures of the prompt, and behind them those that were told between turns; a place counts the ids of prompt
     and response together. In `turns` a content with pictures is a list of parts, each picture by the path of its kept file.
     `branch_of` is the id of the first branch of its episode, where the sample is a further one (`data/branches.py`).
-    `routes` are the experts that the engine chose for each token of prompt and response (`data/routes.py`); None: not known.
+    `routes` are the experts that the engine chose for each token of prompt and response
+    (`options/routing_replay/routes.py`); None: not known.
     `drafts`: what speculative decoding did for it, in all turns; `prefill`: what engines were asked to go on from.
     """
 

@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from megarl.config.sections import CurriculumConfig, weight_at
-from megarl.data.curriculum import Curriculum, PassRates, PlaceOf
 from megarl.data.rows import Origin, RowPlace
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import CheckpointError, DataError
+from megarl.options.curriculum.curriculum import Curriculum, PassRates, PlaceOf
 
 Record = TypeVar("Record", Prompt, Sample)
 Weight = float | Mapping[int, float]

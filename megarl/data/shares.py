@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megarl.data.media import Media, Pixels
-from megarl.data.routes import Routes
 from megarl.data.stream import MicroBatch, Response, Unit
+from megarl.options.pictures.media import Media, Pixels
+from megarl.options.routing_replay.routes import Routes
 
 Integers = npt.NDArray[np.int64]
 

@@ -1,7 +1,8 @@
 """From prompts and responses to one token stream that a Megatron model can run, and back to responses.
 
 A *unit* is one prompt with the responses to it. Its prompt is laid into the stream once, and so is what several responses begin
-with (`data/prefix_tree.py`); each response attends to the tokens before its own, at the positions it would have alone, so the
+with (`options/shared_prefixes/prefix_tree.py`); each response attends to the tokens before its own, at the positions it
+would have alone, so the
 result is that of running prompt + response separately while what sequences share is computed a single time. The last token of a
 response predicts nothing and is left out, unless a role (a reward model) scores at the tokens themselves. Pure tensor code, one
 process.
@@ -21,9 +22,9 @@ import torch
 from torch import Tensor
 
 from megarl.data.answers import Answers
-from megarl.data.media import Media
-from megarl.data.prefix_tree import Node, common_prefixes, prefix_tree
-from megarl.data.stream_media import StreamMedia, laid_media
+from megarl.options.pictures.media import Media
+from megarl.options.pictures.stream_media import StreamMedia, laid_media
+from megarl.options.shared_prefixes.prefix_tree import Node, common_prefixes, prefix_tree
 
 SCORED_IDS = "scored_ids"
 """The column `[N, k]` of ids, as floats, whose log-probs a log-prob head gives beside that of the sampled token."""
@@ -56,7 +57,7 @@ class Response:
     (True where the policy sampled the token; only these get log-probs and loss). `columns` holds float `[L]` or
     `[L, k]` tensors by name (advantages, old log-probs, loss weights …). `media` are the pictures told between its turns, their
     places counted from its first token. `positions` int64 `[3, L]` are those of its tokens; None: they follow the prompt's one
-    by one. `routes` `[L, layers, k]` are the experts of its tokens (`data/routes.py`); None: not known.
+    by one. `routes` `[L, layers, k]` are the experts of its tokens (`options/routing_replay/routes.py`); None: not known.
     """
 
     index: int
@@ -73,7 +74,8 @@ class Unit:
     """A prompt (`prompt_ids` int64 `[P]`) and the responses computed with it.
 
     `media` are the pictures in it. `positions` int64 `[3, P]` are those of its tokens in time, height and width
-    (`models/positions.py`), which responses continue behind the largest if they have none of their own; None: each token's is
+    (`options/pictures/positions.py`), which responses continue behind the largest if they have none of their own; None:
+    each token's is
     its place. `routes` `[P, layers, k]` are the experts of its tokens; None: not known.
     """
 

@@ -16,12 +16,12 @@ from typing import Any, Literal, Self, get_args
 from megarl.config.sections import PictureFields
 from megarl.config.supervised import LABELLED_LOSSES, PAIR_LOSSES, TOKEN_LOSSES, SupervisedFields
 from megarl.data.chat import ChatMessage, ChatTemplate, RowTools, TrainedText, without_nulls
-from megarl.data.media import Media
-from megarl.data.picture_reader import PictureReader
-from megarl.data.placeholders import Showable
 from megarl.data.rows import Origin, Row, RowPlace, check_text, find_value, value_of
 from megarl.data.sample import Sample
 from megarl.errors import DataError, PictureError, nearest
+from megarl.options.pictures.media import Media
+from megarl.options.pictures.picture_reader import PictureReader
+from megarl.options.pictures.placeholders import Showable
 
 Kind = Literal["sft", "pairs", "kto", "steps"]
 """Responses or conversations; chosen and rejected; responses that are desirable or not; responses judged step by step."""

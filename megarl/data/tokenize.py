@@ -14,12 +14,12 @@ from typing import Any
 
 from megarl.config.sections import DataConfig
 from megarl.data.chat import ChatTemplate
-from megarl.data.picture_reader import PictureReader
-from megarl.data.picture_rules import load_processor_template
-from megarl.data.placeholders import Showable
 from megarl.data.rows import Origin, Row, RowPlace, check_text, value_of
 from megarl.data.sample import Prompt
 from megarl.errors import DataError, ModelError, PictureError, nearest
+from megarl.options.pictures.picture_reader import PictureReader
+from megarl.options.pictures.picture_rules import load_processor_template
+from megarl.options.pictures.placeholders import Showable
 
 
 def load_tokenizer(path: str) -> Any:

@@ -16,8 +16,8 @@ from megarl.models.from_hub import model_in, models_here
 from megarl.observe import read_metrics
 from megarl.planning.gpus import chosen_gpu
 from megarl.planning.plan import make_plan
-from megarl.reshard.placement import PlacementRequest, place, planned_bundles
 from megarl.system.hub import HubRepo
+from megarl.weights.placement import PlacementRequest, place, planned_bundles
 
 START_S = 120
 """Allowance for the nodes' checks, Ray, the engines and the model; a run's own start may take longer."""

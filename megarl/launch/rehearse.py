@@ -18,12 +18,12 @@ from megarl.config import AnyConfig
 from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import ConfigError
 from megarl.launch.small_run import small_run
+from megarl.options.transports.relay_plan import Machines
 from megarl.platform import REHEARSAL
-from megarl.reshard.communicators import Communicators
-from megarl.reshard.cost import ClusterRates, cost_of
-from megarl.reshard.placement import Placement, PlacementRequest, place, planned_bundles
-from megarl.reshard.relays import Machines
-from megarl.reshard.run_plan import check_transport, plan_of_run
+from megarl.weights.communicators import Communicators
+from megarl.weights.cost import ClusterRates, cost_of
+from megarl.weights.placement import Placement, PlacementRequest, place, planned_bundles
+from megarl.weights.run_plan import check_transport, plan_of_run
 
 MOST_PROCESSES = 32
 """Ranks and engines' ranks that are started, at most; of larger runs only the placement is shown."""

@@ -17,7 +17,7 @@ from megarl.config.load import parse_supervised_config
 from megarl.models.architecture import HFConfig
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.shrunk import chunk_layers, shrunk_config, shrunk_layout
-from megarl.reshard.run_plan import engine_target
+from megarl.weights.run_plan import engine_target
 
 STEPS = 2
 STEP = 0.01

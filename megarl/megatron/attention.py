@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from megarl.data.stream import PackedStream, Segment, StreamShard
-from megarl.megatron.recurrence import Recurrence
+from megarl.options.linear_attention.recurrence import Recurrence
 
 
 @dataclass

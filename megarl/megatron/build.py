@@ -13,26 +13,26 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.layout import Layout
-from megarl.data.media import PictureRules
-from megarl.data.picture_rules import load_picture_rules
-from megarl.data.pixels import Pictures
 from megarl.errors import ModelError
 from megarl.megatron import layer_specs
 from megarl.megatron.chosen_parameters import freeze
 from megarl.megatron.heads import LogProbHead, ValueHead
-from megarl.megatron.lora import AdapterSwitch, insert_adapters
 from megarl.megatron.model_config import DTYPES, ddp_config, fuses_gradient_accumulation, refused, transformer_config
 from megarl.megatron.options import ModelOptions
-from megarl.megatron.prediction import Prediction
 from megarl.megatron.rotary import set_rotary_embedding
-from megarl.megatron.rounded_experts import round_experts
-from megarl.megatron.seeing import SeeingModel, build_tower
-from megarl.megatron.segment_check import check_kernels
 from megarl.megatron.weights import role_map
 from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
-from megarl.models.vision import Vision
+from megarl.options.few_bits.rounded_experts import round_experts
+from megarl.options.lora.layers import AdapterSwitch, insert_adapters
+from megarl.options.pictures.media import PictureRules
+from megarl.options.pictures.picture_rules import load_picture_rules
+from megarl.options.pictures.pixels import Pictures
+from megarl.options.pictures.tower import SeeingModel, build_tower
+from megarl.options.pictures.vision import Vision
+from megarl.options.prediction.layer import Prediction
+from megarl.options.shared_prefixes.segment_check import check_kernels
 from megarl.platform import cuda_present
 
 LINEAR = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)

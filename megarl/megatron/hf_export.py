@@ -13,8 +13,8 @@ from megarl.megatron.model_config import DTYPES
 from megarl.megatron.rank_model import RankModel
 from megarl.models.hf_fields import without_mxfp4, without_prediction_layers
 from megarl.models.hf_folder import HFFolder, write_hf_folder
-from megarl.models.peft_folder import write_peft_folder
 from megarl.models.registry import architecture_for, sequence_classifier
+from megarl.options.lora.peft_folder import write_peft_folder
 
 
 def write_role(role: RankModel, folder: str, *, adapters: bool = False) -> None:

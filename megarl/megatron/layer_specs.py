@@ -27,17 +27,17 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megarl.errors import LayoutError
 from megarl.megatron.attention import ReferenceAttention
 from megarl.megatron.branches import BranchLayer
-from megarl.megatron.delta_net import GatedDeltaNet, GatedDeltaNetSubmodules, StateRule, fla_rule, plain_rule
 from megarl.megatron.latent_attention import LatentSelfAttention
 from megarl.megatron.model_config import has_experts
 from megarl.megatron.norms import KeyNorm, QueryNorm, ReferenceRMSNorm
 from megarl.megatron.rotary import RotarySetSelfAttention
-from megarl.megatron.seeing import DeepstackLayer
-from megarl.megatron.segment_attention import SegmentAttention
 from megarl.models.architecture import DecoderTraits
 from megarl.models.deepseek_v3 import LATENT_NORM_EPS
 from megarl.models.layer_ropes import LayerRope
 from megarl.models.windows import check_windows
+from megarl.options.linear_attention.layer import GatedDeltaNet, GatedDeltaNetSubmodules, StateRule, fla_rule, plain_rule
+from megarl.options.pictures.tower import DeepstackLayer
+from megarl.options.shared_prefixes.segment_attention import SegmentAttention
 
 PLAIN = DecoderTraits()
 

@@ -19,33 +19,33 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.data.answers import Answers
-from megarl.data.routes import RecordedRoutes, ReplayCounts
 from megarl.data.stream import MicroBatch, ScorePosition, TopK
 from megarl.errors import CheckpointError
 from megarl.megatron import scaling_state
 from megarl.megatron.box_reader import BoxReader, read_weights
 from megarl.megatron.build import build_model
 from megarl.megatron.global_names import global_tensors
-from megarl.megatron.lora import AdapterSwitch, trained_entries
 from megarl.megatron.moving_average import MovingAverage
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.optimizer_state import absent_elements, finish_moments, make_moments, moment_boxes, owned_boxes, step_of
 from megarl.megatron.options import ModelOptions, OptimizerOptions
-from megarl.megatron.prediction import MTP_LOSS
 from megarl.megatron.rng_state import initial_seed, reseed, restore_rng_state, sharded_rng_state
 from megarl.megatron.router_watch import RouterWatch
 from megarl.megatron.routers import Routers
-from megarl.megatron.routing_replay import RoutingReplay
-from megarl.megatron.seeing import SeeingModel
 from megarl.megatron.shards import Shards, objects_of, shards_of
 from megarl.megatron.step import LossFunction, PassProgress, forward, forward_backward
 from megarl.megatron.update_guard import WatchedLoss, refusal
 from megarl.megatron.weights import Quantiser, export_weights, load_weights, role_map
 from megarl.models.hf_folder import HFFolder
-from megarl.models.positions import with_positions
 from megarl.models.registry import architecture_for
 from megarl.models.weight_map import PREDICTION
 from megarl.observe.expert_load import EXPERTS
+from megarl.options.lora.layers import AdapterSwitch, trained_entries
+from megarl.options.pictures.positions import with_positions
+from megarl.options.pictures.tower import SeeingModel
+from megarl.options.prediction.layer import MTP_LOSS
+from megarl.options.routing_replay.replay import RoutingReplay
+from megarl.options.routing_replay.routes import RecordedRoutes, ReplayCounts
 from megarl.platform.deterministic import make_deterministic
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megarl.data.stream_sequences import TokenSequences
 from megarl.megatron.router_watch import RouterWatch
-from megarl.megatron.routing_replay import RoutingReplay
+from megarl.options.routing_replay.replay import RoutingReplay
 
 
 class Routers(NamedTuple):

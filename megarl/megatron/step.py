@@ -17,7 +17,6 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from megarl.data.answers import Answers
-from megarl.data.prediction import shifted
 from megarl.data.stream import (
     SCORED_IDS,
     MicroBatch,
@@ -33,20 +32,21 @@ from megarl.data.stream import (
     pack,
     split_shared_prompts,
 )
-from megarl.data.stream_media import StreamMedia
 from megarl.data.stream_sequences import TokenSequences
 from megarl.megatron.attention import stream_attention, windows_of
 from megarl.megatron.context_parallel import gather_scored
 from megarl.megatron.heads import HeadRequest
 from megarl.megatron.model_config import DTYPES
 from megarl.megatron.options import ModelOptions
-from megarl.megatron.prediction import PredictionInputs, prediction_of, share_embedding
 from megarl.megatron.prefetch import Prefetched, on_device
-from megarl.megatron.recurrence import Recurrence, recurrence_of
 from megarl.megatron.rotary import PackedRotaryEmbedding
 from megarl.megatron.routers import Routers
-from megarl.megatron.seeing import SeeingModel
-from megarl.megatron.segment_attention import segment_attention
+from megarl.options.linear_attention.recurrence import Recurrence, recurrence_of
+from megarl.options.pictures.stream_media import StreamMedia
+from megarl.options.pictures.tower import SeeingModel
+from megarl.options.prediction.layer import PredictionInputs, prediction_of, share_embedding
+from megarl.options.prediction.stream import shifted
+from megarl.options.shared_prefixes.segment_attention import segment_attention
 
 LossFunction = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, Any]]]
 """(model output `[N, C]`, stream) → (scalar loss already divided by its global denominator, metric sums).

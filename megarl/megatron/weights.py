@@ -20,16 +20,16 @@ from torch import Tensor
 
 from megarl.errors import ModelError
 from megarl.megatron.global_names import global_tensors
-from megarl.megatron.lora import MergedWeights, load_adapters
 from megarl.megatron.options import ModelOptions
 from megarl.megatron.shards import plain
 from megarl.models.hf_folder import HFFolder
-from megarl.models.lora import is_adapter, with_adapters
 from megarl.models.packings import padded_vocab
-from megarl.models.peft_folder import AdapterFolder
 from megarl.models.registry import architecture_for
 from megarl.models.weight_map import PREDICTION, BoundRule, WeightMap
 from megarl.models.weight_tensors import hf_from_shards, kept_dtype, shard_from_hf
+from megarl.options.lora.layers import MergedWeights, load_adapters
+from megarl.options.lora.peft_folder import AdapterFolder
+from megarl.options.lora.weight_map import is_adapter, with_adapters
 
 SCORE = "score.weight"
 """What Hugging Face calls the value head, `[1, H]`, of a sequence classifier with one label."""

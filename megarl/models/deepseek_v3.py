@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.errors import ModelError
-from megarl.models import dense, moe, prediction
+from megarl.models import dense, moe
+from megarl.options.prediction import weight_map as prediction
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse, refuse_biases, size
 from megarl.models.packings import FP8_BLOCK, Copy

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.data.micro_batches import Grid
-from megarl.models.delta_net import DeltaSizes
-from megarl.models.lora import is_adapter
+from megarl.options.linear_attention.families import DeltaSizes
+from megarl.options.lora.weight_map import is_adapter
 from megarl.models.shape import ModelShape
-from megarl.models.vision import Vision
+from megarl.options.pictures.vision import Vision
 
 Length = TypeVar("Length", int, npt.NDArray[np.int64])
 
@@ -79,7 +79,7 @@ class FlopsModel:
     ) -> int:
         """Operations of a prompt computed once with responses that each attend to it and to themselves.
 
-        `grids` are those of all their pictures (`data/media.py`). `repeats`: so many first tokens of some responses are
+        `grids` are those of all their pictures (`options/pictures/media.py`). `repeats`: so many first tokens of some responses are
         computed with another's.
         """
         total = sum(response_tokens)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.models import dense, moe, prediction
+from megarl.models import dense, moe
+from megarl.options.prediction import weight_map as prediction
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import size, with_defaults
 from megarl.models.rope import rope_refusal

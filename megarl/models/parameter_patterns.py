@@ -12,7 +12,7 @@ from fnmatch import translate
 from functools import cached_property
 
 from megarl.errors import ConfigError, nearest
-from megarl.models.vision import part_of
+from megarl.options.pictures.vision import part_of
 from megarl.models.weight_map import BoundRule, WeightMap
 
 ROUTER = "router"

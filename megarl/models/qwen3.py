@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.models import dense, prediction
+from megarl.models import dense
+from megarl.options.prediction import weight_map as prediction
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse_biases
 from megarl.models.rope import rope_refusal

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megarl.models.architecture import DecoderTraits
-from megarl.models.delta_net import DeltaSizes
-from megarl.models.lora import Lora, with_adapters
+from megarl.options.linear_attention.families import DeltaSizes
+from megarl.options.lora.weight_map import Lora, with_adapters
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.rope import exact_positions
-from megarl.models.vision import Vision
+from megarl.options.pictures.vision import Vision
 from megarl.models.weight_map import WeightMap
 
 

@@ -5,7 +5,7 @@ from megarl.observe.metrics import MetricsFile, read_metrics
 from megarl.observe.phases import Phases, StepTimes
 from megarl.observe.progress import Progress, evaluation_line
 from megarl.observe.summary import build_summary, machine, versions, write_summary
-from megarl.observe.trackers import Trackers, open_trackers, upload_commands
+from megarl.options.telemetry.trackers import Trackers, open_trackers, upload_commands
 
 __all__ = [
     "MetricsFile",

@@ -22,10 +22,10 @@ from urllib.parse import parse_qs, urlsplit
 
 from megarl.errors import DataError
 from megarl.observe.page_samples import pack_samples, sample_data
-from megarl.observe.pictures import PagePictures
 from megarl.observe.report import as_inert_json, build_page
 from megarl.observe.run_record import RunRecord, read_run
 from megarl.observe.run_status import axes, run_status
+from megarl.options.pictures.shown import PagePictures
 from megarl.system.socket_names import NOTHING, SocketName
 
 HOST = "127.0.0.1"

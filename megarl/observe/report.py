@@ -19,9 +19,9 @@ from urllib.parse import quote
 import yaml
 
 from megarl.observe.page_samples import pack_samples, page_samples
-from megarl.observe.pictures import PagePictures
 from megarl.observe.run_record import RunRecord, differences, last_figure, repetitions
 from megarl.observe.run_status import axes, run_status
+from megarl.options.pictures.shown import PagePictures
 
 POINTS = 1000
 """Points of a curve in a page; of a longer run every n-th step and the last one."""

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarl.config.layout import Layout
-from megarl.models.delta_net import DeltaSizes
 from megarl.models.shape import ModelShape
+from megarl.options.linear_attention.families import DeltaSizes
 
 STATISTICS = 4
 """Bytes of a norm's statistics per row, of the log-sum-exp of a head: float32."""
 CHUNK = 64
-"""Tokens that linear attention computes together (`megatron/delta_rule.py`, and flash-linear-attention)."""
+"""Tokens that linear attention computes together (`options/linear_attention/delta_rule.py`, and flash-linear-attention)."""
 
 
 @dataclass(frozen=True)

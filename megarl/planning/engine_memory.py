@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.models.packings import padded_vocab
+from megarl.options.pictures.plan_towers import tower_activations
 from megarl.planning.gpus import GPUS_PER_NODE
 from megarl.planning.lengths import Lengths
-from megarl.planning.towers import tower_activations
-from megarl.reshard.cost import STAGED_LOADS
-from megarl.reshard.plan import LOAD_BYTES
+from megarl.weights.cost import STAGED_LOADS
+from megarl.weights.plan import LOAD_BYTES
 
 if TYPE_CHECKING:
     from megarl.planning.roles import Engines, RunShape

@@ -11,7 +11,7 @@ from typing import Any
 from megarl.config.yaml_tree import read_yaml
 from megarl.errors import ConfigError, describe_value, nearest
 from megarl.planning.efficiencies import Efficiencies, is_share
-from megarl.reshard.cost import ClusterRates
+from megarl.weights.cost import ClusterRates
 
 GPUS_PER_NODE = 8
 PROCESS_BYTES = 1.0e9

@@ -10,7 +10,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from megarl.planning.pictures import MEAN_SHARE, NO_PICTURES, PromptPictures
+from megarl.options.pictures.plan_pictures import MEAN_SHARE, NO_PICTURES, PromptPictures
 
 SPREAD = 0.6
 """Least standard deviation of the logarithm of response lengths before the cut: most runs have a long tail."""

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 
 from megarl.megatron.options import default_chunk_tokens
 from megarl.models.packings import padded_vocab
+from megarl.options.lora.plan import kept_of_layer, rules_of_layer, spread_bytes
+from megarl.options.pictures.plan_pictures import prompts_at_once
+from megarl.options.pictures.plan_towers import tower_activations
+from megarl.options.prediction.plan import before_predicting, copied_embedding
 from megarl.planning.activations import STATISTICS, LayerActivations, Precision, layer_activations, norm
-from megarl.planning.adapters import kept_of_layer, rules_of_layer, spread_bytes
 from megarl.planning.engine_memory import engine_working_bytes, staged_bytes
 from megarl.planning.gpu_memory import GpuMemory, MemoryPlan
 from megarl.planning.gpus import PROCESS_BYTES, GpuSpec
 from megarl.planning.lengths import Lengths
 from megarl.planning.parameters import ParameterCounts
-from megarl.planning.pictures import prompts_at_once
-from megarl.planning.predicting import before_predicting, copied_embedding
 from megarl.planning.schedules import first_chunk_in_flight, in_flight
-from megarl.planning.towers import tower_activations
 from megarl.planning.turns import (
     ALL_AT_ONCE,
     ASLEEP_BYTES,
@@ -35,7 +35,7 @@ from megarl.planning.turns import (
     static_bytes,
     takes_turns,
 )
-from megarl.reshard.run_plan import ITEMSIZE
+from megarl.weights.run_plan import ITEMSIZE
 
 if TYPE_CHECKING:
     from megarl.planning.roles import Engines, PlannedRole, RunShape

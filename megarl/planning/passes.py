@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from megarl.models.flops import FlopsModel
 from megarl.models.packings import padded_vocab
+from megarl.options.pictures.plan_pictures import prompts_computed
 from megarl.planning.activations import Precision, layer_activations
 from megarl.planning.gpus import GpuSpec
 from megarl.planning.lengths import Lengths
 from megarl.planning.memory import precision_of
-from megarl.planning.pictures import prompts_computed
 from megarl.planning.roles import PlannedRole, RunShape
 
 FULL = 0.98

@@ -10,22 +10,22 @@ import numpy as np
 from megarl.config import AnyConfig
 from megarl.config.engine_kinds import capabilities_of
 from megarl.config.layout import Layout
-from megarl.config.lora import LoraConfig
 from megarl.config.questions import ConfiguredRole
 from megarl.config.sections import TrainedRole
-from megarl.models.lora import Lora
-from megarl.models.peft_header import lora_of
 from megarl.models.registry import load_hf_config
 from megarl.models.shape import ModelShape
-from megarl.models.weight_formats import WeightFormat, engine_format
+from megarl.options.few_bits.formats import WeightFormat, engine_format
+from megarl.options.lora.config import LoraConfig
+from megarl.options.lora.peft_header import lora_of
+from megarl.options.lora.weight_map import Lora
 from megarl.planning.activations import Precision
 from megarl.planning.optimizer_bytes import StateBytes, state_bytes
 from megarl.planning.parameters import NOTHING_HELD, ParameterCounts, stage_parameters
-from megarl.reshard.plan import ReshardPlan, plan_reshard
-from megarl.reshard.run_plan import ITEMSIZE, sent_adapters, target_of_run
-from megarl.reshard.slices import engine_slices
-from megarl.reshard.targets import EVERY_RANK, EngineTarget, check_target
-from megarl.reshard.tensors import TensorTable
+from megarl.weights.plan import ReshardPlan, plan_reshard
+from megarl.weights.run_plan import ITEMSIZE, sent_adapters, target_of_run
+from megarl.weights.sglang_targets import EVERY_RANK, EngineTarget, check_target
+from megarl.weights.slices import engine_slices
+from megarl.weights.tensors import TensorTable
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class RunShape:
 
     @property
     def places(self) -> dict[str, range]:
-        """GPUs by group, the engines' under `engine`, counted from the first on; in a run `reshard/placement.py` chooses."""
+        """GPUs by group, the engines' under `engine`, counted from the first on; in a run `weights/placement.py` chooses."""
         sizes = {name: layout.world_size for name, layout in self.groups.items()}
         if self.engines is not None:
             sizes["engine"] = self.engines.target.engines * self.engines.target.ranks

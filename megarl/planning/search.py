@@ -35,7 +35,7 @@ from megarl.planning.parameters import stage_parameters
 from megarl.planning.plan import CapacityPlan, make_plan
 from megarl.planning.roles import role_shape, run_shape
 from megarl.planning.times import TimePlan
-from megarl.reshard.run_plan import ITEMSIZE
+from megarl.weights.run_plan import ITEMSIZE
 
 MORE = 8
 """Times as many GPUs at most, where nothing fits on those that there are."""

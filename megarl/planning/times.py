@@ -25,7 +25,7 @@ from megarl.planning.memory import precision_of
 from megarl.planning.passes import Times, pass_seconds
 from megarl.planning.roles import Engines, PlannedRole, RunShape
 from megarl.planning.turns import takes_turns
-from megarl.reshard.cost import ClusterRates, Cost, cost_of
+from megarl.weights.cost import ClusterRates, Cost, cost_of
 
 LEAST_RANKS = 256
 """A weight update is priced for a part of the run that has so many ranks at least."""

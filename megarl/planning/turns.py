@@ -13,9 +13,9 @@ from megarl.config.engine_kinds import capabilities_of
 from megarl.models.shape import ModelShape
 from megarl.planning.gpus import PROCESS_BYTES, GpuSpec
 from megarl.planning.parameters import stage_parameters
-from megarl.reshard.cost import STAGED_LOADS
-from megarl.reshard.plan import LOAD_BYTES
-from megarl.reshard.run_plan import ITEMSIZE
+from megarl.weights.cost import STAGED_LOADS
+from megarl.weights.plan import LOAD_BYTES
+from megarl.weights.run_plan import ITEMSIZE
 
 Parts = Mapping[tuple[str, str], float]
 """Bytes by owner (a role, `engine`, `process`) and part."""

@@ -10,7 +10,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.errors import DeadlineError
-from megarl.reshard.placement import Bundle
+from megarl.weights.placement import Bundle
 from megarl.workers.own_gpu import SEES_ALL_GPUS, own_gpu
 
 

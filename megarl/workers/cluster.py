@@ -24,8 +24,8 @@ import megarl.platform
 from megarl.config.layout import Layout
 from megarl.errors import ClusterError, WorkerError
 from megarl.platform import Platform
-from megarl.reshard.placement import Placement, PlacementRequest, place
 from megarl.system.hub import CachedModel
+from megarl.weights.placement import Placement, PlacementRequest, place
 from megarl.workers import engine_actor
 from megarl.workers.bundles import find_bundles
 from megarl.workers.group import WorkerGroup

@@ -16,8 +16,8 @@ from megarl.rollout.engines.protocol import Engine, EngineProcess
 from megarl.rollout.engines.registry import load_engine
 from megarl.system.process_exit import end_with_parent
 from megarl.system.user_code import describe
-from megarl.weight_sync.model_compatibility import ServedModel
-from megarl.weight_sync.sglang_senders import ServerEndpoint
+from megarl.weights.model_compatibility import ServedModel
+from megarl.weights.sglang_senders import ServerEndpoint
 
 STOP_S = 30.0
 

@@ -9,8 +9,8 @@ from typing import Any, Concatenate, ParamSpec
 
 import ray
 
-from megarl.data.media import Media
 from megarl.errors import DeadlineError, MegarlError, WorkerError
+from megarl.options.pictures.media import Media
 from megarl.rollout.engines.protocol import Begun, Engine, Generation, SamplingParams
 
 P = ParamSpec("P")

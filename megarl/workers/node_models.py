@@ -11,8 +11,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.errors import ClusterError
-from megarl.reshard.placement import Bundle
 from megarl.system.hub import CachedModel
+from megarl.weights.placement import Bundle
 
 
 def download_on_nodes(group: PlacementGroup, bundles: Sequence[Bundle], models: Sequence[CachedModel]) -> None:

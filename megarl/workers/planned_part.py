@@ -8,14 +8,14 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megarl.reshard.plan import ReshardPlan
-from megarl.reshard.rank_plan import RankPlan, SliceKey
-from megarl.reshard.relays import Machines, RelayPlan
-from megarl.reshard.verify import verify as verify_plan
-from megarl.weight_sync.pusher import Pushed, Pusher, merge
-from megarl.weight_sync.relay import Relay
-from megarl.weight_sync.sglang_senders import checksums_of
-from megarl.weight_sync.staging import StagedSlices
+from megarl.options.transports.relay import Relay
+from megarl.options.transports.relay_plan import Machines, RelayPlan
+from megarl.weights.plan import ReshardPlan
+from megarl.weights.pusher import Pushed, Pusher, merge
+from megarl.weights.rank_plan import RankPlan, SliceKey
+from megarl.weights.sglang_senders import checksums_of
+from megarl.weights.staging import StagedSlices
+from megarl.weights.verify import verify as verify_plan
 
 
 class PlannedPart:

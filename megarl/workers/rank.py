@@ -23,7 +23,6 @@ from megarl.checkpoint.background import BackgroundWriter
 from megarl.checkpoint.dist_writer import Written
 from megarl.config.layout import Layout
 from megarl.data.answers import Answers
-from megarl.data.routes import RecordedRoutes, ReplayCounts
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition, TopK
 from megarl.megatron.build import initialize_layout
@@ -35,12 +34,13 @@ from megarl.megatron.rank_model import RankModel
 from megarl.megatron.weights import Quantiser, adapter_shards, local_shards
 from megarl.models.registry import load_hf_config
 from megarl.observe.trace import take_spans, timed
+from megarl.options.routing_replay.routes import RecordedRoutes, ReplayCounts
+from megarl.options.transports.relay_plan import Machines
 from megarl.platform.base import Platform
 from megarl.platform.shared_memory import share
-from megarl.reshard.plan import LOAD_BYTES
-from megarl.reshard.relays import Machines
-from megarl.weight_sync.model_compatibility import ServedModel, check_same_model
-from megarl.weight_sync.pusher import Pushed, Pusher, merge
+from megarl.weights.model_compatibility import ServedModel, check_same_model
+from megarl.weights.plan import LOAD_BYTES
+from megarl.weights.pusher import Pushed, Pusher, merge
 from megarl.workers import senders
 from megarl.workers.planned_part import PlannedPart
 from megarl.workers.profiling import Profile

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from megarl.checkpoint.dist_writer import Written
 from megarl.data.answers import Answers
-from megarl.data.routes import RecordedRoutes, ReplayCounts
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition, TopK
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.observe.trace import Span
-from megarl.reshard.relays import Machines
-from megarl.weight_sync.pusher import Pushed
+from megarl.options.routing_replay.routes import RecordedRoutes, ReplayCounts
+from megarl.options.transports.relay_plan import Machines
+from megarl.weights.pusher import Pushed
 
 
 class RankRecord(NamedTuple):

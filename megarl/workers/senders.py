@@ -12,14 +12,14 @@ from torch import Tensor
 
 from megarl.config.layout import Layout
 from megarl.errors import EngineError
-from megarl.reshard.plan import ReshardPlan, bucket_of_load, plan_of_map, plan_reshard
-from megarl.reshard.quantise import FormatQuantiser
-from megarl.reshard.rank_plan import SliceKey, WeightSlice
+from megarl.options.few_bits.quantise import FormatQuantiser
 from megarl.rollout.engines.protocol import Engine
-from megarl.weight_sync.model_compatibility import ServedModel
-from megarl.weight_sync.pusher import Sender
-from megarl.weight_sync.sglang_senders import GroupSender, ReadSender, ServerEndpoint, TensorSender
-from megarl.weight_sync.staging import StagedSlices, Staging
+from megarl.weights.model_compatibility import ServedModel
+from megarl.weights.plan import ReshardPlan, bucket_of_load, plan_of_map, plan_reshard
+from megarl.weights.pusher import Sender
+from megarl.weights.rank_plan import SliceKey, WeightSlice
+from megarl.weights.sglang_senders import GroupSender, ReadSender, ServerEndpoint, TensorSender
+from megarl.weights.staging import StagedSlices, Staging
 from megarl.workers.engine_calls import submit
 
 SendTarget = Any

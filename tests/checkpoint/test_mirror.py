@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from megarl.checkpoint.manifest import FORMAT, MANIFEST, FileRecord, check, render
-from megarl.checkpoint.mirror import INDEX, Mirror, open_store
 from megarl.checkpoint.run_checkpoint import CheckpointFolder, write_state
-from megarl.checkpoint.stores import CopyStore, FolderStore
 from megarl.errors import CheckpointError, ConfigError, MirrorError
+from megarl.options.mirror.mirror import INDEX, Mirror, open_store
+from megarl.options.mirror.stores import CopyStore, FolderStore
 from tests.checkpoint.s3_server import BUCKET, S3Server, s3_server
 
 FILES = {"policy/a.distcp": 3_000_000, "policy/b.distcp": 9_000_000, "policy/common.pt": 0, "state.json": 14}

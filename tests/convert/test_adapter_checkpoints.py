@@ -9,7 +9,7 @@ import yaml
 
 from megarl.cli import main
 from megarl.config.layout import Layout
-from megarl.models.lora import Lora
+from megarl.options.lora.weight_map import Lora
 from tests.families import build_folder
 from tests.world import World
 

@@ -15,11 +15,11 @@ from megarl.convert.sources import open_hf
 from megarl.convert.verify import check_record, compare, open_any
 from megarl.errors import ModelError
 from megarl.models.hf_folder import HFFolder
-from megarl.models.quantised_tensors import dequantised, main_suffix, scale_suffix
-from megarl.models.weight_formats import stored_format
+from megarl.options.few_bits.formats import stored_format
+from megarl.options.few_bits.tensors import dequantised, main_suffix, scale_suffix
 from tests.convert.conftest import exported, imported, tensors
-from tests.reshard.test_formats import stored
-from tests.reshard.test_fp8_export import wide_folder
+from tests.weights.test_formats import stored
+from tests.weights.test_fp8_export import wide_folder
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from megarl.config.layout import Layout
 from megarl.convert.sources import open_hf
 from megarl.errors import ModelError
-from megarl.models.fp8_blocks import dequantise_rows, quantise_rows
 from megarl.models.hf_folder import HFFolder
+from megarl.options.few_bits.fp8_blocks import dequantise_rows, quantise_rows
 from tests.convert.conftest import exported, imported, tensors
 
 QUANTISED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from megarl.cli import main
-from megarl.convert.merge import merge_adapters
 from megarl.errors import ModelError
 from megarl.models.hf_folder import HFFolder, write_hf_folder
-from megarl.models.lora import LORA_A, LORA_B, Lora, with_adapters
-from megarl.models.peft_folder import write_peft_folder
-from megarl.models.peft_header import SCORE
 from megarl.models.registry import architecture_for
+from megarl.options.lora.merge import merge_adapters
+from megarl.options.lora.peft_folder import write_peft_folder
+from megarl.options.lora.peft_header import SCORE
+from megarl.options.lora.weight_map import LORA_A, LORA_B, Lora, with_adapters
 from tests.families import FAMILIES, build_folder, hugging_face
 
 DENSE = [name for name, family in FAMILIES.items() if family.num_experts is None]

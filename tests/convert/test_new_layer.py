@@ -9,10 +9,10 @@ import torch
 import transformers
 
 from megarl.cli.commands import main
-from megarl.convert.new_layer import add_layer
 from megarl.errors import ModelError
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import architecture_for
+from megarl.options.prediction.new_layer import add_layer
 from tests.families import build_folder
 from tests.predicting import DRAFTED, build_predicting
 

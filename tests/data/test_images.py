@@ -21,10 +21,10 @@ from PIL import Image
 from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize as glm_resize
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from megarl.data import images
-from megarl.data.images import final_size, keep_picture, upright_rgb
-from megarl.data.media import PictureRules
 from megarl.errors import PictureError
+from megarl.options.pictures import images
+from megarl.options.pictures.images import final_size, keep_picture, upright_rgb
+from megarl.options.pictures.media import PictureRules
 from tests.data.seeing_folders import encoded, picture
 
 RULES = PictureRules(14, 2, 2, 56 * 56, 28 * 28 * 64, (0.48, 0.45, 0.40), (0.26, 0.26, 0.27))
@@ -104,8 +104,8 @@ import sys, numpy as np
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from PIL import Image
-from megarl.data.images import keep_picture
-from megarl.data.media import PictureRules
+from megarl.options.pictures.images import keep_picture
+from megarl.options.pictures.media import PictureRules
 
 rules = PictureRules(14, 2, 2, 56 * 56, 28 * 28 * 64, (0.48, 0.45, 0.40), (0.26, 0.26, 0.27))
 def keep(seed):

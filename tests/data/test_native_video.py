@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from megarl.config.sections import DataConfig, SourceConfig
-from megarl.data.images import final_frame_size
-from megarl.data.media import PictureRules
-from megarl.data.picture_reader import PictureReader, open_pictures
-from megarl.data.pixels import Pictures
 from megarl.data.sample import Prompt
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import ModelError, PictureError
+from megarl.options.pictures.images import final_frame_size
+from megarl.options.pictures.media import PictureRules
+from megarl.options.pictures.picture_reader import PictureReader, open_pictures
+from megarl.options.pictures.pixels import Pictures
 from tests.data.seeing_folders import PROCESSORS, SPECIAL, picture, seeing_folder
 from tests.data.test_video import _video
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.data.images import keep_picture
-from megarl.data.picture_rules import load_picture_rules
-from megarl.data.pixels import patches_of
 from megarl.errors import DataError
+from megarl.options.pictures.images import keep_picture
+from megarl.options.pictures.picture_rules import load_picture_rules
+from megarl.options.pictures.pixels import patches_of
 from tests.data.seeing_folders import PROCESSORS, image_processor, picture, seeing_folder
 
 

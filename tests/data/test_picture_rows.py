@@ -20,10 +20,6 @@ import torch
 from PIL import Image
 
 from megarl.config.sections import DataConfig, PictureFields, SourceConfig
-from megarl.data.media import Media
-from megarl.data.picture_reader import READ_AHEAD, PictureReader, open_pictures
-from megarl.data.picture_rules import load_picture_rules
-from megarl.data.pixels import patches_of
 from megarl.data.prompts import load_rows
 from megarl.data.rows import Origin
 from megarl.data.sample import Prompt, Sample, read_record
@@ -31,6 +27,10 @@ from megarl.data.sampler import drop_eval_overlap
 from megarl.data.supervised import Kind, SupervisedBuilder, SupervisedSettings
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import DataError, ModelError, PictureError
+from megarl.options.pictures.media import Media
+from megarl.options.pictures.picture_reader import READ_AHEAD, PictureReader, open_pictures
+from megarl.options.pictures.picture_rules import load_picture_rules
+from megarl.options.pictures.pixels import patches_of
 from tests.data.seeing_folders import (
     PROCESSORS,
     SPECIAL,

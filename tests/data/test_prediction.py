@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megarl.data.prediction import shifted
 from megarl.data.stream import Response, Unit, pack, split_shared_prompts
+from megarl.options.prediction.stream import shifted
 
 
 def units() -> list[Unit]:

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.data.batch import Batch
-from megarl.data.routes import (
+from megarl.data.sample import Sample, read_record
+from megarl.data.stream import pack, split_shared_prompts
+from megarl.options.routing_replay.routes import (
     RecordedRoutes,
     agreed,
     compact,
@@ -24,8 +26,6 @@ from megarl.data.routes import (
     to_json,
     unknown,
 )
-from megarl.data.sample import Sample, read_record
-from megarl.data.stream import pack, split_shared_prompts
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 

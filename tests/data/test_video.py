@@ -13,11 +13,11 @@ import pytest
 from PIL import Image
 
 from megarl.config.sections import DataConfig, SourceConfig
-from megarl.data.picture_reader import open_pictures
 from megarl.data.sample import Prompt
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
-from megarl.data.video import chosen_frames, frames_of
 from megarl.errors import DataError, PictureError
+from megarl.options.pictures.picture_reader import open_pictures
+from megarl.options.pictures.video import chosen_frames, frames_of
 from tests.data.seeing_folders import encoded, picture, processed, seeing_folder
 
 
@@ -112,7 +112,7 @@ def test_a_recording_that_begins_between_key_frames_gives_the_frames_that_can_be
 
 
 def test_frames_that_are_too_large_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.data.video.LARGEST_PIXELS", 84 * 56 - 1)
+    monkeypatch.setattr("megarl.options.pictures.video.LARGEST_PIXELS", 84 * 56 - 1)
     with pytest.raises(PictureError, match=r"^has frames of 84x56 pixels, more than 4703$"):
         frames_of(_video(), 2.0, 16, lambda frame: frame)
 

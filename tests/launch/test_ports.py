@@ -194,8 +194,8 @@ DRIVER = """
 import socket, sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from megarl.observe.endpoint import MetricsEndpoint
-from megarl.rollout.sessions.server import SessionServer
+from megarl.options.telemetry.endpoint import MetricsEndpoint
+from megarl.options.agents.server import SessionServer
 
 folder = Path(sys.argv[2])
 unknown = socket.create_server(("0.0.0.0", 0))

@@ -11,15 +11,15 @@ from safetensors.torch import load_file
 
 from megarl import cli
 from megarl.config import Config, load_any, load_config
-from megarl.data.picture_reader import open_pictures
 from megarl.data.tokenize import load_tokenizer
 from megarl.launch import rehearse, small_run
 from megarl.models.check_layouts import check_models
 from megarl.models.shape import ModelShape
+from megarl.options.distillation.teachers import Teachers
+from megarl.options.pictures.picture_reader import open_pictures
 from megarl.planning.parameters import stage_parameters
-from megarl.reshard.run_plan import plan_of_run
-from megarl.reshard.verify import verify
-from megarl.trainers.rl.teachers import Teachers
+from megarl.weights.run_plan import plan_of_run
+from megarl.weights.verify import verify
 
 ROOT = Path(__file__).parents[2]
 PLANS = sorted(ROOT.glob("examples/plans/*.yaml"))

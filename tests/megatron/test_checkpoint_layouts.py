@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megarl.config.layout import Layout
-from megarl.models.lora import Lora
+from megarl.options.lora.weight_map import Lora
 from tests.adapters import LORA
 from tests.algorithms.test_memory import peak_bytes, size
 from tests.families import build_folder

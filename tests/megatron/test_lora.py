@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from megarl.config.layout import Layout
-from megarl.models.lora import Lora
+from megarl.options.lora.weight_map import Lora
 from tests.adapters import LORA
 from tests.families import build_folder
 from tests.megatron.moments import trained, update
@@ -50,10 +50,10 @@ class GroupedLinear(torch.nn.Module):
 def adapters_beside(rank: int, world_size: int, kind: str) -> dict[str, Tensor]:
     """What a layer with random adapters gives, and what the same layer gives with them merged into its weights."""
     from megarl.megatron.build import initialize_layout
-    from megarl.megatron.lora import Adapter, AdapterSwitch, ExpertAdapters, Split, put_beside
-    from megarl.models.lora import site_of
     from megarl.models.packings import Copy
     from megarl.models.weight_map import BoundRule
+    from megarl.options.lora.layers import Adapter, AdapterSwitch, ExpertAdapters, Split, put_beside
+    from megarl.options.lora.weight_map import site_of
 
     initialize_layout(Layout(), seed=1)
     torch.manual_seed(5)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.data.prefix_tree import LEAST_SHARED
 from megarl.data.stream import Response, ScorePosition, Unit, context_parallel_shard, pack, split_shared_prompts
 from megarl.megatron.attention import ReferenceAttention, stream_attention
-from megarl.megatron.segment_attention import SegmentAttention, segment_attention
+from megarl.options.shared_prefixes.prefix_tree import LEAST_SHARED
+from megarl.options.shared_prefixes.segment_attention import SegmentAttention, segment_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 

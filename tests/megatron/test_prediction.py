@@ -187,7 +187,7 @@ def test_the_layer_can_be_trained_alone_and_can_be_frozen(world: World, tmp_path
 def loss_over_slices(rank: int, world_size: int) -> list[Any]:
     """Loss, hits and the summed gradient of rows, on ranks that share a padded vocabulary."""
     from megarl.megatron.heads import VocabularySlice
-    from megarl.megatron.prediction_loss import PredictionLoss
+    from megarl.options.prediction.loss import PredictionLoss
 
     weight, drafted, policy, targets = loss_inputs()
     padded = torch.cat([weight, torch.full((-VOCAB_SIZE % world_size, weight.shape[1]), 9.0)])

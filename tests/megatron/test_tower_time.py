@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from megarl.megatron.tower_time import TowerTime
+from megarl.options.pictures.tower_time import TowerTime
 
 
 def test_on_a_cpu_the_clock_counts_what_is_done_within_and_is_then_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:

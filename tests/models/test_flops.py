@@ -11,7 +11,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.data.batch import Batch
-from megarl.data.media import Media
+from megarl.options.pictures.media import Media
 from megarl.data.sample import Sample
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition

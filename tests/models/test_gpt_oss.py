@@ -17,7 +17,7 @@ from megarl.errors import ConfigError, ModelError
 from megarl.megatron.attention import ReferenceAttention
 from megarl.models.check_layouts import _check_layout
 from megarl.models.hf_folder import HFFolder
-from megarl.models.mxfp4 import Mxfp4Tensor, dequantised
+from megarl.options.few_bits.mxfp4 import Mxfp4Tensor, dequantised
 from megarl.models.registry import architecture_for
 from megarl.models.rope_frequencies import inverse_frequencies
 from megarl.models.shape import shape_of

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.models.mxfp8 import dequantise_rows, quantise_rows
+from megarl.options.few_bits.mxfp8 import dequantise_rows, quantise_rows
 
 FLOAT8 = [float(value) for value in torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)]
 """The magnitudes from 0 to 448; the byte of each is its place."""

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.data.media import Media
+from megarl.options.pictures.media import Media
 from megarl.errors import ModelError
-from megarl.models.positions import prompt_positions
+from megarl.options.pictures.positions import prompt_positions
 from tests.seeing import IMAGE, SEEING, VIDEO, hugging_face, vision_of
 
 model = cache(hugging_face)

@@ -12,7 +12,7 @@ from megarl.config import parse_config, parse_supervised_config
 from megarl.errors import ConfigError, MegarlError
 from megarl.models.check_layouts import check_models
 from megarl.models.registry import architecture_for, load_hf_config
-from megarl.models.weight_formats import FP8, MXFP8, WeightFormat, int4
+from megarl.options.few_bits.formats import FP8, MXFP8, WeightFormat, int4
 from megarl.planning.gpus import gpu_named
 from megarl.planning.memory import Workload, precision_of, role_memory
 from megarl.planning.roles import _engines, run_shape

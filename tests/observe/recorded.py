@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from megarl.data.images import keep_picture
-from megarl.data.media import PictureRules
+from megarl.options.pictures.images import keep_picture
+from megarl.options.pictures.media import PictureRules
 
 HARM = "</script><script>document.title='taken over'</script><img src=x onerror=\"document.title='taken over'\"><!--"
 

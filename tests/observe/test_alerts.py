@@ -13,8 +13,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from megarl.config import parse_config
-from megarl.observe.prometheus import exposition, prometheus_name
 from megarl.observe.run_state import EngineStatus, GuardCounts, RunState
+from megarl.options.telemetry.prometheus import exposition, prometheus_name
 from tests.observe.documented import documented
 
 FOLDER = Path(__file__).parents[2] / "examples" / "monitoring"

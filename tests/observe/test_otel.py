@@ -13,7 +13,7 @@ import pytest
 
 from megarl.config import Config, parse_config
 from megarl.errors import ConfigError
-from megarl.observe.otel import open_span_export, place_spans
+from megarl.options.telemetry.otel import open_span_export, place_spans
 from tests.observe.collector import Collector
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs megarl[otel]")

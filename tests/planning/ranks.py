@@ -19,9 +19,9 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from megarl.config.layout import Layout
-from megarl.data.media import Media
 from megarl.data.micro_batches import Grid
 from megarl.data.stream import MicroBatch, Response, Unit
+from megarl.options.pictures.media import Media
 
 VOCABULARY = 1000
 Case = tuple[Layout, dict[str, Any], str]
@@ -90,9 +90,9 @@ def held(
     """
     from megarl.megatron.optimizer import build_optimizer
     from megarl.megatron.options import OptimizerOptions
-    from megarl.megatron.prediction import prediction_of
     from megarl.megatron.step import forward_backward
     from megarl.megatron.weights import role_map
+    from megarl.options.prediction.layer import prediction_of
 
     chunks, model_options = _model(layout, config, **options)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -152,8 +152,8 @@ def _with_pictures(chunks: list[Any], config: dict[str, Any], batches: list[Micr
     """Pictures at the beginning of all prompts, no two alike; their pixels are noise."""
     from megatron.core.utils import unwrap_model
 
-    from megarl.models.positions import prompt_positions
     from megarl.models.registry import architecture_for
+    from megarl.options.pictures.positions import prompt_positions
 
     vision = architecture_for(config).vision(config)
     assert vision is not None
@@ -180,9 +180,9 @@ def _tower_saved(
     config: dict[str, Any], dtype: str, recompute: bool, freeze: tuple[str, ...], grids: list[Grid]
 ) -> tuple[int, int]:
     from megarl.megatron.model_config import DTYPES
-    from megarl.megatron.seeing import build_tower
     from megarl.models.registry import architecture_for
-    from megarl.models.vision import part_of
+    from megarl.options.pictures.tower import build_tower
+    from megarl.options.pictures.vision import part_of
 
     vision = architecture_for(config).vision(config)
     assert vision is not None

@@ -13,13 +13,13 @@ from megarl import cli
 from megarl.config import load_any
 from megarl.config.layout import Layout
 from megarl.models.flops import FlopsModel
-from megarl.models.lora import Lora
 from megarl.models.shape import ModelShape, shape_of
 from megarl.models.update_flops import update_flops
+from megarl.options.lora.weight_map import Lora
 from megarl.planning.gpus import gpu_named
 from megarl.planning.parameters import stage_parameters
 from megarl.planning.plan import make_plan
-from megarl.reshard.run_plan import plan_of_run
+from megarl.weights.run_plan import plan_of_run
 from tests.models.test_flops import responses
 
 ROOT = Path(__file__).parents[2]

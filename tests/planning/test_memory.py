@@ -11,8 +11,8 @@ import torch
 from megarl.config.layout import Layout
 from megarl.config.sections import PolicyConfig
 from megarl.megatron.options import PredictionOptions
-from megarl.models.lora import Lora
 from megarl.models.shape import shape_of
+from megarl.options.lora.weight_map import Lora
 from megarl.planning.activations import Precision
 from megarl.planning.memory import Workload, role_memory
 from megarl.planning.optimizer_bytes import StateBytes, state_bytes

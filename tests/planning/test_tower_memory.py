@@ -12,10 +12,10 @@ import pytest
 from megarl.config.layout import Layout
 from megarl.config.sections import PolicyConfig
 from megarl.models.shape import shape_of
+from megarl.options.pictures.plan_towers import tower_activations
 from megarl.planning.activations import Precision
 from megarl.planning.memory import Workload, role_memory
 from megarl.planning.roles import PlannedRole
-from megarl.planning.towers import tower_activations
 from tests.planning.ranks import VOCABULARY, held, tower_saved
 from tests.seeing import SEEING, hf_config, tower_grids
 from tests.world import World

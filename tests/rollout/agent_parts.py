@@ -10,7 +10,7 @@ from pathlib import Path
 
 import openai
 
-from megarl.rollout.sessions.task import AgentTask
+from megarl.options.agents.task import AgentTask
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

@@ -11,10 +11,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from megarl.data.drafts import DraftCounts
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.transformers_names import hub_tensors
-from megarl.rollout.engines.embedded_drafts import MtpLayer
+from megarl.options.prediction.drafts import DraftCounts
+from megarl.options.prediction.embedded_drafts import MtpLayer
 from megarl.rollout.engines.protocol import Generation, SamplingParams
 
 END = 0

@@ -12,9 +12,9 @@ from typing import Any
 
 from megarl.config.rollout import AgentConfig, McpServerConfig, OpenEnvConfig, SandboxConfig
 from megarl.config.sections import DataConfig, SourceConfig
-from megarl.data.media import Media
-from megarl.data.picture_reader import PictureSettings
 from megarl.data.sample import Prompt
+from megarl.options.pictures.media import Media
+from megarl.options.pictures.picture_reader import PictureSettings
 from megarl.rollout.engines.protocol import FinishReason, Generation
 from megarl.rollout.episodes import Episode, EpisodeContext, open_episodes
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from megarl.data.media import Media
 from megarl.data.sample import Sample
-from megarl.data.told_pictures import PictureKeeper
-from megarl.rollout.episodes.agent import KeptTurns, samples_of
+from megarl.options.agents import anthropic_form, openai_form, responses_form
+from megarl.options.agents.episode import KeptTurns, samples_of
+from megarl.options.agents.messages import ChatRequest, RequestError
+from megarl.options.agents.session import AgentSession, History, SessionLimits
+from megarl.options.pictures.media import Media
+from megarl.options.pictures.told_pictures import PictureKeeper
 from megarl.rollout.episodes.turns import TurnTemplate
-from megarl.rollout.sessions import anthropic_form, openai_form, responses_form
-from megarl.rollout.sessions.messages import ChatRequest, RequestError
-from megarl.rollout.sessions.session import AgentSession, History, SessionLimits
 from tests.data.seeing_folders import encoded, picture, seeing_tokenizer
 from tests.rollout.episode_parts import Script
 from tests.rollout.picture_parts import FIRST, SECOND, THIRD, as_url

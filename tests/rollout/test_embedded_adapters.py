@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.errors import EngineError
-from megarl.models.lora import LORA_B, Lora
 from megarl.models.transformers_names import config_in_transformers
+from megarl.options.lora.weight_map import LORA_B, Lora
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import Generation, SamplingParams
 from tests.adapters import LORA, tensors, with_adapters

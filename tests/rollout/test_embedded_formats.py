@@ -14,8 +14,8 @@ from torch import Tensor
 from megarl.config.layout import Layout
 from megarl.convert.plan import FORMATS
 from megarl.errors import EngineError
-from megarl.models.quantised_tensors import Dequantiser, dequantised, main_suffix, scale_suffix
 from megarl.models.transformers_names import hub_tensors
+from megarl.options.few_bits.tensors import Dequantiser, dequantised, main_suffix, scale_suffix
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from tests.convert.conftest import exported, imported, tensors
 from tests.families import build_folder
@@ -104,7 +104,7 @@ def test_a_folder_of_another_model_or_in_an_unknown_format_is_refused(wide: Path
 def test_float8_may_come_as_its_bytes() -> None:
     taken: Any = Dequantiser(FORMATS["mxfp8"], {"x.weight"}.__contains__)
     rows = torch.randn(2, 32)
-    from megarl.models.mxfp8 import dequantise_rows, quantise_rows
+    from megarl.options.few_bits.mxfp8 import dequantise_rows, quantise_rows
 
     values, scales = quantise_rows(rows)
     assert taken.take("x.weight_scale_inv", scales) is None

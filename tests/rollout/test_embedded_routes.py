@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.data.routes import compact, known
 from megarl.data.sample import Prompt
 from megarl.errors import EngineError
 from megarl.models.transformers_names import hub_tensors
+from megarl.options.routing_replay.routes import compact, known
+from megarl.options.routing_replay.sglang import ExpertLayers
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import Generation, SamplingParams
-from megarl.rollout.engines.sglang.routed_experts import ExpertLayers
 from megarl.rollout.episodes.transcript import Transcript
 from tests.families import build_folder
 from tests.rollout.routed import chosen_experts

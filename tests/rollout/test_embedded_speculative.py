@@ -12,9 +12,10 @@ import torch
 
 from megarl.config.rollout import SpeculativeConfig
 from megarl.errors import ConfigError
-from megarl.rollout.engines import drawing, embedded_speculative
+from megarl.options.prediction import embedded as embedded_speculative
+from megarl.options.prediction.embedded_drafts import looked_up
+from megarl.rollout.engines import drawing
 from megarl.rollout.engines.embedded import EmbeddedEngine
-from megarl.rollout.engines.embedded_drafts import looked_up
 from megarl.rollout.engines.protocol import DraftCounts, Generation, SamplingParams
 from tests.rollout.drafted import END, exact_distribution, load, p_value, predicted, write_model
 from tests.rollout.routed import chosen_experts

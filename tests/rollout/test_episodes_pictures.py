@@ -14,11 +14,11 @@ import torch
 from PIL import Image
 
 from megarl.config.sections import PictureFields
-from megarl.data.picture_reader import PictureSettings, open_pictures
-from megarl.data.pixels import Pictures
 from megarl.data.sample import Prompt, Sample, read_record
 from megarl.data.tokenize import load_tokenizer
 from megarl.errors import EpisodeError
+from megarl.options.pictures.picture_reader import PictureSettings, open_pictures
+from megarl.options.pictures.pixels import Pictures
 from tests.data.chat_tokenizers import byte_tokenizer
 from tests.data.seeing_folders import SPECIAL, TEMPLATE, processed, seeing_folder, seeing_tokenizer
 from tests.rollout.episode_parts import Script, Settings, opened

@@ -12,7 +12,7 @@ from megarl.models.registry import load_hf_config
 from megarl.rollout.engines.protocol import SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.external import ExternalEngine
-from megarl.weight_sync.model_compatibility import ServedModel
+from megarl.weights.model_compatibility import ServedModel
 from tests.rollout.tiny import PROMPTS, largest_difference, load, sync, weights_of
 
 

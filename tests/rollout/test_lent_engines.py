@@ -14,8 +14,8 @@ import pytest
 
 from megarl.data.sample import Prompt
 from megarl.errors import EngineError
+from megarl.options.lending.engines import LentEngines
 from megarl.rollout.episodes import EpisodeContext, Episodes
-from megarl.rollout.scheduling.lent_engines import LentEngines
 from megarl.rollout.scheduling.requests import episode_groups, single_turns
 from megarl.rollout.scheduling.scheduler import Scheduler
 from megarl.rollout.scheduling.staleness_manager import StalenessManager

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.data.drafts import DraftCounts
 from megarl.data.prefills import PrefillCounts
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError
+from megarl.options.prediction.drafts import DraftCounts
 from megarl.rollout.engines.protocol import Generation, SamplingParams
 from megarl.rollout.episodes import EpisodeContext, Episodes
 from megarl.rollout.scheduling.partial_groups import PartialGroup, PartialGroups, turn_name

@@ -12,10 +12,10 @@ import pytest
 
 from megarl.config.rollout import AgentConfig
 from megarl.data.sample import Sample
+from megarl.options.agents.agents import AgentEnd
+from megarl.options.agents.messages import RequestError, SaidCall, SessionMessage
+from megarl.options.agents.responses_form import read_request
 from megarl.rollout.engines.protocol import Generation
-from megarl.rollout.sessions.agents import AgentEnd
-from megarl.rollout.sessions.messages import RequestError, SaidCall, SessionMessage
-from megarl.rollout.sessions.responses_form import read_request
 from tests.rollout.test_agents import END, HERE, PROMPT, TOKENIZER, opened
 
 CALL = '<tool_call>{"name": "add", "arguments": {"b": 3, "a": 4}}</tool_call>'

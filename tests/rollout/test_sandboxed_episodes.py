@@ -198,8 +198,8 @@ def test_an_agent_in_a_sandbox_that_fails_says_why(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_asked_of_a_sandbox_is_checked(body: dict[str, Any], status: int, sentence: str) -> None:
-    from megarl.rollout.sessions.messages import RequestError
-    from megarl.rollout.sessions.server import read_command
+    from megarl.options.agents.messages import RequestError
+    from megarl.options.agents.server import read_command
 
     with pytest.raises(RequestError, match=sentence) as raised:
         read_command(body)

@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.data.drafts import NO_DRAFTS, DraftCounts
-from megarl.data.media import Media
 from megarl.data.prefills import PrefillCounts
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError
+from megarl.options.agents import anthropic_form, openai_form
+from megarl.options.agents.episode import samples_of
+from megarl.options.agents.messages import RequestError, SessionMessage
+from megarl.options.agents.session import REFUSALS, AgentSession, History, SessionLimits
+from megarl.options.agents.tree import TurnTree
+from megarl.options.pictures.media import Media
+from megarl.options.prediction.drafts import NO_DRAFTS, DraftCounts
 from megarl.rollout.engines.protocol import Generation
-from megarl.rollout.episodes.agent import samples_of
 from megarl.rollout.episodes.turns import TurnTemplate
-from megarl.rollout.sessions import anthropic_form, openai_form
-from megarl.rollout.sessions.messages import RequestError, SessionMessage
-from megarl.rollout.sessions.session import REFUSALS, AgentSession, History, SessionLimits
-from megarl.rollout.sessions.tree import TurnTree
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer, ids_of
 
 TOKENIZER, END = byte_tokenizer(CHATML), ids_of("<|end|>")[0]

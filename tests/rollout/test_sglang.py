@@ -25,10 +25,10 @@ from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions, SglangServer
 from megarl.rollout.engines.sglang.server_process import host
 from megarl.system.process_tree import tree_of
-from megarl.weight_sync import sglang_senders, staging
-from megarl.weight_sync.checksums import UNCHECKED
-from megarl.weight_sync.pusher import Pusher
-from megarl.weight_sync.sglang_senders import GroupSender, TensorSender
+from megarl.weights import sglang_senders, staging
+from megarl.weights.checksums import UNCHECKED
+from megarl.weights.pusher import Pusher
+from megarl.weights.sglang_senders import GroupSender, TensorSender
 from tests.rollout.tiny import (
     CONNECTIONS,
     PROMPTS,
@@ -45,8 +45,8 @@ from tests.rollout.tiny import (
 
 SENDS_A_FILE = """
 import pickle, sys, torch
-from megarl.weight_sync.checksums import EngineLayout
-from megarl.weight_sync.sglang_senders import ServerEndpoint, TensorSender
+from megarl.weights.checksums import EngineLayout
+from megarl.weights.sglang_senders import ServerEndpoint, TensorSender
 url, token, model_path, weights_file = sys.argv[1:]
 sender = TensorSender(ServerEndpoint(url, EngineLayout.of_model(model_path, "float32"), token))
 sender.send(list(torch.load(weights_file).items()))

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from megarl.errors import EngineError
 from megarl.models.hf_folder import HFFolder
-from megarl.models.lora import LORA_A, LORA_B, Lora
+from megarl.options.lora.weight_map import LORA_A, LORA_B, Lora
 from megarl.rollout.engines.protocol import Generation, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
-from megarl.weight_sync.model_compatibility import ServedModel
-from megarl.weight_sync.sglang_senders import TensorSender, checksums_of
-from megarl.weight_sync.staging import StagedSlices
+from megarl.weights.model_compatibility import ServedModel
+from megarl.weights.sglang_senders import TensorSender, checksums_of
+from megarl.weights.staging import StagedSlices
 from tests.rollout.test_sglang_experts import served as served_experts
 from tests.rollout.test_sglang_families import served
 from tests.rollout.tiny import Weights, largest_difference

@@ -18,9 +18,9 @@ from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.rollout.engines.protocol import SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions, SglangServer
-from megarl.weight_sync.checksums import EngineLayout, check_model
-from megarl.weight_sync.sglang_senders import GroupSender, ServerEndpoint, TensorSender
-from megarl.weight_sync.staging import StagedSlices
+from megarl.weights.checksums import EngineLayout, check_model
+from megarl.weights.sglang_senders import GroupSender, ServerEndpoint, TensorSender
+from megarl.weights.staging import StagedSlices
 from tests.families import DEEPSEEK
 from tests.models.test_transformers_names import other_values, take_an_update_in_bfloat16, update
 from tests.rollout.tiny import Weights, largest_difference

@@ -12,12 +12,12 @@ import pytest
 
 from megarl.config import Config, parse_config
 from megarl.config.rollout import SpeculativeConfig
-from megarl.data.drafts import DraftCounts
 from megarl.errors import ConfigError
+from megarl.options.prediction.drafts import DraftCounts
+from megarl.options.prediction.sglang import NAMES, check_drafts, draft_arguments
 from megarl.rollout.engines.protocol import EnginePlace, SamplingParams
 from megarl.rollout.engines.sglang.arguments import server_arguments
 from megarl.rollout.engines.sglang.client import _GenerateCall, _generation
-from megarl.rollout.engines.sglang.drafts import NAMES, check_drafts, draft_arguments
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
 

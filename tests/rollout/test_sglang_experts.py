@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 from megarl.config.layout import Layout
 from megarl.errors import EngineError
 from megarl.models.hf_folder import HFFolder, write_hf_folder
-from megarl.reshard.plan import LOAD_BYTES
-from megarl.reshard.rank_plan import WeightSlice
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
-from megarl.weight_sync.checksums import UNCHECKED, EngineLayout, check_model
-from megarl.weight_sync.sglang_senders import ServerEndpoint, checksums_of
-from megarl.weight_sync.staging import StagedSlices
+from megarl.weights.checksums import UNCHECKED, EngineLayout, check_model
+from megarl.weights.plan import LOAD_BYTES
+from megarl.weights.rank_plan import WeightSlice
+from megarl.weights.sglang_senders import ServerEndpoint, checksums_of
+from megarl.weights.staging import StagedSlices
 from megarl.workers.senders import plans_for
 from tests.families import FAMILIES, build_folder
 from tests.models.test_transformers_names import other_values, take_an_update_in_bfloat16
@@ -83,7 +83,7 @@ def test_after_an_update_every_expert_is_the_one_that_was_sent(
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive  # tests/weight_sync/test_sglang_loader.py has the digest
+@pytest.mark.exhaustive  # tests/weights/test_sglang_loader.py has the digest
 def test_a_router_that_sglang_holds_in_float32_beside_bfloat16_is_the_one_that_was_sent(tmp_path: Path) -> None:
     take_an_update_in_bfloat16(served("glm4_moe", tmp_path / "model"), tmp_path / "log")
 

@@ -15,7 +15,7 @@ from megarl.errors import EngineError
 from megarl.models.deepseek_v3 import READ_BY_SGLANG
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.transformers_names import config_in_transformers
-from megarl.weight_sync.checksums import check_model
+from megarl.weights.checksums import check_model
 from tests.families import FAMILIES, SIZES, VARIANTS, build_folder, hub_tensors
 from tests.models.test_transformers_names import other_values
 from tests.rollout.updates import holds_what_was_sent

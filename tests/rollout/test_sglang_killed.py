@@ -14,8 +14,8 @@ from megarl.errors import EngineError
 from megarl.rollout.engines.protocol import SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
-from megarl.weight_sync.pusher import Pusher
-from megarl.weight_sync.staging import StagedSlices
+from megarl.weights.pusher import Pusher
+from megarl.weights.staging import StagedSlices
 from megarl.workers.senders import Membership, open_sender
 from tests.rollout.tiny import CONNECTIONS, PROMPTS, largest_difference, load, weights_of
 

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from megarl.errors import EngineError
+from megarl.options.transports.rdma import Readable, RegisteredMemory
 from megarl.rollout.engines.protocol import SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
-from megarl.weight_sync.pusher import Pusher
-from megarl.weight_sync.rdma import Readable, RegisteredMemory
-from megarl.weight_sync.sglang_senders import ReadSender
-from megarl.weight_sync.staging import StagedSlices
+from megarl.weights.pusher import Pusher
+from megarl.weights.sglang_senders import ReadSender
+from megarl.weights.staging import StagedSlices
 from megarl.workers.senders import Membership, open_sender
 from tests.rollout.tiny import PROMPTS, largest_difference, load, weights_of
 
@@ -90,7 +90,7 @@ def test_the_ranks_read_the_senders_values_update_after_update(
 
 ENDS_AT_ONCE = """
 import os, pickle, torch
-from megarl.weight_sync.rdma import RegisteredMemory
+from megarl.options.transports.rdma import RegisteredMemory
 memory, buffer = RegisteredMemory("lost"), torch.zeros(2**20, dtype=torch.uint8)
 memory.register(buffer)
 print(pickle.dumps(tuple(memory.readable(buffer))).hex(), flush=True)

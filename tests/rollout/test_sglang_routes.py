@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.data.routes import known, unknown
 from megarl.data.sample import Prompt
 from megarl.models.hf_folder import HFFolder, write_hf_folder
+from megarl.options.routing_replay.routes import known, unknown
 from megarl.rollout.engines.protocol import SamplingParams
 from megarl.rollout.engines.sglang.engine import RETURNS_ROUTES, SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions

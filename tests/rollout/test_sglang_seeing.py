@@ -21,7 +21,7 @@ from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.rollout.engines.protocol import Generation, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
-from megarl.weight_sync.checksums import EngineLayout, check_model
+from megarl.weights.checksums import EngineLayout, check_model
 from tests import seeing
 from tests.models.test_transformers_names import other_values, stored, update
 from tests.rollout.tiny import Weights

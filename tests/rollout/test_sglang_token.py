@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from megarl.rollout.engines.sglang.engine import SglangEngine
-from megarl.weight_sync.sglang_senders import call
+from megarl.weights.sglang_senders import call
 
 QUESTIONS = {
     "generate": {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}},

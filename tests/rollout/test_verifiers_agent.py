@@ -17,9 +17,9 @@ from megarl.config.rollout import AgentConfig, VerifiersConfig
 from megarl.config.sections import DataConfig, SourceConfig
 from megarl.data.sample import Prompt
 from megarl.errors import EpisodeError
+from megarl.options.agents import verifiers_agent
 from megarl.rollout.engines.protocol import Generation
 from megarl.rollout.episodes import open_episodes
-from megarl.rollout.sessions import verifiers_agent
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer, ids_of
 from tests.rollout.episode_parts import Settings
 

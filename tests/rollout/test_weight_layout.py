@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from megarl.errors import ConfigError, EngineError
-from megarl.models.weight_formats import FP8, MXFP8, WeightFormat, int4
+from megarl.options.few_bits.formats import FP8, MXFP8, WeightFormat, int4
+from megarl.options.few_bits.sglang import check_fp8_layout, check_weight_layout
 from megarl.rollout.engines.sglang import engine
 from megarl.rollout.engines.sglang.server import ServerOptions
-from megarl.rollout.engines.sglang.weight_layout import check_fp8_layout, check_weight_layout
 from tests.families import build_folder
 from tests.models.test_served_formats import config_of, served
 

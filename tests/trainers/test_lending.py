@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from megarl.options.lending.rule import Lending, LendingRule
 from megarl.trainers.rl.gpu_sharing import GpuSharing
-from megarl.trainers.rl.lending import Lending, LendingRule
 from tests.trainers.test_gpu_sharing import Memory
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from megarl.checkpoint.manifest import FileRecord
 from megarl.checkpoint.run_checkpoint import CheckpointFolder, write_state
-from megarl.checkpoint.stores import FolderStore
 from megarl.config import parse_config
 from megarl.errors import CheckpointError, ConfigError, MirrorError
-from megarl.trainers.run.mirroring import Mirroring
+from megarl.options.mirror.mirroring import Mirroring
+from megarl.options.mirror.stores import FolderStore
 
 TASK = {"name": "chain_sum"}
 SETTINGS = {"model": {"path": "model"}, "data": {"train": TASK, "eval": TASK}, "rewards": [{"name": "exact_number"}]}

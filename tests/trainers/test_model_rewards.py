@@ -10,7 +10,7 @@ import torch
 from megarl.config.sections import RewardModelConfig
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
-from megarl.trainers.rl.model_rewards import ModelRewards
+from megarl.options.reward_model.scores import ModelRewards
 
 LINE = 9
 """The token that is a line break."""

@@ -11,7 +11,7 @@ from megarl.config import Config, parse_config
 from megarl.models.flops import FlopsModel, sharing_pays
 from megarl.models.shape import ModelShape
 from megarl.models.update_flops import UpdateFlops
-from megarl.trainers.run.prefix_sharing import core_attention, shares_prefixes
+from megarl.options.shared_prefixes.choice import core_attention, shares_prefixes
 from megarl.trainers.run.timeline import throughput
 from megarl.workers.rank_calls import RankRecord
 

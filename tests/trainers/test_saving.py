@@ -28,9 +28,9 @@ from megarl.config import parse_config
 from megarl.errors import CheckpointError, ConfigError, RewardError, RunInterrupted, RunStopped, WorkerError
 from megarl.megatron.shards import ShardBox, Shards
 from megarl.observe.run_state import RankCondition
-from megarl.reshard.placement import Bundle, Placement
 from megarl.trainers.run.base import Run
 from megarl.trainers.run.saving import Saving, unwritable
+from megarl.weights.placement import Bundle, Placement
 
 WHOLE = torch.arange(24.0).view(6, 4)
 

@@ -20,8 +20,8 @@ from megarl.workers.cluster import Cluster
 class Sender:
     def stage(self):
         import torch
-        from megarl.reshard.rank_plan import SliceKey, WeightSlice
-        from megarl.weight_sync.staging import Staging
+        from megarl.weights.rank_plan import SliceKey, WeightSlice
+        from megarl.weights.staging import Staging
         self.staging = Staging(name="a")
         self.staging.stage([WeightSlice(SliceKey("w", 0, 4, 0, 0, 4, 4), torch.zeros(4, 4))])
         return os.getpid()

@@ -21,27 +21,27 @@ import torch
 from megarl.config import Config
 from megarl.config.engine_kinds import EMBEDDED
 from megarl.config.rollout import SpeculativeConfig
-from megarl.data.media import Media
-from megarl.data.picture_rules import sees
 from megarl.errors import DeadlineError, EngineError
 from megarl.models.hf_folder import HFFolder
-from megarl.models.lora import Lora
-from megarl.models.quantised_tensors import Dequantiser
 from megarl.models.registry import load_hf_config
 from megarl.models.transformers_names import config_in_transformers, hub_tensors
-from megarl.reshard.run_plan import sent_adapters
+from megarl.options.few_bits.tensors import Dequantiser
+from megarl.options.lora.embedded import Adapters
+from megarl.options.lora.weight_map import Lora
+from megarl.options.pictures.embedded import Sight
+from megarl.options.pictures.media import Media
+from megarl.options.pictures.picture_rules import sees
+from megarl.options.prediction.embedded import Speculation, SpeculativeBatch, check_drafts, refusal
+from megarl.options.routing_replay.embedded import RouteRecorder
 from megarl.rollout.engines.drawing import random_numbers
-from megarl.rollout.engines.embedded_adapters import Adapters
 from megarl.rollout.engines.embedded_batch import DecodeBatch, OpenResponse
-from megarl.rollout.engines.embedded_routes import RouteRecorder
-from megarl.rollout.engines.embedded_seeing import Sight
-from megarl.rollout.engines.embedded_speculative import Speculation, SpeculativeBatch, check_drafts, refusal
 from megarl.rollout.engines.embedded_turns import TurnCache
 from megarl.rollout.engines.protocol import Begun, Engine, EnginePlace, Generation, SamplingParams, check_request
-from megarl.weight_sync.checksums import compare, digest
-from megarl.weight_sync.model_compatibility import ServedModel, check_same_model
-from megarl.weight_sync.staging import NamedTensors
-from megarl.weight_sync.weight_state import WeightState
+from megarl.weights.checksums import compare, digest
+from megarl.weights.model_compatibility import ServedModel, check_same_model
+from megarl.weights.run_plan import sent_adapters
+from megarl.weights.staging import NamedTensors
+from megarl.weights.weight_state import WeightState
 
 
 @dataclass(eq=False)

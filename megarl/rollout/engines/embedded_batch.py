@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from megarl.data.drafts import NO_DRAFTS, DraftCounts
 from megarl.data.prefills import NO_PREFILLS, PrefillCounts
-from megarl.data.routes import Routes
+from megarl.options.pictures.embedded import SeenPrompt, Sight
+from megarl.options.prediction.drafts import NO_DRAFTS, DraftCounts
+from megarl.options.routing_replay.embedded import RouteRecorder
+from megarl.options.routing_replay.routes import Routes
 from megarl.rollout.engines.drawing import sample
-from megarl.rollout.engines.embedded_routes import RouteRecorder
-from megarl.rollout.engines.embedded_seeing import SeenPrompt, Sight
 from megarl.rollout.engines.embedded_turns import KeptTurn, TurnCache
 from megarl.rollout.engines.protocol import FinishReason, Generation, SamplingParams
 

@@ -13,14 +13,14 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from megarl.config import Config
 from megarl.config.engine_kinds import EngineCapabilities
-from megarl.data.drafts import NO_DRAFTS, DraftCounts
-from megarl.data.media import Media
 from megarl.data.prefills import NO_PREFILLS, PrefillCounts
-from megarl.data.routes import Routes
 from megarl.errors import EngineError
-from megarl.weight_sync.model_compatibility import ServedModel
-from megarl.weight_sync.sglang_senders import ServerEndpoint
-from megarl.weight_sync.staging import NamedTensors
+from megarl.options.pictures.media import Media
+from megarl.options.prediction.drafts import NO_DRAFTS, DraftCounts
+from megarl.options.routing_replay.routes import Routes
+from megarl.weights.model_compatibility import ServedModel
+from megarl.weights.sglang_senders import ServerEndpoint
+from megarl.weights.staging import NamedTensors
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -67,7 +67,8 @@ class Generation:
     A response that the engine went on with (`begun`) is whole: what it had is in front. `abort`: it was cut (`Engine.cut`), or
     the engine gave it up.
     `routes` `[tokens, expert layers, k]` are the experts of the prompt's tokens and of all but the last one of the response
-    (`data/routes.py`), all from passes under the version of the last token; None: they were not asked for. `drafts`: what
+    (`options/routing_replay/routes.py`), all from passes under the version of the last token; None: they were not asked
+    for. `drafts`: what
     speculative decoding did for it. `prefill`: what was asked for it.
     """
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from megarl.config import Config
 from megarl.config.engine_kinds import REPLAY
-from megarl.data.media import Media
 from megarl.data.sample import Sample, read_record
 from megarl.errors import EngineError, nearest
+from megarl.options.pictures.media import Media
 from megarl.rollout.engines.protocol import Begun, Engine, EnginePlace, Generation, SamplingParams, check_request
-from megarl.weight_sync.staging import NamedTensors
+from megarl.weights.staging import NamedTensors
 
 
 class ReplayEngine(Engine):

@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megarl.data.media import Media
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EpisodeError, nearest
+from megarl.options.pictures.media import Media
 from megarl.rollout.engines.protocol import Generation
 from megarl.system.user_code import FORMS, load_user_function
 
 if TYPE_CHECKING:
-    from megarl.data.told_pictures import PictureKeeper
-    from megarl.rollout.episodes.tools.toolbox import ToolBox
+    from megarl.options.agents.agents import Agents
+    from megarl.options.pictures.told_pictures import PictureKeeper
+    from megarl.options.tools.toolbox import ToolBox
     from megarl.rollout.episodes.turns import ToldMessage, TurnTemplate
-    from megarl.rollout.sessions.agents import Agents
 
 
 class SampleTokens(Protocol):
@@ -117,9 +117,9 @@ class Episode(Protocol):
 
 BUILT_IN = {
     "single": "megarl.rollout.episodes.single:single_turn",
-    "tools": "megarl.rollout.episodes.chat:chat_with_tools",
-    "environment": "megarl.rollout.episodes.environment:in_environment",
-    "agent": "megarl.rollout.episodes.agent:with_agent",
+    "tools": "megarl.options.tools.chat:chat_with_tools",
+    "environment": "megarl.options.environments.environment:in_environment",
+    "agent": "megarl.options.agents.episode:with_agent",
 }
 """Kinds of episode by name, as import paths, so that a run imports what it uses."""
 

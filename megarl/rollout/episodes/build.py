@@ -14,23 +14,23 @@ from typing import Any, Protocol
 
 from megarl.config.rollout import AgentConfig, McpServerConfig, OpenEnvConfig, SandboxConfig
 from megarl.config.sections import DataConfig
-from megarl.data.picture_reader import PictureSettings
 from megarl.data.sample import Prompt, Sample
-from megarl.data.told_pictures import PictureKeeper
 from megarl.errors import EpisodeError
+from megarl.options.agents import verifiers_agent
+from megarl.options.agents.agents import Agent, Agents, FunctionAgent, OtherPython, open_agent
+from megarl.options.agents.sandboxed_agent import SandboxedAgent
+from megarl.options.agents.server import SessionServer
+from megarl.options.environments.openenv import OpenEnvironment
+from megarl.options.pictures.picture_reader import PictureSettings
+from megarl.options.pictures.told_pictures import PictureKeeper
+from megarl.options.sandboxes import Sandboxes, open_sandboxes
+from megarl.options.tools import mcp_servers
+from megarl.options.tools.functions import FunctionTools
+from megarl.options.tools.sandbox_tools import PREFIX, SandboxTools
+from megarl.options.tools.source import ToolSource
+from megarl.options.tools.toolbox import ToolBox
 from megarl.rollout.episodes.base import BUILT_IN, Episode, EpisodeContext, SampleTokens, load_episode
-from megarl.rollout.episodes.openenv import OpenEnvironment
-from megarl.rollout.episodes.tools import mcp_servers
-from megarl.rollout.episodes.tools.functions import FunctionTools
-from megarl.rollout.episodes.tools.sandbox_tools import PREFIX, SandboxTools
-from megarl.rollout.episodes.tools.source import ToolSource
-from megarl.rollout.episodes.tools.toolbox import ToolBox
 from megarl.rollout.episodes.turns import CHARACTERS_PER_TOKEN, TurnTemplate
-from megarl.rollout.sandboxes import Sandboxes, open_sandboxes
-from megarl.rollout.sessions import verifiers_agent
-from megarl.rollout.sessions.agents import Agent, Agents, FunctionAgent, OtherPython, open_agent
-from megarl.rollout.sessions.sandboxed_agent import SandboxedAgent
-from megarl.rollout.sessions.server import SessionServer
 from megarl.system.user_code import CLASS_FORMS, absolute_name, load_user_function
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.data.drafts import NO_DRAFTS
-from megarl.data.media import Media
 from megarl.data.prefills import NO_PREFILLS
-from megarl.data.routes import Routes, known, of_one_version, padded
 from megarl.data.sample import Prompt, Sample
+from megarl.options.pictures.media import Media
+from megarl.options.prediction.drafts import NO_DRAFTS
+from megarl.options.routing_replay.routes import Routes, known, of_one_version, padded
 from megarl.rollout.engines.protocol import Generation
 from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from megarl.data.chat import special_tokens
 from megarl.data.chat_rendering import TemplateError, render
-from megarl.data.images import KeptPicture
-from megarl.data.media import Media
-from megarl.data.picture_reader import PictureSettings
-from megarl.data.placeholders import expand
-from megarl.data.told_pictures import PicturedText
 from megarl.errors import EpisodeError
+from megarl.options.pictures.images import KeptPicture
+from megarl.options.pictures.media import Media
+from megarl.options.pictures.picture_reader import PictureSettings
+from megarl.options.pictures.placeholders import expand
+from megarl.options.pictures.told_pictures import PicturedText
 from megarl.rollout.engines.protocol import Generation
 
 ToldMessage = dict[str, Any]

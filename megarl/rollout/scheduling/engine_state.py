@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
 
-from megarl.data.media import Media
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import DeadlineError, EngineError, WorkerError
 from megarl.observe.run_state import EngineCondition, EngineStatus
 from megarl.observe.trace import BusySpans
+from megarl.options.pictures.media import Media
 from megarl.rollout.engines.protocol import Begun, Generation, SamplingParams
 from megarl.rollout.scheduling.partial_groups import PartialGroup
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.drafts import DraftCounts
 from megarl.data.prefills import PrefillCounts
-from megarl.data.routes import from_json, to_json
 from megarl.data.sample import Sample
+from megarl.options.prediction.drafts import DraftCounts
+from megarl.options.routing_replay.routes import from_json, to_json
 from megarl.rollout.engines.protocol import Generation
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from megarl.data.media import Media
 from megarl.data.sample import Prompt, Sample
+from megarl.options.pictures.media import Media
 from megarl.rollout.engines.protocol import Generation, SamplingParams
 from megarl.rollout.episodes import Episodes, SampleTokens
 from megarl.rollout.episodes.single import single_sample

@@ -10,7 +10,7 @@
     SHARED: everything is there, as when a run starts
 
 There is no way from TRAINING to GENERATING: engines that were woken are given weights first, which each of them sees to by
-itself, too (`weight_sync/weight_state.py`). Memory is always given up before other memory is taken.
+itself, too (`weights/weight_state.py`). Memory is always given up before other memory is taken.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Literal, Protocol
 
 from megarl.config import Config
 from megarl.errors import EngineError
+from megarl.options.lending.engines import LentEngines
 from megarl.planning.turns import takes_turns
 from megarl.rollout.scheduling.engine_state import EngineHandle, failures
-from megarl.rollout.scheduling.lent_engines import LentEngines
 from megarl.rollout.scheduling.scheduler import Scheduler
 from megarl.trainers.run.roles import POLICY, Roles
 

@@ -13,19 +13,19 @@ from megarl.algorithms import ADVANTAGES, POLICY_LOSSES
 from megarl.config import Config
 from megarl.config.evaluations import EvaluationConfig
 from megarl.data.mixture import build_parts
-from megarl.data.picture_reader import open_pictures
 from megarl.data.prompts import rows_of
 from megarl.data.rows import Origin
 from megarl.data.sample import Prompt, Sample
 from megarl.data.sampler import drop_eval_overlap
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
+from megarl.options.distillation.teachers import Teachers
+from megarl.options.pictures.picture_reader import open_pictures
 from megarl.rewards import build_rewards
 from megarl.rewards.sources import RewardSources
 from megarl.rollout.engines.registry import check_engine
 from megarl.rollout.episodes import Episodes, open_episodes
 from megarl.supervise.child_run import is_restart
 from megarl.trainers.rl.eval_figures import set_figures
-from megarl.trainers.rl.teachers import Teachers
 from megarl.trainers.run.start import check_architectures
 
 

@@ -16,17 +16,17 @@ from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError, WorkerError
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.observe.run_state import EngineStatus
+from megarl.options.lending.engines import LentEngines
+from megarl.options.lending.rule import Lending
+from megarl.options.transports.relay_plan import Machines
 from megarl.planning.turns import bytes_beside_engines, takes_turns
-from megarl.reshard.relays import Machines
 from megarl.rollout.engines.protocol import EnginePlace, SamplingParams
 from megarl.rollout.engines.registry import check_engine, engine_path
 from megarl.rollout.episodes import Episodes
 from megarl.rollout.scheduling.engine_state import GenerateGroups, PendingResult
-from megarl.rollout.scheduling.lent_engines import LentEngines
 from megarl.rollout.scheduling.requests import RolloutBatch, episode_groups, single_turns
 from megarl.rollout.scheduling.scheduler import FAILURES, Scheduler
 from megarl.rollout.scheduling.staleness_manager import StalenessManager
-from megarl.trainers.rl.lending import Lending
 from megarl.trainers.rl.weight_updates import WeightUpdates
 from megarl.trainers.run.roles import Roles
 from megarl.workers.cluster import Cluster

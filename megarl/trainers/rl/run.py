@@ -13,14 +13,18 @@ from megarl.config import Config
 from megarl.config.doubtful import doubtful_choices
 from megarl.data.batch import Batch
 from megarl.data.branches import JoinedEpisodes, first_branches, spread_rewards
-from megarl.data.drafts import draft_figures
 from megarl.data.mixture import mixture_weights, place_of_row
 from megarl.data.prefills import prefill_figures
 from megarl.data.sample import Sample
 from megarl.data.sampler import build_sampler
 from megarl.observe import MetricsFile, distributions
 from megarl.observe.progress import SHOWN, rows_line
-from megarl.reshard.run_plan import check_transport
+from megarl.options.distillation.teachers import COLUMNS, Teachers
+from megarl.options.online_pairs.pairs import OnlinePairs, choose_pairs
+from megarl.options.prediction.drafts import draft_figures
+from megarl.options.ptx.examples import PtxExamples
+from megarl.options.reward_model.scores import ModelRewards
+from megarl.options.routing_replay.figures import RoutingFigures
 from megarl.system.user_code import absolute_name
 from megarl.trainers.rl.eval_figures import evaluation, pass_rates
 from megarl.trainers.rl.experience import (
@@ -32,21 +36,17 @@ from megarl.trainers.rl.experience import (
     set_loss_weights,
 )
 from megarl.trainers.rl.inputs import read_inputs
-from megarl.trainers.rl.model_rewards import ModelRewards
 from megarl.trainers.rl.objectives import PolicyObjective, ValueObjective
-from megarl.trainers.rl.online_pairs import OnlinePairs, choose_pairs
 from megarl.trainers.rl.parity_checks import ParityChecks, bounds
-from megarl.trainers.rl.ptx import PtxExamples
 from megarl.trainers.rl.rollouts import Rollouts
-from megarl.trainers.rl.routing_figures import RoutingFigures
 from megarl.trainers.rl.samples_file import SamplesFile
 from megarl.trainers.rl.source_figures import DataSources
 from megarl.trainers.rl.step_tokens import TOKEN_COLUMNS, loss_arguments, older_tokens, set_token_columns
-from megarl.trainers.rl.teachers import COLUMNS, Teachers
 from megarl.trainers.run.base import Run
 from megarl.trainers.run.roles import CRITIC, POLICY, REFERENCE, REWARD_MODEL, group_requests
 from megarl.trainers.run.start import open_cluster, open_roles
 from megarl.trainers.run.update_metrics import LOG_PROBS
+from megarl.weights.run_plan import check_transport
 
 TRAINING = ("log_probs", "update", "sync")
 """Phases in which the training ranks work."""

@@ -35,23 +35,23 @@ from megarl.errors import (
     nearest,
 )
 from megarl.observe import Phases, Progress, build_summary, evaluation_line, open_trackers, upload_commands, write_summary
-from megarl.observe.endpoint import open_endpoint
-from megarl.observe.otel import SpanExport, open_span_export
 from megarl.observe.progress import aligned, gate_line
 from megarl.observe.run_state import RunState
-from megarl.reshard.placement import Placement
+from megarl.options.mirror.mirroring import Mirroring
+from megarl.options.telemetry.endpoint import open_endpoint
+from megarl.options.telemetry.otel import SpanExport, open_span_export
 from megarl.supervise.child_run import follow, is_restart
 from megarl.system.atomic_files import write_text_atomically
 from megarl.system.torchrun import is_torchrun
 from megarl.trainers.run.expert_record import ExpertRecord
 from megarl.trainers.run.guards import Guards, newest_sound_before
 from megarl.trainers.run.marks import RunMarks
-from megarl.trainers.run.mirroring import Mirroring
 from megarl.trainers.run.profiling import Profiling
 from megarl.trainers.run.roles import POLICY, REFERENCE, Roles
 from megarl.trainers.run.saving import Saving, unwritable
 from megarl.trainers.run.stop import StopRequest
 from megarl.trainers.run.timeline import Timeline
+from megarl.weights.placement import Placement
 from megarl.workers.spmd import leader_first
 
 OneConfig = TypeVar("OneConfig", Config, SupervisedConfig)

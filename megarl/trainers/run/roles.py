@@ -26,7 +26,6 @@ from megarl.config.sections import TrainedRole
 from megarl.data.answers import Answers
 from megarl.data.batch import Batch
 from megarl.data.micro_batches import plan_micro_batches
-from megarl.data.routes import ReplayCounts, Routes, joined
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition, TopK
 from megarl.megatron.options import (
@@ -39,14 +38,15 @@ from megarl.megatron.options import (
     untested_pair,
 )
 from megarl.models.flops import FlopsModel
-from megarl.models.peft_header import lora_of
 from megarl.models.registry import load_hf_config
 from megarl.models.update_flops import PASSES, UpdateFlops, update_flops
+from megarl.options.lora.peft_header import lora_of
+from megarl.options.routing_replay.routes import ReplayCounts, Routes, joined
+from megarl.options.shared_prefixes.choice import core_attention, shares_prefixes
+from megarl.options.transports.relay_plan import Machines
 from megarl.planning.gpus import gpu_called
-from megarl.reshard.relays import Machines
-from megarl.trainers.run.prefix_sharing import core_attention, shares_prefixes
 from megarl.trainers.run.update_metrics import combine
-from megarl.weight_sync.pusher import Pushed, merge
+from megarl.weights.pusher import Pushed, merge
 from megarl.workers.cluster import GroupRequest
 from megarl.workers.group import RankGroup
 from megarl.workers.rank_calls import RankCalls, RankRecord

@@ -13,11 +13,11 @@ from megarl.megatron.options import choose_layer_spec
 from megarl.models.flops import FlopsModel
 from megarl.models.registry import architecture_for, load_hf_config, use_architecture
 from megarl.planning.roles import role_shape
-from megarl.reshard.placement import Placement
 from megarl.system.hub import CachedModel
 from megarl.system.torchrun import is_torchrun
 from megarl.system.user_code import absolute_name
 from megarl.trainers.run.roles import POLICY, Roles, group_requests, role_specs
+from megarl.weights.placement import Placement
 from megarl.workers.cluster import Cluster, GroupRequest
 from megarl.workers.group import RankGroup
 from megarl.workers.spmd import SpmdGroup

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megarl.models.update_flops import UpdateFlops
 from megarl.observe import MetricsFile, Phases
-from megarl.observe.otel import SpanExport
 from megarl.observe.trace import PhaseSpans, Span, by_process
+from megarl.options.telemetry.otel import SpanExport
 from megarl.trainers.run.roles import POLICY, Roles
 from megarl.workers.rank_calls import RankRecord
 

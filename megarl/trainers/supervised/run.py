@@ -15,7 +15,6 @@ from megarl.config import SupervisedConfig
 from megarl.config.supervised import PAIR_LOSSES, SHIFTED_LOSSES, TOKEN_LOSSES
 from megarl.data.batch import Batch
 from megarl.data.mixture import build_parts, mixture_weights, place_of_row
-from megarl.data.picture_reader import open_pictures
 from megarl.data.rows import find_value
 from megarl.data.sample import Sample
 from megarl.data.sampler import build_sampler, count_held_out
@@ -23,6 +22,7 @@ from megarl.data.stream import ScorePosition, pack
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings, kind_of_rows
 from megarl.data.tokenize import load_tokenizer
 from megarl.observe.progress import TOWER, rows_line
+from megarl.options.pictures.picture_reader import open_pictures
 from megarl.trainers.run.base import Run
 from megarl.trainers.run.roles import POLICY, REFERENCE
 from megarl.trainers.run.start import check_architectures, open_groups, open_roles

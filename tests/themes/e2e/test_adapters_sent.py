@@ -10,11 +10,11 @@ import pytest
 
 from megarl.config import Config
 from megarl.errors import GuardError
-from megarl.models.lora import Lora
 from megarl.models.registry import load_hf_config
 from megarl.observe import read_metrics
+from megarl.options.lora.weight_map import Lora
 from megarl.trainers.rl.loop import train
-from megarl.weight_sync.model_compatibility import ServedModel
+from megarl.weights.model_compatibility import ServedModel
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 

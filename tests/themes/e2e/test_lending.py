@@ -15,11 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.config import Config
+from megarl.options.lending.engines import LentEngines
+from megarl.options.lending.rule import LendingRule
 from megarl.rollout.engines.protocol import Generation
 from megarl.rollout.scheduling.engine_state import EngineState
-from megarl.rollout.scheduling.lent_engines import LentEngines
 from megarl.rollout.scheduling.scheduler import Scheduler
-from megarl.trainers.rl.lending import LendingRule
 from megarl.trainers.rl.rollouts import Rollouts
 from megarl.trainers.run.roles import POLICY
 from tests.rollout.tiny import reference_log_probs

@@ -19,12 +19,12 @@ from megarl.convert.plan import plan_hf
 from megarl.convert.run import run_plan
 from megarl.convert.sources import open_dist
 from megarl.data.batch import Batch
-from megarl.data.routes import known
 from megarl.data.sample import Sample
 from megarl.models.check_layouts import check_models
 from megarl.observe import read_metrics
+from megarl.options.routing_replay.figures import RoutingFigures
+from megarl.options.routing_replay.routes import known
 from megarl.trainers.rl.loop import train
-from megarl.trainers.rl.routing_figures import RoutingFigures
 from tests.rollout.routed import chosen_experts
 from tests.themes.e2e.records import curve, tensors
 

@@ -10,8 +10,8 @@ import pytest
 import transformers
 
 from megarl.config import Config
-from megarl.convert.new_layer import add_layer
 from megarl.observe import read_metrics
+from megarl.options.prediction.new_layer import add_layer
 from megarl.trainers.rl.loop import train
 from tests.families import build_folder
 from tests.predicting import DRAFTED, build_predicting

@@ -22,8 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megarl.config import Config
 from megarl.observe import read_metrics
-from megarl.observe.endpoint import targets_file
-from megarl.observe.prometheus import prometheus_name
+from megarl.options.telemetry.endpoint import targets_file
+from megarl.options.telemetry.prometheus import prometheus_name
 from megarl.trainers.rl.loop import train
 from tests.observe.collector import Collector
 from tests.themes.e2e.processes import start_megarl

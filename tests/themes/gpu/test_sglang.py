@@ -67,10 +67,10 @@ def push(role: Any, endpoint: Any, version: int) -> Any:
     from megarl.config.layout import Layout
     from megarl.megatron.weights import local_shards
     from megarl.models.registry import load_hf_config
-    from megarl.reshard.plan import LOAD_BYTES, bucket_of_load, plan_reshard
-    from megarl.reshard.rank_plan import RankPlan
-    from megarl.weight_sync.pusher import Pusher
-    from megarl.weight_sync.sglang_senders import TensorSender
+    from megarl.weights.plan import LOAD_BYTES, bucket_of_load, plan_reshard
+    from megarl.weights.pusher import Pusher
+    from megarl.weights.rank_plan import RankPlan
+    from megarl.weights.sglang_senders import TensorSender
 
     to, hf_config = endpoint.layout.target, load_hf_config(role.options.path)
     bucket_bytes = bucket_of_load(LOAD_BYTES["cuda"], to)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megarl.config.layout import Layout
 from megarl.data.stream import Unit
-from megarl.models.lora import Lora
+from megarl.options.lora.weight_map import Lora
 from tests.themes.parallel.worlds import MODES, TEMPERATURE, gathered_gradients, micro_batches, objective, put_back
 
 
@@ -28,10 +28,10 @@ def run_adapted(
     """As `run_family`, of the `adapters` by the hub's names: `exported` are theirs, `gradients`, too. `off` are values without
     them, `merged` the weights with them, `trained` the names of all that is trained."""
     from megarl.megatron.build import initialize_layout
-    from megarl.megatron.lora import load_adapters
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
     from megarl.megatron.step import forward_backward
+    from megarl.options.lora.layers import load_adapters
 
     initialize_layout(layout, seed=1)
     answer: dict[str, Any] = {"modes": {}}

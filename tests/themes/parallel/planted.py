@@ -22,8 +22,8 @@ def run_with_error(
     positions exchanged (GLM).
     """
     from megarl.megatron import build
-    from megarl.megatron.seeing import SeeingModel
-    from megarl.models.vision import Mrope
+    from megarl.options.pictures.tower import SeeingModel
+    from megarl.options.pictures.vision import Mrope
 
     with_pictures, axes, tower = SeeingModel._with_pictures, Mrope.axes, build.build_tower
 
@@ -62,7 +62,7 @@ def run_with_error(
 
 def run_spec(rank: int, world_size: int, spec: str, folder: Path, units: list[Unit], media_folder: Path) -> dict[str, Any]:
     """`run_family` packed under a layer spec, and `pictures`: the first files of those that the tower saw, by micro-batch."""
-    from megarl.megatron.seeing import SeeingModel
+    from megarl.options.pictures.tower import SeeingModel
 
     seen: list[list[str]] = []
     look = SeeingModel._look

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from megarl.config.layout import Layout
-from megarl.data.routes import compact, joined
 from megarl.data.stream import Unit
+from megarl.options.routing_replay.routes import compact, joined
 from tests.themes.parallel.worlds import MODES, TEMPERATURE, gradients, micro_batches, objective, put_back
 
 

@@ -90,9 +90,9 @@ def rounded_bits(rank: int, world_size: int, folder: str, dtype: str) -> tuple[i
     from megarl.megatron.global_names import global_tensors
     from megarl.megatron.options import ModelOptions
     from megarl.megatron.rank_model import RankModel
-    from megarl.models.quantised_tensors import dequantised
-    from megarl.models.weight_formats import int4
-    from megarl.reshard.quantise import FormatQuantiser
+    from megarl.options.few_bits.formats import int4
+    from megarl.options.few_bits.quantise import FormatQuantiser
+    from megarl.options.few_bits.tensors import dequantised
 
     layout = Layout(tp=2, etp=2, sequence_parallel=True)
     initialize_layout(layout, seed=1)

@@ -13,7 +13,7 @@ from megarl.config import config_fields, load_config, parse_config, save_resolve
 from megarl.config.secrets import is_secret, redacted, without_secrets
 from megarl.config.sections import DataConfig, SourceConfig
 from megarl.errors import ConfigError, RewardError
-from megarl.observe.trackers import open_trackers
+from megarl.options.telemetry.trackers import open_trackers
 from megarl.rewards import build_rewards
 from megarl.rewards.http_post import Endpoint
 

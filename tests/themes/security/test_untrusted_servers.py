@@ -15,16 +15,16 @@ from megarl.config.rollout import OpenEnvConfig
 from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError, RewardError
+from megarl.options.environments.openenv import OpenEnvError, OpenEnvironment
 from megarl.rewards import RewardSources, build_rewards
 from megarl.rollout.engines.protocol import SamplingParams
 from megarl.rollout.engines.sglang import client
 from megarl.rollout.engines.sglang.asked_prompt import AskedPrompt
 from megarl.rollout.engines.sglang.client import SglangClient
 from megarl.rollout.engines.sglang.external import ExternalEngine, ExternalServer
-from megarl.rollout.episodes.openenv import OpenEnvError, OpenEnvironment
-from megarl.weight_sync.checksums import EngineLayout
-from megarl.weight_sync.model_compatibility import ServedModel
-from megarl.weight_sync.sglang_senders import ServerEndpoint, call, check_alive
+from megarl.weights.checksums import EngineLayout
+from megarl.weights.model_compatibility import ServedModel
+from megarl.weights.sglang_senders import ServerEndpoint, call, check_alive
 from tests.rewards.local_server import running
 
 DATA = DataConfig(train=SourceConfig(source="jsonl", path="rows.jsonl"))

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from megarl.data.drafts import DraftCounts
 from megarl.data.prefills import NO_PREFILLS, PrefillCounts
 from megarl.errors import DeadlineError, EngineError
+from megarl.options.prediction.drafts import DraftCounts
+from megarl.options.routing_replay.sglang import ExpertLayers
 from megarl.rollout.engines.protocol import Begun, Generation, SamplingParams, behind
 from megarl.rollout.engines.sglang.asked_prompt import AskedPrompt
-from megarl.rollout.engines.sglang.routed_experts import ExpertLayers
 from megarl.system.http_requests import MAX_ANSWER_BYTES, AnswerError, parsed, read_unpacked
 
 MAX_IN_FLIGHT = 512  # requests on the wire at once; the server queues beyond max_running_requests itself

@@ -16,27 +16,27 @@ from torch.distributed import TCPStore
 
 from megarl.config import Config
 from megarl.config.engine_kinds import SGLANG
-from megarl.data.picture_rules import load_picture_rules, sees
 from megarl.errors import ConfigError, EngineError
 from megarl.models.registry import load_hf_config
-from megarl.models.weight_formats import engine_format
-from megarl.reshard.rank_plan import SliceKey
-from megarl.reshard.run_plan import engine_target, sent_adapters
+from megarl.options.few_bits.formats import engine_format
+from megarl.options.few_bits.sglang import check_weight_layout
+from megarl.options.lora.adapter_place import making_place
+from megarl.options.lora.sglang import adapter_arguments, check_adapters
+from megarl.options.pictures.picture_rules import load_picture_rules, sees
+from megarl.options.prediction.sglang import check_drafts, draft_arguments
+from megarl.options.routing_replay.sglang import ExpertLayers
 from megarl.rollout.engines.protocol import EnginePlace
-from megarl.rollout.engines.sglang.adapters import adapter_arguments, check_adapters
 from megarl.rollout.engines.sglang.arguments import check_engine_args
-from megarl.rollout.engines.sglang.drafts import check_drafts, draft_arguments
-from megarl.rollout.engines.sglang.routed_experts import ExpertLayers
 from megarl.rollout.engines.sglang.served import ServedEngine
 from megarl.rollout.engines.sglang.server import NodeProcess, OtherNode, ServerOptions, SglangServer, compute_capability
 from megarl.rollout.engines.sglang.server_process import host
-from megarl.rollout.engines.sglang.weight_layout import check_weight_layout
-from megarl.weight_sync.adapter_place import making_place
-from megarl.weight_sync.checksums import UNCHECKED, EngineLayout, check_model, compare
-from megarl.weight_sync.model_compatibility import ServedModel
-from megarl.weight_sync.payloads import SELECTORS, checking, read_answer
-from megarl.weight_sync.sglang_senders import ServerEndpoint, TensorSender
-from megarl.weight_sync.staging import SLICED, NamedTensors, serialize
+from megarl.weights.checksums import UNCHECKED, EngineLayout, check_model, compare
+from megarl.weights.model_compatibility import ServedModel
+from megarl.weights.payloads import SELECTORS, checking, read_answer
+from megarl.weights.rank_plan import SliceKey
+from megarl.weights.run_plan import engine_target, sent_adapters
+from megarl.weights.sglang_senders import ServerEndpoint, TensorSender
+from megarl.weights.staging import SLICED, NamedTensors, serialize
 
 MORE_TOKENS = 1024
 """Room in a CPU server's cache beside that for the responses of a step."""

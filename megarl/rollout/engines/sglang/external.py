@@ -23,7 +23,7 @@ from megarl.models.registry import load_hf_config
 from megarl.rollout.engines.protocol import EnginePlace
 from megarl.rollout.engines.sglang.served import ServedEngine
 from megarl.system.http_requests import AnswerError, open_url, parsed, read_answer
-from megarl.weight_sync.model_compatibility import ServedModel, check_same_model
+from megarl.weights.model_compatibility import ServedModel, check_same_model
 
 ASK_S = 10.0
 POLL_S = 0.5

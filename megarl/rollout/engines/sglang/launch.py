@@ -16,7 +16,8 @@ import sys
 import threading
 from pathlib import Path
 
-from megarl.rollout.engines.sglang import repairs, served_adapters
+from megarl.options.lora import served as served_adapters
+from megarl.rollout.engines.sglang import repairs
 from megarl.system.process_tree import end_tree
 
 

@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megarl.data.media import Media
+from megarl.options.lora.adapter_place import named
+from megarl.options.pictures.media import Media
+from megarl.options.routing_replay.sglang import ExpertLayers
 from megarl.rollout.engines.protocol import Begun, Engine, Generation, SamplingParams, check_request
 from megarl.rollout.engines.sglang.asked_prompt import AskedPrompt
 from megarl.rollout.engines.sglang.client import AskedServer, SglangClient
-from megarl.rollout.engines.sglang.routed_experts import ExpertLayers
-from megarl.weight_sync.adapter_place import named
-from megarl.weight_sync.weight_state import WeightState
+from megarl.weights.weight_state import WeightState
 
 
 class ServedEngine(Engine):

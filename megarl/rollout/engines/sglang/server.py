@@ -21,10 +21,10 @@ from typing import Any, Literal, Protocol
 
 from megarl.config.secrets import bearer
 from megarl.errors import EngineError
-from megarl.models.lora import Lora
+from megarl.options.lora.weight_map import Lora
 from megarl.rollout.engines.sglang.server_process import ServerProcess, claim_port, host, log_tail
 from megarl.system.http_requests import AnswerError, open_url, parsed, read_answer
-from megarl.weight_sync.staging import SLICED
+from megarl.weights.staging import SLICED
 
 FREEZE_S = 10.0
 LEADER_PORTS = 8

@@ -1,0 +1,1 @@
+"""Teachers whose log-probs the policy learns from: `teacher` and `algorithm.distillation`."""

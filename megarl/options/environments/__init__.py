@@ -1,0 +1,1 @@
+"""Episodes in an environment: a class of the user, or a server of OpenEnv: `rollout.episode.kind: environment`."""

@@ -1,0 +1,157 @@
+"""Weights in few bits, made where they lie: on each rank's shard, and bit for bit as of the whole tensor.
+
+Of FP8 with a scale per block of 128 x 128 only the blocks' largest magnitudes are exchanged, one float for 16,384 weights:
+a block may reach over several shards. Groups of columns lie on one rank each, which exchanges nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megarl.models.packings import FP8_BLOCK, SCALE_SUFFIX
+from megarl.models.weight_map import BoundRule
+from megarl.options.few_bits.formats import SHAPE, WeightFormat
+from megarl.options.few_bits.fp8_blocks import LARGEST
+from megarl.options.few_bits.packings import BlockScales
+from megarl.options.few_bits.tensors import main_suffix, scale_suffix, shape_tensor, stored_rows
+
+Scales = Literal["float", "power_of_two"]
+Exchange = Callable[[Tensor], None]
+"""Replaces a tensor, in place, by the element-wise largest of all ranks that hold a part of the parameter."""
+
+
+@dataclass(frozen=True)
+class MatrixBox:
+    """Rows `row:+rows` and columns `col:+cols` of a whole matrix."""
+
+    row: int
+    col: int
+    rows: int
+    cols: int
+
+    @property
+    def blocks(self) -> tuple[slice, slice]:
+        """The blocks that it has a part of."""
+        return slice(self.row // FP8_BLOCK, _up(self.row + self.rows)), slice(self.col // FP8_BLOCK, _up(self.col + self.cols))
+
+
+@dataclass(frozen=True)
+class FormatQuantiser:
+    """`megatron.weights.Quantiser` for the folders that SGLang reads (`options/few_bits/formats.py`)."""
+
+    format: WeightFormat
+
+    def applies_to(self, rule: BoundRule) -> bool:
+        """Whether the format quantises the parameter."""
+        return self.format.applies_to(rule.megatron_name)
+
+    def rules(self, rule: BoundRule) -> list[BoundRule]:
+        """What the parameter is stored as, each tensor of it as a parameter of its own."""
+        found = []
+        for part in self.format.parts(rule.packing):
+            names = tuple(name + part.suffix for name in rule.hf_names)
+            renamed = replace(rule, megatron_name=rule.megatron_name + part.suffix, hf_names=names)
+            found.append(replace(renamed, packing=part.packing, dtype=part.dtype))
+        return found
+
+    def __call__(self, rule: BoundRule, shard: Tensor, tp_rank: int, tp_size: int, exchange: Exchange) -> dict[str, Tensor]:
+        """This rank's shard of each of `rules(rule)`, by its Megatron name."""
+        name = rule.megatron_name
+        if self.format.name == "fp8-block":
+            in_blocks, all_scales = quantise_shard(rule, shard, tp_rank, tp_size, exchange, self.format.scales)
+            return {name: in_blocks, name + SCALE_SUFFIX: _own_scales(rule, all_scales, tp_rank, tp_size)}
+        for part in self.rules(rule):
+            part.pieces(tp_rank, tp_size)  # raises LayoutError where ranks would share a group
+        values, scales = stored_rows(shard, self.format)
+        found = {name + main_suffix(self.format): values, name + scale_suffix(self.format): scales}
+        if self.format.name == "int4":
+            found[name + SHAPE] = torch.cat([shape_tensor(shape) for shape in rule.hf_shapes.values()])
+        return found
+
+
+def _own_scales(rule: BoundRule, scales: dict[str, Tensor], tp_rank: int, tp_size: int) -> Tensor:
+    """Those of the blocks that begin in this rank's part: together the ranks have each scale once."""
+    axis, of_tensors = rule.tp_axis or 0, [scales[name + SCALE_SUFFIX] for name in rule.hf_names]
+    runs = BlockScales(rule.packing).runs(tp_rank, tp_size, None)
+    return torch.cat(
+        [of_tensors[part].narrow(axis, start, stop - start) for part, start, stop in runs if part is not None], axis
+    )
+
+
+def raise_to_largest(largest: Tensor, part: Tensor, box: MatrixBox) -> None:
+    """Raise float32 `largest`, an entry per block of a whole matrix, to the magnitudes in `part`, which lies at `box` of it."""
+    if part.numel():
+        of_box = largest[box.blocks]
+        torch.maximum(of_box, _as_blocks(part, box).abs().amax((1, 3)), out=of_box)
+
+
+def scales_of(largest: Tensor, kind: Scales) -> Tensor:
+    """A scale for each block, which maps its largest magnitude to the largest float8 or, rounded up to a power of two, below.
+
+    A block of zeros has scale 1.
+    """
+    scales = torch.where(largest > 0, largest / LARGEST, 1.0)
+    if kind == "power_of_two":
+        mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1): exactly 0.5 is a power of two already
+        scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+    return scales
+
+
+def quantise_part(part: Tensor, box: MatrixBox, scales: Tensor) -> Tensor:
+    """`part`, which lies at `box` of a matrix with these `scales`, as float8_e4m3fn of the same shape."""
+    if not part.numel():
+        return part.to(torch.float8_e4m3fn)
+    values = (_as_blocks(part, box) / scales[box.blocks][:, None, :, None]).clamp(-LARGEST, LARGEST)
+    top, left = box.row % FP8_BLOCK, box.col % FP8_BLOCK
+    flat = values.view(values.shape[0] * FP8_BLOCK, values.shape[2] * FP8_BLOCK)
+    return flat[top : top + box.rows, left : left + box.cols].to(torch.float8_e4m3fn)
+
+
+def quantise_shard(
+    rule: BoundRule, shard: Tensor, tp_rank: int, tp_size: int, exchange: Exchange, kind: Scales = "float"
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One rank's shard of a linear layer's weight in float8, and the scales of the whole Hugging Face tensors it is a part of.
+
+    Collective over the ranks that hold the parameter. `hf_from_shards` makes the whole tensors of the float8 shards.
+    Scales are float32 `[ceil(rows / 128), ceil(cols / 128)]` under the name that FP8 checkpoints give them.
+    """
+    found = list(_parts(rule, shard, tp_rank, tp_size))
+    largest = {name: torch.zeros(*map(_up, shape), device=shard.device) for name, shape in rule.hf_shapes.items()}
+    for name, box, part in found:
+        raise_to_largest(largest[name], part, box)
+    if rule.tp_axis is not None and tp_size > 1:
+        flat = torch.cat([values.flatten() for values in largest.values()])
+        exchange(flat)
+        pieces = flat.split([values.numel() for values in largest.values()])
+        largest = {name: piece.view_as(largest[name]) for name, piece in zip(largest, pieces, strict=True)}
+    scales = {name: scales_of(values, kind) for name, values in largest.items()}
+    quantised = [quantise_part(part, box, scales[name]) for name, box, part in found]
+    return torch.cat(quantised, dim=rule.tp_axis or 0), {name + SCALE_SUFFIX: values for name, values in scales.items()}
+
+
+def _parts(rule: BoundRule, shard: Tensor, tp_rank: int, tp_size: int) -> Iterator[tuple[str, MatrixBox, Tensor]]:
+    """The parts of a shard, in order along the axis that is split: of which tensor, where in it, and the values."""
+    axis, offset, shapes = rule.tp_axis or 0, 0, rule.hf_shapes
+    for piece in rule.pieces(tp_rank, tp_size):
+        assert piece.hf_name is not None, "linear layers are not padded"
+        length = piece.stop - piece.start
+        rows, cols = shapes[piece.hf_name]
+        box = MatrixBox(piece.start, 0, length, cols) if axis == 0 else MatrixBox(0, piece.start, rows, length)
+        yield piece.hf_name, box, shard.narrow(axis, offset, length)
+        offset += length
+
+
+def _as_blocks(part: Tensor, box: MatrixBox) -> Tensor:
+    """`part` in float32 as `[blocks, 128, blocks, 128]`, with zeros where its first and last blocks reach beyond it."""
+    top, left = box.row % FP8_BLOCK, box.col % FP8_BLOCK
+    padded = torch.nn.functional.pad(part.float(), (left, -(left + box.cols) % FP8_BLOCK, top, -(top + box.rows) % FP8_BLOCK))
+    return padded.view(padded.shape[0] // FP8_BLOCK, FP8_BLOCK, padded.shape[1] // FP8_BLOCK, FP8_BLOCK)
+
+
+def _up(size: int) -> int:
+    return -(-size // FP8_BLOCK)

@@ -1,0 +1,81 @@
+"""Whole weights to the tensors that a format stores them as, and back, by name: what conversion, export and engines share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megarl.models.packings import SCALE_SUFFIX
+from megarl.options.few_bits import fp8_blocks, int4, mxfp8
+from megarl.options.few_bits.formats import GROUP_SCALE, PACKED, SHAPE, WeightFormat
+
+
+def stored_rows(rows: Tensor, format: WeightFormat) -> tuple[Tensor, Tensor]:
+    """Values and scales of rows of a weight (of `fp8-block`: of whole blocks of rows, with scales as floats)."""
+    if format.name == "fp8-block":
+        return fp8_blocks.quantise_rows(rows)
+    if format.name == "mxfp8":
+        return mxfp8.quantise_rows(rows)
+    numbers, scales = int4.quantise_rows(rows, format.group)
+    return int4.packed(numbers), scales
+
+
+def main_suffix(format: WeightFormat) -> str:
+    """What is added to a weight's name for its values."""
+    return PACKED if format.name == "int4" else ""
+
+
+def scale_suffix(format: WeightFormat) -> str:
+    """What is added to a weight's name for its scales."""
+    return GROUP_SCALE if format.name == "int4" else SCALE_SUFFIX
+
+
+def dequantised(values: Tensor, scales: Tensor, format: WeightFormat, start: int = 0) -> Tensor:
+    """The float32 rows from `start` on that stored `values` stand for; `scales` are those of the whole weight."""
+    if format.name == "fp8-block":
+        return fp8_blocks.dequantise_rows(values, scales, start)
+    own = scales[start : start + len(values)]
+    if format.name == "mxfp8":
+        return mxfp8.dequantise_rows(values, own)
+    return int4.dequantise_rows(int4.unpacked(values), own)
+
+
+class Dequantiser:
+    """Puts weights together of the stored tensors that come one by one, in any order, and gives what they stand for.
+
+    A tensor that comes again takes the place of the last one, beside those that came with it. float8 may come as its bytes.
+    """
+
+    def __init__(self, format: WeightFormat, is_weight: Callable[[str], bool]) -> None:
+        """`is_weight`: whether the model has a weight of this name that is stored quantised."""
+        self._format, self._is_weight = format, is_weight
+        self._parts: dict[str, dict[str, Tensor]] = {}
+
+        self._suffixes = (PACKED, GROUP_SCALE, SHAPE) if format.name == "int4" else ("", SCALE_SUFFIX)
+
+    def forget(self) -> None:
+        """Drop what has come."""
+        self._parts.clear()
+
+    def take(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
+        """The weight that is complete with this tensor, and its float32 values; None: something is missing.
+
+        Any other tensor is given back as it is.
+        """
+        places = ((name.removesuffix(suffix), suffix) for suffix in self._suffixes if name.endswith(suffix))
+        base, suffix = next((place for place in places if self._is_weight(place[0])), (name, None))
+        if suffix is None:
+            return name, tensor
+        parts = self._parts.setdefault(base, {})
+        is_float8 = suffix == "" and tensor.dtype == torch.uint8
+        parts[suffix] = (tensor.view(torch.float8_e4m3fn) if is_float8 else tensor).detach().clone()
+        if len(parts) < len(self._suffixes):
+            return None
+        return base, dequantised(parts[main_suffix(self._format)], parts[scale_suffix(self._format)], self._format)
+
+
+def shape_tensor(shape: tuple[int, ...]) -> Tensor:
+    """Rows and columns of a weight, as `SHAPE` says them."""
+    return torch.tensor(shape, dtype=torch.int64)

@@ -1,0 +1,245 @@
+"""Gated delta net: linear attention over packed streams, with megatron-core's parameter names and checkpoint keys.
+
+megarl's own module, because megatron-core's needs flash-linear-attention also where it is not called, refuses packed sequences
+(0.16.1), cannot begin a sequence from a shared prompt's state, and leaves the gradient of `out_norm` unsummed over tensor ranks
+without sequence parallelism. Each tensor rank has whole key heads, and the value heads that read with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from torch import Tensor
+
+from megarl.errors import ModelError
+from megarl.options.linear_attention.delta_rule import gated_delta_rule, unit_length
+from megarl.options.linear_attention.recurrence import Recurrence, Stage
+
+StateRule = Callable[[Stage, tuple[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(stage, (query, key, value, log decay, strength) of all tokens of the stream `[S, H, ...]`, states `[R, H, K, V]` before the
+stage's runs) → (places in the stream `[M]`, what their tokens read `[M, H, V]`, states behind the runs)."""
+
+
+@dataclass
+class GatedDeltaNetSubmodules:
+    """`in_proj` is split by output rows, `out_proj` by input columns; `rule` computes the states."""
+
+    in_proj: Any
+    out_proj: Any
+    rule: StateRule
+
+
+class CausalConvolution(torch.nn.Module):
+    """A convolution of every channel over the last tokens, as SiLU's argument. `weight` `[C, 1, W]`, the newest token last."""
+
+    def __init__(self, channels: int, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(channels, 1, width, dtype=dtype))
+
+    def forward(self, channels: Tensor, taps: Tensor) -> Tensor:
+        """`[S, C]` to `[S, C]`; `taps` as in `Recurrence`."""
+        padded = torch.cat([channels, channels.new_zeros(1, channels.shape[1])])
+        of_taps = (padded[at] * weight for at, weight in zip(taps.unbind(1), self.weight[:, 0].unbind(1), strict=True))
+        return F.silu(sum(of_taps, start=torch.zeros_like(channels)))
+
+
+class OutNorm(torch.nn.Module):
+    """RMSNorm of every head's output times SiLU of its gate; the weight is not zero-centred, whatever the model's norms are."""
+
+    def __init__(self, width: int, epsilon: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = torch.nn.Parameter(torch.ones(width, dtype=dtype))
+
+    def forward(self, heads: Tensor, gate: Tensor, group: Any) -> Tensor:
+        """`[S, H, V]`, `[S, H, V]` → `[S, H, V]` in float32 or better. Ranks of `group` have other heads: their gradients of
+        the weight are summed."""
+        weight = copy_to_tensor_model_parallel_region(self.weight, group=group)
+        normed = F.rms_norm(heads, heads.shape[-1:], weight.to(heads.dtype), self.epsilon)
+        return normed * F.silu(gate.to(heads.dtype))
+
+
+class GatedDeltaNet(MegatronModule):
+    """A layer's linear attention; takes the place of its self-attention."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: GatedDeltaNetSubmodules,
+        layer_number: int,
+        pg_collection: Any = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self.tp_group = pg_collection.tp
+        ranks = self.tp_group.size()
+        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.heads_per_key = config.linear_num_value_heads // config.linear_num_key_heads
+        self.heads = config.linear_num_value_heads // ranks
+        self.keys_width = config.linear_num_key_heads // ranks * self.key_dim
+        self.values_width = self.heads * self.value_dim
+        self.rule = submodules.rule
+        hidden, dtype = config.hidden_size, config.params_dtype
+        sections = sum(self._sections().values())
+        self.in_proj = build_module(
+            submodules.in_proj, hidden, sections * ranks, gather_output=False, **self._linear(config, "fc1")
+        )
+        self.conv1d = CausalConvolution(2 * self.keys_width + self.values_width, config.linear_conv_kernel_dim, dtype)
+        self.dt_bias = torch.nn.Parameter(torch.empty(self.heads, dtype=dtype))
+        self.A_log = torch.nn.Parameter(torch.empty(self.heads, dtype=dtype))
+        self.out_norm = OutNorm(self.value_dim, config.layernorm_epsilon, dtype)
+        self.out_proj = build_module(
+            submodules.out_proj, self.values_width * ranks, hidden, input_is_parallel=True, **self._linear(config, "fc2")
+        )
+
+    def _linear(self, config: TransformerConfig, buffer: str) -> dict[str, Any]:
+        init = config.init_method if buffer == "fc1" else config.output_layer_init_method
+        shared = {"bias": False, "skip_bias_add": buffer == "fc2", "is_expert": False, "tp_comm_buffer_name": buffer}
+        return {"config": config, "init_method": init, "tp_group": self.tp_group, **shared}
+
+    def _sections(self) -> dict[str, int]:
+        """Rows of this rank's `in_proj`, under the names that megatron-core's checkpoints have."""
+        wide = {"query": self.keys_width, "key": self.keys_width, "value": self.values_width, "z": self.values_width}
+        return wide | {"beta": self.heads, "alpha": self.heads}
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, packed_seq_params: Any = None, **unused: Any
+    ) -> tuple[Tensor, None]:
+        """`[S, 1, H]` (split once more under sequence parallelism) to the same; tokens in no segment come out as zero.
+
+        `packed_seq_params.recurrence` says which tokens follow which.
+        """
+        order: Recurrence = packed_seq_params.recurrence
+        mixed, _ = self.in_proj(hidden_states)
+        wide = 2 * self.keys_width + self.values_width
+        channels, gate, strength, steps = mixed[:, 0].split([wide, self.values_width, self.heads, self.heads], dim=-1)
+        widths = [self.keys_width, self.keys_width, self.values_width]
+        query, key, value = self.conv1d(channels, order.taps).split(widths, dim=-1)
+        exact = torch.promote_types(mixed.dtype, torch.float32)
+        query, key = (unit_length(t.to(exact).unflatten(-1, (-1, self.key_dim))) for t in (query, key))
+        query, key = (t.repeat_interleave(self.heads_per_key, dim=1) for t in (query, key))
+        value = value.to(exact).unflatten(-1, (-1, self.value_dim))
+        decay = -self.A_log.to(exact).exp() * F.softplus(steps.to(exact) + self.dt_bias.to(exact))
+        read = self._read(order, (query, key, value, decay, strength.to(exact).sigmoid()))
+        normed = self.out_norm(read, gate.unflatten(-1, (-1, self.value_dim)), self.tp_group)
+        output, _ = self.out_proj(normed.to(mixed.dtype).flatten(1)[:, None])
+        return output, None
+
+    def _read(self, order: Recurrence, tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+        """What all tokens of the stream read, `[S, H, V]`."""
+        value = tokens[2]
+        states = value.new_zeros(1, self.heads, self.key_dim, self.value_dim)
+        places, parts = [], []
+        for stage in order.stages:
+            runs = len(stage.boundaries) - 1
+            before = states.expand(runs, -1, -1, -1) if stage.prefix is None else states[stage.prefix]
+            at, read, states = self.rule(stage, tokens, before)
+            places.append(at)
+            parts.append(read)
+        return torch.zeros_like(value).index_copy(0, torch.cat(places), torch.cat(parts))
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None, **unused: Any
+    ) -> dict[str, Any]:
+        """megatron-core's checkpoint entries: `in_proj` and `conv1d` in sections, each split over the tensor ranks."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        own: dict[str, Any] = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        own["conv1d.weight"] = self.conv1d.weight
+        split = dict.fromkeys(own, 0)
+        entries = make_sharded_tensors_for_checkpoint(own, prefix, split, sharded_offsets, **groups)
+        for name in ("in_proj", "out_norm", "out_proj"):
+            of_module = (getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata)
+            entries |= sharded_state_dict_default(*of_module, tp_group=self.tp_group)
+        sections = self._sections()
+        channels = {name: sections[name] for name in ("query", "key", "value")}
+        for name, rows in (("in_proj.weight", sections), ("conv1d.weight", channels)):
+            entries[prefix + name] = _in_sections(entries[prefix + name], rows)
+        return entries
+
+
+def plain_rule(
+    stage: Stage, tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], before: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The `StateRule` of the `reference` layer spec: runs of similar length are computed together."""
+    query, key, value, decay, strength = tokens
+    query = query * query.shape[-1] ** -0.5
+    places, parts, states, runs_of_states = [], [], [], []
+    for runs in stage.padded:
+        real = runs.real[..., None]
+        q, k, v = (t[runs.tokens] for t in (query, key, value))
+        g, b = (t[runs.tokens] * real for t in (decay, strength))
+        read, behind = gated_delta_rule(q, k, v, g, b, before[runs.runs])
+        parts.append(read.flatten(0, 1)[runs.source])
+        places.append(runs.target)
+        states.append(behind)
+        runs_of_states.append(runs.runs)
+    return torch.cat(places), torch.cat(parts), torch.cat(states)[torch.cat(runs_of_states).argsort()]
+
+
+def fla_rule() -> StateRule:
+    """The `StateRule` of the `transformer_engine` layer spec: flash-linear-attention's kernels, which need a GPU.
+
+    Raises:
+        ModelError: they are not installed.
+    """
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError:
+        raise ModelError(
+            "this model has linear attention, whose kernels model.layer_spec = 'transformer_engine' takes from "
+            "flash-linear-attention: pip install flash-linear-attention, or set model.layer_spec to 'reference'"
+        ) from None
+
+    def rule(
+        stage: Stage, tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], before: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, decay, strength = (t[stage.tokens][None] for t in tokens)
+        read, states = chunk_gated_delta_rule(
+            *(t.to(torch.bfloat16) for t in (query, key, value)),
+            g=decay,
+            beta=strength,
+            initial_state=before,
+            output_final_state=True,
+            cu_seqlens=stage.boundaries.long(),
+        )
+        return stage.tokens, read[0].to(value.dtype), states
+
+    return rule
+
+
+def _in_sections(whole: ShardedTensor, rows: Mapping[str, int]) -> ShardedTensorFactory:
+    """A parameter stored as several tensors: so many of this rank's rows, in this order, under the key and each name."""
+    described = whole.without_data()
+
+    @torch.no_grad()
+    def build(key: str, data: Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
+        stored = replace(described, data=data, dtype=data.dtype, replica_id=replica_id)
+        parts, start = [], 0
+        for name, count in rows.items():
+            [part] = stored.narrow(0, start, count)
+            parts.append(replace(part, key=f"{key}.{name}"))
+            start += count
+        return parts
+
+    @torch.no_grad()
+    def merge(parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts)
+
+    return ShardedTensorFactory(whole.key, whole.data, build, merge, whole.replica_id)

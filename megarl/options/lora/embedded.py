@@ -1,0 +1,49 @@
+"""Adapters in the embedded engine: A and B as they were sent, and the weights that they are beside with B·A added."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from megarl.models.registry import architecture_for
+from megarl.options.lora.weight_map import Lora, linear_rules, site_of
+from megarl.weights.model_compatibility import ServedModel
+
+
+class Adapters:
+    """The adapters of a model. They add nothing at first."""
+
+    def __init__(self, model: ServedModel, lora: Lora, weights: Mapping[str, Tensor]) -> None:
+        """`weights` are the model's own by their names on the hub; of those beside adapters the values are kept."""
+        self._scale, self._weights = lora.scale, weights
+        self._places = list(_places(model, lora))
+        self._plain = {weight: weights[weight].clone() for weight, _, _ in self._places}
+        like = weights[self._places[0][0]]
+        self.tensors = {name: like.new_zeros(shape) for name, shape in model.adapter_map.hf_shapes().items()}
+        """A `[rank, in]` and B `[out, rank]` of every layer, by name."""
+
+    def add(self) -> None:
+        """Have the model compute with what `tensors` hold now: W + scale·B·A, summed in float32."""
+        for weight, a, b in self._places:
+            product = self.tensors[b].float() @ self.tensors[a].float()
+            self._weights[weight].copy_(torch.add(self._plain[weight].float(), product, alpha=self._scale))
+
+
+def _places(model: ServedModel, lora: Lora) -> Iterator[tuple[str, str, str]]:
+    """The names of each weight beside an adapter, of its A and of its B."""
+    config = dict(model.config)
+    fused = architecture_for(config).rows_together(config)
+    patterns = {rule.megatron_name for rule in linear_rules(model.weight_map)}
+    for rule in model.weight_map.rules:
+        if rule.megatron_name not in patterns:
+            continue
+        for layer in filter(rule.has_layer, range(model.weight_map.num_layers)):
+            for expert in range(model.weight_map.num_experts) if rule.is_expert else (None,):
+                bound = rule.bound(layer, expert)
+                site = site_of(bound, lora, fused)
+                if site is None:
+                    continue
+                for b, owner, part in zip(site.b.hf_names, site.owners, site.parts, strict=True):
+                    yield bound.hf_names[part], site.a.hf_names[owner], b

@@ -1,0 +1,55 @@
+"""Merges adapters into the weights beside which they stand, tensor by tensor: W + scale·B·A in float32, rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from megarl.errors import ModelError
+from megarl.models.hf_folder import HFFolder, write_hf_folder
+from megarl.models.registry import architecture_for, sequence_classifier
+from megarl.options.lora.peft_folder import AdapterFolder
+from megarl.options.lora.peft_header import SCORE
+from megarl.options.lora.weight_map import LORA_A, LORA_B
+
+_OUTPUT = "lm_head.weight"
+
+
+def merge_adapters(base: str | Path, adapter: str | Path, target: str | Path) -> int:
+    """Write the model in `base` with the adapters in the PEFT folder `adapter` merged in to the new folder `target`.
+
+    Weights keep their dtypes. Where a classifier's head is stored with the adapters, the result is that classifier. Returns
+    how many layers had an adapter.
+
+    Raises:
+        ModelError: a folder is damaged, its weights are quantised, the adapters are of another model, or `target` exists.
+    """
+    folder = HFFolder(base)
+    if folder.config.get("quantization_config"):
+        raise ModelError(
+            f"'{base}' holds quantised weights (quantization_config in config.json), to which nothing can be added exactly; "
+            "write its weights in bfloat16 first, with `megarl convert import` and `export`"
+        )
+    adapters = AdapterFolder(adapter, folder.config)
+    config = sequence_classifier(folder.config) if adapters.has_score else folder.config
+    write_hf_folder(target, _merged(folder, adapters), config, extra_files_from=base)
+    return len(adapters.lora.targets)
+
+
+def _merged(folder: HFFolder, adapters: AdapterFolder) -> Iterator[tuple[str, Tensor]]:
+    held, rows = set(adapters.names), architecture_for(folder.config).rows_together(folder.config)
+    for name in folder.names:
+        if adapters.has_score and name in (_OUTPUT, SCORE):
+            continue
+        weight, layer = folder.get_slice(name)[:], name.removesuffix(".weight")
+        if layer + LORA_B not in held:
+            yield name, weight
+            continue
+        place = rows.place(name) if rows is not None else None
+        of_a = (place.stored if place is not None else name).removesuffix(".weight") + LORA_A
+        a, b = (adapters.get_slice(one)[:].float() for one in (of_a, layer + LORA_B))
+        yield name, (weight.float() + b @ a * adapters.lora.scale).to(weight.dtype)
+    if adapters.has_score:
+        yield SCORE, adapters.get_slice(SCORE)[:]

@@ -1,0 +1,119 @@
+"""PEFT folders of adapters, in and out, without peft: `adapter_config.json` and `adapter_model.safetensors`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megarl.errors import ModelError, nearest
+from megarl.models.expert_tensors import RowSlice, joined
+from megarl.models.fused_rows import FusedRows
+from megarl.models.hf_folder import new_folder
+from megarl.models.registry import architecture_for
+from megarl.options.lora.config import ALL_LINEAR
+from megarl.options.lora.peft_config import CONFIG_FILE, config_of
+from megarl.options.lora.peft_header import PREFIX, SCORE, WEIGHTS_FILE, AdapterHeader, lora_b, weight_of
+from megarl.options.lora.weight_map import LORA_A, LORA_B, Lora
+
+
+def read_adapter_config(folder: str | Path, hf_config: Mapping[str, Any]) -> Lora:
+    """Rank, scale and layers (by their whole names) of the adapters in a PEFT folder for the model of `config.json`.
+
+    Raises:
+        ModelError: as `AdapterFolder`.
+    """
+    return AdapterHeader(folder, hf_config).lora
+
+
+class AdapterFolder(AdapterHeader):
+    """A PEFT folder opened for reading, checked against the model's config. Tensors have the names that weight maps have."""
+
+    def __init__(self, path: str | Path, hf_config: Mapping[str, Any]) -> None:
+        """As `AdapterHeader`."""
+        super().__init__(path, hf_config)
+        self._whole = lru_cache(maxsize=4)(lambda stored: self._slice(stored)[:])
+
+    def get_slice(self, name: str) -> Any:
+        """A tensor, or what gives a tensor where it is indexed (`[:]`, `[a:b]`, `[:, a:b]`).
+
+        Raises:
+            ModelError: there is no such tensor, or the file is damaged.
+        """
+        if (part := self.of_experts.get(name)) is not None:
+            whole, rank = self._whole(part.stored), self.lora.rank
+            if name.endswith(LORA_A):
+                return whole[part.expert * rank : (part.expert + 1) * rank].contiguous()
+            return whole[part.rows, part.expert :: part.experts].contiguous()
+        place = self.fused_rows.place(weight_of(name)) if self.fused_rows is not None and name.endswith(LORA_B) else None
+        stored = name if place is None else lora_b(place.stored)
+        if stored not in self.stored:
+            raise ModelError(f"adapter folder '{self.path}' has no tensor '{name}'{nearest(name, self.names)}")
+        source = self._slice(self.stored[stored])
+        return source if place is None else RowSlice(source, place)
+
+    def _slice(self, stored: str) -> Any:
+        try:
+            return self._opened.get_slice(stored)
+        except SafetensorError as error:
+            raise ModelError(f"'{self._file}' does not give tensor '{stored}': {error}") from None
+
+    @cached_property
+    def _opened(self) -> Any:
+        try:
+            return safe_open(self._file, framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"'{self._file}' is damaged or cut short: {error}") from None
+
+
+def write_peft_folder(
+    path: str | Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    lora: Lora,
+    *,
+    base: str,
+    hf_config: Mapping[str, Any],
+) -> None:
+    """Write a PEFT folder that appears whole or not at all. All tensors are held until then.
+
+    Args:
+        path: a new or an empty folder.
+        tensors: A and B of every adapter under the names that weight maps have, in any order, and perhaps `score.weight`.
+        lora: their rank and scale.
+        base: the folder or the hub's id of the model that they are for.
+        hf_config: that model's `config.json`.
+
+    Raises:
+        ModelError: `path` is a file or a folder with something in it, a tensor comes twice, or a part of one is missing.
+    """
+    family = architecture_for(dict(hf_config))
+    rows = family.rows_together(dict(hf_config))
+    held: dict[str, Tensor] = {}
+    for name, tensor in tensors if rows is None else _joined(replace(rows, columns=lora.rank), tensors):
+        if name in held:
+            raise ModelError(f"tensor '{name}' comes twice; each tensor is exported once")
+        held[name] = tensor.detach().cpu().contiguous()
+    layers = {name.removesuffix(LORA_A) for name in held if name.endswith(LORA_A)}
+    ends = lora.targets == (ALL_LINEAR,) and not lora.exclude and family.vision(dict(hf_config)) is None
+    targets = {layer.rsplit(".", 1)[-1] for layer in layers} if ends else layers
+    config = config_of(lora, base, targets, score=SCORE in held)
+    with new_folder(path, CONFIG_FILE, config) as staging:
+        save_file({PREFIX + name: tensor for name, tensor in held.items()}, staging / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def _joined(rows: FusedRows, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors with the Bs of layers that the hub stores one below another in one."""
+    parts: list[tuple[str, Tensor]] = []
+    for name, tensor in tensors:
+        if name.endswith(LORA_B):
+            parts.append((weight_of(name), tensor))
+        else:
+            yield name, tensor
+    for name, tensor in joined(rows, parts):
+        yield lora_b(name), tensor

@@ -1,0 +1,187 @@
+"""What a PEFT folder holds, by its config and the header of its tensors, checked against the model's config. Without torch.
+
+Tensors are called `base_model.model.`, the hub's name of the layer, `.lora_A.weight` `[rank, in]` or `.lora_B.weight`
+`[out, rank]`. Layers that the hub stores one below another have one adapter together; each expert has its own, as in PEFT for
+transformers 4. What PEFT for transformers 5 writes, one adapter for all experts of a layer, is read, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from megarl.errors import ModelError, nearest
+from megarl.models.registry import architecture_for
+from megarl.options.lora.config import LoraConfig
+from megarl.options.lora.peft_config import CONFIG_FILE, plain_lora, read_config
+from megarl.options.lora.weight_map import LORA_A, LORA_B, Lora, layer_shapes
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+SCORE = "score.weight"
+"""The head of a classifier, stored whole beside its adapters."""
+
+_ALL_EXPERTS = re.compile(r"(.*)\.mlp\.experts(\.base_layer)*")
+
+
+@dataclass(frozen=True)
+class ExpertPart:
+    """One expert's tensor in one of all `experts`: rows of A; of B every `experts`-th column, and of these the rows `rows`."""
+
+    stored: str
+    expert: int
+    experts: int
+    rows: slice
+
+
+def lora_of(section: LoraConfig, hf_config: Mapping[str, Any], field: str) -> Lora | None:
+    """The adapters that a section `lora` at `field` asks for beside the model of `hf_config`; None: none.
+
+    Raises:
+        ModelError: `adapter` names no PEFT folder for this model.
+    """
+    if section.adapter is None:
+        return Lora(section.rank, section.alpha, section.rslora, section.targets, section.exclude) if section.on else None
+    try:
+        return AdapterHeader(section.adapter, hf_config).lora
+    except ModelError as error:
+        raise ModelError(f"{field}.adapter: {error}") from None
+
+
+class AdapterHeader:
+    """A PEFT folder's config and the names and shapes of its tensors, by the names that weight maps have."""
+
+    def __init__(self, path: str | Path, hf_config: Mapping[str, Any]) -> None:
+        """Read the folder's config, and the header of its tensors.
+
+        Raises:
+            ModelError: the folder is no PEFT folder, asks for more than plain LoRA, is damaged, or is of another model.
+        """
+        self.path, self.config = Path(path), read_config(path)
+        self._file = self.path / WEIGHTS_FILE
+        if not self._file.exists():
+            raise ModelError(f"adapter folder '{self.path}' has no {WEIGHTS_FILE}; adapters must be safetensors")
+        self._family, config = architecture_for(dict(hf_config)), dict(hf_config)
+        self.fused_rows = self._family.rows_together(config)
+        self._layers = layer_shapes(self._family.weight_map(config), self.fused_rows)
+        self._shapes = _shapes(self._file)
+        self.stored = {self._hub_name(name): name for name in self._shapes}
+        self.of_experts: dict[str, ExpertPart] = {}
+        self.lora = plain_lora(self.config, self._checked_layers())
+        """Rank, scale and layers, by their whole names."""
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Every tensor, by the names that weight maps have, and the classifier's head if there is one."""
+        found = [layer + kind for layer in self.lora.targets for kind in (LORA_A, LORA_B)]
+        return (*(part for name in found for part in self._parts(name)), *([SCORE] if self.has_score else []))
+
+    @property
+    def has_score(self) -> bool:
+        """Whether the head of a classifier is stored beside the adapters."""
+        return SCORE in self.stored
+
+    def _parts(self, name: str) -> list[str]:
+        """The tensors of a weight map in one of the hub's."""
+        if self.fused_rows is None or not name.endswith(LORA_B):
+            return [name]
+        return [lora_b(part) for part in self.fused_rows.names_of(weight_of(name))]
+
+    def _hub_name(self, stored: str) -> str:
+        """What the hub calls a tensor of the file, without the prefix."""
+        name = stored.removeprefix(PREFIX)
+        for other, hub in self._family.other_names:
+            if name.startswith(other):
+                return hub + name.removeprefix(other)
+        return name
+
+    def _checked_layers(self) -> list[str]:
+        """The layers with adapters, in the order of the model.
+
+        Raises:
+            ModelError: a tensor has no place in the model, another shape, or no counterpart; or there are none.
+        """
+        rank, found = self.config["r"], set()
+        for name, stored in self.stored.items():
+            layer = name.removesuffix(LORA_A).removesuffix(LORA_B)
+            if name == SCORE:
+                continue
+            if name == layer or not stored.startswith(PREFIX):
+                raise ModelError(f"tensor '{stored}' in '{self._file}' is neither A nor B of an adapter")
+            self._check_pair(layer, stored)
+            if match := _ALL_EXPERTS.fullmatch(layer):
+                found |= self._experts(layer, match[1], rank)
+                continue
+            if layer not in self._layers:
+                raise ModelError(
+                    f"tensor '{stored}' in '{self._file}' has no place in the model that config.json describes: "
+                    f"'{layer}' is no linear layer of its decoder{nearest(layer, self._layers)}"
+                )
+            outputs, inputs = self._layers[layer]
+            wanted = (rank, inputs) if name.endswith(LORA_A) else (outputs, rank)
+            if self._shapes[stored] != wanted:
+                raise ModelError(
+                    f"tensor '{stored}' in '{self._file}' has shape {list(self._shapes[stored])}, but config.json and "
+                    f"{CONFIG_FILE} imply {list(wanted)}"
+                )
+            found.add(layer)
+        if not found:
+            raise ModelError(f"'{self._file}' has no adapters")
+        return [layer for layer in self._layers if layer in found]
+
+    def _check_pair(self, layer: str, stored: str) -> None:
+        for kind in (LORA_A, LORA_B):
+            if layer + kind not in self.stored:
+                raise ModelError(f"'{self._file}' has '{stored}', but no '{layer}{kind}'")
+
+    def _experts(self, layer: str, block: str, rank: int) -> set[str]:
+        """The adapters of all experts of a layer, stored as one pair: A `[experts·rank, in]`, B `[out, rank·experts]`."""
+        hub = self._family.hub
+        gate, up, down = hub.expert
+        prefix = f"{block.removesuffix('.mlp')}.{hub.block}.experts."
+        of_one = [name for name in self._layers if name.startswith(prefix) and name.endswith(f".{down}")]
+        experts = len(of_one)
+        a, b = (self.stored[layer + kind] for kind in (LORA_A, LORA_B))
+        ffn, hidden = self._layers.get(f"{prefix}0.{gate}", (0, 0))
+        shapes = self._shapes[a], self._shapes[b]
+        halves = {gate: slice(0, 2 * ffn, 2), up: slice(1, 2 * ffn, 2)}
+        if not hub.alternating:
+            halves = {gate: slice(0, ffn), up: slice(ffn, 2 * ffn)}
+        if shapes == ((experts * rank, hidden), (2 * ffn, experts * rank)):
+            rows = halves
+        elif shapes == ((experts * rank, ffn), (hidden, experts * rank)):
+            rows = {down: slice(0, hidden)}
+        else:
+            raise ModelError(
+                f"tensor '{a}' in '{self._file}' has shape {list(shapes[0])}, which is no adapter of rank {rank} "
+                f"for {experts} experts of width {ffn}"
+            )
+        for expert in range(experts):
+            for which, part in rows.items():
+                for kind, stored in ((LORA_A, a), (LORA_B, b)):
+                    self.of_experts[f"{prefix}{expert}.{which}{kind}"] = ExpertPart(stored, expert, experts, part)
+        return {f"{prefix}{expert}.{which}" for expert in range(experts) for which in rows}
+
+
+def weight_of(lora_b: str) -> str:
+    """The name of the weight beside which B is."""
+    return lora_b.removesuffix(LORA_B) + ".weight"
+
+
+def lora_b(weight: str) -> str:
+    """The name of B beside a weight."""
+    return weight.removesuffix(".weight") + LORA_B
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(file, framework="np") as opened:
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"'{file}' is damaged or cut short: {error}") from None

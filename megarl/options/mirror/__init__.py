@@ -1,0 +1,1 @@
+"""Second copies of checkpoints and records: `run.mirror`."""

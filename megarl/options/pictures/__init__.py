@@ -1,0 +1,1 @@
+"""Models that see: pictures and videos of rows, the vision tower, families, and what engines are asked with pictures."""

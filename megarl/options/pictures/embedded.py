@@ -1,0 +1,74 @@
+"""What a transformers model that sees takes beside token ids: pixels, grids, and positions on three axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.errors import EngineError
+from megarl.models.registry import architecture_for, load_hf_config
+from megarl.options.pictures.media import Media
+from megarl.options.pictures.picture_rules import load_picture_rules
+from megarl.options.pictures.pixels import Pictures
+from megarl.options.pictures.positions import prompt_positions
+from megarl.options.pictures.vision import Vision
+
+
+@dataclass(frozen=True)
+class SeenPrompt:
+    """A prompt's pictures, and the positions int64 `[3, P]` of its tokens, which a response continues behind the largest."""
+
+    media: tuple[Media, ...]
+    positions: Tensor
+
+    def positions_with(self, response: int) -> Tensor:
+        """int64 `[3, P + response]`."""
+        behind = int(self.positions.max()) + 1 + torch.arange(response)
+        return torch.cat([self.positions, behind.expand(3, -1)], dim=1)
+
+
+class Sight:
+    """The pictures of a run as the model in `folder` takes them."""
+
+    def __init__(self, vision: Vision, folder: str | Path, media_folder: Path | None) -> None:
+        self.vision = vision
+        self.pictures = Pictures(media_folder, load_picture_rules(folder)) if media_folder is not None else None
+
+    @classmethod
+    def of(cls, folder: str | Path, media_folder: Path | None) -> Sight | None:
+        """None if the model does not see."""
+        config = load_hf_config(folder)
+        vision = architecture_for(config).vision(config)
+        return cls(vision, folder, media_folder) if vision is not None else None
+
+    def prompt(self, ids: Sequence[int], media: Sequence[Media]) -> SeenPrompt:
+        """Raises EngineError if it shows a video as one, not by frames or pairs of them, or pictures that are in no folder."""
+        if media and self.pictures is None:
+            raise EngineError("a prompt shows pictures, but the engine was started without a media folder to read them from")
+        if any(shown.kind == "video" and (shown.grid[0] > 1 or self.vision.tokens_per_second is not None) for shown in media):
+            raise EngineError("a prompt shows a video as one; the embedded engine is shown its frames as pictures")
+        return SeenPrompt(tuple(media), prompt_positions(len(ids), media, self.vision))
+
+    def inputs(self, prompts: Sequence[SeenPrompt], responses: Sequence[int]) -> dict[str, Any]:
+        """What the model takes beside ids, of prompts with so many response tokens, all padded on the left."""
+        positions = [prompt.positions_with(length) for prompt, length in zip(prompts, responses, strict=True)]
+        longest = max(found.shape[1] for found in positions)
+        laid = torch.zeros(3, len(prompts), longest, dtype=torch.long)
+        kinds = torch.zeros(len(prompts), longest, dtype=torch.int)
+        for row, (prompt, own) in enumerate(zip(prompts, positions, strict=True)):
+            start = longest - own.shape[1]
+            laid[:, row, start:] = own
+            for shown in prompt.media:
+                kinds[row, start + shown.place : start + shown.place + shown.tokens] = 1 if shown.kind == "image" else 2
+        found: dict[str, Any] = {"position_ids": laid, "mm_token_type_ids": kinds}
+        for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+            media = [shown for prompt in prompts for shown in prompt.media if shown.kind == kind]
+            if media and self.pictures is not None:
+                found[pixels] = torch.cat([self.pictures.patches(shown) for shown in media])
+                found[f"{kind}_grid_thw"] = torch.tensor([shown.grid for shown in media])
+        return found

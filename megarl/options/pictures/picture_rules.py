@@ -1,0 +1,211 @@
+"""What a model's folder says about pictures: how it wants them, and which tokens stand in their place."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import ModelError
+from megarl.options.pictures.media import PictureRules
+
+PROCESSORS = {"Qwen2VLImageProcessor": False, "Glm4vImageProcessor": True, "Glm46VImageProcessor": True}
+"""The image processors whose sizes and patches `options/pictures/images.py` and `options/pictures/pixels.py` compute: of
+all Qwen-VL models, and GLM's.
+
+True: its limits count the pixels of all frames of a patch, and it enlarges small sides first.
+"""
+MARKS = (("vision_start_token_id", "vision_end_token_id"), ("image_start_token_id", "image_end_token_id"))
+"""What config.json calls the tokens around a picture, in one family or another."""
+VIDEO_MARKS = ("video_start_token_id", "video_end_token_id")
+"""Those around a video, where they are others."""
+TOWER_FIELDS = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
+"""Settings of the image processor, and what config.json calls them."""
+TIMED_VIDEOS = ("qwen3_vl", "qwen3_vl_moe")
+"""Model types whose videos are pairs of frames, each behind its time as text."""
+BICUBIC = 3
+"""PIL's number of the only filter that pictures are resized by."""
+
+
+@dataclass(frozen=True)
+class PictureTokens:
+    """The texts of the special tokens around a picture in a prompt, and the ids of those that are repeated.
+
+    A picture is `start`, `image` once for each of its tokens, `end`; two frames of a native video have `video` instead.
+    `others` are the marks around videos where they are others.
+    """
+
+    image_id: int
+    video_id: int
+    image: str
+    video: str
+    start: str
+    end: str
+    others: tuple[str, ...]
+
+    @property
+    def mark(self) -> str:
+        """A picture in a text whose placeholder was not repeated yet."""
+        return f"{self.start}{self.image}{self.end}"
+
+    @property
+    def video_mark(self) -> str:
+        """The same for two frames of a video."""
+        return f"{self.start}{self.video}{self.end}"
+
+    @property
+    def reserved(self) -> tuple[str, ...]:
+        """Texts that no row may contain."""
+        return (self.image, self.video, self.start, self.end, *self.others)
+
+
+def sees(folder: str | Path) -> bool:
+    """Whether the model in `folder` takes pictures, by its config.json; False where there is none."""
+    return "vision_config" in _config(folder)
+
+
+def counts_frames(processor: str) -> bool | None:
+    """Whether the limits of an image processor count the pixels of all frames of a patch; None: megarl does not know it."""
+    return next((counts for name, counts in PROCESSORS.items() if processor.startswith(name)), None)
+
+
+def load_picture_rules(folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> PictureRules:
+    """How the model in `folder` wants its pictures, by its image processor; other limits than its own are given.
+
+    Raises:
+        ModelError: the folder has no image processor, one that megarl does not compute, or one for another tower.
+    """
+    from transformers import AutoImageProcessor
+
+    try:
+        processor = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ModelError(f"'{folder}' has no image processor that can be loaded: {type(error).__name__}: {reason}") from error
+    kind = type(processor).__name__
+    by_frames = counts_frames(kind)
+    if by_frames is None:
+        known = ", ".join(PROCESSORS)
+        raise ModelError(f"'{folder}' has the image processor {kind}, which megarl does not know; it must be one of {known}")
+    for field, value in (
+        ("resample", BICUBIC),
+        ("rescale_factor", 1 / 255),
+        ("do_resize", True),
+        ("do_rescale", True),
+        ("do_normalize", True),
+    ):
+        if getattr(processor, field) != value:
+            raise ModelError(f"'{folder}': its image processor's {field} is {getattr(processor, field)}; it must be {value}")
+    tower = _config(folder).get("vision_config") or {}
+    for field, name in TOWER_FIELDS.items():
+        if tower.get(name, getattr(processor, field)) != getattr(processor, field):
+            raise ModelError(
+                f"'{folder}': its image processor's {field} is {getattr(processor, field)}, but config.json's tower has "
+                f"{name} {tower[name]}"
+            )
+    limits = [int(processor.size[edge]) for edge in ("shortest_edge", "longest_edge")]
+    frames = int(processor.temporal_patch_size) if by_frames else 1
+    if any(limit % frames for limit in limits):
+        raise ModelError(f"'{folder}': its image processor's size is {limits}, but it must be multiples of {frames} frames")
+    rules = PictureRules(
+        patch=int(processor.patch_size),
+        temporal=int(processor.temporal_patch_size),
+        merge=int(processor.merge_size),
+        min_pixels=limits[0] // frames,
+        max_pixels=limits[1] // frames,
+        mean=_colours(processor.image_mean),
+        std=_colours(processor.image_std),
+        grows_first=by_frames,
+    )
+    return replace(rules, min_pixels=min_pixels or rules.min_pixels, max_pixels=max_pixels or rules.max_pixels)
+
+
+def load_video_rules(folder: str | Path, pictures: PictureRules) -> PictureRules:
+    """How the model in `folder` wants its videos, by its video processor; the limits are of all frames together.
+
+    `pictures` are its rules for pictures, which must be the same but for the limits.
+
+    Raises:
+        ModelError: the model has no videos with times as text (Qwen3-VL), or its processor does otherwise.
+    """
+    family = _config(folder).get("model_type")
+    if family not in TIMED_VIDEOS:
+        raise ModelError(
+            f"data.video is 'native', which '{folder}' ({family}) has not in megarl; it must be 'frames', or the model one of "
+            f"{', '.join(TIMED_VIDEOS)}"
+        )
+    given = _read_json(Path(folder) / "processor_config.json").get("video_processor")
+    given = given or _read_json(Path(folder) / "video_preprocessor_config.json")
+    size = given.get("size") or {}
+    if not isinstance(size.get("shortest_edge"), int) or not isinstance(size.get("longest_edge"), int):
+        raise ModelError(
+            f"data.video is 'native', but '{folder}' has no video_preprocessor_config.json with size.shortest_edge and "
+            "size.longest_edge; copy it from the model's hub folder"
+        )
+    rules = replace(
+        pictures,
+        patch=given.get("patch_size", pictures.patch),
+        temporal=given.get("temporal_patch_size", pictures.temporal),
+        merge=given.get("merge_size", pictures.merge),
+        mean=_colours(given.get("image_mean", pictures.mean)),
+        std=_colours(given.get("image_std", pictures.std)),
+    )
+    if rules != pictures or given.get("cap_pixels_per_frame"):
+        raise ModelError(
+            f"'{folder}': its video processor has other patches or colours than its image processor, or cap_pixels_per_frame; "
+            "data.video must be 'frames'"
+        )
+    return replace(rules, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"])
+
+
+def load_picture_tokens(folder: str | Path, tokenizer: Any) -> PictureTokens:
+    """The tokens that stand for pictures in prompts to the model in `folder`.
+
+    Raises:
+        ModelError: config.json names none, or other tokens than the tokenizer has.
+    """
+    config = _config(folder)
+    texts: dict[str, str] = {}
+    marks = next((pair for pair in MARKS if pair[0] in config), MARKS[0])
+    for name in ("image_token_id", *marks, "video_token_id", *(name for name in VIDEO_MARKS if name in config)):
+        if not isinstance(config.get(name), int):
+            raise ModelError(f"'{folder}/config.json' has no {name}, but a model that sees must have one")
+        token = tokenizer.convert_ids_to_tokens(config[name])
+        if token is None or token not in tokenizer.get_added_vocab():
+            raise ModelError(f"'{folder}/config.json' has {name} {config[name]}, which is no special token of the tokenizer")
+        texts[name] = str(token)
+    image, start, end, video, *others = texts.values()
+    return PictureTokens(int(config["image_token_id"]), int(config["video_token_id"]), image, video, start, end, tuple(others))
+
+
+def load_processor_template(folder: str | Path) -> str | None:
+    """The chat template of the processor where the tokenizer's file does not hold it (`chat_template.json`), else None.
+
+    Raises:
+        ModelError: the file is no JSON object with a template.
+    """
+    file = Path(folder) / "chat_template.json"
+    if not file.is_file() or (Path(folder) / "chat_template.jinja").is_file():
+        return None
+    try:
+        return str(json.loads(file.read_text())["chat_template"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"'{file}' holds no chat template: {type(error).__name__}: {error}") from None
+
+
+def _config(folder: str | Path) -> dict[str, Any]:
+    return _read_json(Path(folder) / "config.json")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:
+        raise ModelError(f"'{file}' is not valid JSON: {error}") from None
+    return config if isinstance(config, dict) else {}
+
+
+def _colours(values: Any) -> tuple[float, float, float]:
+    red, green, blue = map(float, values)
+    return red, green, blue

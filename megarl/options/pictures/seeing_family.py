@@ -1,0 +1,99 @@
+"""A family that sees, made of a text family and of what its config says of the tower.
+
+Hub checkpoints of the families differ in the names of tower and decoder, as do folders that versions of transformers wrote: any
+of them is read, and the hub's are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from megarl.errors import ModelError
+from megarl.models.architecture import Architecture, HFConfig, SglangFacts
+from megarl.models.fused_experts import FusedExperts
+from megarl.models.packings import Copy
+from megarl.models.rope import Rope
+from megarl.models.weight_map import Rule, WeightMap
+from megarl.options.pictures.vision import TOWER, Vision
+
+ROPE_KINDS = ("default", "linear", "llama3")
+"""Scalings that positions on three axes have been compared with transformers under."""
+
+
+def seeing(
+    name: str,
+    hf_class: str,
+    text: Architecture,
+    text_config: Callable[[HFConfig], HFConfig],
+    vision: Callable[[HFConfig], Vision],
+    *,
+    prefixes: tuple[str, str],
+    fused_experts: Callable[[HFConfig], FusedExperts] | None = None,
+) -> Architecture:
+    """A family whose decoder is `text`'s; `prefixes` are the hub's names of tower and decoder (`model.` in text families)."""
+
+    def checked(hf_config: HFConfig) -> Vision:
+        found, hidden = vision(hf_config), text_config(hf_config).get("hidden_size")
+        if found.out != hidden:
+            raise ModelError(
+                f"config.json: the tower's features have {found.out} numbers, but the decoder's hidden_size is {hidden}"
+            )
+        return found
+
+    def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+        Rope.from_hf(text_config(hf_config), kinds=ROPE_KINDS)
+        return text.gpt_kwargs(text_config(hf_config))
+
+    def weight_map(hf_config: HFConfig) -> WeightMap:
+        of_text = text.weight_map(text_config(hf_config))
+        tower = [
+            Rule(TOWER + tensor, (prefixes[0] + tensor,), Copy(shape), stage="first")
+            for tensor, shape in checked(hf_config).shapes.items()
+        ]
+        return replace(
+            of_text,
+            rules=(*tower, *(_renamed(rule, prefixes[1]) for rule in of_text.rules)),
+            left_out=_under(prefixes[1], of_text.left_out),
+            prediction=None,
+        )
+
+    return Architecture(
+        name=name,
+        hf_classes=(hf_class, hf_class.replace("ForConditionalGeneration", "ForSequenceClassification")),
+        transformer_config_kwargs=lambda hf_config: _without_windows(text.transformer_config_kwargs(text_config(hf_config))),
+        gpt_kwargs=gpt_kwargs,
+        weight_map=weight_map,
+        sglang=SglangFacts(
+            refusal=lambda hf_config: text.sglang.refusal(text_config(hf_config)),
+            arguments={**text.sglang.arguments, "mm_enable_dp_encoder": True},  # every rank then has the whole tower
+        ),
+        hub=text.hub,
+        text_config=text_config,
+        vision=checked,
+        other_names=_other_names(*prefixes),
+        fused_experts=fused_experts,
+    )
+
+
+def _without_windows(kwargs: dict[str, Any]) -> dict[str, Any]:
+    if "window_size" in kwargs:
+        raise ModelError(
+            f"config.json: sliding_window is {kwargs['window_size'][0] + 1}, but models that see must attend to all tokens; "
+            "use_sliding_window must be false"
+        )
+    return kwargs
+
+
+def _other_names(tower: str, decoder: str) -> tuple[tuple[str, str], ...]:
+    """What names may begin with, and what the hub's begin with then; the first that fits counts."""
+    return (("model.visual.", tower), ("model.language_model.", decoder), ("visual.", tower), ("model.", decoder))
+
+
+def _renamed(rule: Rule, decoder: str) -> Rule:
+    return replace(rule, hf_names=_under(decoder, rule.hf_names))
+
+
+def _under(decoder: str, names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name.replace("model.", decoder, 1) if name.startswith("model.") else name for name in names)

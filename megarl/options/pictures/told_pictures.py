@@ -1,0 +1,176 @@
+"""Pictures in what an environment or a tool says: which forms are understood, and text with kept pictures in their places.
+
+Nobody but who runs the episode has the pictures themselves; what leaves this file names kept files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from megarl.errors import DataError, PictureError
+from megarl.options.pictures.images import KeptPicture, Original, describe_original, keep_picture, original_of, upright_rgb
+from megarl.options.pictures.media import PictureRules
+from megarl.options.pictures.picture_reader import MARKS, SOURCES, kind_of
+
+TEXT_AND_PICTURES = {"text", "image", "images"}
+"""Keys of a text and its pictures, as verl's `ToolResponse` and verl-agent's observations have them."""
+
+PARTS = {"text", "image", "image_url", "video", "video_url"}
+"""Types of the parts of a chat message. Other lists hold no pictures, whatever their fields are called."""
+
+
+@dataclass(frozen=True)
+class PicturedText:
+    """Text in which pictures stand, each before the character with its number."""
+
+    text: str
+    pictures: tuple[tuple[int, KeptPicture], ...] = ()
+
+    @property
+    def pieces(self) -> list[str | KeptPicture]:
+        """Text and pictures in their order; no text is empty."""
+        found: list[str | KeptPicture] = []
+        done = 0
+        for at, picture in self.pictures:
+            found += [self.text[done:at], picture]
+            done = at
+        return [piece for piece in (*found, self.text[done:]) if piece != ""]
+
+    def beginning(self, characters: int) -> PicturedText:
+        """The first `characters` of the text, and the pictures before its end."""
+        return PicturedText(self.text[:characters], tuple(one for one in self.pictures if one[0] <= characters))
+
+    def content(self, folder: Path) -> str | list[dict[str, Any]]:
+        """As the content of a chat message: text, or parts in which each picture is the path of its file in `folder`."""
+        if not self.pictures:
+            return self.text
+        return [
+            {"type": "text", "text": piece}
+            if isinstance(piece, str)
+            else {"type": "image", "image": str(folder / f"{piece.digest}.png")}
+            for piece in self.pieces
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, of which `of_json` makes it again."""
+        return {"text": self.text, "pictures": [[at, asdict(picture)] for at, picture in self.pictures]}
+
+    @classmethod
+    def of_json(cls, record: Mapping[str, Any]) -> PicturedText:
+        """What `to_json` and JSON made of one."""
+        return cls(record["text"], tuple((at, KeptPicture(**picture)) for at, picture in record["pictures"]))
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A picture as somebody shows it, not looked at yet."""
+
+    value: Any
+
+
+Pieces = list[str | Shown]
+
+
+def pieces_of(content: Any) -> Pieces | None:
+    """Text and pictures of `content`; None if it is of none of the forms that hold pictures.
+
+    These are a picture (PIL, or a uint8 array `[H, W, 3]`), a text with pictures `{"text": …, "images": […]}` or one `image`,
+    which stand at its `<image>` marks or else before it, and the parts of a chat message, one of which is a picture.
+
+    Raises:
+        PictureError: there are not as many marks as pictures, or a part is a video, has no picture, or is of no known kind.
+    """
+    if isinstance(content, Image.Image | np.ndarray):
+        return [Shown(content)]
+    if isinstance(content, dict) and content.keys() <= TEXT_AND_PICTURES:
+        return _at_marks(content)
+    is_parts = isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in PARTS for part in content)
+    if is_parts and any(kind_of(part) is not None for part in content):
+        return [_of_part(part) for part in content]
+    return None
+
+
+def _at_marks(content: Mapping[str, Any]) -> Pieces | None:
+    given = content.get("images")
+    values = [content["image"]] if content.get("image") is not None else []
+    values += [] if given is None else [*given] if isinstance(given, list | tuple) else [given]
+    text = content.get("text") or ""
+    if not values or not isinstance(text, str):
+        return None
+    first, *others = text.split(MARKS["image"])
+    if not others:
+        return [*map(Shown, values), text]
+    if len(others) != len(values):
+        raise PictureError(f"there are {len(values)} pictures for {len(others)} marks {MARKS['image']} in the text")
+    return [first, *(piece for value, after in zip(values, others, strict=True) for piece in (Shown(value), after))]
+
+
+def _of_part(part: dict[str, Any]) -> str | Shown:
+    kind = kind_of(part)
+    if kind == "video":
+        raise PictureError("a part is a video; its frames must be shown as pictures")
+    if kind == "image":
+        value = next((part[name] for name in SOURCES[kind] if part.get(name) is not None), None)
+        if value is None:
+            raise PictureError("a part of type image has no picture")
+        return Shown(value)
+    if not isinstance(part.get("text"), str):
+        raise PictureError(f"a part is {part!r:.80}; it must be text or a picture")
+    return str(part["text"])
+
+
+@dataclass(frozen=True)
+class PictureKeeper:
+    """Keeps pictures as the model takes them in `media_folder`; paths that are shown are taken in `image_folder`."""
+
+    rules: PictureRules
+    media_folder: Path
+    image_folder: str | None = None
+
+    def kept(self, pieces: Iterable[str | Shown]) -> PicturedText:
+        """The same text and pictures, the latter kept.
+
+        Raises:
+            PictureError: a picture cannot be used; the sentence begins with its number.
+            DataError: the media folder cannot be written.
+        """
+        text, pictures = "", list[tuple[int, KeptPicture]]()
+        for piece in pieces:
+            if isinstance(piece, str):
+                text += piece
+            else:
+                pictures.append((len(text), self._keep(piece.value, len(pictures) + 1)))
+        return PicturedText(text, tuple(pictures))
+
+    def _keep(self, value: Any, number: int) -> KeptPicture:
+        try:
+            return keep_picture(upright_rgb(self._original(value)), self.rules, self.media_folder)
+        except PictureError as error:
+            raise PictureError(f"picture {number} ({describe_original(value)}) {error}") from error
+        except OSError as error:
+            raise DataError(f"the media folder '{self.media_folder}' cannot be written: {error}") from error
+
+    def _original(self, value: Any) -> Original:
+        if not isinstance(value, np.ndarray):
+            return original_of(value, self.image_folder)
+        if value.dtype != np.uint8 or value.ndim != 3 or value.shape[2] not in (3, 4):
+            raise PictureError(f"is an array of {value.dtype} {list(value.shape)}; it must be uint8 [height, width, 3 or 4]")
+        return Image.fromarray(value)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, of which `of_json` makes it again."""
+        return {"rules": asdict(self.rules), "media_folder": str(self.media_folder), "image_folder": self.image_folder}
+
+    @classmethod
+    def of_json(cls, record: Mapping[str, Any]) -> PictureKeeper:
+        """What `to_json` and JSON made of one."""
+        rules: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, Sequence) else value for name, value in record["rules"].items()
+        }
+        return cls(PictureRules(**rules), Path(record["media_folder"]), record["image_folder"])

@@ -1,0 +1,1 @@
+"""Supervised examples in every policy update: `ptx`."""

@@ -1,0 +1,1 @@
+"""A model with a scalar head that scores responses: `reward_model`."""

@@ -1,0 +1,1 @@
+"""Experts of tokens as an engine, or an earlier pass, chose them: `policy.routing`."""

@@ -1,0 +1,1 @@
+"""Tokens that sequences begin with alike, computed once: `policy.share_prefix`."""

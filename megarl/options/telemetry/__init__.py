@@ -1,0 +1,1 @@
+"""Trackers, Prometheus and OpenTelemetry: `trackers`."""

@@ -1,0 +1,149 @@
+"""Where metrics go besides `metrics.jsonl`: trackers that megarl has, and classes of the user's own, by one small interface.
+
+One `Trackers.log(step, metrics)` writes to all of them. A tracker that fails is a line, and never the end of a run.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl.config import AnyConfig
+from megarl.config.secrets import without_secrets
+from megarl.errors import ConfigError, MegarlError
+from megarl.observe.metrics import MetricsFile, numbers
+from megarl.options.telemetry.tracker_backends import MLflow, SwanLab, TensorBoard, Wandb
+from megarl.system.user_code import describe, load_user_object, why_not_called
+
+FAILURES = 3
+"""Of a tracker in a row, after which it is told no more."""
+_BUILT_IN: dict[str, Callable[[AnyConfig, Path, int | None], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "mlflow": MLflow,
+    "swanlab": SwanLab,
+}
+
+
+class Tracker(Protocol):
+    """Anything that takes the metrics of a step.
+
+    A class of the user's own is made as `Class(config, folder, resume_after_step, **args)`: the config as a mapping without its
+    secrets, the run folder, the step that a resumed run continues after (None: the run is new), and its `trackers.args`.
+    """
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of `step`, Python numbers by name; step 0 is the evaluation before training."""
+
+    def close(self) -> None:
+        """Write out what is buffered; the run has ended, well or badly."""
+
+
+class Trackers:
+    """Fans one step out: to the record of the run first, whose failure ends it, then to trackers, whose failures do not."""
+
+    def __init__(self, record: Tracker, trackers: Mapping[str, Tracker]) -> None:
+        """`trackers` by the name that lines call them."""
+        self._record, self._trackers = record, dict(trackers)
+        self._failures = dict.fromkeys(trackers, 0)
+        self.say: Callable[[str], None] = lambda line: None
+        """Is told in a line of trackers that fail."""
+
+    def add(self, name: str, tracker: Tracker) -> None:
+        """Tell another one of the steps from now on."""
+        self._trackers[name], self._failures[name] = tracker, 0
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of `step` everywhere."""
+        self._record.log(step, metrics)
+        plain = numbers(metrics)
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracker.log(step, dict(plain))
+            except Exception as error:  # noqa: BLE001 - whatever a tracker's package or the user's class raises
+                self._failed(name, step, error)
+            else:
+                self._failures[name] = 0
+
+    def close(self) -> None:
+        """Close every tracker."""
+        self._record.close()
+        for name, tracker in self._trackers.items():
+            try:
+                tracker.close()
+            except Exception as error:  # noqa: BLE001 - the same
+                self.say(f"tracker {name} could not be closed: {describe(error)}")
+
+    def _failed(self, name: str, step: int, error: Exception) -> None:
+        self._failures[name] += 1
+        is_last = self._failures[name] >= FAILURES
+        more = f"; it failed {FAILURES} times in a row, so it is told no more" if is_last else ""
+        self.say(f"tracker {name} did not take step {step}: {describe(error)}{more}")
+        if is_last:
+            del self._trackers[name]
+
+
+def open_trackers(config: AnyConfig, *, resume_after_step: int | None = None) -> Trackers:
+    """Open what `config.trackers.backends` asks for in the run folder.
+
+    Raises:
+        ConfigError: a tracker's package is not installed, or a class of the user's own cannot be used; the sentence says why.
+    """
+    folder = Path(config.run_folder)
+    with _keeping_signals():
+        wanted = {name: _open(name, config, folder, resume_after_step) for name in dict.fromkeys(config.trackers.backends)}
+    return Trackers(MetricsFile(folder / "metrics.jsonl", resume_after_step=resume_after_step), wanted)
+
+
+def upload_commands(config: AnyConfig) -> list[str]:
+    """What a user types to upload what was written offline."""
+    folder = Path(config.run_folder)
+    found = [("wandb", run) for run in sorted((folder / "wandb").glob("offline-run-*"))]
+    found += [("swanlab", run) for run in sorted((folder / "swanlab").glob("run-*"))]
+    return [f"`{name} sync {run}` uploads the {name} run" for name, run in found if name in config.trackers.backends]
+
+
+def _open(name: str, config: AnyConfig, folder: Path, resume_after_step: int | None) -> Tracker:
+    if name in _BUILT_IN:
+        return _BUILT_IN[name](config, folder, resume_after_step)
+    cls = load_user_object(name, _about_own, "class", lambda found: isinstance(found, type))
+    missing = [method for method in ("log", "close") if not callable(getattr(cls, method, None))]
+    if missing:
+        raise _about_own(f"'{name}' has no {' and no '.join(missing)}, which every tracker must have")
+    given: Sequence[Any] = (without_secrets(config.model_dump(mode="json")), folder, resume_after_step)
+    args = config.trackers.args.get(name, {})
+    if (why := why_not_called(cls, *given, **args)) is not None:
+        raise _about_own(f"'{name}' cannot be made of (config, folder, resume_after_step) and trackers.args: {why}")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        tracker: Tracker = cls(*given, **args)
+    except MegarlError:
+        raise
+    except Exception as error:
+        raise _about_own(f"'{name}' cannot be opened: {describe(error)}") from error
+    return tracker
+
+
+def _about_own(sentence: str) -> ConfigError:
+    return ConfigError(f"trackers.backends: {sentence}")
+
+
+@contextmanager
+def _keeping_signals() -> Iterator[None]:
+    """Some packages take over Ctrl-C and the hook for exceptions, by which a run saves before it ends: it gets them back."""
+    hook = sys.excepthook
+    is_main = threading.current_thread() is threading.main_thread()  # no other thread may set a handler
+    ours = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if is_main else ()
+    handlers = {number: signal.getsignal(number) for number in ours}
+    try:
+        yield
+    finally:
+        sys.excepthook = hook
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not handler and handler is not None:
+                signal.signal(number, handler)

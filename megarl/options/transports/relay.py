@@ -1,0 +1,77 @@
+"""Weights between training ranks: what a sender hands to the relay beside an engine's rank, over the trainer's own world.
+
+Who hands what to whom is in `options/transports/relay_plan.py`. The sender takes the checksums, so that they cover this
+way, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from megarl.options.transports.relay_plan import Message, RelayPlan
+from megarl.weights.rank_plan import RankPlan, SendBatch, SliceKey, WeightSlice
+from megarl.weights.sglang_senders import checksums_of
+from megarl.weights.staging import pack, packed_starts
+
+BY_ITEMSIZE = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
+"""What engines hold, by the bytes of an element."""
+
+
+class Relay:
+    """One training rank's part. `sent` are the checksums of what it handed on in the last exchange, by engine."""
+
+    def __init__(self, plan: RankPlan, messages: RelayPlan, device: torch.device) -> None:
+        self._plan, self._messages, self._device = plan, messages, device
+        self.sent: dict[int, dict[SliceKey, str]] = {}
+
+    @property
+    def engines(self) -> set[int]:
+        """The engines that this rank hands weights of others to."""
+        return self._messages.engines
+
+    def exchange(self, shards: Mapping[str, Tensor], engines: Collection[int], *, verify: bool) -> Iterator[SendBatch]:
+        """Send what others hand on, and give what this rank is to hand on; collective over the world.
+
+        `shards` are this rank's Megatron parameters. A load given must be copied or read before the next is asked for.
+        """
+        self.sent = {}
+        torch.distributed.barrier()  # under NCCL the first communication of a world must be one of all its ranks
+        for step in self._messages.steps(engines):
+            operations, load = [], None
+            if step.sent is not None:
+                operations.append(self._sending(step.sent, shards, verify=verify))
+            if step.received is not None:
+                buffer, load = self._expected(step.received)
+                operations.append(torch.distributed.P2POp(torch.distributed.irecv, buffer, step.received.sender))
+            for work in torch.distributed.batch_isend_irecv(operations):
+                work.wait()
+            if load is not None:
+                yield load
+
+    def _sending(self, message: Message, shards: Mapping[str, Tensor], *, verify: bool) -> torch.distributed.P2POp:
+        pieces = self._plan.pieces(message.buckets, shards)
+        buffer = torch.empty(packed_starts(pieces)[-1], dtype=torch.uint8, device=self._device)
+        packed = pack(pieces, buffer, hashed=verify)
+        self.sent.setdefault(message.engine, {}).update(checksums_of(packed, values=verify))
+        return torch.distributed.P2POp(torch.distributed.isend, buffer, message.relay)
+
+    def _expected(self, message: Message) -> tuple[Tensor, SendBatch]:
+        """Where a message is received, and the load that it is then."""
+        empty = [
+            WeightSlice(held, torch.empty(held.rows, held.cols, dtype=BY_ITEMSIZE[size], device="meta"))
+            for held, size in self._plan.contents(message.buckets)
+        ]
+        starts = packed_starts(empty)
+        buffer = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
+        return buffer, SendBatch(_views(buffer, starts, empty), frozenset([message.engine]), relayed=True)
+
+
+def _views(buffer: Tensor, starts: Sequence[int], pieces: Sequence[WeightSlice]) -> list[WeightSlice]:
+    return [
+        WeightSlice(piece.held, buffer[start : start + piece.tensor.nbytes].view(piece.tensor.dtype).view(piece.tensor.shape))
+        for piece, start in zip(pieces, starts[:-1], strict=True)
+    ]

@@ -1,5 +1,0 @@
-"""Sandboxes: a folder for each episode, and commands in it that reach nothing else."""
-
-from megarl.rollout.sandboxes.sandbox import CommandResult, Sandbox, Sandboxes, open_sandboxes
-
-__all__ = ["CommandResult", "Sandbox", "Sandboxes", "open_sandboxes"]

@@ -1,0 +1,178 @@
+"""What a plan costs on a described cluster: bytes by link and GPU, seconds, and what bounds them.
+
+The link between two ranks is where their GPUs are: the same GPU (an engine in the trainer's place), the same node (NVLink), or
+two nodes (InfiniBand). All links work at the same time and in both directions, each GPU's share of each at the stated rate.
+The prediction is the slowest of these shares; latencies and waiting for one another are not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from megarl.config.yaml_tree import read_yaml
+from megarl.errors import ConfigError, describe_value, nearest
+from megarl.weights.plan import RANKS_PER_LOAD, ReshardPlan
+from megarl.weights.sglang_targets import EVERY_RANK
+from megarl.weights.tensors import Ints
+
+LINKS = ("same GPU", "NVLink", "InfiniBand")
+STAGED_LOADS = 2
+"""One is filled while the other is read."""
+_BATCH = 2**20
+
+
+@dataclass(frozen=True)
+class ClusterRates:
+    """GPUs and their links, in GB (10^9 bytes) per second, of one GPU in one direction. The defaults are nodes of 8 H100.
+
+    `copy_gb_per_s` is of copies on a GPU: packing a bucket, and what an engine on the same GPU takes over. Where
+    `host_gb_per_s` is given, what goes to another GPU passes main memory on both sides at this rate; None: GPUs reach each
+    other directly.
+    """
+
+    gpus_per_node: int = 8
+    copy_gb_per_s: float = 1500.0
+    nvlink_gb_per_s: float = 450.0
+    ib_gb_per_s: float = 50.0
+    host_gb_per_s: float | None = None
+
+    @classmethod
+    def read(cls, path: str | Path) -> ClusterRates:
+        """The cluster that a YAML file describes; what it leaves out is as the defaults.
+
+        Raises:
+            ConfigError: the file cannot be read, a field is unknown, or a value is no positive number.
+        """
+        tree, known = read_yaml(path), [field.name for field in fields(cls)]
+        for name, value in tree.items():
+            if name not in known:
+                raise ConfigError(
+                    f"{path}: {name} is not a field of a cluster{nearest(str(name), known)}; it has {', '.join(known)}"
+                )
+            wanted = int if name == "gpus_per_node" else (int, float)
+            if value is None and name == "host_gb_per_s":
+                continue
+            if isinstance(value, bool) or not isinstance(value, wanted) or not 0 < value < float("inf"):
+                kind = "whole number" if name == "gpus_per_node" else "number"
+                raise ConfigError(f"{path}: {name} is {describe_value(value)}; it must be a {kind} above 0")
+        return cls(**tree)
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """Bytes over one kind of link, of all GPUs and of the busiest in either direction, and the seconds these take there."""
+
+    name: str
+    nbytes: int
+    busiest_out: int
+    busiest_in: int
+    gb_per_s: float
+    where: str
+
+    @property
+    def seconds(self) -> float:
+        """Of the busiest GPU, directions at the same time."""
+        return max(self.busiest_out, self.busiest_in) / 1e9 / self.gb_per_s
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an update costs. `redundancy`: bytes received over bytes held; `sent`, `received`: (least, most) of a rank."""
+
+    links: tuple[LinkCost, ...]
+    redundancy: float
+    peak_staging_bytes: int
+    sent: tuple[int, int]
+    received: tuple[int, int]
+
+    @property
+    def bound(self) -> LinkCost:
+        """What takes longest."""
+        return max(self.links, key=lambda link: link.seconds)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of an update of all engines."""
+        return self.bound.seconds
+
+
+def cost_of(plan: ReshardPlan, cluster: ClusterRates, *, colocated: bool) -> Cost:
+    """The cost of an update where GPU i is training rank i's, and the engines' ranks follow each other on the same GPUs
+    (`colocated`; from the first on again, should there be more of them) or on nodes of their own.
+    """
+    world, ranks, engines = plan.layout.world_size, plan.target.ranks, plan.target.engines
+    first = 0 if colocated else -(-world // cluster.gpus_per_node) * cluster.gpus_per_node
+    modulus = world if colocated else first + engines * ranks
+    loads = _Loads(max(modulus, world))
+    for source, engine, engine_rank, nbytes in _links(plan):
+        loads.add(source, (first + engine * ranks + engine_rank) % modulus, nbytes, cluster.gpus_per_node)
+    out, into = loads.out, loads.into
+    packed = _packed(plan, len(out[0]))
+    rates = (cluster.copy_gb_per_s, cluster.nvlink_gb_per_s, cluster.ib_gb_per_s)
+    links = [_link(name, out[i], into[i], rate) for i, (name, rate) in enumerate(zip(LINKS, rates, strict=True))]
+    links.append(_link("packing", packed, np.zeros_like(packed), cluster.copy_gb_per_s))
+    if cluster.host_gb_per_s is not None:
+        links.append(_link("main memory", out[1] + out[2], into[1] + into[2], cluster.host_gb_per_s))
+    of_ranks = out.sum(axis=0)[:world]
+    received = plan.received_bytes
+    return Cost(
+        links=tuple(links),
+        redundancy=float(received.sum() / plan.own_bytes),
+        peak_staging_bytes=STAGED_LOADS * min(ranks, RANKS_PER_LOAD) * int(plan.bucket_nbytes.max()),
+        sent=(int(of_ranks.min()), int(of_ranks.max())),
+        received=(int(received.min()), int(received.max())),
+    )
+
+
+class _Loads:
+    """Bytes out of and into every GPU, `[link, gpu]`."""
+
+    def __init__(self, gpus: int) -> None:
+        self.out, self.into = np.zeros((2, len(LINKS), gpus), np.int64)
+
+    def add(self, source: Ints, target: Ints, nbytes: Ints, gpus_per_node: int) -> None:
+        """Count transfers from GPUs to GPUs."""
+        link = np.where(source == target, 0, np.where(source // gpus_per_node == target // gpus_per_node, 1, 2))
+        gpus = self.out.shape[1]
+        for counted, gpu in ((self.out, source), (self.into, target)):
+            counted += _summed(link * gpus + gpu, nbytes, counted.size).reshape(counted.shape)
+
+
+def _links(plan: ReshardPlan) -> Iterator[tuple[Ints, Ints, Ints, Ints]]:
+    """(training rank, engine, rank of the engine, bytes) of every bucket for every rank, some engines at a time."""
+    engine_rank = plan.bucket_engine_rank
+    copies = np.where(engine_rank == EVERY_RANK, plan.target.ranks, 1)
+    bucket = np.repeat(np.arange(len(copies)), copies)
+    nth = np.arange(len(bucket)) - np.repeat(np.cumsum(copies) - copies, copies)
+    engine_rank = np.where(engine_rank == EVERY_RANK, 0, engine_rank)[bucket] + nth
+    nbytes = plan.bucket_nbytes[bucket]
+    for engines in np.array_split(np.arange(plan.target.engines), -(-plan.target.engines * len(bucket) // _BATCH)):
+        engine, several = np.repeat(engines, len(bucket)), len(engines)
+        sender = plan.sender(engine, np.tile(bucket, several))
+        yield sender, engine, np.tile(engine_rank, several), np.tile(nbytes, several)
+
+
+def _packed(plan: ReshardPlan, gpus: int) -> Ints:
+    """Bytes that each rank packs into buckets: one packing serves all the engines that it sends the bucket to."""
+    sources = plan.bucket_source
+    buckets = np.arange(len(sources))
+    sends = np.zeros((len(sources), int(plan.sources.replicas.max())), np.bool_)
+    for engine in range(plan.target.engines):
+        sends[buckets, plan.replica(np.array(engine), buckets)] = True
+    bucket, replica = np.nonzero(sends)
+    return _summed(plan.sources.rank(sources[bucket], replica), plan.bucket_nbytes[bucket], gpus)
+
+
+def _summed(index: Ints, nbytes: Ints, length: int) -> Ints:
+    """Bytes by index; exact, as float64 holds every whole number of bytes below 9 PB."""
+    return np.bincount(index, weights=nbytes, minlength=length).astype(np.int64)
+
+
+def _link(name: str, out: Ints, into: Ints, rate: float) -> LinkCost:
+    sends = out.max() >= into.max()
+    where = f"out of GPU {np.argmax(out)}" if sends else f"into GPU {np.argmax(into)}"
+    return LinkCost(name, int(out.sum()), int(out.max()), int(into.max()), rate, where)

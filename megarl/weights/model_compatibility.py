@@ -1,0 +1,99 @@
+"""Whether an engine serves the model that the trainer trains, seen before the first update is sent to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megarl.errors import EngineError
+from megarl.models.registry import architecture_for
+from megarl.models.weight_map import WeightMap
+from megarl.options.few_bits.formats import WeightFormat, engine_format
+from megarl.options.lora.weight_map import Lora, with_adapters
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What decides whether weights fit: a model's `config.json` and the dtype that it is held in (`float32`, ...).
+
+    `predicts`: the weights of the layer for multi-token prediction are among those that are sent. `lora`: adapters are, which
+    the engine adds itself.
+    """
+
+    config: Mapping[str, Any]
+    dtype: str
+    predicts: bool = False
+    lora: Lora | None = None
+
+    @property
+    def weight_map(self) -> WeightMap:
+        """Of the weights that are sent; raises ModelError for an unknown architecture."""
+        config = {name: value for name, value in self.config.items() if name != "quantization_config"}
+        weight_map = architecture_for(config).weight_map(config)
+        return weight_map.with_prediction() if self.predicts else weight_map
+
+    @property
+    def adapter_map(self) -> WeightMap:
+        """Of the adapters that are sent: no rules where there are none. Raises ConfigError: see `with_adapters`."""
+        weight_map = self.weight_map
+        if self.lora is None:
+            return replace(weight_map, rules=())
+        fused = architecture_for(dict(self.config)).rows_together(dict(self.config))
+        rules = with_adapters(weight_map, self.lora, fused).rules
+        return replace(weight_map, rules=rules[len(weight_map.rules) :])
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it is a mixture of experts."""
+        return self.weight_map.num_experts > 0
+
+    @property
+    def format(self) -> WeightFormat | None:
+        """How its weights are stored in few bits; None: they are not. Raises EngineError: see `engine_format`."""
+        return engine_format(self.config)
+
+    @property
+    def quantised(self) -> frozenset[str]:
+        """The Hugging Face names of the weights that are stored in few bits."""
+        format = self.format
+        rules = self.weight_map.bound_rules() if format is not None else ()
+        return frozenset(
+            name for rule in rules if format is not None and format.applies_to(rule.megatron_name) for name in rule.hf_names
+        )
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights by Hugging Face name; raises ModelError for an unknown architecture."""
+        return self.weight_map.hf_shapes()
+
+
+def check_same_model(engine: ServedModel, trainer: ServedModel) -> None:
+    """Raise EngineError, naming the first difference, unless every weight of the trainer is one of the engine, and the same."""
+    ours, theirs = trainer.shapes(), engine.shapes()
+    names = [str((facts.config.get("architectures") or [facts.config.get("model_type")])[0]) for facts in (engine, trainer)]
+    rows = [shapes.get(EMBEDDING, (0,))[0] for shapes in (theirs, ours)]
+    difference: tuple[str, object] | None = None
+    if names[0] != names[1]:
+        difference = f"architecture {names[0]}", names[1]
+    elif engine.dtype != trainer.dtype:
+        difference = f"dtype {engine.dtype}", trainer.dtype
+    elif engine.lora != trainer.lora:
+        difference = f"adapters {engine.lora}", trainer.lora
+    elif rows[0] != rows[1]:
+        difference = f"a vocabulary of {rows[0]}", rows[1]
+    else:
+        for name in sorted(ours.keys() | theirs.keys()):
+            if ours.get(name) != theirs.get(name):
+                difference = f"{name} {_shape(theirs.get(name))}", _shape(ours.get(name))
+                break
+    if difference is not None:
+        raise EngineError(
+            f"the engine's model has {difference[0]}, the trainer's {difference[1]}: "
+            "an engine takes only weights of the model that it was started with"
+        )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "not at all" if shape is None else f"of shape {list(shape)}"

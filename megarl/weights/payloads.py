@@ -1,0 +1,89 @@
+"""What a rank of an engine is told of an update, and what it answers: payloads of SGLang's requests, known to both sides.
+
+A payload is a list of pairs, `((what, content), tensor)`, in which `what` is one of the words here or the name of a buffer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+
+from megarl.options.transports.rdma import Readable
+from megarl.weights.engine_group import EngineGroup
+from megarl.weights.rank_plan import SliceKey
+
+SELECTORS = {False: "target", True: "all"}
+"""Which of a server's models an update is for (SGLang's `selector`), by whether it drafts with a layer that is trained: any
+other draft keeps its weights."""
+OPEN, JOIN, RECEIVE, READ, CHECK = "open", "join", "receive", "read", "check"
+
+
+def opening(shared: Sequence[Any], pieces: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """The payload by which a rank opens a buffer on a GPU (`cuda_ipc.shared`) and takes pieces as `receiving` has them."""
+    return [((OPEN, (tuple(shared), list(pieces))), _NoTensor())]
+
+
+def joining(group: EngineGroup, rank: int) -> list[tuple[Any, Any]]:
+    """The payload by which `rank` joins its engine's group with the senders."""
+    return [((JOIN, (tuple(group), rank)), _NoTensor())]
+
+
+def receiving(
+    group: EngineGroup, sender: int, call: int, rank: int, content: Iterable[Any], *, checked: bool = False
+) -> list[tuple[Any, Any]]:
+    """The payload by which `rank` receives messages of a sender over the group; `checked`: their digests will be asked for.
+
+    A message is a list of pieces, `(*held, dtype, start, stop)`, of which the last ends where the message does.
+    """
+    return [((RECEIVE, (group.name, sender, call, rank, {"checked": checked}, list(content))), _NoTensor())]
+
+
+Store = tuple[str, int]
+"""Host and port of an engine's store."""
+
+
+def reading(
+    source: Readable, store: Store, key: str, timeout_s: float, parts: Iterable[Any], *, checked: bool = False
+) -> list[tuple[Any, Any]]:
+    """The payload by which a rank reads parts (`staging.parts_to_read`) of a registered buffer, in at most `timeout_s` seconds.
+
+    It then sets `key` in the store, to why it could not if it could not: SGLang answers for its first rank alone. `checked`: as
+    of `receiving`.
+    """
+    plain = [([tuple(one) for one in ranges], list(pieces)) for ranges, pieces in parts]  # SGLang takes no other classes
+    options = {"timeout_s": timeout_s, "checked": checked}
+    return [((READ, (tuple(source), store, key, options, plain)), _NoTensor())]
+
+
+class _NoTensor:
+    """Where a payload must have a tensor; unlike one, it arrives on another machine too."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch.ByteTensor, ()
+
+
+NAMED = 32
+"""How many parameters that are not covered are named."""
+
+
+def checking(boxes: Iterable[tuple[SliceKey, str]], where: tuple[str, int], key: str) -> list[tuple[Any, Any]]:
+    """The payload that asks a rank for the digests of boxes, each with the dtype in which it was sent.
+
+    The rank answers as `key` in the store at `where`.
+    """
+    return [((CHECK, ([(tuple(box), dtype) for box, dtype in boxes], where, key)), _NoTensor())]
+
+
+def read_answer(answer: bytes) -> tuple[list[str], list[str]]:
+    """What a rank has answered: the digests, and the parameters that the boxes do not cover."""
+    digests, uncovered = json.loads(answer)
+    return digests, uncovered
+
+
+def send_answer(digests: list[str], uncovered: list[str], where: tuple[str, int], key: str) -> None:
+    """Answer as `key` in the store at `where`; see `read_answer`."""
+    torch.distributed.TCPStore(*where, is_master=False).set(key, json.dumps([digests, uncovered[:NAMED]]))

@@ -1,0 +1,152 @@
+"""A plan's buckets as a training rank sends them: views of the rank's own shards, and where in an engine each belongs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, zip_longest
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from megarl.options.transports.relay_plan import Machines
+from megarl.weights.plan import ReshardPlan, TransferBucket
+from megarl.weights.sglang_targets import EVERY_RANK
+from megarl.weights.tensors import as_matrix
+
+
+class SliceKey(NamedTuple):
+    """Rows `row:+rows`, columns `col:+cols` of the `of_rows` rows that a rank of an engine holds of a tensor.
+
+    A tensor of one axis has one column. `engine_rank` is `EVERY_RANK` of what all ranks are sent whole, to cut it themselves.
+    """
+
+    tensor: str
+    engine_rank: int
+    of_rows: int
+    row: int
+    col: int
+    rows: int
+    cols: int
+
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor) -> SliceKey:
+        """All of a tensor, for every rank."""
+        rows, cols = as_matrix(tensor.shape)
+        return cls(name, EVERY_RANK, rows, 0, 0, rows, cols)
+
+    def ranks(self, of: int) -> Sequence[int]:
+        """Which of an engine's `of` ranks are sent it."""
+        return range(of) if self.engine_rank == EVERY_RANK else (self.engine_rank,)
+
+    def __str__(self) -> str:
+        place = self.tensor if self.engine_rank == EVERY_RANK else f"{self.tensor}@{self.engine_rank}"
+        if (self.row, self.col, self.rows) == (0, 0, self.of_rows):
+            return place
+        return f"{place}[{self.row}:{self.row + self.rows}, {self.col}:{self.col + self.cols}]"
+
+
+class WeightSlice(NamedTuple):
+    """Something to send: `[rows]` or `[rows, cols]`, a view of what the sender has."""
+
+    held: SliceKey
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class SendBatch:
+    """What is staged and sent at once, and the engines that take it. `relayed`: for another rank, which checks it."""
+
+    pieces: Sequence[WeightSlice]
+    engines: frozenset[int]
+    relayed: bool = False
+
+
+class RankPlan:
+    """One training rank's part of a plan, laid out once for all updates.
+
+    A load has buckets for the ranks of an engine that the rank sends to, in turn, so that they copy at the same time; it has at
+    most `plan.load_bytes`. `single_batch`: what goes to the same engines is one load; for senders that stage nothing.
+    With `machines` loads are for the engines' ranks on this rank's machine; `relays.py` has the others.
+    """
+
+    def __init__(self, plan: ReshardPlan, rank: int, *, single_batch: bool = False, machines: Machines | None = None) -> None:
+        self._plan = plan
+        held = plan.all_slices
+        self._keys = held.tensor * (plan.target.ranks + 1) + held.engine_rank - EVERY_RANK
+        limit = math.inf if single_batch else plan.load_bytes
+        sends = plan.sends(rank) if machines is None else _beside(plan.sends(rank), rank, machines)
+        self._loads = [(engines, list(self._boxes(buckets))) for engines, buckets in _batches(sends, limit)]
+
+    @property
+    def load_bytes(self) -> int:
+        """What is staged at once, at most."""
+        return self._plan.load_bytes
+
+    @property
+    def engines(self) -> set[int]:
+        """The engines that this rank sends something to."""
+        return {engine for engines, _ in self._loads for engine in engines}
+
+    def senders(self, engine: int) -> list[int]:
+        """All ranks that send to an engine, this one perhaps among them."""
+        return self._plan.senders(engine)
+
+    def loads(self, shards: Mapping[str, Tensor], engines: Collection[int]) -> Iterator[SendBatch]:
+        """What to send to `engines`; `shards` are this rank's Megatron parameters, as the plan names them."""
+        for of_load, boxes in self._loads:
+            if to := of_load & frozenset(engines):
+                yield SendBatch([_piece(shards, *box) for box in boxes], to)
+
+    def pieces(self, buckets: Sequence[TransferBucket], shards: Mapping[str, Tensor]) -> list[WeightSlice]:
+        """What is in buckets of this rank; `shards` as for `loads`."""
+        return [_piece(shards, *box) for box in self._boxes(buckets)]
+
+    def contents(self, buckets: Sequence[TransferBucket]) -> list[tuple[SliceKey, int]]:
+        """What is in buckets of any rank, with the bytes of an element."""
+        sizes = self._plan.tensors.itemsize
+        itemsizes = (int(size) for b in buckets for size in sizes[self._plan.transfers.tensor[b.start : b.stop]])
+        return [(held, size) for (held, *_), size in zip(self._boxes(buckets), itemsizes, strict=True)]
+
+    def _boxes(self, buckets: Sequence[TransferBucket]) -> Iterator[tuple[SliceKey, str, int, int]]:
+        """(what is sent, the parameter it is cut from, and the row and column where it begins there)."""
+        plan = self._plan
+        for bucket in buckets:
+            numbers = plan.transfers.tensor[bucket.start : bucket.stop]
+            at = np.searchsorted(self._keys, numbers * (plan.target.ranks + 1) + bucket.engine_rank - EVERY_RANK)
+            for t, of_rows in zip(plan.contents(bucket), plan.all_slices.rows[at].tolist(), strict=True):
+                held = SliceKey(t.tensor, t.engine_rank, of_rows, t.target_row, t.target_col, t.rows, t.cols)
+                yield held, t.parameter, t.source_row, t.source_col
+
+
+def _beside(buckets: Iterator[TransferBucket], rank: int, machines: Machines) -> Iterator[TransferBucket]:
+    """The buckets with those of their engines whose rank is on the machine of `rank`; without those that have none."""
+    for bucket in buckets:
+        near = tuple(engine for engine in bucket.engines if machines.beside(rank, engine, bucket.engine_rank))
+        if near:
+            yield replace(bucket, engines=near)
+
+
+def _batches(buckets: Iterator[TransferBucket], limit_bytes: float) -> Iterator[tuple[frozenset[int], list[TransferBucket]]]:
+    """The buckets of one source for the same engines, in turn one for each rank of these, as many as `limit_bytes` hold."""
+    for (_, engines), group in groupby(buckets, key=lambda bucket: (bucket.source, frozenset(bucket.engines))):
+        of_ranks: dict[int, list[TransferBucket]] = {}
+        for bucket in group:
+            of_ranks.setdefault(bucket.engine_rank, []).append(bucket)
+        load: list[TransferBucket] = []
+        nbytes = 0
+        for bucket in (bucket for row in zip_longest(*of_ranks.values()) for bucket in row if bucket is not None):
+            if load and nbytes + bucket.nbytes > limit_bytes:
+                yield engines, load
+                load, nbytes = [], 0
+            load.append(bucket)
+            nbytes += bucket.nbytes
+        yield engines, load
+
+
+def _piece(shards: Mapping[str, Tensor], held: SliceKey, parameter: str, row: int, col: int) -> WeightSlice:
+    shard = shards[parameter]
+    rows = shard[row : row + held.rows]
+    return WeightSlice(held, rows if shard.ndim == 1 else rows.flatten(1)[:, col : col + held.cols])

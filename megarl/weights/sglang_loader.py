@@ -1,0 +1,448 @@
+"""Writes what senders have cut for this rank into the model's parameters, and reads it back; runs inside the server.
+
+SGLang calls `load` (given as `--custom-weight-loader`) in each tensor-parallel rank. SGLang fuses q, k, v and gate, up and
+the experts of a layer; where in these a tensor lies is said here. What is not cut goes through the model's own loader.
+What SGLang derives from a parameter (`DERIVED_FROM`) is made anew as soon as the parameter was written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed
+
+from megarl.errors import EngineError
+from megarl.options.lora.adapter_place import is_adapter_tensor, tensors_of
+from megarl.options.prediction.draft_weights import SHARED, Waiting, draft_name, is_draft, of_the_draft
+from megarl.options.transports.rdma import ByteRange, Readable, RemoteReader
+from megarl.weights.checksums import digest
+from megarl.weights.copying import copy, in_threads
+from megarl.weights.cuda_ipc import opened
+from megarl.weights.engine_group import EngineGroup, Groups, Turns, leave, start_receiving
+from megarl.weights.payloads import CHECK, JOIN, OPEN, READ, RECEIVE, Store, send_answer
+from megarl.weights.rank_plan import SliceKey
+from megarl.weights.received import ReceivedDigests
+from megarl.weights.sglang_targets import EVERY_RANK
+
+# HF suffix -> (engine suffix, position in the fused parameter), in models that have the fused parameter
+FUSED = {
+    "self_attn.q_proj": ("self_attn.qkv_proj", 0),
+    "self_attn.k_proj": ("self_attn.qkv_proj", 1),
+    "self_attn.v_proj": ("self_attn.qkv_proj", 2),
+    "mlp.gate_proj": ("mlp.gate_up_proj", 0),
+    "mlp.up_proj": ("mlp.gate_up_proj", 1),
+    "mlp.shared_experts.gate_proj": ("mlp.shared_experts.gate_up_proj", 0),
+    "mlp.shared_experts.up_proj": ("mlp.shared_experts.gate_up_proj", 1),
+    "mlp.shared_expert.gate_proj": ("mlp.shared_expert.gate_up_proj", 0),
+    "mlp.shared_expert.up_proj": ("mlp.shared_expert.gate_up_proj", 1),
+    "linear_attn.in_proj_qkv": ("linear_attn.in_proj_qkvz", 0),
+    "linear_attn.in_proj_z": ("linear_attn.in_proj_qkvz", 1),
+    "linear_attn.in_proj_b": ("linear_attn.in_proj_ba", 0),
+    "linear_attn.in_proj_a": ("linear_attn.in_proj_ba", 1),
+    "merger.gate_proj": ("merger.gate_up_proj", 0),
+    "merger.up_proj": ("merger.gate_up_proj", 1),
+    "self_attn.q_a_proj": ("self_attn.fused_qkv_a_proj_with_mqa", 0),
+    "self_attn.kv_a_proj_with_mqa": ("self_attn.fused_qkv_a_proj_with_mqa", 1),
+}
+PARTS = {
+    "self_attn.qkv_proj": 3,
+    "mlp.gate_up_proj": 2,
+    "mlp.shared_experts.gate_up_proj": 2,
+    "mlp.shared_expert.gate_up_proj": 2,
+    "linear_attn.in_proj_qkvz": 2,
+    "linear_attn.in_proj_ba": 2,
+    "merger.gate_up_proj": 2,
+    "self_attn.fused_qkv_a_proj_with_mqa": 2,
+}
+OF_TWO_LENGTHS = (".qkv_proj.", ".fused_qkv_a_proj_with_mqa.", ".in_proj_qkvz.")
+"""Fused parameters of which the first tensor may be of another length than the others: q beside k and v, which Qwen3.5 has in
+one tensor beside the gates."""
+DERIVED_FROM = ".self_attn.kv_b_proj."
+"""What multi-head latent attention computes with is not this parameter, but copies of its two halves (`w_kc`, `w_vc`)."""
+HUB_PREFIXES = (("model.visual.", "visual."), ("model.language_model.", "model."))
+"""What names of some vision-language models begin with on the hub, and in engines."""
+TOWER = "visual."
+VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+
+EXPERT = re.compile(
+    r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\."
+    r"(?:weight(?P<part>_scale_inv|_packed|_scale|_shape)?|(?P<bias>bias))"
+)
+# projection of an expert -> (engine suffix, position among the expert's projections in it, how many); w1, w3, w2: Mixtral's
+EXPERTS, BIAS = "w13_weight", "_bias"
+SUMMED_BIAS = "w2_weight_bias"
+"""Of the experts' outputs, which the ranks that split an expert add up: the first has it, the others zeros."""
+EXPERT_FUSED = {
+    "gate_proj": (EXPERTS, 0, 2),
+    "w1": (EXPERTS, 0, 2),
+    "up_proj": (EXPERTS, 1, 2),
+    "w3": (EXPERTS, 1, 2),
+    "down_proj": ("w2_weight", 0, 1),
+    "w2": ("w2_weight", 0, 1),
+}
+
+Whole = list[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class ModelParameters:
+    """A rank's parameters and adapters by name, and of parameters of experts: in which up comes before gate, as some of
+    SGLang's kernels want it, and in which rows of both alternate, as gpt-oss has them."""
+
+    tensors: Mapping[str, torch.Tensor]
+    up_first: Collection[str] = ()
+    alternating: Collection[str] = ()
+    of_draft: tuple[str, ...] = ()
+    """What names begin with that are not this model's, but its draft's."""
+
+    @classmethod
+    def of(cls, model: Any) -> ModelParameters:
+        """Those of a model of SGLang's (0.5.23: layers/moe/fused_moe_triton/layer.py says how its experts lie).
+
+        Raises:
+            ValueError: its experts are transposed or interleaved for the kernels that were chosen, or the shared experts among
+                them.
+        """
+        up_first, alternating = [], []
+        for name, module in model.named_modules():
+            if not (hasattr(module, EXPERTS) or hasattr(module, f"{EXPERTS}_packed")):
+                continue
+            method = getattr(module, "weight_load_method", None) or module.quant_method
+            if module.use_triton_kernels or getattr(method, "w13_swiglu_interleaved", False):
+                raise ValueError(
+                    f"SGLang holds {name} transposed or interleaved; rollout.engine_args.moe_runner_backend must "
+                    "not be 'triton_kernel', and SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED must not be set"
+                )
+            if module.num_fused_shared_experts:
+                raise ValueError(
+                    f"SGLang holds the shared experts among {name}; rollout.engine_args.disable_shared_experts_fusion must be "
+                    "true, and enforce_shared_experts_fusion must not be set"
+                )
+            if module.use_flashinfer_trtllm_moe or getattr(method, "load_up_proj_weight_first", False):
+                up_first += [f"{name}.{EXPERTS}", f"{name}.{EXPERTS}_scale_inv"]
+            if hasattr(module, EXPERTS + BIAS) and module.moe_runner_config.gemm1_alpha is not None:
+                alternating += [f"{name}.{EXPERTS}", f"{name}.{EXPERTS}{BIAS}"]
+        tensors = {**dict(model.named_parameters()), **tensors_of(model)}
+        return cls(tensors, frozenset(up_first), frozenset(alternating), of_the_draft(model))
+
+
+_kept: dict[str, torch.Tensor] = {}
+"""The senders' buffers by name: to map one anew for every load would take as long as reading it."""
+
+
+def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
+    """Take one payload: pairs of (name of a buffer, where in it what lies) and the buffer; or one of `payloads`' others."""
+    parameters = ModelParameters.of(model)
+    if is_draft(parameters.tensors):
+        _load_draft(model, parameters)
+        return
+    for (name, content), buffer in named_tensors:
+        if name == CHECK:
+            _answer(parameters, *content)
+            continue
+        if name == JOIN:
+            _join(parameters, *content)
+            continue
+        if name == READ:
+            pieces = _read_by_rdma(model, parameters, *content)
+        elif name == RECEIVE:
+            _load_whole(model, _receive(parameters, *content))
+            pieces = list(chain.from_iterable(content[-1]))
+        elif name == OPEN:
+            shared, pieces = content
+            _load_whole(model, _read(parameters, pieces, opened(shared)))
+        else:
+            _kept[name], (pieces, checked) = buffer, content
+            _load_whole(model, _read(parameters, pieces, buffer, checked=checked))
+        changed = {tensor for tensor, *_ in pieces if DERIVED_FROM in tensor and not tensor.startswith(parameters.of_draft)}
+        if changed:
+            model.post_load_weights(weight_names=changed)
+            _received.forget_all()
+        if name == OPEN:
+            torch.cuda.current_stream().synchronize()  # the sender fills its buffer again as soon as it is answered
+
+
+def _load_whole(model: Any, whole: Whole) -> None:
+    if whole:
+        model.load_weights(whole)
+        _received.forget_all()
+
+
+_received = ReceivedDigests()
+_waiting = Waiting()
+"""For the call by which SGLang has the draft loaded, which follows."""
+
+
+def _load_draft(model: Any, parameters: ModelParameters) -> None:
+    """Give the draft what came for it in the call before, and answer what was asked of it."""
+    global _waiting
+    waiting, _waiting = _waiting, Waiting()
+    for held, values in waiting.boxes:
+        box(parameters, held._replace(tensor=draft_name(held.tensor))).copy_(values)
+    if waiting.whole:
+        model.load_weights(waiting.whole)
+    if any(DERIVED_FROM in held.tensor for held, _ in waiting.boxes):
+        model.post_load_weights(is_nextn=True)
+    if waiting.answer is None:
+        return
+    digests, uncovered, where, key = waiting.answer
+    boxes = [(tuple(held._replace(tensor=draft_name(held.tensor))), dtype) for _, held, dtype in waiting.asked]
+    found, missing = _digests(parameters, boxes)
+    for (place, _, _), one in zip(waiting.asked, found, strict=True):
+        digests[place] = one
+    send_answer(digests, uncovered + [name for name in missing if name not in SHARED], where, key)
+
+
+def _read(
+    parameters: ModelParameters, content: Iterable[tuple[Any, ...]], buffer: torch.Tensor, *, checked: bool = False
+) -> Whole:
+    """Copy what lies in a buffer to where it belongs; gives what is whole. `checked`: its digests will be asked for."""
+    whole, boxes = [], []
+    for *place, dtype, start, stop in content:
+        held = SliceKey(*place)
+        values = buffer[start:stop].view(getattr(torch, dtype)).view(held.rows, held.cols)
+        if held.tensor.startswith(parameters.of_draft):
+            if held.engine_rank == EVERY_RANK:
+                _waiting.whole.append((held.tensor, values.clone()))
+            else:
+                _waiting.boxes.append((held, values.clone()))
+        elif held.engine_rank == EVERY_RANK:
+            whole.append((held.tensor, values))
+        else:
+            _received.forget(held)
+            boxes.append((held, box(parameters, held), values))
+    in_threads(lambda number: _write(*boxes[number], checked=checked), [values for *_, values in boxes])
+    return whole
+
+
+def _write(held: SliceKey, to: torch.Tensor, values: torch.Tensor, *, checked: bool) -> None:
+    if to.dtype != values.dtype:
+        to.copy_(values)
+    elif checked and to.is_contiguous() and not to.is_cuda:
+        _received.copy(held, to, values)
+    else:
+        copy(to, values)
+
+
+COPIED_BYTES = 64 * 2**20
+"""How many bytes may be under way into memory of their own; what is received where it belongs takes none."""
+
+_groups: dict[str, tuple[EngineGroup, Any, Groups]] = {}
+"""By name what was joined last, with its store."""
+
+
+def _join(parameters: ModelParameters, group: tuple[Any, ...], rank: int) -> None:
+    """Join a group in place of the last one."""
+    wanted = EngineGroup(*group)
+    while _groups:
+        leave(_groups.popitem()[1][2])
+    store = wanted.store()
+    store.set(wanted.joining(rank), "")
+    device = next(iter(parameters.tensors.values())).device
+    joined = wanted.join(store, wanted.senders + rank, device)
+    _groups[wanted.name] = wanted, store, joined
+
+
+def _receive(
+    parameters: ModelParameters, name: str, sender: int, call: int, rank: int, options: dict[str, Any], content: Iterable[Any]
+) -> Whole:
+    """Take what a sender sends to where it belongs; gives what is whole."""
+    known, store, groups = _groups[name]
+    turns = Turns(groups)
+    store.set(known.ready(sender, call, rank), "")
+    device = next(iter(parameters.tensors.values())).device
+    under_way: deque[tuple[Any, torch.Tensor, Any, bool]] = deque()
+    copied, whole = 0, []
+
+    def finish_one() -> int:
+        work, values, message, in_place = under_way.popleft()
+        work.wait()
+        if not in_place:
+            whole.extend(_read(parameters, message, values, checked=options["checked"]))
+            return values.nbytes
+        if options["checked"] and not values.is_cuda:
+            _received.hash(_held(message[0]), values)  # while the next ones come
+        else:
+            _received.forget(_held(message[0]))
+        return 0
+
+    for message in content:
+        in_place = _in_place(parameters, message)
+        values = torch.empty(message[-1][-1], dtype=torch.uint8, device=device) if in_place is None else in_place
+        work = start_receiving(values, turns.group_for(values.nbytes), sender)
+        under_way.append((work, values, message, in_place is not None))
+        copied += values.nbytes if in_place is None else 0
+        while copied > COPIED_BYTES:
+            copied -= finish_one()
+    while under_way:
+        finish_one()
+    return whole
+
+
+_readers: dict[Store, tuple[RemoteReader, torch.distributed.TCPStore]] = {}
+"""What this process reads with and where it says how that went, by the engine's store; NIXL is imported when it first reads."""
+
+
+def _read_by_rdma(
+    model: Any,
+    parameters: ModelParameters,
+    source: tuple[Any, ...],
+    where: Store,
+    key: str,
+    options: dict[str, Any],
+    parts: Any,
+) -> list[Any]:
+    """Read what is this rank's of a sender's buffer to where it belongs; gives the pieces that came."""
+    if where not in _readers:
+        device = next(iter(parameters.tensors.values())).device
+        _readers[where] = RemoteReader(device), torch.distributed.TCPStore(*where, is_master=False)
+    reader, store = _readers[where]
+    ranges = [[ByteRange(*one) for one in of_part] for of_part, _ in parts]
+    came, why = [], ""
+    try:
+        for window, (_, pieces) in zip(reader.read(Readable(*source), ranges, options["timeout_s"]), parts, strict=True):
+            _load_whole(model, _read(parameters, pieces, window, checked=options["checked"]))
+            came += pieces
+    except EngineError as error:
+        why = str(error)
+    store.set(key, why)
+    return came
+
+
+def _held(piece: tuple[Any, ...]) -> SliceKey:
+    *place, _, _, _ = piece
+    return SliceKey(*place)
+
+
+def _in_place(parameters: ModelParameters, message: Any) -> torch.Tensor | None:
+    """Where a message's only piece belongs, if it can be received there as it comes."""
+    *_, dtype, _, _ = message[0]
+    held = _held(message[0])
+    if len(message) > 1 or held.engine_rank == EVERY_RANK or held.tensor.startswith(parameters.of_draft):
+        return None
+    to = box(parameters, held)
+    return to if to.is_contiguous() and to.dtype == getattr(torch, dtype) else None
+
+
+def engine_name(parameters: ModelParameters, name: str) -> tuple[str, int, int]:
+    """(the engine's parameter, position among the tensors that it is fused of, how many these are) of a tensor.
+
+    Experts' parameters have one more axis, the first, of which the tensor is in one entry.
+    """
+    for hub, own in HUB_PREFIXES:
+        if name.startswith(hub):
+            name = own + name.removeprefix(hub)
+    if name.startswith(TOWER):
+        name = name.replace(".attn.qkv.", ".attn.qkv_proj.")
+    if expert := EXPERT.fullmatch(name):
+        suffix, position, count = EXPERT_FUSED[expert["projection"]]
+        own = f"{expert['experts']}.{suffix}{expert['part'] or ''}{BIAS if expert['bias'] else ''}"
+        # SGLang has one shape for gate and up, which it does not read
+        return (own, 0, 1) if expert["part"] == "_shape" else (own, position, count)
+    for suffix, (fused, position) in FUSED.items():
+        if f".{suffix}." in name and (found := name.replace(suffix, fused)) in parameters.tensors:
+            return found, position, PARTS[fused]
+    return name, 0, 1
+
+
+def region(parameters: ModelParameters, held: SliceKey) -> torch.Tensor:
+    """The rows of a parameter in which this rank holds a tensor, as a matrix.
+
+    Raises:
+        ValueError: the parameter has no place for a tensor of so many rows and columns.
+    """
+    name, position, count = engine_name(parameters, held.tensor)
+    parameter = parameters.tensors[name].data
+    if expert := EXPERT.fullmatch(held.tensor):
+        parameter = parameter[int(expert["expert"]) % len(parameter)]
+        if parameter.ndim == 2 and getattr(parameters.tensors[name], "is_transposed", False):  # INT4
+            parameter = parameter.T
+        position = count - 1 - position if name in parameters.up_first else position
+    matrix = parameter.unsqueeze(1) if parameter.ndim == 1 else parameter.flatten(1)
+    if name in parameters.alternating:
+        matrix, position, count = matrix[position::count], 0, 1
+    first = 0 if position == 0 else len(matrix) - (count - position) * held.of_rows
+    of_one_length = count * held.of_rows == len(matrix)
+    if name.startswith(TOWER) and not of_one_length:  # padded at the end of each of its parts
+        first, of_one_length = len(matrix) // count * position, count * held.of_rows < len(matrix)
+    is_full = of_one_length or name.endswith(VOCABULARY) or any(fused in name for fused in OF_TWO_LENGTHS)
+    if not (is_full and 0 <= first <= len(matrix) - held.of_rows and held.col + held.cols <= matrix.shape[1]):
+        raise ValueError(f"{held} has {held.of_rows} rows here, which have no place in {name} {list(parameter.shape)}")
+    return matrix[first : first + held.of_rows]
+
+
+def box(parameters: ModelParameters, held: SliceKey) -> torch.Tensor:
+    """The elements of a parameter that `held` names, as a matrix; raises ValueError as `region`."""
+    return region(parameters, held)[held.row : held.row + held.rows, held.col : held.col + held.cols]
+
+
+def _covers(name: str, parameter: torch.Tensor, filled: Sequence[torch.Tensor]) -> bool:
+    """Whether these parts, views that do not overlap, are all of a parameter, but for padding."""
+    count = sum(values.numel() for values in filled)
+    if count == parameter.numel() or name.endswith(VOCABULARY):
+        return True
+    if name.endswith(SUMMED_BIAS) and not count:
+        return not parameter.any()
+    if name.endswith(f"{EXPERTS}_shape"):  # which gate and up both fill
+        return count == 2 * parameter.numel()
+    if not is_adapter_tensor(name) and (not name.startswith(TOWER) or not count):
+        return False
+    # SGLang pads feed-forward widths of towers with zeros, which an engine computes with, and has room for more adapters
+    return int(parameter.count_nonzero()) == sum(int(values.count_nonzero()) for values in filled)
+
+
+def _as_sent(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What was sent, of values that SGLang holds in a wider dtype, as it does the router of GLM-4.5; others as they are."""
+    if values.dtype == dtype:
+        return values
+    narrow = values.to(dtype)
+    return narrow if torch.equal(narrow.to(values.dtype), values) else values
+
+
+def _answer(
+    parameters: ModelParameters, boxes: Iterable[tuple[tuple[Any, ...], str]], where: tuple[str, int], key: str
+) -> None:
+    """Answer for the policy; where boxes of the draft are asked for, too, it answers for both."""
+    boxes = list(boxes)
+    of_draft = [place[0].startswith(parameters.of_draft) for place, _ in boxes]
+    own, uncovered = _digests(parameters, [one for one, others in zip(boxes, of_draft, strict=True) if not others], _received)
+    if not any(of_draft):
+        send_answer(own, uncovered, where, key)
+        return
+    rest = iter(own)
+    _waiting.answer = ["" if others else next(rest) for others in of_draft], uncovered, where, key
+    drafts = enumerate(zip(boxes, of_draft, strict=True))
+    _waiting.asked = [(number, SliceKey(*place), dtype) for number, ((place, dtype), others) in drafts if others]
+
+
+def _digests(
+    parameters: ModelParameters, boxes: Iterable[tuple[tuple[Any, ...], str]], received: ReceivedDigests | None = None
+) -> tuple[list[str], list[str]]:
+    """The digests of boxes, and the parameters that they do not cover; boxes of adapters alone need cover no weights.
+
+    Some are known of those that were `received`; the others are read.
+    """
+    boxes, tensors = list(boxes), parameters.tensors
+    weights_too = not all(is_adapter_tensor(place[0]) for place, _ in boxes)
+    filled: dict[str, list[torch.Tensor]] = {name: [] for name in tensors if weights_too or is_adapter_tensor(name)}
+    held = [SliceKey(*place) for place, _ in boxes]
+    came = received.boxes() if received is not None else {}
+    read = [came[one] if one in came else box(parameters, one) for one in held]
+    for one, values in zip(held, read, strict=True):
+        filled[engine_name(parameters, one.tensor)[0]].append(values)
+    taken = received.take(list(zip(held, read, strict=True))) if received is not None else {}
+    digests = [taken.get(one, "") for one in held]
+    left = [number for number, found in enumerate(digests) if not found]
+
+    def take(place: int) -> None:
+        number = left[place]
+        digests[number] = digest(_as_sent(read[number], getattr(torch, boxes[number][1])))
+
+    in_threads(take, [read[number] for number in left])
+    return digests, [name for name, values in filled.items() if not _covers(name, tensors[name].data, values)]

@@ -1,0 +1,491 @@
+"""The trainer's side of a weight update into an SGLang server, for the processes that hold the weights.
+
+The driver opens the update with `SglangEngine.begin_update`; each sender then sends its buckets from its own process; the
+driver closes it with `end_update(version, checksums of all senders)`. Synchronous, no SGLang import on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from datetime import timedelta
+from http.client import HTTPException
+from itertools import count, zip_longest
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from megarl.config.secrets import bearer
+from megarl.errors import EngineError
+from megarl.options.transports.rdma import check_installed
+from megarl.system.http_requests import AnswerError, open_url, parsed, read_answer
+from megarl.weights.checksums import UNCHECKED, EngineLayout
+from megarl.weights.engine_group import EngineGroup, Groups, Sending, Turns, leave
+from megarl.weights.payloads import SELECTORS, joining, reading, receiving
+from megarl.weights.rank_plan import SliceKey, WeightSlice
+from megarl.weights.sglang_targets import EVERY_RANK
+from megarl.weights.staging import (
+    BUFFERS,
+    SLICED,
+    NamedTensors,
+    RegisteredStaging,
+    StagedSlices,
+    Staging,
+    ZeroCopy,
+    dtype_name,
+    pack,
+    packed_starts,
+    parts_to_read,
+    serialize,
+)
+
+POLL_S = 0.001
+OTHERS_POLL_S = 0.02
+"""How often senders that wait for an answer to another one look for it."""
+FAILED_POLL_S = 0.02
+"""How often senders look whether an engine that they send to has failed."""
+ALIVE_S = 30.0
+AHEAD_BYTES = {"cpu": sys.maxsize, "cuda": 2**30}
+"""By device the bytes given to a process group that the engine need not have received yet, at most; beside one message.
+
+On a CPU they are read where they lie, and a sender that must wait before it gives the next ones slows a transfer by a fifth. On
+a GPU what has arrived is looked for every `engine_group.POLL_S`, in which NVLink moves up to half a gigabyte: an estimate, not
+measured.
+"""
+READ_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
+"""By device what an engine's rank reads by RDMA into one of its windows, at most, beside larger pieces. On CUDA an estimate."""
+COPIED_BYTES = 64 * 2**20
+"""How many of these bytes may be copies made on the way, which take memory: a rank may send to many engines at once."""
+SMALL_BYTES, TOGETHER_BYTES = {"cpu": 2**16, "cuda": 2**20}, 8 * 2**20
+"""Pieces smaller than the first travel together, in messages of about the second: each message takes time of its own. On a CPU
+that is less than to copy the pieces takes, on both sides, unless they are small.
+"""
+
+SliceMessage = Sequence[WeightSlice]
+
+
+@dataclass(frozen=True)
+class ServerEndpoint:
+    """Where a server is and how it holds weights; can be sent to another process."""
+
+    url: str
+    layout: EngineLayout
+    token: str = field(repr=False)
+    """What the server wants to see in every request."""
+    store: tuple[str, int] = ("127.0.0.1", 0)
+    """Where its owner keeps the store by which process groups with its ranks are made."""
+
+
+class _ServerSender:
+    """What all transports share: `send` for one caller, `deliver` for a caller that stages and hashes for many engines."""
+
+    in_flight = 1
+    is_checked = True
+
+    def __init__(self, endpoint: ServerEndpoint, timeout_s: float = 300.0) -> None:
+        self.endpoint, self.timeout_s = endpoint, timeout_s
+        self._staging: Staging | ZeroCopy | None = None
+        self._checksums: dict[SliceKey, str] = {}
+
+    def staging(self, name: str, buffers: int = BUFFERS) -> Staging | ZeroCopy:
+        """Where the engine reads pieces: in buffers that it can open."""
+        return Staging(buffers, name)
+
+    def pieces(self, bucket: NamedTensors) -> list[WeightSlice]:
+        """The slices of every rank, of whole weights."""
+        return [piece for name, weight in bucket for piece in self.endpoint.layout.pieces(name, weight)]
+
+    def deliver(self, staged: StagedSlices) -> None:
+        """Send what has been staged; returns when the engine has taken it over, or raises EngineError."""
+        raise NotImplementedError
+
+    def send(self, bucket: NamedTensors) -> None:
+        """Send `bucket`, whole weights, in the engine's dtype; returns when it has taken them over.
+
+        Raises:
+            EngineError: no update is open, or the engine refused the weights. A process group is then out of step: close it.
+        """
+        if not bucket:
+            return
+        layout = self.endpoint.layout
+        pieces = self.pieces([(name, weight.to(getattr(torch, layout.sent_dtype(name)))) for name, weight in bucket])
+        self._staging = self._staging or self.staging("", 1)
+        staged = self._staging.stage(pieces)
+        staged.checked = True
+        self._checksums |= checksums_of(staged)
+        self.deliver(staged)
+
+    def checksums(self) -> dict[SliceKey, str]:
+        """Checksums of everything that `send` sent since the last call; ends this sender's part of the update."""
+        done, self._checksums = self._checksums, {}
+        return done
+
+    def join(self) -> None:
+        """Make what connects this process with the engine's ranks, together with all that send to it."""
+
+    def close(self) -> None:
+        """Give back what this process holds for the connection."""
+
+
+def _update(endpoint: ServerEndpoint, payloads: list[str]) -> tuple[str, dict[str, Any]]:
+    """The request, path and body, by which an engine's ranks load their payloads."""
+    return "update_weights_from_tensor", {
+        "serialized_named_tensors": payloads,
+        "load_format": SLICED,
+        "flush_cache": False,  # once, at the end of the update
+        "selector": SELECTORS[endpoint.layout.model.predicts],
+    }
+
+
+def checksums_of(staged: StagedSlices, *, values: bool = True) -> dict[SliceKey, str]:
+    """The checksums of all pieces; without `values`, and of what SGLang's own loader cuts, that there is none."""
+    return {
+        piece.held: staged.digest(piece) if values and piece.held.engine_rank != EVERY_RANK else UNCHECKED
+        for piece in staged.pieces
+    }
+
+
+class TensorSender(_ServerSender):
+    """Sends weights through shared memory (CPU) or CUDA IPC to a server on the same machine, each rank its own slices."""
+
+    in_flight = 2  # the server takes one after the other, in any order, and need not wait for the next to come
+
+    def deliver(self, staged: StagedSlices) -> None:
+        """Tell the engine where the staged weights are; returns when it has read them, or raises EngineError."""
+        call(self.endpoint, *_update(self.endpoint, staged.payloads(self.endpoint.layout.target.ranks)), self.timeout_s)
+
+
+class ReadSender(_ServerSender):
+    """Has each rank of an engine, on whatever machine, read its own slices from this process's registered buffers (NIXL)."""
+
+    in_flight = 2  # as TensorSender
+    _calls = count()
+    """Of all senders of this process: an engine that was lost may have left keys of its calls."""
+
+    def __init__(self, endpoint: ServerEndpoint, timeout_s: float = 300.0) -> None:
+        """Raises EngineError where NIXL cannot be imported."""
+        super().__init__(endpoint, timeout_s)
+        check_installed()
+        self._store: TCPStore | None = None
+
+    def staging(self, name: str, buffers: int = BUFFERS) -> Staging | ZeroCopy:
+        """Registered buffers."""
+        return RegisteredStaging(buffers, name)
+
+    def join(self) -> None:
+        """Connect with the store in which the engine's ranks say how their reads went."""
+        if self._store is not None:
+            return
+        try:
+            self._store = TCPStore(*self.endpoint.store, is_master=False, timeout=timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            raise EngineError(f"the store of {self.endpoint.url} does not answer: {error}") from error
+
+    def deliver(self, staged: StagedSlices) -> None:
+        """Tell every rank where its weights are; returns when all have read them, or raises EngineError."""
+        self.join()
+        assert self._store is not None, "it has joined"
+        assert staged.buffer is not None, "these pieces are in no buffer"
+        assert staged.memory is not None, "the buffer is registered"
+        source, call = staged.memory.readable(staged.buffer), next(self._calls)
+        payloads, keys = [], []
+        for rank, specs in enumerate(staged.specs(self.endpoint.layout.target.ranks)):
+            if not specs:
+                payloads.append(serialize([]))
+                continue
+            keys.append(f"{source.agent}/read/{call}/{rank}")
+            parts = parts_to_read(specs, READ_BYTES[staged.buffer.device.type])
+            told = reading(source, self.endpoint.store, keys[-1], self.timeout_s, parts, checked=staged.checked)
+            payloads.append(serialize(told))
+        loading = _CallUnderWay(self.endpoint, *_update(self.endpoint, payloads), self.timeout_s)
+        while not loading.ended_within(POLL_S):
+            staged.memory.progress()
+        loading.raise_if_failed()
+        self._raise_if_a_rank_failed(self._store, keys)
+
+    def _raise_if_a_rank_failed(self, store: TCPStore, keys: Sequence[str]) -> None:
+        """Each rank says how it went before SGLang, which waits for all of them, answers."""
+        try:
+            if not store.check(list(keys)):
+                raise EngineError(f"{self.endpoint.url} answered an update before all its ranks had read their weights")
+            reasons = [store.get(key).decode() for key in keys]
+            for key in keys:
+                store.delete_key(key)
+        except RuntimeError as error:
+            raise EngineError(f"the store of {self.endpoint.url} does not answer: {error}") from error
+        for why in filter(None, reasons):
+            raise EngineError(f"{self.endpoint.url} could not take the weights: {why}")
+
+
+class GroupSender(_ServerSender):
+    """Sends each rank of an engine its own slices over the engine's process group, which all of its senders are in.
+
+    The values go from where they lie to where the rank holds them; small ones and columns cut from a matrix are copied.
+    As a context manager it closes when left.
+    """
+
+    def __init__(
+        self,
+        endpoint: ServerEndpoint,
+        *,
+        connection: int = 0,
+        number: int = 0,
+        senders: int = 1,
+        backend: str = "gloo",
+        device: torch.device | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        """The `number`-th of the engine's `senders`, with its weights on `device`. `backend`: `gloo` on CPU, `nccl` on CUDA.
+
+        `connection` tells the engine's groups apart: all senders name the same, and no group has had it before.
+        """
+        super().__init__(endpoint, timeout_s)
+        check_alive(endpoint)
+        ranks = endpoint.layout.target.ranks
+        self._wanted = EngineGroup(str(connection), *endpoint.store, senders, ranks, backend, timeout_s)
+        self._number, self._device = number, device
+        self._store = self._wanted.store()
+        self._groups: Groups | None = None
+        self._calls = 0
+
+    def staging(self, name: str, buffers: int = BUFFERS) -> Staging | ZeroCopy:
+        """Pieces stay where they are."""
+        return ZeroCopy()
+
+    def join(self) -> None:
+        """Join the engine's group with its other senders, of whom the first has the engine do so.
+
+        Raises:
+            EngineError: the engine did not; every sender hears why.
+        """
+        if self._groups is not None:
+            return
+        group, ranks = self._wanted, range(self._wanted.ranks)
+        asked = None
+        if self._number == 0:
+            payloads = [serialize(joining(group, rank)) for rank in ranks]
+            asked = _CallUnderWay(self.endpoint, *_update(self.endpoint, payloads), self.timeout_s)
+        try:
+            self._wait_for([group.joining(rank) for rank in ranks], asked)
+        except EngineError as error:
+            if asked is not None:
+                self._store.set(group.failed, f"{error}")
+            raise
+        try:
+            self._groups = group.join(self._store, self._number, self._device)
+        except RuntimeError as error:
+            raise EngineError(f"{self.endpoint.url} did not join the process group of its senders: {error}") from error
+        if asked is not None:
+            asked.result()
+
+    def _wait_for(self, keys: Sequence[str], asked: _CallUnderWay | None) -> None:
+        """Wait until the engine's ranks have set `keys` in the store, in answer to this process or to another sender.
+
+        Raises:
+            EngineError: they did not.
+        """
+        ends_at = time.monotonic() + self.timeout_s
+        while not self._store.check(list(keys)):
+            if asked is not None and asked.ended_within(POLL_S):
+                asked.raise_if_failed()
+                raise EngineError(f"{self.endpoint.url} answered an update before it had asked for the weights")
+            if asked is None:
+                if self._store.check([self._wanted.failed]):
+                    raise EngineError(self._store.get(self._wanted.failed).decode())
+                time.sleep(OTHERS_POLL_S)
+            if time.monotonic() > ends_at:
+                raise EngineError(f"{self.endpoint.url} did not join the process group within {self.timeout_s:g} s")
+
+    def deliver(self, staged: StagedSlices) -> None:
+        """Send the weights; returns when the engine has them, or raises EngineError. Then it is out of step: close it."""
+        self.join()
+        ranks = self.endpoint.layout.target.ranks
+        pieces: dict[int, list[WeightSlice]] = {}
+        for piece in staged.pieces:
+            for rank in piece.held.ranks(ranks):
+                pieces.setdefault(rank, []).append(piece)
+        of_ranks = {rank: list(_messages(some)) for rank, some in pieces.items()}
+        announced = [self._announced(rank, of_ranks.get(rank, []), checked=staged.checked) for rank in range(ranks)]
+        loading = _CallUnderWay(self.endpoint, *_update(self.endpoint, announced), self.timeout_s)
+        keys = [self._wanted.ready(self._number, self._calls, rank) for rank in of_ranks]
+        self._wait_for(keys, loading)
+        for key in keys:
+            self._store.delete_key(key)
+        self._calls += 1
+        sent = self._send_in_a_thread(of_ranks)
+        while not wait([sent], FAILED_POLL_S).done:  # an engine that fails, but lives, is not waited for until the timeout
+            if loading.ended_within(0):
+                loading.raise_if_failed()
+        try:
+            sent.result()
+        except RuntimeError as error:
+            raise EngineError(f"{self.endpoint.url} left the process group during a weight update: {error}") from error
+        loading.result()
+
+    def _announced(self, rank: int, messages: Sequence[SliceMessage], *, checked: bool) -> str:
+        """The payload that tells `rank` what comes."""
+        content = [
+            [
+                (*piece.held, dtype_name(piece.tensor), start, start + piece.tensor.nbytes)
+                for piece, start in zip(message, packed_starts(message)[:-1], strict=True)
+            ]
+            for message in messages
+        ]
+        told = receiving(self._wanted, self._number, self._calls, rank, content, checked=checked) if content else []
+        return serialize(told)
+
+    def _send_in_a_thread(self, of_ranks: Mapping[int, Sequence[SliceMessage]]) -> Future[None]:
+        """`_send`, which waits for the engine in a way that cannot be left."""
+        sent: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                if self._device is not None and self._device.type == "cuda":
+                    torch.cuda.set_device(self._device)
+                self._send(of_ranks)
+            except Exception as error:  # noqa: BLE001 - whatever it is, who waits must hear of it
+                sent.set_exception(error)
+            else:
+                sent.set_result(None)
+
+        threading.Thread(target=run, daemon=True).start()
+        return sent
+
+    def _send(self, of_ranks: Mapping[int, Sequence[SliceMessage]]) -> None:
+        """Hand every rank its messages, in order, the ranks in turn; raises RuntimeError."""
+        assert self._groups is not None, "it has joined"
+        under_way: deque[tuple[Sending, int]] = deque()
+        turns = {rank: Turns(self._groups) for rank in of_ranks}
+        nbytes = copied = 0
+        for turn in zip_longest(*of_ranks.values()):
+            for rank, message in zip(of_ranks, turn, strict=True):
+                if message is None:
+                    continue
+                values = _values(message)
+                sending = Sending(values, turns[rank].group_for(values.nbytes), self._wanted.senders + rank)
+                under_way.append((sending, 0 if _lies_alone(message) else values.nbytes))
+                nbytes, copied = nbytes + values.nbytes, copied + under_way[-1][1]
+                while nbytes > AHEAD_BYTES[values.device.type] or copied > COPIED_BYTES:
+                    sending, of_copy = under_way.popleft()
+                    sending.wait()
+                    nbytes, copied = nbytes - sending.nbytes, copied - of_copy
+        for sending, _ in reversed(under_way):  # those before the last ones have then arrived, and need no waking up
+            sending.wait()
+
+    def close(self) -> None:
+        """Leave the group; the engine drops its side when senders connect anew."""
+        groups, self._groups = self._groups, None
+        if groups is not None:
+            leave(groups)
+
+    def __enter__(self) -> GroupSender:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _messages(pieces: Sequence[WeightSlice]) -> Iterator[SliceMessage]:
+    """Pieces as they travel: large ones alone, small ones together."""
+    small: list[WeightSlice] = []
+    nbytes = 0
+    for piece in pieces:
+        if piece.tensor.nbytes >= SMALL_BYTES[piece.tensor.device.type]:
+            yield [piece]
+            continue
+        small.append(piece)
+        nbytes += piece.tensor.nbytes
+        if nbytes >= TOGETHER_BYTES:
+            yield small
+            small, nbytes = [], 0
+    if small:
+        yield small
+
+
+def _values(message: SliceMessage) -> torch.Tensor:
+    """What travels: the only piece where it lies, if it lies in one block, or a copy of all."""
+    first = message[0].tensor.detach()
+    if _lies_alone(message):
+        return first
+    buffer = torch.empty(packed_starts(message)[-1], dtype=torch.uint8, device=first.device)
+    pack(message, buffer)
+    return buffer
+
+
+def _lies_alone(message: SliceMessage) -> bool:
+    return len(message) == 1 and message[0].tensor.is_contiguous()
+
+
+def check_alive(server: ServerEndpoint) -> None:
+    """Return if the server answers, else raise EngineError."""
+    try:
+        question = urllib.request.Request(f"{server.url}/model_info", headers=bearer(server.token))
+        open_url(question, ALIVE_S).close()
+    except OSError as error:
+        raise EngineError(f"{server.url} does not answer: {error}") from error
+
+
+def call(server: ServerEndpoint, what: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """POST `body` to the path `what` of the server and return its answer.
+
+    Raises:
+        EngineError: naming the URL and what it answered.
+    """
+    url = f"{server.url}/{what}"
+    headers = {"Content-Type": "application/json", **bearer(server.token)}
+    request = urllib.request.Request(url, data=json.dumps(body).encode(), headers=headers)
+    try:
+        try:
+            with open_url(request, timeout_s) as response:
+                answer = read_answer(response)
+        except urllib.error.HTTPError as error:
+            said = read_answer(error)[:1000].decode(errors="replace")
+            raise EngineError(f"{url} answered {error.code}: {said}") from error
+    except AnswerError as error:
+        raise EngineError(f"{url} {error}") from None
+    except (OSError, HTTPException) as error:
+        raise EngineError(f"{url} did not answer: {error}") from error
+    try:
+        found = parsed(answer)
+    except AnswerError:
+        found = None
+    return found if isinstance(found, dict) else {"text": answer.decode(errors="replace")}
+
+
+class _CallUnderWay:
+    """A request under way in a thread, for calls that the engine answers only after this process has done its part."""
+
+    def __init__(self, server: ServerEndpoint, what: str, body: dict[str, Any], timeout_s: float) -> None:
+        self._error: EngineError | None = None
+        self._thread = threading.Thread(target=self._run, args=(server, what, body, timeout_s), daemon=True)
+        self._thread.start()
+
+    def _run(self, server: ServerEndpoint, what: str, body: dict[str, Any], timeout_s: float) -> None:
+        try:
+            call(server, what, body, timeout_s)
+        except EngineError as error:
+            self._error = error
+
+    def ended_within(self, wait_s: float) -> bool:
+        """Whether the call has been answered, or has failed, within `wait_s` seconds."""
+        self._thread.join(wait_s)
+        return not self._thread.is_alive()
+
+    def raise_if_failed(self) -> None:
+        """Raise the call's EngineError if there is one by now."""
+        if self._error is not None:
+            raise self._error
+
+    def result(self) -> None:
+        """Wait for the answer; raises EngineError if it is one."""
+        self._thread.join()
+        self.raise_if_failed()

@@ -1,0 +1,285 @@
+"""Weights as bytes that an SGLang server can read, made without importing SGLang.
+
+A request carries only a handle; the values lie in shared memory (CPU), are reached over CUDA IPC, come over a process group or
+are read by RDMA, in the format that `sglang_loader.load` reads inside the server: where each piece lies, and where in a
+parameter it belongs.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from concurrent.futures import Future
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+
+from megarl.options.transports.rdma import ByteRange, RegisteredMemory
+from megarl.platform.shared_memory import sharing_by_file
+from megarl.weights.checksums import digest
+from megarl.weights.copying import copy, copy_hashed
+from megarl.weights.cuda_ipc import shared
+from megarl.weights.payloads import opening
+from megarl.weights.rank_plan import SliceKey, WeightSlice
+
+Spec = tuple[Any, ...]
+"""A piece in a buffer: `(*held, dtype, start, stop)`."""
+NamedTensors = Sequence[tuple[str, torch.Tensor]]
+"""Weights under their Hugging Face names, unsharded; a tied `lm_head.weight` is not sent."""
+SLICED = "megarl.weights.sglang_loader.load"
+ALIGN_BYTES = 16  # any dtype may be viewed at any weight's start
+BUFFERS = 2  # one is filled while the engine reads the other
+
+
+class StagedSlices:
+    """Pieces where engines can read them: in a buffer that other processes open, or just where the sender holds them.
+
+    `name` is the buffer's: another under this name has replaced it. `memory` is what it is registered with, if it is.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[WeightSlice],
+        buffer: torch.Tensor | None = None,
+        name: str = "",
+        memory: RegisteredMemory | None = None,
+        digests: dict[SliceKey, str] | None = None,
+    ) -> None:
+        self.pieces, self.buffer, self.name, self.memory = pieces, buffer, name, memory
+        self.readers: list[Future[Any]] = []
+        self.checked = False  # whether engines will be asked for the checksums
+        self._digests = {} if digests is None else digests
+
+    def only(self, pieces: Sequence[WeightSlice]) -> StagedSlices:
+        """As this, but only these pieces are to be read."""
+        part = type(self)(pieces, self.buffer, self.name, self.memory, self._digests)
+        part.checked = self.checked
+        return part
+
+    def digest(self, piece: WeightSlice) -> str:
+        """The checksum of one of the pieces, which is taken once."""
+        if piece.held not in self._digests:
+            self._digests[piece.held] = digest(piece.tensor)
+        return self._digests[piece.held]
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Names and values, as views of where they lie."""
+        return [(held.tensor, tensor) for held, tensor in self.pieces]
+
+    def payloads(self, ranks: int) -> list[str]:
+        """One payload per rank of the engine, base64 text of about 100 bytes per piece; the values lie in the buffer once.
+
+        The payloads are not interchangeable: each holds a reference to the shared memory which the rank that opens it gives
+        back, and with the last of them the memory is gone.
+        """
+        assert self.buffer is not None, "these pieces are in no buffer"
+        of_ranks = self.specs(ranks)
+        # a rank that is sent nothing may be on another machine, where it could not open the buffer
+        if self.buffer.is_cuda:
+            return [serialize(opening(shared(self.buffer), specs) if specs else []) for specs in of_ranks]
+        return [serialize([((self.name, (specs, self.checked)), self.buffer)] if specs else []) for specs in of_ranks]
+
+    def specs(self, ranks: int) -> list[list[Spec]]:
+        """By rank of the engine, what it takes of the buffer."""
+        assert self.buffer is not None, "these pieces are in no buffer"
+        return _specs(self.pieces, self.buffer, ranks)
+
+
+class SharedSlices(StagedSlices):
+    """Pieces in memory that engines open, just where the sender holds them; `name` is the sender's."""
+
+    def payloads(self, ranks: int) -> list[str]:
+        """As of what is in a buffer, but of each block of memory that holds some of the pieces."""
+        blocks: dict[int, list[WeightSlice]] = {}
+        for piece in self.pieces:
+            blocks.setdefault(piece.tensor.untyped_storage().data_ptr(), []).append(piece)
+        of_ranks: list[list[Any]] = [[] for _ in range(ranks)]
+        for address, pieces in blocks.items():
+            block = torch.empty(0, dtype=torch.uint8).set_(pieces[0].tensor.untyped_storage())
+            for rank, specs in enumerate(_specs(pieces, block, ranks)):
+                if specs:
+                    of_ranks[rank].append(((f"{self.name}@{address}", (specs, self.checked)), block))
+        return [serialize(content) for content in of_ranks]
+
+
+def _specs(pieces: Sequence[WeightSlice], buffer: torch.Tensor, ranks: int) -> list[list[Spec]]:
+    of_ranks: list[list[Spec]] = [[] for _ in range(ranks)]
+    for held, tensor in pieces:
+        start = tensor.data_ptr() - buffer.data_ptr()
+        spec = (*held, dtype_name(tensor), start, start + tensor.nbytes)
+        for rank in held.ranks(ranks):
+            of_ranks[rank].append(spec)
+    return of_ranks
+
+
+class ZeroCopy:
+    """Leaves pieces where they are. The next ones may come when everything in the last one's `readers` is done."""
+
+    bytes = 0
+
+    def __init__(self) -> None:
+        self._staged: StagedSlices | None = None
+
+    def free_on_gpu(self) -> None:
+        """There is nothing to give back."""
+
+    def reads_in_place(self, pieces: Sequence[WeightSlice]) -> bool:
+        """Loads are sent as they come."""
+        return False
+
+    def stage(self, pieces: Sequence[WeightSlice], *, hashed: bool = True) -> StagedSlices:
+        """The pieces as they are; checksums are taken when they are asked for."""
+        _wait_for_readers(self._staged)
+        self._staged = StagedSlices(pieces)
+        return self._staged
+
+
+class Staging:
+    """Byte buffers that buckets are copied into in turn, kept from update to update.
+
+    New shared memory costs more than copying into it: every page of it is first cleared by the kernel. A buffer is not
+    filled again before everything in its bucket's `readers` is done. What lies in shared memory already (`share`) is not
+    copied: whoever changes it must wait until it was read.
+    """
+
+    _reads_where_they_lie = True
+
+    def __init__(self, buffers: int = BUFFERS, name: str = "") -> None:
+        self._name = name
+        self._buffers: list[torch.Tensor | None] = [None] * buffers
+        self._staged: list[StagedSlices | None] = [None] * buffers
+        self._next = 0
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the buffers take now."""
+        return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
+
+    def reads_in_place(self, pieces: Sequence[WeightSlice]) -> bool:
+        """Whether engines open these pieces where they lie, in memory that is shared."""
+        return self._reads_where_they_lie and all(_can_be_opened(piece.tensor) for piece in pieces)
+
+    def stage(self, pieces: Sequence[WeightSlice], *, hashed: bool = True) -> StagedSlices:
+        """Copy `pieces` into the next buffer, on a CPU with their checksums if they are wanted (`hashed`)."""
+        if self.reads_in_place(pieces):
+            return SharedSlices(pieces, name=self._name)
+        number, self._next = self._next, (self._next + 1) % len(self._buffers)
+        _wait_for_readers(self._staged[number])
+        size = packed_starts(pieces)[-1]
+        buffer = self._at_least(number, size, pieces[0].tensor.device)[:size]
+        staged = self._staged[number] = pack(pieces, buffer, f"{self._name}/{number}", hashed=hashed)
+        return staged
+
+    def free_on_gpu(self) -> None:
+        """Give back buffers on a GPU, which are cheap to make anew there: torch remembers each time that one was shared."""
+        if any(buffer is not None and buffer.is_cuda for buffer in self._buffers):
+            self._buffers, self._staged = [None] * len(self._buffers), [None] * len(self._staged)
+
+    def _at_least(self, number: int, size: int, device: torch.device) -> torch.Tensor:
+        buffer = self._buffers[number]
+        if buffer is None or buffer.numel() < size or buffer.device != device:
+            old, buffer = buffer, torch.empty(size, dtype=torch.uint8, device=device)
+            self._share(buffer, old)
+            self._buffers[number] = buffer
+        return buffer
+
+    def _share(self, buffer: torch.Tensor, old: torch.Tensor | None) -> None:
+        """Make a buffer, perhaps in place of an `old` one, one that engines can read."""
+        if buffer.device.type == "cpu":
+            with sharing_by_file():
+                buffer.share_memory_()
+
+
+class RegisteredStaging(Staging):
+    """Buffers that processes on any machine read from, kept and registered from update to update, on a GPU too."""
+
+    _reads_where_they_lie = False
+
+    def __init__(self, buffers: int = BUFFERS, name: str = "") -> None:
+        """Raises EngineError where NIXL cannot be imported."""
+        super().__init__(buffers, name)
+        self._memory = RegisteredMemory(name)
+
+    def stage(self, pieces: Sequence[WeightSlice], *, hashed: bool = True) -> StagedSlices:
+        staged = super().stage(pieces, hashed=hashed)
+        staged.memory = self._memory
+        if staged.buffer is not None and staged.buffer.is_cuda:  # who reads it does not know of the stream that fills it
+            torch.cuda.current_stream(staged.buffer.device).synchronize()
+        return staged
+
+    def free_on_gpu(self) -> None:
+        """Keep them: to register memory takes longer than to fill it."""
+
+    def _share(self, buffer: torch.Tensor, old: torch.Tensor | None) -> None:
+        if old is not None:
+            self._memory.forget(old)
+        self._memory.register(buffer)
+
+
+def _can_be_opened(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_shared() and tensor.is_contiguous()
+
+
+def _wait_for_readers(staged: StagedSlices | None) -> None:
+    for reader in staged.readers if staged is not None else ():
+        reader.exception()  # waits; a failure is its owner's to report
+
+
+def packed_starts(pieces: Sequence[WeightSlice]) -> list[int]:
+    """Where each of `pieces` begins in a buffer of bytes, and where the last one ends."""
+    starts, end = [], 0
+    for _, tensor in pieces:
+        starts.append(-(-end // ALIGN_BYTES) * ALIGN_BYTES)
+        end = starts[-1] + tensor.nbytes
+    return [*starts, end]
+
+
+def parts_to_read(specs: Sequence[Spec], most_bytes: int) -> list[tuple[list[ByteRange], list[Spec]]]:
+    """What a rank takes of a buffer, in parts of at most `most_bytes`, or one larger piece.
+
+    Of each part: the bytes to read, ranges that follow each other in the buffer as one, and the pieces where they are in the
+    window then.
+    """
+    parts: list[tuple[list[ByteRange], list[Spec]]] = []
+    end = 0
+    for *what, start, stop in specs:
+        at = -(-end // ALIGN_BYTES) * ALIGN_BYTES
+        if not parts or at + stop - start > most_bytes:
+            parts.append(([], []))
+            at = 0
+        ranges, pieces = parts[-1]
+        if ranges and start - ranges[-1].start == at - ranges[-1].at:  # as far apart in the buffer as in the window
+            ranges[-1] = ranges[-1]._replace(stop=stop)
+        else:
+            ranges.append(ByteRange(start, stop, at))
+        end = at + stop - start
+        pieces.append((*what, at, end))
+    return parts
+
+
+def pack(pieces: Sequence[WeightSlice], buffer: torch.Tensor, name: str = "", *, hashed: bool = False) -> StagedSlices:
+    """Copies of `pieces` in `buffer`, on a CPU with their checksums if they are wanted (`hashed`)."""
+    copies, digests = [], {}
+    for start, (held, tensor) in zip(packed_starts(pieces)[:-1], pieces, strict=True):
+        to = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        if hashed and not to.is_cuda:
+            digests[held] = copy_hashed(to, tensor.detach())
+        else:
+            copy(to, tensor.detach())
+        copies.append(WeightSlice(held, to))
+    return StagedSlices(copies, buffer, name, digests=digests)
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """As `getattr(torch, ...)` takes it."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def serialize(content: Any) -> str:
+    """Tensors of main memory by reference, anything else by value, as text."""
+    stream = io.BytesIO()
+    with sharing_by_file():
+        ForkingPickler(stream).dump(content)
+    return base64.b64encode(stream.getvalue()).decode()
