@@ -401,7 +401,8 @@ def _scoring(raw: bytes, reward: str = "http", args: dict[str, Any] | None = Non
     """Scores two samples by a server on loopback that answers `raw`, as a run does."""
 
     def score() -> int:
-        from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
+        from megarl.config.sections import DataConfig, RewardConfig
+        from megarl.config.sources import SourceConfig
         from megarl.data.sample import Sample
         from megarl.rewards import build_rewards
 

@@ -6,10 +6,12 @@ is called from where docs/architecture.md says. Nothing outside `megarl/options`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 from megarl.errors import ConfigError
 
@@ -42,6 +44,11 @@ def parts(place: str) -> tuple[ModuleType, ...]:
     """Import the file `<place>.py` of every option that has one, in the order of the list."""
     names = (f"megarl.options.{name}.{place}" for name in OPTIONS)
     return tuple(import_module(name) for name in names if find_spec(name) is not None)
+
+
+def functions(place: str, name: str) -> tuple[Callable[..., Any], ...]:
+    """The functions `name` in the files `<place>.py` of the options, of those that have it."""
+    return tuple(getattr(module, name) for module in parts(place) if hasattr(module, name))
 
 
 def part(option: str, place: str, field: str) -> ModuleType:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megarl.config.sections import SourceConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.prompts import rows_of
 from megarl.data.rows import Row
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         turn_numbers,
     )
     from megarl.algorithms.aggregation import AGGREGATIONS, token_weights
+    from megarl.algorithms.distillation import DIVERGENCES, DistillationTerm, distillation_advantages, vocabulary_divergence
     from megarl.algorithms.entropy import AdaptiveEntropy
     from megarl.algorithms.kl import (
         K3_LIMIT,
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from megarl.algorithms.token_losses import dft_loss
     from megarl.algorithms.turn_advantages import rewards_of_turns
     from megarl.algorithms.value_losses import value_loss
-    from megarl.options.distillation.maths import DIVERGENCES, DistillationTerm, distillation_advantages, vocabulary_divergence
 
 _MODULES = (
     "advantages", "token_advantages", "group_advantages", "subset_advantages", "token_baseline", "turn_advantages",

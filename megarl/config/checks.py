@@ -6,7 +6,7 @@ What needs the model's own sizes is in `models/check_layouts.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from megarl.config.algorithm_checks import check_algorithm
 from megarl.config.batch import batch_arithmetic
@@ -18,23 +18,13 @@ from megarl.config.megatron_options import check_megatron_sections
 from megarl.config.profile import check_profile
 from megarl.config.rollout_checks import check_rollout
 from megarl.config.schema import Config
-from megarl.config.secrets import redacted
-from megarl.config.sections import (
-    CurriculumConfig,
-    ModelConfig,
-    PictureFields,
-    ReferenceConfig,
-    RunConfig,
-    SourceConfig,
-    TrainedRole,
-    weight_at,
-)
+from megarl.config.sections import ModelConfig, PictureFields, ReferenceConfig, RunConfig, TrainedRole
+from megarl.config.source_checks import check_held_out, check_source
 from megarl.config.supervised import OBJECTIVE_FIELDS, PAIR_LOSSES, ObjectiveConfig, SupervisedConfig
 from megarl.errors import ConfigError
+from megarl.option_list import functions
 from megarl.options.distillation.checks import check_distillation
 from megarl.options.lora.checks import check_lora
-from megarl.options.telemetry.config import check_trackers
-from megarl.system.user_code import FORMS
 
 PROCEDURAL_ROWS = 1000
 """Rows of a procedural source whose `limit` is null."""
@@ -44,25 +34,21 @@ def check_fields_agree(config: Config) -> None:
     """Raise ConfigError for the first pair of fields that contradict each other."""
     check_algorithm(config)
     check_distillation(config)
-    _check_ptx(config)
     check_megatron_sections(config)
     check_rollout(config)
     check_source("data.train", config.data.train)
     if config.data.eval is not None:
         check_source("data.eval", config.data.eval)
-        _check_held_out(config.data.train, "data.eval", config.data.eval)
+        check_held_out(config.data.train, "data.eval", config.data.eval)
     for place, one in enumerate(config.evaluations):
         check_source(f"evaluations[{place}].rows", one.rows)
-        _check_held_out(config.data.train, f"evaluations[{place}].rows", one.rows)
-    _check_curriculum(config.data.curriculum, config.data.train)
-    if config.data.curriculum.bounds_pass_rates and not config.rewards:
-        remedy = "set rewards, or remove min_pass_rate and max_pass_rate"
-        raise ConfigError.needs("data.curriculum", "functions that judge responses for its pass rates", remedy)
+        check_held_out(config.data.train, f"evaluations[{place}].rows", one.rows)
     single_turn = config.rollout.episode.kind == "single"
     check_evaluations(config.evaluations, has_rewards=bool(config.rewards), single_turn=single_turn)
     check_pictures(config.data)
     check_run(config.run, evaluates=config.evaluates, remedy="set data.eval or evaluations")
-    check_trackers(config.trackers)
+    for check in functions("checks", "check"):
+        check(config)
     layouts = (
         config.policy.layout,
         config.critic.layout,
@@ -103,10 +89,6 @@ def check_supervised(config: SupervisedConfig) -> None:
     check_source("data.train", config.data.train)
     if config.data.eval is not None:
         check_source("data.eval", config.data.eval)
-    _check_curriculum(config.data.curriculum, config.data.train)
-    for name in ("min_pass_rate", "max_pass_rate"):
-        if (value := getattr(config.data.curriculum, name)) is not None:
-            raise ConfigError.of(f"data.curriculum.{name}", value, "only reinforcement learning has", allowed="null")
     check_pictures(config.data)
     longest = config.data.max_tokens * (2 if config.objective.name in PAIR_LOSSES else 1)
     if config.policy.max_tokens_per_micro_batch < longest:
@@ -126,7 +108,8 @@ def check_supervised(config: SupervisedConfig) -> None:
             rule="does not divide data.rows_per_step",
         )
     check_run(config.run, evaluates=config.data.eval is not None, remedy="set data.eval")
-    check_trackers(config.trackers)
+    for check in functions("checks", "check_supervised"):
+        check(config)
     check_profile(config.profile, config.run.known_steps, [config.policy.layout])
     check_offload(config.model, {"policy": config.policy}, valued=("policy",) if config.has_value_head else ())
     check_lora(config.model, {"policy": config.policy}, config.reference, has_engines=False)
@@ -194,7 +177,6 @@ def check_run(run: RunConfig, *, evaluates: bool, remedy: str) -> None:
     name = PurePosixPath(run.name)
     if not run.name.strip() or not run.name.isprintable() or name.is_absolute() or ".." in name.parts:
         raise ConfigError.of("run.name", run.name, "names no folder inside run.folder", allowed="a name such as 'run-1'")
-    _check_mirror(run)
     rules = parse_guards(run.guards)
     if not run.save_every and (back := [rule for rule in rules if rule.action == "rollback"]):
         raise ConfigError.needs(
@@ -204,20 +186,6 @@ def check_run(run: RunConfig, *, evaluates: bool, remedy: str) -> None:
         raise ConfigError.needs("run.eval_every", "an evaluation set", f"{remedy}, or remove run.eval_every")
     if run.keep_best is not None and not evaluates:
         raise ConfigError.needs("run.keep_best", "an evaluation set", f"{remedy}, or remove run.keep_best")
-
-
-def _check_mirror(run: RunConfig) -> None:
-    if run.mirror is None:
-        return
-    scheme, is_address, rest = run.mirror.partition("://")
-    bucket = rest.partition("/")[0]
-    allowed = "a folder outside run.folder, or s3://BUCKET/PREFIX with a bucket that is there"
-    if is_address and "@" in bucket:
-        raise ConfigError.of("run.mirror", redacted(run.mirror), "has a key in it", allowed="without; AWS_* variables have it")
-    if not run.mirror.strip() or (is_address and (scheme != "s3" or not bucket or "?" in rest)):
-        raise ConfigError.of("run.mirror", run.mirror, allowed=allowed)
-    if not is_address and Path(run.folder).resolve() in (Path(run.mirror).resolve(), *Path(run.mirror).resolve().parents):
-        raise ConfigError.of("run.mirror", run.mirror, f"is in run.folder, '{run.folder}'", allowed=allowed)
 
 
 def check_evaluates(config: Config) -> None:
@@ -249,127 +217,3 @@ def check_offload(model: ModelConfig, trained: dict[str, TrainedRole], valued: S
                 f"{what} cannot have: megatron-core offloads float32 weights only as a whole",
                 allowed="0 or 1",
             )
-
-
-def _check_ptx(config: Config) -> None:
-    if not config.ptx.coef:
-        return
-    if config.ptx.data is None:
-        raise ConfigError.needs("ptx.coef", "rows to train on", "set ptx.data, or remove ptx.coef")
-    check_source("ptx.data", config.ptx.data)
-    share = config.algorithm.mini_batches * config.policy.layout.dp
-    if config.ptx.samples_per_step % share:
-        raise ConfigError.of(
-            "ptx.samples_per_step",
-            config.ptx.samples_per_step,
-            allowed=f"a multiple of {share} (algorithm.mini_batches times policy.layout.dp)",
-        )
-
-
-def _check_curriculum(curriculum: CurriculumConfig, train: SourceConfig) -> None:
-    """Refuse what contradicts itself, and fields that change nothing; what rows have is looked at with the rows."""
-    field, defaults = "data.curriculum", CurriculumConfig()
-    is_ordered = curriculum.order != "shuffled"
-    if (is_ordered or curriculum.stages) and curriculum.key is None:
-        raise ConfigError.needs(f"{field}.{'order' if is_ordered else 'stages'}", "a difficulty", f"set {field}.key")
-    if curriculum.key is not None and not (is_ordered or curriculum.stages):
-        raise ConfigError.needs(f"{field}.key", f"{field}.order or {field}.stages", f"set one of them, or remove {field}.key")
-    if curriculum.ordered_epochs is not None and not is_ordered:
-        raise ConfigError.needs(
-            f"{field}.ordered_epochs", "an order", f"set {field}.order to 'ascending' or 'descending', or remove it"
-        )
-    if curriculum.stages and train.source == "mixture":
-        raise ConfigError.needs(f"{field}.stages", "a single source", "set weight_by_step of the parts, or remove the stages")
-    for number, stage in enumerate(curriculum.stages):
-        name, is_last = f"{field}.stages[{number}]", number == len(curriculum.stages) - 1
-        if is_last != (stage.steps is None):
-            raise ConfigError.of(
-                f"{name}.steps", stage.steps, allowed="null for the last stage" if is_last else "a whole number"
-            )
-        _check_bounds(f"{name}.min", stage.min, f"{name}.max", stage.max)
-    low, high = curriculum.min_pass_rate, curriculum.max_pass_rate
-    _check_bounds(f"{field}.min_pass_rate", low, f"{field}.max_pass_rate", high)
-    for one in () if curriculum.bounds_pass_rates else ("pass_rate_memory", "pause_epochs"):
-        if getattr(curriculum, one) != getattr(defaults, one):
-            raise ConfigError.needs(
-                f"{field}.{one}", "bounds of pass rates", f"set {field}.min_pass_rate or {field}.max_pass_rate, or remove it"
-            )
-
-
-def _check_bounds(low_field: str, low: float | None, high_field: str, high: float | None) -> None:
-    if low is not None and high is not None and low > high:
-        raise ConfigError.of(low_field, low, allowed=f"at most {high_field} = {high}")
-
-
-def check_source(field: str, source: SourceConfig) -> None:
-    for name in ("weight", "weight_by_step"):
-        unset = type(source).model_fields[name].get_default(call_default_factory=True)
-        if getattr(source, name) != unset:
-            raise ConfigError.of(
-                f"{field}.{name}", getattr(source, name), "only the parts of a mixture can have", allowed=f"{unset}"
-            )
-    if source.source != "mixture":
-        _check_single_source(field, source)
-        return
-    if not source.parts:
-        raise ConfigError.needs(f"{field}.source = 'mixture'", "sources to mix", f"set {field}.parts, or choose another source")
-    for name in ("name", "path", "split", "args", "keep"):
-        if getattr(source, name):
-            raise ConfigError.of(
-                f"{field}.{name}",
-                getattr(source, name),
-                "a mixture does not read",
-                allowed=f"set in {field}.parts",
-            )
-    for number, part in enumerate(source.parts):
-        if part.source == "mixture":
-            raise ConfigError.of(f"{field}.parts[{number}].source", "mixture", allowed="another kind of source")
-        if part.weight_by_step and part.weight != 1:
-            reason = f"{field}.parts[{number}].weight_by_step replaces"
-            raise ConfigError.of(f"{field}.parts[{number}].weight", part.weight, reason, allowed="1.0")
-        _check_single_source(f"{field}.parts[{number}]", part)
-    for step in sorted({step for part in source.parts for step in part.weight_by_step}):
-        if not any(weight_at(part.weight_by_step or {0: part.weight}, step) for part in source.parts):
-            raise ConfigError(f"{field}.parts have no weight above 0 at step {step}; one of their weight_by_step must have one")
-
-
-def _check_single_source(field: str, source: SourceConfig) -> None:
-    if source.parts:
-        raise ConfigError.needs(f"{field}.parts", f"{field}.source = 'mixture'", f"set {field}.source, or remove {field}.parts")
-    for key, (low, high) in source.keep.items():
-        _check_bounds(f"{field}.keep.{key}[0]", low, f"{field}.keep.{key}[1]", high)
-    needs = "path" if source.source in ("jsonl", "parquet", "dataset") else "name"
-    if getattr(source, needs) is None:
-        example = {
-            "reasoning_gym": "a task such as 'basic_arithmetic'",
-            "python": FORMS,
-            "dataset": "the folder of rows, or ORG/NAME of the Hugging Face hub",
-        }.get(source.source, "the file of rows")
-        raise ConfigError.needs(f"{field}.source = '{source.source}'", example, f"set {field}.{needs}")
-    if source.split is not None and source.source != "dataset":
-        raise ConfigError.of(f"{field}.split", source.split, "only a source = 'dataset' has", allowed="null")
-    if source.source == "python" and ":" not in (source.name or ""):
-        raise ConfigError.of(f"{field}.name", source.name, allowed=f"{FORMS} with source = 'python'")
-
-
-def _check_held_out(train: SourceConfig, field: str, held_out: SourceConfig) -> None:
-    """A procedural row depends on seed + index and the arguments alone: overlapping ranges are the same rows."""
-    for a, one in enumerate(train.parts or (train,)):
-        for b, other in enumerate(held_out.parts or (held_out,)):
-            train_field = f"data.train.parts[{a}]" if train.parts else "data.train"
-            _check_ranges(train_field, one, f"{field}.parts[{b}]" if held_out.parts else field, other)
-
-
-def _check_ranges(train_field: str, train: SourceConfig, field: str, held_out: SourceConfig) -> None:
-    same_task = (train.source, train.name, train.args) == (held_out.source, held_out.name, held_out.args)
-    if train.source != "reasoning_gym" or not same_task:
-        return
-    train_end = train.seed + (train.limit or PROCEDURAL_ROWS)
-    eval_end = held_out.seed + (held_out.limit or PROCEDURAL_ROWS)
-    if train.seed < eval_end and held_out.seed < train_end:
-        raise ConfigError.of(
-            f"{field}.seed",
-            held_out.seed,
-            f"gives rows that {train_field} trains on (seeds {train.seed} to {train_end - 1})",
-            allowed=f"at least {train_end}",
-        )

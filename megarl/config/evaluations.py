@@ -9,7 +9,8 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from megarl.config.section import Count, NonNegative, Positive, Section
-from megarl.config.sections import RewardConfig, SourceConfig, held_out_defaults
+from megarl.config.sections import RewardConfig
+from megarl.config.sources import SourceConfig, held_out_defaults
 from megarl.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megarl.config.checks import check_fields_agree, check_supervised
+from megarl.config.option_sections import absent_option
 from megarl.config.reference import allowed_values, config_fields, fields_of, section_of, unwrapped
 from megarl.config.renamed import FOREIGN, FOREIGN_VALUES, check_renamed, new_names
 from megarl.config.schema import Config
@@ -154,6 +155,8 @@ def _place(problem: ErrorDetails, root: type) -> tuple[int | str, ...]:
 
 def _unknown_key(place: Sequence[int | str], root: type) -> str:
     name = _dotted(place)
+    if (sentence := absent_option(name)) is not None:
+        return sentence
     known = [leaf.name for leaf in config_fields(root) if ".NAME." not in leaf.name]
     _, section_place = _deepest_field(place[:-1], root)
     section: type | None = root

@@ -279,9 +279,7 @@ def _check_draft_tree(drafts: SpeculativeConfig) -> None:
 def _check_sampling_limits(config: Config) -> None:
     for name, value in config.rollout.sampling_limits.items():
         why = ""
-        if config.ptx.coef:
-            why = "leaves out tokens, and rows of ptx.data may have any"
-        elif config.algorithm.bypasses_old_log_probs:
+        if config.algorithm.bypasses_old_log_probs:
             why = "needs the trainer's log-probs before the update, which algorithm.rollout_correction = 'bypass' leaves out"
         elif config.algorithm.distillation.in_loss:
             why = "leaves out tokens, and algorithm.distillation.apply_to = 'loss' compares the likeliest of all"

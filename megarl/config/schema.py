@@ -14,6 +14,7 @@ from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.batch import batch_arithmetic
 from megarl.config.engine_kinds import declared_capabilities
 from megarl.config.evaluations import EvaluationConfig
+from megarl.config.option_sections import with_options
 from megarl.config.profile import ProfileConfig
 from megarl.config.questions import ConfiguredRole, Questions
 from megarl.config.rollout import RolloutConfig
@@ -22,7 +23,6 @@ from megarl.config.sections import (
     DataConfig,
     ModelConfig,
     PolicyConfig,
-    PtxConfig,
     ReferenceConfig,
     ResourcesConfig,
     RewardConfig,
@@ -31,9 +31,9 @@ from megarl.config.sections import (
     TeacherConfig,
     reward_labels,
 )
-from megarl.options.telemetry.config import TrackersConfig
 
 
+@with_options
 class Config(Questions):
     """A whole run. Built by `load_config` or `parse_config`, which turn every problem into one sentence."""
 
@@ -59,16 +59,12 @@ class Config(Questions):
     """Prompts for training and evaluation."""
     evaluations: Annotated[tuple[EvaluationConfig, ...], Field(strict=False)] = ()
     """Named evaluation sets, each with its own rows and sampling, in addition to `data.eval` (docs/evaluation.md)."""
-    ptx: PtxConfig = PtxConfig()
-    """Supervised examples in every policy update."""
     rollout: RolloutConfig = RolloutConfig()
     """How responses are sampled."""
     rewards: Annotated[tuple[RewardConfig, ...], Field(strict=False)] = ()
     """Sources of reward. A sample's reward is their weighted sum."""
     resources: ResourcesConfig = ResourcesConfig()
     """Where processes run."""
-    trackers: TrackersConfig = TrackersConfig()
-    """Who is told of the run in addition to `metrics.jsonl`: experiment trackers, Prometheus, OpenTelemetry."""
     profile: ProfileConfig = ProfileConfig()
     """Steps that torch's profiler records."""
 

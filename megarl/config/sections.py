@@ -5,8 +5,7 @@ Pure values, importable without torch; what two kinds of config share stands her
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,14 +14,14 @@ from pydantic import Field, model_validator
 from megarl.config.guard_rules import GuardConfig
 from megarl.config.layout_section import LayoutConfig
 from megarl.config.optimizer import OptimizerConfig
+from megarl.config.option_sections import with_options
 from megarl.config.presets import Fp8Format, Fp8RecipeName, ModelPart
-from megarl.config.section import ClassPath, Count, Decay, Fraction, NonNegative, Positive, Seconds, Section
+from megarl.config.section import ClassPath, Count, NonNegative, Positive, Seconds, Section
+from megarl.config.sources import SourceConfig, held_out_defaults
 from megarl.options.lora.config import LoraConfig, PolicyLoraConfig
 
-HELD_OUT_ROWS, HELD_OUT_SEED = 200, 1_000_000
-"""`limit` and `seed` of held-out rows that are generated: they keep clear of the training rows."""
 
-
+@with_options
 class RunConfig(Section):
     """How long the run is, where it writes, and when it saves and evaluates."""
 
@@ -48,8 +47,6 @@ class RunConfig(Section):
     """Number of newest checkpoints that stay on disk. 0: all."""
     keep_best: str | None = None
     """Also keep the checkpoint with the best value of this evaluation metric, e.g. `accuracy`. null: off."""
-    mirror: str | None = None
-    """Second place of checkpoints and records: a folder of another file system, or `s3://BUCKET/PREFIX`. null: none."""
     max_restarts: Count = 2
     """How many times a run that lost a process is restarted from its newest checkpoint."""
     guards: Annotated[tuple[GuardConfig, ...], Field(strict=False)] = ()
@@ -71,6 +68,7 @@ class RunConfig(Section):
         return self.steps if self.epochs is None else None
 
 
+@with_options
 class ModelConfig(Section):
     """The model that the policy starts from, and how it is computed."""
 
@@ -169,6 +167,7 @@ class MtpConfig(Section):
     """Weight of the layer's loss, its mean cross-entropy per token. It scales the layer's own gradients only."""
 
 
+@with_options
 class PolicyConfig(TrainedRole):
     """The model being trained."""
 
@@ -187,6 +186,7 @@ class PolicyConfig(TrainedRole):
         return self.mtp.train
 
 
+@with_options
 class CriticConfig(TrainedRole):
     """The value model. Used only if the advantage estimator needs values, as `gae` does."""
 
@@ -276,105 +276,6 @@ class RewardModelConfig(Section):
     """How the scores of steps become the score of a response, with `per_step`."""
 
 
-class SourceConfig(Section):
-    """A source of rows."""
-
-    source: Literal["reasoning_gym", "jsonl", "parquet", "dataset", "python", "mixture"] = "reasoning_gym"
-    """Kind of source. `dataset`: a Hugging Face datasets folder or data set. `mixture`: several sources with weights."""
-    name: str | None = None
-    """Task name (reasoning_gym), `package.module:function` or `path/to/file.py:function` (python), or a data set's
-    configuration (dataset of the hub)."""
-    path: str | None = None
-    """File of rows (jsonl, parquet); folder of them, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hugging Face hub (dataset)."""
-    split: str | None = None
-    """Split of the data set (dataset), such as `train`. null: the only one."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the task (reasoning_gym) or function (python)."""
-    limit: Positive | None = None
-    """Maximum number of rows. Generated tasks: how many to generate (null: 1000). Files: read only the first ones (null:
-    all)."""
-    seed: Count = 0
-    """Seed of generated tasks. Row i is generated from seed + i."""
-    columns: dict[str, str] = Field(default_factory=dict)
-    """Renames keys of a row, as `new name: name in the row`. Other keys keep their names."""
-    keep: dict[str, Annotated[tuple[float | None, float | None], Field(strict=False)]] = Field(default_factory=dict)
-    """Bounds of numbers in a row, as `key: [minimum, maximum]` (null: no bound), such as `pass_rate: [0.1, 0.9]`. Other rows
-    are left out and counted."""
-    parts: Annotated[tuple[SourceConfig, ...], Field(strict=False)] = ()
-    """The sources of a mixture. The mixture's own `limit` applies to each of them."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of this source among the parts of a mixture: rows are drawn in proportion to it."""
-    weight_by_step: dict[Annotated[int, Field(ge=0, strict=False)], NonNegative] = Field(default_factory=dict)
-    """Weights at some steps (counted from 0), as `step: weight`, instead of `weight`: linear between them, constant outside."""
-
-
-def weight_at(weights: Mapping[int, float], step: int) -> float:
-    """The weight at `step` of weights by step: linear between the steps given, constant before the first and after the last."""
-    points = sorted(weights.items())
-    if step <= points[0][0]:
-        return points[0][1]
-    for (start, low), (end, high) in pairwise(points):
-        if step <= end:
-            return low + (high - low) * (step - start) / (end - start)
-    return points[-1][1]
-
-
-class StageConfig(Section):
-    """A stage of a curriculum: the rows whose difficulty is within bounds."""
-
-    steps: Positive | None = None
-    """Number of steps of the stage. null: all that follow, for the last stage."""
-    min: float | None = None
-    """Minimum of the number under `curriculum.key`. null: none."""
-    max: float | None = None
-    """Maximum of the number under `curriculum.key`. null: none."""
-
-
-class CurriculumConfig(Section):
-    """In which order training rows come, and which are left out for a while (docs/data.md#curricula)."""
-
-    key: str | None = None
-    """Key of a number in a row, its difficulty. null: none."""
-    order: Literal["shuffled", "ascending", "descending"] = "shuffled"
-    """Order of the rows of an epoch, by difficulty; rows of equal difficulty are shuffled."""
-    ordered_epochs: Positive | None = None
-    """Number of epochs in this order; later ones are shuffled. null: all."""
-    stages: Annotated[tuple[StageConfig, ...], Field(strict=False)] = ()
-    """Stages by difficulty, one after the other."""
-    min_pass_rate: Fraction | None = None
-    """Leave rows out for some epochs whose running pass rate is below this (reinforcement learning). null: none."""
-    max_pass_rate: Fraction | None = None
-    """Leave rows out for some epochs whose running pass rate is above this (reinforcement learning). null: none."""
-    pass_rate_memory: Decay = 0.5
-    """Weight of earlier visits in a row's running pass rate. 0: only the last visit counts."""
-    pause_epochs: Positive = 1
-    """Number of epochs for which such a row is left out."""
-
-    @property
-    def bounds_pass_rates(self) -> bool:
-        """Whether rows are left out for their pass rate."""
-        return self.min_pass_rate is not None or self.max_pass_rate is not None
-
-
-def held_out_defaults(tree: Any, field: str) -> Any:
-    """A section as given, whose source of held-out rows under `field` keeps clear of training rows if it generates them."""
-    rows = tree.get(field) if isinstance(tree, dict) else None
-    if isinstance(rows, dict) and rows.get("source", "reasoning_gym") == "reasoning_gym":
-        return tree | {field: {"limit": HELD_OUT_ROWS, "seed": HELD_OUT_SEED} | rows}
-    return tree
-
-
-class PtxConfig(Section):
-    """Supervised examples in every policy update, as in InstructGPT's PPO-ptx (docs/methods.md#supervised-mix-ptx)."""
-
-    coef: NonNegative = 0.0
-    """Weight of the examples' mean cross-entropy per token in the policy loss. 0: off."""
-    samples_per_step: Positive = 8
-    """Number of examples per pass over a step's sequences, divided among its mini-batches."""
-    data: SourceConfig | None = None
-    """Rows with the keys `data.prompt_key` and `response`; `columns` renames other keys. null: none."""
-
-
 class PictureFields(Section):
     """Pictures and videos in rows (docs/vision.md); the fields are those of a `data` section."""
 
@@ -426,8 +327,6 @@ class PromptFields(Section):
     """Maximum length of a prompt in tokens."""
     overlong_prompts: Literal["error", "drop"] = "error"
     """What to do with longer prompts: stop with an `error`, or `drop` and count them."""
-    curriculum: CurriculumConfig = CurriculumConfig()
-    """In which order training rows come, and which are left out for a while."""
 
     @model_validator(mode="before")
     @classmethod
@@ -435,6 +334,7 @@ class PromptFields(Section):
         return held_out_defaults(tree, "eval")
 
 
+@with_options
 class DataConfig(PictureFields, PromptFields):  # the last base's fields come first
     """Prompts for training and evaluation."""
 

@@ -7,20 +7,19 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from megarl.config.option_sections import with_options
 from megarl.config.profile import ProfileConfig
 from megarl.config.questions import ConfiguredRole, Questions
 from megarl.config.section import NonNegative, Positive, Section
 from megarl.config.sections import (
-    CurriculumConfig,
     ModelConfig,
     PictureFields,
     PolicyConfig,
     ReferenceConfig,
     ResourcesConfig,
     RunConfig,
-    SourceConfig,
 )
-from megarl.options.telemetry.config import TrackersConfig
+from megarl.config.sources import SourceConfig
 
 PAIR_PREFERENCES = ("dpo", "cdpo", "robust_dpo", "ipo", "apo_zero", "apo_down", "bco_pair", "simpo", "orpo")
 LABELLED_LOSSES = ("kto", "bco")
@@ -130,14 +129,14 @@ class SupervisedFields(Section):
     """Maximum length of prompt and response together, in tokens."""
     overlong: Literal["error", "drop"] = "error"
     """What to do with longer rows: stop with an `error`, or `drop` and count them."""
-    curriculum: CurriculumConfig = CurriculumConfig()
-    """In which order training rows come."""
 
 
+@with_options
 class SupervisedDataConfig(PictureFields, SupervisedFields):  # the last base's fields come first
     """Rows with responses, pairs of responses, or judged steps."""
 
 
+@with_options
 class SupervisedConfig(Questions):
     """A run that trains on given responses: SFT, reward models, preferences. The section `objective` tells it from `Config`."""
 
@@ -157,8 +156,6 @@ class SupervisedConfig(Questions):
     """Rows to train on and to evaluate on."""
     resources: ResourcesConfig = ResourcesConfig()
     """Where processes run."""
-    trackers: TrackersConfig = TrackersConfig()
-    """Who is told of the run in addition to `metrics.jsonl`: experiment trackers, Prometheus, OpenTelemetry."""
     profile: ProfileConfig = ProfileConfig()
     """Steps that torch's profiler records."""
 

@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.text import Text
 
 from megarl.config import AnyConfig
-from megarl.config.sections import DataConfig, PictureFields, SourceConfig
+from megarl.config.sections import DataConfig, PictureFields
+from megarl.config.sources import SourceConfig
 from megarl.data.chat import special_tokens
 from megarl.data.prompts import load_rows, rows_of
 from megarl.data.rows import Origin, Row

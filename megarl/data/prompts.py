@@ -10,13 +10,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megarl.config.checks import PROCEDURAL_ROWS
+from megarl.config.source_checks import PROCEDURAL_ROWS
 from megarl.data.arrow_folder import dataset_rows, table_rows
 from megarl.data.hub_dataset import hub_rows
 from megarl.data.json_lines import json_rows
+from megarl.data.row_numbers import is_kept
 from megarl.data.rows import DataSource, Origin, Row, RowPlace, describe_source, value_of
 from megarl.errors import DataError, nearest
-from megarl.options.curriculum.curriculum import is_kept
 from megarl.system.hub import HubRepo
 from megarl.system.user_code import describe, load_user_function
 

@@ -7,19 +7,80 @@ one sample, or all samples made from it (the two sides of a pair): they are hand
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from megarl.config.sections import CurriculumConfig, weight_at
-from megarl.data.rows import Origin, RowPlace
+from megarl.config.section import Section
+from megarl.config.sources import weight_at
+from megarl.data.rows import Origin, Row, RowPlace
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import CheckpointError, DataError
-from megarl.options.curriculum.curriculum import Curriculum, PassRates, PlaceOf
+from megarl.option_list import functions
 
 Record = TypeVar("Record", Prompt, Sample)
+PlaceOf = Callable[[str], RowPlace]
+"""The place of a row by its row id."""
 Weight = float | Mapping[int, float]
 """Of a part of a mixture: the same at every step, or by step, linear between the steps given and constant outside them."""
+
+
+class RowOrder:
+    """The order of one source's rows, which are numbers from 0: shuffled anew in every epoch."""
+
+    takes_pass_rates = False
+    """Whether `record` changes which rows are due."""
+
+    def __init__(self, rows: Sequence[tuple[str, Row]], rows_per_step: int, place_of: PlaceOf) -> None:
+        """`rows`: row id and row. `rows_per_step`: rows that a step of the run takes. `place_of` names rows in errors."""
+        self._size = len(rows)
+
+    @property
+    def stages(self) -> int:
+        """Number of stages, at least one, each with rows of its own."""
+        return 1
+
+    def size_of(self, stage: int) -> int:
+        """Rows of a stage."""
+        return self._size
+
+    def ends_after(self, stage: int) -> int | None:
+        """How many rows are handed out in a stage; None: it is the last one."""
+        return None
+
+    def order(self, stage: int, epoch: int, seed: int | str) -> list[int]:
+        """The rows of a stage in the order of an epoch; `epoch` counts those of all stages from 0."""
+        order = list(range(self._size))
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+        return order
+
+    def record(self, row_id: str, epoch: int, rate: float) -> None:
+        """`rate`, from 0 to 1, is the share of right responses to the row in its visit of `epoch`."""
+
+    def leaves_out(self, row_id: str, epoch: int) -> bool:
+        """Whether the row is not due in `epoch`."""
+        return False
+
+    def count_left_out(self, epoch: int) -> int:
+        """Rows that are not due in `epoch`."""
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers of pass rates, JSON-able."""
+        return {"rates": {}, "left_out_through": {}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remember what `state_dict` gave."""
+
+
+OrderOf = Callable[[Sequence[tuple[str, Row]], int, PlaceOf], RowOrder]
+"""Makes the order of a source's rows, of what `RowOrder` is made of."""
+
+
+def order_by(data: Section) -> OrderOf:
+    """The order that a section `data` asks for: that of an option, or `RowOrder`."""
+    orders = (row_order(data) for row_order in functions("order", "row_order"))
+    return next(filter(None, orders), RowOrder)
 
 
 class DataSampler(Protocol[Record]):
@@ -30,6 +91,10 @@ class DataSampler(Protocol[Record]):
 
     def record(self, pass_rates: Mapping[str, float]) -> None:
         """By `group_id`, the share of right responses; rows may be left out for it from their next epoch on."""
+
+    @property
+    def takes_pass_rates(self) -> bool:
+        """Whether `record` changes which rows are due."""
 
     @property
     def left_out(self) -> int:
@@ -46,7 +111,7 @@ def build_sampler(
     parts: Sequence[Sequence[Record]],
     weights: Sequence[Weight],
     seed: int,
-    curriculum: CurriculumConfig = CurriculumConfig(),  # noqa: B008 - nothing changes it
+    order: OrderOf = RowOrder,
     rows_per_step: int = 1,
     place_of: PlaceOf | None = None,
 ) -> DataSampler[Record]:
@@ -56,7 +121,7 @@ def build_sampler(
         parts: records by part of a mixture.
         weights: one for each part.
         seed: the run's.
-        curriculum: in which order rows come, and which are left out.
+        order: in which order rows come, and which are left out.
         rows_per_step: rows that a step takes; steps of stages and weights are counted by the rows handed out.
         place_of: names a row by its row id in errors.
 
@@ -64,8 +129,8 @@ def build_sampler(
         DataError: a row has no difficulty, or a stage of the curriculum has no rows.
     """
     if len(parts) == 1:
-        return RowSampler(parts[0], seed, "data.train", curriculum, rows_per_step, place_of)
-    return MixtureSampler(parts, weights, seed, curriculum, rows_per_step, place_of)
+        return RowSampler(parts[0], seed, "data.train", order, rows_per_step, place_of)
+    return MixtureSampler(parts, weights, seed, order, rows_per_step, place_of)
 
 
 class RowSampler(Generic[Record]):
@@ -76,7 +141,7 @@ class RowSampler(Generic[Record]):
         records: Sequence[Record],
         seed: int | str,
         field: str = "data.train",
-        curriculum: CurriculumConfig = CurriculumConfig(),  # noqa: B008 - nothing changes it
+        order: OrderOf = RowOrder,
         rows_per_step: int = 1,
         place_of: PlaceOf | None = None,
     ) -> None:
@@ -92,8 +157,7 @@ class RowSampler(Generic[Record]):
         self._rows: list[list[Record]] = list(rows.values())
         self._row_ids = set(rows)
         places = place_of or (lambda row_id: RowPlace(Origin(field), int(row_id.rpartition("-")[2])))
-        self._curriculum = Curriculum(curriculum, [(name, one[0].row) for name, one in rows.items()], rows_per_step, places)
-        self._rates = PassRates(curriculum)
+        self._order = order([(name, one[0].row) for name, one in rows.items()], rows_per_step, places)
         self._seed = seed
         self._field = field
         self._stage = self._taken_in_stage = 0
@@ -115,12 +179,17 @@ class RowSampler(Generic[Record]):
         for group_id, rate in pass_rates.items():
             row_id, _, epoch = group_id.rpartition("@")
             if row_id in self._row_ids:
-                self._rates.record(row_id, int(epoch), rate)
+                self._order.record(row_id, int(epoch), rate)
+
+    @property
+    def takes_pass_rates(self) -> bool:
+        """See `DataSampler`."""
+        return self._order.takes_pass_rates
 
     @property
     def left_out(self) -> int:
         """See `DataSampler`."""
-        return self._rates.count_left_out(self._epochs_before + self._place()[0])
+        return self._order.count_left_out(self._epochs_before + self._place()[0])
 
     def state_dict(self) -> dict[str, Any]:
         """The position, JSON-able, and the number of rows that gives it its meaning."""
@@ -130,7 +199,7 @@ class RowSampler(Generic[Record]):
             "stage": self._stage,
             "taken_in_stage": self._taken_in_stage,
             "epochs_before": self._epochs_before,
-            "pass_rates": self._rates.state_dict(),
+            "pass_rates": self._order.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -153,23 +222,23 @@ class RowSampler(Generic[Record]):
         if "stage" not in state:  # an earlier version's, which had no curricula
             self._taken_in_stage = self._position
             return
-        if state["stage"] >= self._curriculum.stages:
+        if state["stage"] >= self._order.stages:
             raise CheckpointError(
-                f"data.curriculum has {self._curriculum.stages} stages, and the checkpoint is in number {state['stage'] + 1}; "
+                f"data.curriculum has {self._order.stages} stages, and the checkpoint is in number {state['stage'] + 1}; "
                 "a resumed run must have the same curriculum"
             )
         self._stage, self._taken_in_stage = state["stage"], state["taken_in_stage"]
         self._epochs_before, self._has_handed_out = state["epochs_before"], True
-        self._rates.load_state_dict(state["pass_rates"])
+        self._order.load_state_dict(state["pass_rates"])
         self._shown = (-1, [])
 
     def _place(self) -> tuple[int, int]:
         """The epoch of the stage, and the place in its order, of the next row."""
-        return divmod(self._position, self._curriculum.size_of(self._stage))
+        return divmod(self._position, self._order.size_of(self._stage))
 
     def _take(self) -> list[Record]:
-        if self._taken_in_stage == self._curriculum.ends_after(self._stage):
-            self._epochs_before += -(-self._position // self._curriculum.size_of(self._stage))
+        if self._taken_in_stage == self._order.ends_after(self._stage):
+            self._epochs_before += -(-self._position // self._order.size_of(self._stage))
             self._stage += 1
             self._taken_in_stage = self._position = 0
         while True:
@@ -178,12 +247,12 @@ class RowSampler(Generic[Record]):
             if place == 0:
                 self._has_handed_out = False
             if self._shown[0] != epoch:
-                self._shown = (epoch, self._curriculum.order(self._stage, epoch, self._seed))
+                self._shown = (epoch, self._order.order(self._stage, epoch, self._seed))
             records = self._rows[self._shown[1][place]]
             self._position += 1
             # an epoch of which every row is left out ends with its last row: there is always one to hand out
             is_last_chance = place == len(self._shown[1]) - 1 and not self._has_handed_out
-            if is_last_chance or not self._rates.leaves_out(records[0].row_id, epoch):
+            if is_last_chance or not self._order.leaves_out(records[0].row_id, epoch):
                 break
         self._has_handed_out = True
         self._taken_in_stage += 1
@@ -202,7 +271,7 @@ class MixtureSampler(Generic[Record]):
         parts: Sequence[Sequence[Record]],
         weights: Sequence[Weight],
         seed: int,
-        curriculum: CurriculumConfig = CurriculumConfig(),  # noqa: B008 - nothing changes it
+        order: OrderOf = RowOrder,
         rows_per_step: int = 1,
         place_of: PlaceOf | None = None,
     ) -> None:
@@ -211,7 +280,7 @@ class MixtureSampler(Generic[Record]):
         A weight by step may be 0, but not those of all parts at the same step. The others are those of `build_sampler`.
         """
         self._parts: list[RowSampler[Record]] = [
-            RowSampler(part, f"{seed}/{number}", f"data.train.parts[{number}]", curriculum, rows_per_step, place_of)
+            RowSampler(part, f"{seed}/{number}", f"data.train.parts[{number}]", order, rows_per_step, place_of)
             for number, part in enumerate(parts)
         ]
         self._weights = [dict(weight) if isinstance(weight, Mapping) else {0: weight} for weight in weights]
@@ -234,6 +303,11 @@ class MixtureSampler(Generic[Record]):
         """See `DataSampler`."""
         for part in self._parts:
             part.record(pass_rates)
+
+    @property
+    def takes_pass_rates(self) -> bool:
+        """See `DataSampler`."""
+        return self._parts[0].takes_pass_rates
 
     @property
     def left_out(self) -> int:

@@ -5,21 +5,17 @@ from megarl.observe.metrics import MetricsFile, read_metrics
 from megarl.observe.phases import Phases, StepTimes
 from megarl.observe.progress import Progress, evaluation_line
 from megarl.observe.summary import build_summary, machine, versions, write_summary
-from megarl.options.telemetry.trackers import Trackers, open_trackers, upload_commands
 
 __all__ = [
     "MetricsFile",
     "Phases",
     "Progress",
     "StepTimes",
-    "Trackers",
     "build_summary",
     "distributions",
     "evaluation_line",
     "machine",
-    "open_trackers",
     "read_metrics",
-    "upload_commands",
     "versions",
     "write_summary",
 ]

@@ -18,7 +18,7 @@ import pytest
 from huggingface_hub import constants
 
 from megarl.config import load_any, parse_config
-from megarl.config.sections import SourceConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.hub_dataset import choose_files, read_configurations
 from megarl.data.prompts import load_rows
 from megarl.errors import ConfigError, DataError, ModelError

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config import parse_config
-from megarl.config.sections import DataConfig, SourceConfig
+from megarl.config.sections import DataConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.mixture import build_parts, mixture_weights
 from megarl.data.prompts import load_rows
 from megarl.data.sample import Prompt

@@ -19,7 +19,8 @@ import pytest
 import torch
 from PIL import Image
 
-from megarl.config.sections import DataConfig, PictureFields, SourceConfig
+from megarl.config.sections import DataConfig, PictureFields
+from megarl.config.sources import SourceConfig
 from megarl.data.prompts import load_rows
 from megarl.data.rows import Origin
 from megarl.data.sample import Prompt, Sample, read_record

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megarl.config.sections import SourceConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.prompts import load_rows
 from megarl.errors import DataError
 

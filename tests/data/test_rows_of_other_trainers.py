@@ -12,7 +12,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megarl.config.sections import DataConfig, SourceConfig
+from megarl.config.sections import DataConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.inspect import inspect
 from megarl.data.prompts import load_rows
 from megarl.data.rows import Origin, RowPlace, find_value, value_of

@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from megarl.config.sections import DataConfig, SourceConfig
+from megarl.config.sections import DataConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.prompts import load_rows
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import DataError, ModelError

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megarl.config.sections import DataConfig, SourceConfig
+from megarl.config.sections import DataConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.sample import Prompt
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import DataError, PictureError

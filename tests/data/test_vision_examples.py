@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megarl.config import load_any
-from megarl.config.sections import SourceConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.prompts import load_rows
 from megarl.data.sample import Sample
 from megarl.rewards import build_rewards

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from megarl.algorithms import DistillationTerm, LossSettings, PreferenceSettings
 from megarl.data.stream import SCORED_IDS, Response, ScorePosition, TopK, Unit
 from megarl.megatron.step import on_host
+from megarl.options.online_pairs.loss import PairLoss
 from megarl.trainers.rl.objectives import PolicyObjective, ValueObjective
 from megarl.trainers.supervised.objectives import (
     BcoObjective,
@@ -86,7 +87,7 @@ def waits(rank: int, world_size: int, folder: Path, spec: str) -> dict[str, Coun
         "log_probs": [
             policy,
             chooses,
-            PolicyObjective("dpo", of_pairs=settings),
+            PolicyObjective("dpo", of_stream=PairLoss("dpo", settings)),
             SupervisedObjective(),
             *pairs,
             *labelled,

@@ -14,7 +14,8 @@ import psutil
 import pytest
 from reasoning_gym import create_dataset
 
-from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
+from megarl.config.sections import DataConfig, RewardConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.sample import Sample
 from megarl.errors import RewardError
 from megarl.rewards import RewardSources, build_rewards

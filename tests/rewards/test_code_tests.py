@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
+from megarl.config.sections import DataConfig, RewardConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
 from megarl.rewards import RewardSources, build_rewards

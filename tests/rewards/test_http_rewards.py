@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
+from megarl.config.sections import DataConfig, RewardConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
 from megarl.rewards import RewardSources, build_rewards

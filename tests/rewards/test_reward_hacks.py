@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
+from megarl.config.sections import DataConfig, RewardConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.prompts import load_rows
 from megarl.data.sample import Sample
 from megarl.rewards import build_rewards

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
+from megarl.config.sections import DataConfig, RewardConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.sample import Sample
 from megarl.errors import RewardError
 from megarl.rewards import build_rewards

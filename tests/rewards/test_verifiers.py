@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reasoning_gym import create_dataset
 
-from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
+from megarl.config.sections import DataConfig, RewardConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.final_answer import extract_answer
 from megarl.data.prompts import load_rows
 from megarl.data.sample import Prompt, Sample

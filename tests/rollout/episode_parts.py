@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.config.rollout import AgentConfig, McpServerConfig, OpenEnvConfig, SandboxConfig
-from megarl.config.sections import DataConfig, SourceConfig
+from megarl.config.sections import DataConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.sample import Prompt
 from megarl.options.pictures.media import Media
 from megarl.options.pictures.picture_reader import PictureSettings

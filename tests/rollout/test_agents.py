@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from megarl.config.rollout import AgentConfig
-from megarl.config.sections import DataConfig, SourceConfig
+from megarl.config.sections import DataConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError, EpisodeError
 from megarl.rollout.engines.protocol import Generation, SamplingParams

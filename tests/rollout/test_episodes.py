@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from megarl.config.sections import DataConfig, SourceConfig
+from megarl.config.sections import DataConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.sample import Sample
 from megarl.data.tokenize import PromptBuilder
 from megarl.errors import EpisodeError

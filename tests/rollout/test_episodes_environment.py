@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
+from megarl.config.sections import DataConfig, RewardConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.sample import Sample, read_record
 from megarl.errors import EpisodeError, RewardError
 from megarl.options.pictures.media import Media

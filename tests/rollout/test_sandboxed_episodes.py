@@ -12,7 +12,8 @@ from typing import Any, Literal
 import pytest
 
 from megarl.config.rollout import AgentConfig, SandboxConfig
-from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
+from megarl.config.sections import DataConfig, RewardConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EpisodeError
 from megarl.rewards import build_rewards

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from megarl.config.rollout import AgentConfig, VerifiersConfig
-from megarl.config.sections import DataConfig, SourceConfig
+from megarl.config.sections import DataConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.sample import Prompt
 from megarl.errors import EpisodeError
 from megarl.options.agents import verifiers_agent

@@ -29,7 +29,7 @@ from megarl.errors import EpisodeError
 from megarl.options.agents.server import SessionServer
 from megarl.options.agents.session import AgentSession, ChatRenderer, History
 from megarl.options.agents.task import AgentTask
-from megarl.options.sandboxes import Sandbox, Sandboxes
+from megarl.options.sandboxes.sandbox import Sandbox, Sandboxes
 from megarl.system.process_tree import descendants, end_tree
 
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ")

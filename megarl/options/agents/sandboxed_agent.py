@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from megarl.options.agents.agents import LAST_WORDS, AgentEnd, endpoint_variables, filled
 from megarl.options.agents.task import AgentTask
-from megarl.options.sandboxes import Sandboxes
+from megarl.options.sandboxes.sandbox import Sandboxes
 
 
 class SandboxedAgent:

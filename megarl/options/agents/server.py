@@ -25,7 +25,7 @@ from megarl.options.agents import anthropic_form, openai_form, responses_form
 from megarl.options.agents.messages import ChatRequest, RequestError
 from megarl.options.agents.session import AgentSession
 from megarl.options.agents.tree import Turn
-from megarl.options.sandboxes import Sandbox
+from megarl.options.sandboxes.sandbox import Sandbox
 from megarl.system.socket_names import SocketName
 
 MAX_REQUEST_BYTES = 64 << 20

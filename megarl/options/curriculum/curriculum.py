@@ -6,20 +6,18 @@ stopped.
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.config.sections import CurriculumConfig
-from megarl.data.rows import Row, RowPlace, value_of
+from megarl.data.row_numbers import bounds_of, number_of
+from megarl.data.rows import Row
+from megarl.data.sampler import PlaceOf, RowOrder
 from megarl.errors import DataError
-
-PlaceOf = Callable[[str], RowPlace]
-"""The place of a row by its row id."""
+from megarl.options.curriculum.section import CurriculumConfig
 
 
-class Curriculum:
+class Curriculum(RowOrder):
     """The order of one source's rows; rows are numbers from 0."""
 
     def __init__(
@@ -30,18 +28,21 @@ class Curriculum:
         Raises:
             DataError: a row has no number under `settings.key`, or a stage has no rows.
         """
-        self.settings = settings
-        self._size = len(rows)
+        super().__init__(rows, rows_per_step, place_of)
+        self.settings, self.takes_pass_rates = settings, settings.bounds_pass_rates
         self._difficulty: list[float] = []
         if settings.key is not None:
-            self._difficulty = [difficulty(row, settings.key, place_of(row_id)) for row_id, row in rows]
+            self._difficulty = [number_of(row, settings.key, place_of(row_id), "data.curriculum.key") for row_id, row in rows]
         self._stages = [self._rows_of_stage(number) for number in range(len(settings.stages))] or [list(range(self._size))]
+        self._rates: dict[str, float] = {}
+        self._left_out_through: dict[str, int] = {}
+        """By row id, the last epoch in which a row is left out."""
         steps = [stage.steps for stage in settings.stages]
         self._rows_of_stages = [None if count is None else count * rows_per_step for count in steps] or [None]
 
     def _rows_of_stage(self, number: int) -> list[int]:
         stage = self.settings.stages[number]
-        low, high = _bounds(stage.min, stage.max)
+        low, high = bounds_of(stage.min, stage.max)
         rows = [row for row, value in enumerate(self._difficulty) if low <= value <= high]
         if not rows:
             raise DataError(
@@ -75,22 +76,12 @@ class Curriculum:
             order.sort(key=lambda row: self._difficulty[row], reverse=by == "descending")  # stable
         return order
 
-
-class PassRates:
-    """The running pass rate of every row, and which rows are left out for theirs."""
-
-    def __init__(self, settings: CurriculumConfig) -> None:
-        self.settings = settings
-        self._rates: dict[str, float] = {}
-        self._left_out_through: dict[str, int] = {}
-        """By row id, the last epoch in which a row is left out."""
-
     def record(self, row_id: str, epoch: int, rate: float) -> None:
         """`rate`, from 0 to 1, is the share of right responses to the row in its visit of `epoch`."""
         settings, old = self.settings, self._rates.get(row_id)
         new = rate if old is None else settings.pass_rate_memory * old + (1 - settings.pass_rate_memory) * rate
         self._rates[row_id] = new
-        low, high = _bounds(settings.min_pass_rate, settings.max_pass_rate)
+        low, high = bounds_of(settings.min_pass_rate, settings.max_pass_rate)
         if not low <= new <= high:
             self._left_out_through[row_id] = epoch + settings.pause_epochs
 
@@ -109,32 +100,3 @@ class PassRates:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Remember what `state_dict` gave."""
         self._rates, self._left_out_through = dict(state["rates"]), dict(state["left_out_through"])
-
-
-def difficulty(row: Row, key: str, place: RowPlace, field: str = "data.curriculum.key") -> float:
-    """The number under `key`.
-
-    Raises:
-        DataError: there is none.
-    """
-    value = value_of(row, key, field, place)
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise DataError(f"{place} has {value!r:.80} under '{key}' ({field}); it must be a number")
-    return float(value)
-
-
-def is_kept(row: Row, keep: Mapping[str, tuple[float | None, float | None]], place: RowPlace) -> bool:
-    """Whether the numbers of `row` under the keys of `keep` are within their bounds (None: no bound).
-
-    Raises:
-        DataError: one of them is no number.
-    """
-    for key, bounds in keep.items():
-        low, high = _bounds(*bounds)
-        if not low <= difficulty(row, key, place, "keep") <= high:
-            return False
-    return True
-
-
-def _bounds(low: float | None, high: float | None) -> tuple[float, float]:
-    return -math.inf if low is None else low, math.inf if high is None else high

@@ -17,7 +17,9 @@ from megarl.config import AnyConfig
 from megarl.config.secrets import redacted
 from megarl.errors import CheckpointError, ConfigError, MirrorError
 from megarl.options.mirror.mirror import Mirror, open_store
+from megarl.options.mirror.section import mirror_of
 from megarl.system.priority import step_back
+from megarl.trainers.run.observers import RunObserver
 
 MIB = 2**20
 
@@ -26,7 +28,7 @@ class _Stopped(Exception):
     """The run leaves without waiting for what is under way."""
 
 
-class Mirroring:
+class Mirroring(RunObserver):
     """Copies what one run writes. Only the process that writes it has one."""
 
     def __init__(self, config: AnyConfig, checkpoints: CheckpointFolder) -> None:
@@ -35,8 +37,9 @@ class Mirroring:
         Raises:
             ConfigError: `run.mirror` needs a package that is not installed, or its environment cannot be used.
         """
-        assert config.run.mirror is not None
-        store = open_store(config.run.mirror, config.run.name)
+        where = mirror_of(config.run)
+        assert where is not None, "whoever makes one has asked"
+        store = open_store(where, config.run.name)
         self.mirror = Mirror(store, checkpoints.keep, checkpoints.best, self._go_on)
         self.where = store.address
         self._config, self._checkpoints = config, checkpoints
@@ -48,7 +51,7 @@ class Mirroring:
         self._said: list[str] = []
         self._failures = self._step = 0
 
-    def open(self, resume: str, *, is_restart: bool) -> Path | None:
+    def fetch(self, resume: str, *, is_restart: bool) -> Path | None:
         """See that the place can be used, before anything is started; with `auto`, fetch what the run's folder lacks.
 
         `is_restart`: the run has been under way, and does not end for a place that cannot be used now. Returns the checkpoint
@@ -73,12 +76,12 @@ class Mirroring:
             if is_restart and local is not None:
                 self._note(f"cannot be used now: {error}")
                 return local
-            raise MirrorError(f"run.mirror is '{self._config.run.mirror}', but it cannot be used: {error}") from None
+            raise MirrorError(f"run.mirror is '{mirror_of(self._config.run)}', but it cannot be used: {error}") from None
         if trouble is not None and fetched is None:
             raise trouble
         return fetched or local
 
-    def begin(self, checkpoint: Path) -> None:
+    def saved(self, checkpoint: Path) -> None:
         """Have this checkpoint, which is whole, and the run's records copied; on return training may go on."""
         with self._lock:
             self._wanted = checkpoint
@@ -109,6 +112,14 @@ class Mirroring:
                 return
         if self._step:
             self._said.append(f"mirror: {self.where} has the checkpoint of step {self._step}")
+
+    def end(self, *, wait: bool) -> None:
+        """Copy what is left first if `wait`; whatever happens then, nothing more is copied."""
+        try:
+            if wait:
+                self.wait()
+        finally:  # Ctrl-C: leave
+            self.stop()
 
     def stop(self) -> None:
         """Have nothing more copied; what is half there does not count."""

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megarl.data.batch import Batch
+from megarl.trainers.rl.step_parts import ChosenRows
 
 
-@dataclass(frozen=True)
-class OnlinePairs:
-    """Rows of a batch: two of every group that has two, and of these the ones whose rewards differ."""
-
-    rows: tuple[int, ...]
-    untied: frozenset[int]
-
-    def figures(self) -> dict[str, float]:
-        """How many pairs teach something, and how many groups' best and worst are tied."""
-        return {"pairs/used": len(self.untied) / 2, "pairs/tied": (len(self.rows) - len(self.untied)) / 2}
-
-
-def choose_pairs(batch: Batch) -> OnlinePairs:
+def choose_pairs(batch: Batch) -> ChosenRows:
     """The first response of the highest advantage in each group against the first of the lowest; adds `pair` and `is_chosen`.
 
     The columns are float `[B, T]`, the same at every token of a response: the number of its group, and 1 or 0. A response
@@ -47,7 +35,8 @@ def choose_pairs(batch: Batch) -> OnlinePairs:
         rows += [best, worst]
     batch.columns["pair"] = batch.groups[:, None].float().expand(batch.mask.shape)
     batch.columns["is_chosen"] = chosen[:, None].expand(batch.mask.shape)
-    return OnlinePairs(tuple(rows), frozenset(untied))
+    figures = {"pairs/used": len(untied) / 2, "pairs/tied": (len(rows) - len(untied)) / 2}
+    return ChosenRows(tuple(rows), frozenset(untied), figures, ("pair", "is_chosen"))
 
 
 def _prompt(batch: Batch, row: int) -> tuple[Any, ...]:

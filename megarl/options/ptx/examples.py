@@ -11,10 +11,15 @@ from megarl.data.mixture import build_parts, mixture_weights
 from megarl.data.sampler import build_sampler
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings
 from megarl.options.pictures.picture_reader import open_pictures
+from megarl.options.ptx.loss import PtxLoss
+from megarl.options.ptx.section import ptx_of
+from megarl.trainers.rl.step_parts import StepPart
 
 
-class PtxExamples:
+class PtxExamples(StepPart):
     """Hands each update its share of examples, in an order that follows from the seed."""
+
+    state_name = "ptx"
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         """Read and tokenise all of them.
@@ -22,7 +27,8 @@ class PtxExamples:
         Raises:
             DataError: a row has no prompt or response, or is longer than a rollout may be.
         """
-        source = config.ptx.data
+        ptx = ptx_of(config)
+        source, self._loss = ptx.data, PtxLoss(ptx.coef)
         assert source is not None, "the config's checks see to it"
         settings = SupervisedSettings(
             prompt_key=config.data.prompt_key,
@@ -34,15 +40,19 @@ class PtxExamples:
         pictures = open_pictures(config.data, config.model.path, tokenizer, config.run_folder)
         builder = SupervisedBuilder(tokenizer, "sft", settings, pictures)
         parts = build_parts(builder, source, prefix="ptx", section="ptx.data")
-        rows_per_step = config.ptx.samples_per_step * config.algorithm.epochs
+        rows_per_step = ptx.samples_per_step * config.algorithm.epochs
         self._sampler = build_sampler(parts, mixture_weights(source), config.run.seed, rows_per_step=rows_per_step)
-        self._per_update = config.ptx.samples_per_step // config.algorithm.mini_batches
+        self._per_update = ptx.samples_per_step // config.algorithm.mini_batches
 
-    def next(self) -> tuple[Batch, list[str]]:
+    def mixed_in(self) -> tuple[Batch, list[str]]:
         """The next update's examples and the column that their loss reads; its denominator is their own tokens."""
         batch = Batch(self._sampler.next(self._per_update))
-        batch.columns["ptx_weights"] = token_weights(batch.mask, "token_mean")
-        return batch, ["ptx_weights"]
+        batch.columns[PtxLoss.column] = token_weights(batch.mask, "token_mean")
+        return batch, [PtxLoss.column]
+
+    def mixed_loss(self) -> PtxLoss:
+        """Cross-entropy, weighted as the config says."""
+        return self._loss
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep."""

@@ -26,6 +26,7 @@ from megarl.config.secrets import bearer
 from megarl.errors import ConfigError
 from megarl.observe.run_state import ENGINE_IS_UP, RunState, Snapshot
 from megarl.options.telemetry.prometheus import exposition
+from megarl.options.telemetry.section import trackers_of
 from megarl.system.atomic_files import write_text_atomically
 from megarl.system.bearer_tokens import is_loopback, read_token
 from megarl.system.socket_names import NOTHING, SocketName
@@ -44,7 +45,7 @@ def open_endpoint(config: AnyConfig, state: RunState, *, is_continued: bool) -> 
     Raises:
         ConfigError: a new run cannot listen there, as when the port is taken, or others could reach it without a token.
     """
-    settings = config.trackers.prometheus
+    settings = trackers_of(config).prometheus
     if settings.port is None:
         return None
     token = read_token(settings.token_file, f"{FIELD}.token_file", TOKEN_VARIABLE, ConfigError)

@@ -17,6 +17,7 @@ from megarl import __version__
 from megarl.config import AnyConfig
 from megarl.errors import ConfigError
 from megarl.observe.trace import DRIVER
+from megarl.options.telemetry.section import trackers_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -60,7 +61,7 @@ def open_span_export(config: AnyConfig, say: Callable[[str], None]) -> SpanExpor
     Raises:
         ConfigError: its packages are not installed, or OTEL_EXPORTER_OTLP_PROTOCOL asks for another protocol.
     """
-    if not config.trackers.opentelemetry:
+    if not trackers_of(config).opentelemetry:
         return None
     for variable in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         if os.environ.get(variable, _PROTOCOL) != _PROTOCOL:

@@ -16,6 +16,7 @@ from typing import Any
 from megarl.config import AnyConfig
 from megarl.config.secrets import without_secrets
 from megarl.errors import ConfigError
+from megarl.options.telemetry.section import trackers_of
 
 
 class TensorBoard:
@@ -44,11 +45,11 @@ class Wandb:
         wandb = _optional("wandb", "wandb", "megarl[wandb]")
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
-            project=config.trackers.project,
-            entity=config.trackers.entity,
-            group=config.trackers.group,
-            tags=list(config.trackers.tags) or None,
-            notes=config.trackers.notes,
+            project=trackers_of(config).project,
+            entity=trackers_of(config).entity,
+            group=trackers_of(config).group,
+            tags=list(trackers_of(config).tags) or None,
+            notes=trackers_of(config).notes,
             name=config.run.name,
             dir=str(folder),
             mode=os.environ.get("WANDB_MODE", "offline"),
@@ -76,10 +77,10 @@ class MLflow:
         self._metric = mlflow.entities.Metric
         address = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlflow").resolve().as_uri()
         self._client = mlflow.MlflowClient(tracking_uri=address)
-        name = config.trackers.project
+        name = trackers_of(config).project
         experiment = self._client.get_experiment_by_name(name)
         number = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
-        settings = config.trackers
+        settings = trackers_of(config)
         tags = dict.fromkeys(settings.tags, "") | {
             key: value
             for key, value in (("group", settings.group), ("mlflow.note.content", settings.notes))
@@ -106,11 +107,11 @@ class SwanLab:
         logs = folder / "swanlab"
         logs.mkdir(parents=True, exist_ok=True)
         self._run = swanlab.init(
-            project=config.trackers.project,
-            workspace=config.trackers.entity,
-            group=config.trackers.group,
-            tags=list(config.trackers.tags) or None,
-            description=config.trackers.notes,
+            project=trackers_of(config).project,
+            workspace=trackers_of(config).entity,
+            group=trackers_of(config).group,
+            tags=list(trackers_of(config).tags) or None,
+            description=trackers_of(config).notes,
             name=config.run.name,
             log_dir=str(logs),
             mode=os.environ.get("SWANLAB_MODE", "offline"),

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from megarl.config import AnyConfig
 from megarl.config.secrets import without_secrets
 from megarl.errors import ConfigError, MegarlError
-from megarl.observe.metrics import MetricsFile, numbers
+from megarl.observe.metrics import numbers
+from megarl.options.telemetry.section import trackers_of
 from megarl.options.telemetry.tracker_backends import MLflow, SwanLab, TensorBoard, Wandb
 from megarl.system.user_code import describe, load_user_object, why_not_called
 
@@ -45,22 +46,17 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """Fans one step out: to the record of the run first, whose failure ends it, then to trackers, whose failures do not."""
+    """Fans one step out to trackers, whose failures do not end the run."""
 
-    def __init__(self, record: Tracker, trackers: Mapping[str, Tracker]) -> None:
+    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         """`trackers` by the name that lines call them."""
-        self._record, self._trackers = record, dict(trackers)
+        self._trackers = dict(trackers)
         self._failures = dict.fromkeys(trackers, 0)
         self.say: Callable[[str], None] = lambda line: None
         """Is told in a line of trackers that fail."""
 
-    def add(self, name: str, tracker: Tracker) -> None:
-        """Tell another one of the steps from now on."""
-        self._trackers[name], self._failures[name] = tracker, 0
-
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of `step` everywhere."""
-        self._record.log(step, metrics)
         plain = numbers(metrics)
         for name, tracker in list(self._trackers.items()):
             try:
@@ -72,7 +68,6 @@ class Trackers:
 
     def close(self) -> None:
         """Close every tracker."""
-        self._record.close()
         for name, tracker in self._trackers.items():
             try:
                 tracker.close()
@@ -89,15 +84,15 @@ class Trackers:
 
 
 def open_trackers(config: AnyConfig, *, resume_after_step: int | None = None) -> Trackers:
-    """Open what `config.trackers.backends` asks for in the run folder.
+    """Open what `trackers.backends` asks for in the run folder.
 
     Raises:
         ConfigError: a tracker's package is not installed, or a class of the user's own cannot be used; the sentence says why.
     """
     folder = Path(config.run_folder)
     with _keeping_signals():
-        wanted = {name: _open(name, config, folder, resume_after_step) for name in dict.fromkeys(config.trackers.backends)}
-    return Trackers(MetricsFile(folder / "metrics.jsonl", resume_after_step=resume_after_step), wanted)
+        wanted = {name: _open(name, config, folder, resume_after_step) for name in dict.fromkeys(trackers_of(config).backends)}
+    return Trackers(wanted)
 
 
 def upload_commands(config: AnyConfig) -> list[str]:
@@ -105,7 +100,7 @@ def upload_commands(config: AnyConfig) -> list[str]:
     folder = Path(config.run_folder)
     found = [("wandb", run) for run in sorted((folder / "wandb").glob("offline-run-*"))]
     found += [("swanlab", run) for run in sorted((folder / "swanlab").glob("run-*"))]
-    return [f"`{name} sync {run}` uploads the {name} run" for name, run in found if name in config.trackers.backends]
+    return [f"`{name} sync {run}` uploads the {name} run" for name, run in found if name in trackers_of(config).backends]
 
 
 def _open(name: str, config: AnyConfig, folder: Path, resume_after_step: int | None) -> Tracker:
@@ -116,7 +111,7 @@ def _open(name: str, config: AnyConfig, folder: Path, resume_after_step: int | N
     if missing:
         raise _about_own(f"'{name}' has no {' and no '.join(missing)}, which every tracker must have")
     given: Sequence[Any] = (without_secrets(config.model_dump(mode="json")), folder, resume_after_step)
-    args = config.trackers.args.get(name, {})
+    args = trackers_of(config).args.get(name, {})
     if (why := why_not_called(cls, *given, **args)) is not None:
         raise _about_own(f"'{name}' cannot be made of (config, folder, resume_after_step) and trackers.args: {why}")
     folder.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from megarl.errors import EpisodeError, nearest
-from megarl.options.sandboxes import CommandResult, Sandbox, Sandboxes
+from megarl.options.sandboxes.sandbox import CommandResult, Sandbox, Sandboxes
 from megarl.options.tools.answers import ToolAnswer, late
 from megarl.options.tools.source import CallTool
 

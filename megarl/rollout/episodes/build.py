@@ -23,7 +23,7 @@ from megarl.options.agents.server import SessionServer
 from megarl.options.environments.openenv import OpenEnvironment
 from megarl.options.pictures.picture_reader import PictureSettings
 from megarl.options.pictures.told_pictures import PictureKeeper
-from megarl.options.sandboxes import Sandboxes, open_sandboxes
+from megarl.options.sandboxes.sandbox import Sandboxes, open_sandboxes
 from megarl.options.tools import mcp_servers
 from megarl.options.tools.functions import FunctionTools
 from megarl.options.tools.sandbox_tools import PREFIX, SandboxTools

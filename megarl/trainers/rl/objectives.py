@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megarl.algorithms import (
@@ -18,14 +17,13 @@ from megarl.algorithms import (
     POLICY_LOSSES,
     DistillationTerm,
     LossSettings,
-    PreferenceSettings,
     kl_per_token,
     mismatch_sums,
     value_loss,
     vocabulary_divergence,
 )
 from megarl.data.stream import PackedStream, ScoredValues
-from megarl.trainers.run.pairs import first_of_each, pair_losses, per_response, sides
+from megarl.trainers.rl.step_parts import MixedLoss, StreamLoss
 from megarl.trainers.run.update_metrics import LOG_PROBS
 
 
@@ -37,7 +35,7 @@ class PolicyObjective:
     `reference_log_probs` (absent: no KL is measured); `rollout_log_probs`; `correction` and `top_entropy` (absent: 1), which
     multiply the policy loss alone; `nll_weights` (absent: 0), the weights of right responses' cross-entropy;
     `teacher_log_probs` (absent: none is measured); with `distillation` also `teacher_scored_log_probs`. A stream with the
-    column `ptx_weights` has supervised examples instead, mixed in with `ptx_coef`.
+    column of one of the `mixed` losses has that loss alone.
     """
 
     name: str
@@ -51,7 +49,7 @@ class PolicyObjective:
     """A divergence to the teacher over the tokens whose log-probs stand behind the first two columns of the output."""
     limited: bool = False
     """The third column of the output is the log of the kept tokens' probability (docs/methods.md, sampling limits)."""
-    ptx_coef: float = 0.0
+    mixed: tuple[MixedLoss, ...] = ()
     shown_rows: int = 0
     """Of the batch: the log-probs of rows before this one come with the metrics, as `LOG_PROBS`."""
     bypass: bool = False
@@ -60,8 +58,8 @@ class PolicyObjective:
     """Columns, and `entropy`, that the loss takes by name (`LossNeeds.further`)."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """What the config gives to a loss of the user's own, by name."""
-    of_pairs: PreferenceSettings | None = None
-    """The constants of a preference loss, which reads the columns `pair` and `is_chosen`; both sides are in the stream."""
+    of_stream: StreamLoss | None = None
+    """The policy loss in place of that called `name`, where it is not one of single tokens."""
 
     def __call__(self, output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, Any]]:
         """`output` float32 `[N, C]`: log-prob, entropy, and what `limited` or `distillation` ask for → (loss, sums).
@@ -71,14 +69,14 @@ class PolicyObjective:
         """
         log_probs, entropy, columns = output[:, 0], output[:, 1], stream.columns
         kept = output[:, 2].detach() if self.limited else output.new_zeros(())
-        if "ptx_weights" in columns:
-            cross_entropy = -(columns["ptx_weights"] * log_probs).sum()
-            return self.ptx_coef * cross_entropy, {"ptx/loss": cross_entropy.detach()}
+        for mixed in self.mixed:
+            if mixed.column in columns:
+                return mixed(log_probs, stream)
         if "old_log_probs" not in columns:
             columns = columns | {"rollout_log_probs": columns["rollout_log_probs"] - kept}
         trainers = columns.get("old_log_probs", log_probs.detach())
-        if self.of_pairs is not None:
-            per_token, sums = _pair_loss(self.name, log_probs, stream, self.of_pairs)
+        if self.of_stream is not None:
+            per_token, sums = self.of_stream(log_probs, stream)
         else:
             per_token, sums = self._token_loss(log_probs, entropy, trainers, stream.response, columns)
         for factor in ("correction", "top_entropy"):
@@ -125,27 +123,6 @@ class PolicyObjective:
         further = {name: entropy if name == "entropy" else columns[name] for name in self.also_given} | dict(self.arguments)
         loss_function: Callable[..., tuple[Tensor, dict[str, Tensor]]] = POLICY_LOSSES.resolve(self.name, self.arguments)
         return loss_function(log_probs, old, columns["advantages"], response=response, settings=self.settings, **further)
-
-
-def _pair_loss(
-    name: str, log_probs: Tensor, stream: PackedStream, settings: PreferenceSettings
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """A preference loss as one number per token `[N]`, and sums: with the weight 1/(2P) of every token the mean over P pairs.
-
-    Each token of a pair has the pair's loss, over the mean number of tokens of its sides. A pair of weight 0 counts in no sum.
-    """
-    chosen, rejected = sides(stream)
-    own, reference = (per_response(values, stream) for values in (log_probs, stream.columns["reference_log_probs"]))
-    tokens, weights = stream.lengths, 2 * first_of_each(stream.columns["weights"], stream)
-    losses, _ = pair_losses(name, (chosen, rejected), own, reference, tokens, settings)
-    share = 2 * losses / (tokens[chosen] + tokens[rejected])
-    of_response = torch.zeros_like(own).index_add(0, chosen, share).index_add(0, rejected, share)
-    rewards = settings.beta * (own.detach() - reference)
-    margins = rewards[chosen] - rewards[rejected]
-    return of_response[stream.response], {
-        "pair_accuracy": (weights[chosen] * (margins > 0)).sum(),
-        "pair_margin": (weights[chosen] * margins).sum(),
-    }
 
 
 @dataclass(frozen=True)

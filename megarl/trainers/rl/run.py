@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from megarl.algorithms import DistillationTerm, LossSettings, PreferenceSettings
+from megarl.algorithms import DistillationTerm, LossSettings
 from megarl.config import Config
 from megarl.config.doubtful import doubtful_choices
 from megarl.data.batch import Batch
@@ -16,13 +16,11 @@ from megarl.data.branches import JoinedEpisodes, first_branches, spread_rewards
 from megarl.data.mixture import mixture_weights, place_of_row
 from megarl.data.prefills import prefill_figures
 from megarl.data.sample import Sample
-from megarl.data.sampler import build_sampler
+from megarl.data.sampler import build_sampler, order_by
 from megarl.observe import MetricsFile, distributions
 from megarl.observe.progress import SHOWN, rows_line
 from megarl.options.distillation.teachers import COLUMNS, Teachers
-from megarl.options.online_pairs.pairs import OnlinePairs, choose_pairs
 from megarl.options.prediction.drafts import draft_figures
-from megarl.options.ptx.examples import PtxExamples
 from megarl.options.reward_model.scores import ModelRewards
 from megarl.options.routing_replay.figures import RoutingFigures
 from megarl.system.user_code import absolute_name
@@ -41,6 +39,7 @@ from megarl.trainers.rl.parity_checks import ParityChecks, bounds
 from megarl.trainers.rl.rollouts import Rollouts
 from megarl.trainers.rl.samples_file import SamplesFile
 from megarl.trainers.rl.source_figures import DataSources
+from megarl.trainers.rl.step_parts import ChosenRows, open_parts
 from megarl.trainers.rl.step_tokens import TOKEN_COLUMNS, loss_arguments, older_tokens, set_token_columns
 from megarl.trainers.run.base import Run
 from megarl.trainers.run.roles import CRITIC, POLICY, REFERENCE, REWARD_MODEL, group_requests
@@ -73,18 +72,18 @@ class RlRun(Run):
             self.inputs.train,
             mixture_weights(config.data.train),
             config.run.seed,
-            config.data.curriculum,
+            order_by(config.data),
             config.rollout.prompts_per_step,
             partial(place_of_row, source=config.data.train),
         )
-        self.ptx = PtxExamples(config, self.inputs.tokenizer) if config.ptx.coef else None
+        self.parts = open_parts(config, self.inputs.tokenizer)
         self.model_rewards = ModelRewards(config.reward_model, self.inputs.tokenizer)
         self.experience = Experience(config)
         self.teachers = Teachers(config)
         self.parity = ParityChecks()
         self.routing = RoutingFigures(config)
         self._updates: list[dict[str, float]] = []
-        self._pairs: OnlinePairs | None = None
+        self._chosen: ChosenRows | None = None
         self._scores: list[float] = []
         self._log_probs: dict[int, torch.Tensor] = {}
         self._greedy: list[Sample] = []
@@ -154,7 +153,7 @@ class RlRun(Run):
             "experience": self.experience.state_dict(),
             "guards": self.guards.state_dict(),
             "gates": self.parity.figures(),
-            "ptx": self.ptx.state_dict() if self.ptx is not None else None,
+            **{part.state_name: part.state_dict() for part in self.parts if part.state_name},
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -163,8 +162,9 @@ class RlRun(Run):
         self.experience.load_state_dict(state["experience"])
         self.guards.load_state_dict(state.get("guards"))
         self.parity.load(state.get("gates", {}))
-        if self.ptx is not None and state["ptx"] is not None:
-            self.ptx.load_state_dict(state["ptx"])
+        for part in self.parts:
+            if (of_part := state.get(part.state_name)) is not None:
+                part.load_state_dict(of_part)
         if not self.was_finished:
             # weights that the engines had got already, as for an evaluation, are given to them under the same version again
             version = state["weight_version"] - (0 if state.get("engines_are_behind", True) else 1)
@@ -198,7 +198,7 @@ class RlRun(Run):
         """One reward per sample: the weighted sum of all sources, the reward model among them."""
         with self.phases("reward"):
             rewards = self._score(samples)
-        if self.config.data.curriculum.bounds_pass_rates:
+        if self.sampler.takes_pass_rates:
             self.sampler.record(pass_rates(first_branches(samples)))
             self.metrics["curriculum/left_out"] = self.sampler.left_out
         return rewards
@@ -270,9 +270,9 @@ class RlRun(Run):
             self.metrics |= self.experience.estimate(episodes.batch, of_episodes, self._scored_greedy())
             self.metrics |= self.experience.steer_entropy(episodes.batch)
             episodes.split()
-            if self.config.algorithm.loss_needs.pairs:
-                self._pairs = choose_pairs(batch)
-                self.metrics |= self._pairs.figures()
+            self._chosen = next(filter(None, (part.choose_rows(batch) for part in self.parts)), None)
+            if self._chosen is not None:
+                self.metrics |= self._chosen.figures
         self.metrics |= {
             "reward/mean": statistics.mean,
             "reward/std": statistics.std,
@@ -290,7 +290,7 @@ class RlRun(Run):
     def _mini_batches_of(self, epoch: int, episodes: JoinedEpisodes) -> list[list[int]]:
         algorithm = self.config.algorithm
         seed = self.config.run.seed + self.step * algorithm.epochs + epoch
-        of = self._pairs.rows if self._pairs is not None else None
+        of = self._chosen.rows if self._chosen is not None else None
         chosen = mini_batch_rows(episodes.batch, algorithm.mini_batches, seed, of)
         return [[row for episode in one for row in episodes.rows[episode]] for one in chosen]
 
@@ -322,9 +322,9 @@ class RlRun(Run):
                 del batch.columns["old_log_probs"]  # of some rows, and no later update reads them
             return
         with self.phases("update"):
-            untied = rows if self._pairs is None else [row for row in rows if row in self._pairs.untied]
+            counted = rows if self._chosen is None else [row for row in rows if row in self._chosen.counted]
             assert self._episodes is not None, "advantages come before updates"
-            set_loss_weights(self._episodes.batch, self._episodes.of_rows(untied), config)
+            set_loss_weights(self._episodes.batch, self._episodes.of_rows(counted), config)
             self._episodes.split(["weights"])
             number = self.step * config.optimizer_steps_per_step + len(self._updates)
             set_token_columns(batch, rows, config, rewards=self._scores, update_number=number)
@@ -336,13 +336,13 @@ class RlRun(Run):
             if not self._warms_up:
                 wanted = ["weights", "advantages", "rollout_log_probs", "old_log_probs", "reference_log_probs", "correction"]
                 wanted += COLUMNS if config.algorithm.distillation.coef else ()
-                wanted += (*TOKEN_COLUMNS, "pair", "is_chosen")
+                wanted += (*TOKEN_COLUMNS, *(self._chosen.columns if self._chosen is not None else ()))
                 wanted += [name for name in config.algorithm.loss_needs.columns if name not in wanted]
                 absent = ["old_log_probs"] if computes_old else []
                 columns = [name for name in wanted if name in batch.columns and name not in absent]
-                mixed_in = self.ptx.next() if self.ptx is not None else None
+                mixed_in = next(filter(None, (part.mixed_in() for part in self.parts)), None)
                 loss = self._policy_objective(batch, shown_rows=len(batch) if computes_old else None)
-                together = self._pairs is not None
+                together = self._chosen is not None
                 update = self.roles.start_update(POLICY, batch, rows, columns, loss, keep_groups=together, mixed_in=mixed_in)
                 running.append(update)
                 self.rollouts.stale = True
@@ -456,10 +456,10 @@ class RlRun(Run):
             nll_coef=algorithm.positive_nll.coef,
             distillation=DistillationTerm(distilled.coef, distilled.divergence, distilled.beta) if distilled.in_loss else None,
             limited=bool(self.config.rollout.sampling_limits),
-            ptx_coef=self.config.ptx.coef,
+            mixed=tuple(filter(None, (part.mixed_loss() for part in self.parts))),
             shown_rows=shown_rows,
             bypass=algorithm.bypasses_old_log_probs,
             also_given=algorithm.loss_needs.further,
             arguments=loss_arguments(algorithm),
-            of_pairs=PreferenceSettings(**algorithm.policy_loss_args) if algorithm.loss_needs.pairs else None,
+            of_stream=next(filter(None, (part.stream_loss() for part in self.parts)), None),
         )

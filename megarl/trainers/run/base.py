@@ -34,18 +34,16 @@ from megarl.errors import (
     WorkerError,
     nearest,
 )
-from megarl.observe import Phases, Progress, build_summary, evaluation_line, open_trackers, upload_commands, write_summary
+from megarl.observe import MetricsFile, Phases, Progress, build_summary, evaluation_line, write_summary
 from megarl.observe.progress import aligned, gate_line
 from megarl.observe.run_state import RunState
-from megarl.options.mirror.mirroring import Mirroring
-from megarl.options.telemetry.endpoint import open_endpoint
-from megarl.options.telemetry.otel import SpanExport, open_span_export
 from megarl.supervise.child_run import follow, is_restart
 from megarl.system.atomic_files import write_text_atomically
 from megarl.system.torchrun import is_torchrun
 from megarl.trainers.run.expert_record import ExpertRecord
 from megarl.trainers.run.guards import Guards, newest_sound_before
 from megarl.trainers.run.marks import RunMarks
+from megarl.trainers.run.observers import RunStart, open_observers
 from megarl.trainers.run.profiling import Profiling
 from megarl.trainers.run.roles import POLICY, REFERENCE, Roles
 from megarl.trainers.run.saving import Saving, unwritable
@@ -75,7 +73,7 @@ class Run(ABC):
         self.folder = Path(config.run_folder)
         self.checkpoints = CheckpointFolder(self.folder / "checkpoints", config.run.keep_checkpoints, config.run.keep_best)
         self.saving = Saving(self.checkpoints, to_yaml(config), leads=leads)
-        self.mirroring = Mirroring(config, self.checkpoints) if leads and config.run.mirror is not None else None
+        self.observers = open_observers(config, self.checkpoints) if leads else []
         self.marks = RunMarks(self.folder, leads=leads)
         self.phases = Phases()
         self.step = 0
@@ -90,7 +88,6 @@ class Run(ABC):
         self._after_step: list[str] = []
         self._stop = StopRequest()
         self.watching = RunState(config)
-        self._export: SpanExport | None = None
         self._saved_at = time.monotonic()
 
     def count_epochs(self, config: OneConfig, rows: int, per_step: int) -> OneConfig:
@@ -134,8 +131,8 @@ class Run(ABC):
                 self._open()
             except BaseException as error:
                 self.marks.end(error)
-                if self.mirroring is not None:
-                    self.mirroring.stop()
+                for observer in self.observers:
+                    observer.end(wait=False)
                 self._stack.close()
                 raise
         return self
@@ -147,7 +144,10 @@ class Run(ABC):
             with suppress(MegarlError):  # what is there already is not to be lost, whatever happened since
                 self.saving.finish(self.roles, wait=True)
         self._stack.close()
-        self._end_mirroring(wait=error is None or ranks_are_well)
+        for observer in self.observers:
+            observer.end(wait=error is None or ranks_are_well)
+            for line in observer.take_lines():
+                self.progress.say(line)
         if self.leads:
             self.checkpoints.remove_unfinished()
         if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
@@ -155,32 +155,18 @@ class Run(ABC):
         if isinstance(error, KeyboardInterrupt) and self.leads:
             raise RunInterrupted(f"interrupted after step {self.step} of {self._settings.run.steps}; {self._how_to_go_on()}")
 
-    def _end_mirroring(self, *, wait: bool) -> None:
-        """Wait for what is on its way to the second place, and say whether all of it has arrived."""
-        if self.mirroring is None:
-            return
-        try:
-            if wait:
-                self.mirroring.wait()
-        finally:  # Ctrl-C: leave
-            self.mirroring.stop()
-        for line in self.mirroring.take_lines():
-            self.progress.say(line)
-
     def _resume_point(self) -> Path | None:
         """The checkpoint to continue from, fetched from the second place if need be; None: begin anew."""
         resume = self._resume_from(self._settings.run.resume)
-        if self._settings.run.mirror is None:
-            return self.checkpoints.resolve(resume)
-        found: list[Path | None] = []
+        fetched: list[Path] = []
 
-        def open_mirror() -> None:
-            assert self.mirroring is not None, "the leader has one"
-            self._refuse_unwritable()
-            found.append(self.mirroring.open(resume, is_restart=is_restart()))
+        def fetch() -> None:
+            for observer in self.observers:
+                if (checkpoint := observer.fetch(resume, is_restart=is_restart())) is not None:
+                    fetched.append(checkpoint)
 
-        leader_first(open_mirror)
-        return found[0] if found else self.checkpoints.resolve(resume)
+        leader_first(fetch)
+        return fetched[0] if fetched else self.checkpoints.resolve(resume)
 
     def _refuse_unwritable(self) -> None:
         if (why := unwritable(self.folder)) is not None:
@@ -227,33 +213,31 @@ class Run(ABC):
             self._refuse_unwritable()
             if not is_restart():
                 early += aligned(config.batch_rows())
-            self._watch(is_continued=state is not None or self.watching.restarts > 0)
+            self._watch(has_state=state is not None)
             self.checkpoints.remove_unfinished()
             save_resolved(config, self.folder / "config.yaml")
             self.marks.begin()
-            self.trackers = open_trackers(config, resume_after_step=self.step if state is not None else None)
-            self._stack.callback(self.trackers.close)
-            self.trackers.add("state", self.watching)
+            resume_after = self.step if state is not None else None
+            self._metrics_file = MetricsFile(self.folder / "metrics.jsonl", resume_after_step=resume_after)
+            self._stack.callback(self._metrics_file.close)
         experts = self.folder / "experts.jsonl" if self.leads else None
         self.experts = ExpertRecord(experts, self.step if state is not None else None)
         self._stack.callback(self.experts.close)
         trace = self.folder / "trace.jsonl" if self.leads else None
-        self.timeline = Timeline(trace, self.phases, self.step if state is not None else None, self._export)
+        self.timeline = Timeline(trace, self.phases, self.step if state is not None else None, self.observers)
         self._stack.callback(self.timeline.close)
         progress = Progress(
             config.run.steps, self.phases, first_step=self.step, shown=self.shown, console=Console(quiet=not self.leads)
         )
         self.progress = self._stack.enter_context(progress)
         self.watching.say = self.progress.say
-        if self.leads:
-            self.trackers.say = self.progress.say
         for line in early:
             self.progress.say(line)
         self._stop.tell = self._tell_of_stop
         self.phases.listen(self._name_what_is_written)
         for damage in self.checkpoints.damaged:
             self.progress.say(f"a checkpoint was passed over: {damage}")
-        for line in (*(self.mirroring.take_lines() if self.mirroring is not None else ()), *self._differences(resume_from)):
+        for line in (*self._observers_lines(), *self._differences(resume_from)):
             self.progress.say(line)
         if not self.was_finished:
             with self.phases("start"):
@@ -267,22 +251,22 @@ class Run(ABC):
         if state is not None:
             self.evaluations.update(state["evaluations"])
             self.load_state(state)
-        if self.mirroring is not None:
-            self.saving.then = self.mirroring.begin
-            if resume_from is not None and resume_from.parent == self.checkpoints.folder:
-                self.mirroring.begin(resume_from)
+        self.saving.then = self._saved
+        if resume_from is not None and resume_from.parent == self.checkpoints.folder:
+            self._saved(resume_from)
 
-    def _watch(self, *, is_continued: bool) -> None:
-        """Tell of the run's state from now on, where the config says so."""
+    def _watch(self, *, has_state: bool) -> None:
+        """Tell of the run's state from now on; `has_state`: it goes on from a checkpoint."""
+        is_continued = has_state or self.watching.restarts > 0
         self.watching.begin_after(self.step)
         self.watching.guards = self.guards.counts
         self.watching.checkpoint = lambda: next(reversed(self.checkpoints.all()), None)
         self.phases.listen(self.watching.phase_changed)
-        self._export = open_span_export(self._settings, lambda line: self.watching.say(line))
-        endpoint = open_endpoint(self._settings, self.watching, is_continued=is_continued)
-        if endpoint is not None:
-            self._stack.callback(endpoint.close)
-            endpoint.announce()
+        resume_after = self.step if has_state else None
+        start = RunStart(self.watching, resume_after, is_continued, say=lambda line: self.watching.say(line))
+        for observer in self.observers:
+            self._stack.callback(observer.close)
+            observer.started(start)
 
     def _tell_of_stop(self) -> None:
         again = "; Ctrl-C again leaves at once" if self._stop.received == "Ctrl-C" else ""
@@ -344,12 +328,28 @@ class Run(ABC):
         self.metrics |= {**metrics, **self.phases.last_step.metrics(), **self.timeline.record(self.step, self.roles)}
         self.experts.write(self.step)
         if self.leads:
-            mirrored = self.mirroring.figures() if self.mirroring is not None else {}  # no guard's: only the leader has them
-            self.trackers.log(self.step, self.metrics | mirrored)
+            self._record(self.step)
             self.progress.step_done(self.step, self.metrics)
-        for line in (*self._after_step, *(self.mirroring.take_lines() if self.mirroring is not None else ())):
+        for line in (*self._after_step, *self._observers_lines()):
             self.progress.say(line)
         self._after_step.clear()
+
+    def _record(self, step: int) -> None:
+        """Write the metrics of `step`, with those of observers, which no guard sees: only the leader has them."""
+        metrics = dict(self.metrics)
+        for observer in self.observers:
+            metrics |= observer.figures()
+        self._metrics_file.log(step, metrics)
+        self.watching.log(step, metrics)
+        for observer in self.observers:
+            observer.logged(step, metrics)
+
+    def _observers_lines(self) -> list[str]:
+        return [line for observer in self.observers for line in observer.take_lines()]
+
+    def _saved(self, checkpoint: Path) -> None:
+        for observer in self.observers:
+            observer.saved(checkpoint)
 
     def save_if_due(self) -> None:
         """Save as `run.save_every` and `run.save_minutes` say, after the last step, and when told to stop, which ends the run.
@@ -411,7 +411,7 @@ class Run(ABC):
             self.progress.say(line)
         self.metrics |= {f"eval/{name}": value for name, value in result.items()}
         if not self.step and self.leads:
-            self.trackers.log(0, self.metrics)
+            self._record(0)
 
     def roll_back(self, rule: GuardRule) -> dict[str, Any]:
         """Give every role its weights and moments from the newest sound checkpoint from before `rule` was broken.
@@ -456,8 +456,8 @@ class Run(ABC):
         )
         if self.leads:
             write_summary(path, summary)
-            if self.mirroring is not None and (newest := self.checkpoints.all()[-1:]):
-                self.mirroring.begin(newest[0])  # again, for the summary
+            if newest := self.checkpoints.all()[-1:]:
+                self._saved(newest[0])  # again, for the summary
             self._say_result()
             self._say_where(model)
         return summary
@@ -469,7 +469,7 @@ class Run(ABC):
             self.progress.say(f"newest checkpoint: {newest[0]}")
         if model.exists():
             self.progress.say(f"exported model: {model}")
-        for line in upload_commands(self._settings):
+        for line in (line for observer in self.observers for line in observer.last_lines()):
             self.progress.say(line)
 
     def _say_result(self) -> None:

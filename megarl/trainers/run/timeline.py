@@ -8,7 +8,7 @@ from pathlib import Path
 from megarl.models.update_flops import UpdateFlops
 from megarl.observe import MetricsFile, Phases
 from megarl.observe.trace import PhaseSpans, Span, by_process
-from megarl.options.telemetry.otel import SpanExport
+from megarl.trainers.run.observers import RunObserver
 from megarl.trainers.run.roles import POLICY, Roles
 from megarl.workers.rank_calls import RankRecord
 
@@ -19,11 +19,11 @@ class Timeline:
     """Gathers spans and peak memory. Under torchrun every rank has one, and only the leading one writes."""
 
     def __init__(
-        self, path: Path | None, phases: Phases, resume_after_step: int | None, export: SpanExport | None = None
+        self, path: Path | None, phases: Phases, resume_after_step: int | None, observers: Sequence[RunObserver] = ()
     ) -> None:
-        """`path`: None where another process writes. `export` is given the same spans."""
+        """`path`: None where another process writes. `observers` are given the same spans."""
         self._file = MetricsFile(path, resume_after_step=resume_after_step) if path is not None else None
-        self._export = export
+        self._observers = observers
         self.others: dict[str, Callable[[], list[list[Span]]]] = {}
         """By group what gives the spans of processes that are no training ranks."""
         self._driver = PhaseSpans()
@@ -40,17 +40,15 @@ class Timeline:
             spans |= {name: take() for name, take in self.others.items()}
             row = by_process(self._driver.take(), spans)
             self._file.log(step, {"spans": row})
-            if self._export is not None:
-                self._export.record(step, row)
+            for observer in self._observers:
+                observer.traced(step, row)
         peaks = {f"memory/{name}_peak_gib": max(record.peak_bytes for record in ranks) / GIB for name, ranks in records.items()}
         return peaks | throughput(operations, records[POLICY], roles.peak_flops)
 
     def close(self) -> None:
-        """Close the file, and send what waits to be."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
-        if self._export is not None:
-            self._export.close()
 
 
 def throughput(operations: UpdateFlops, ranks: Sequence[RankRecord], peak_flops: float | None) -> dict[str, float]:

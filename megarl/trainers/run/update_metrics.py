@@ -8,8 +8,8 @@ from megarl.observe.expert_load import EXPERTS, routing_figures
 
 LOG_PROBS = "log_probs"
 """Of an update's metrics, the one that is no number: by row the trainer's log-probs, float32 `[L]`."""
-SUMMED = frozenset({"policy/loss", "policy/nll", "policy/pair_accuracy", "policy/pair_margin", "critic/loss", "ptx/loss"})
-"""Metrics whose sum over ranks and micro-batches is the value itself; the other sums are divided by the tokens."""
+SUMMED = frozenset({"policy/nll", "policy/pair_accuracy", "policy/pair_margin"})
+"""Metrics whose sum over ranks and micro-batches is the value itself, as are losses; others are divided by the tokens."""
 
 
 def combine(answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def combine(answers: list[dict[str, Any]]) -> dict[str, Any]:
     tokens = max(totals.pop("tokens", 0.0), 1.0)
     alone = {"grad_norm", "lr", "skipped", "non_finite", "mtp_loss", "mtp_accuracy"} | SUMMED
     means: dict[str, Any] = {
-        name: value if name in alone or name.endswith("_max") else value / tokens for name, value in totals.items()
+        name: value if name in alone or name.endswith(("_max", "/loss")) else value / tokens for name, value in totals.items()
     }
     means |= routing_figures(routed) | {EXPERTS: routed} if routed else {}
     return means | ({LOG_PROBS: log_probs} if log_probs else {})

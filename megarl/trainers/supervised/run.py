@@ -17,7 +17,7 @@ from megarl.data.batch import Batch
 from megarl.data.mixture import build_parts, mixture_weights, place_of_row
 from megarl.data.rows import find_value
 from megarl.data.sample import Sample
-from megarl.data.sampler import build_sampler, count_held_out
+from megarl.data.sampler import build_sampler, count_held_out, order_by
 from megarl.data.stream import ScorePosition, pack
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings, kind_of_rows
 from megarl.data.tokenize import load_tokenizer
@@ -63,7 +63,7 @@ class SupervisedRun(Run):
             train,
             mixture_weights(config.data.train),
             config.run.seed,
-            config.data.curriculum,
+            order_by(config.data),
             config.data.rows_per_step,
             partial(place_of_row, source=config.data.train),
         )

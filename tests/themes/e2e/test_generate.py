@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Config
-from megarl.config.sections import SourceConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.prompts import load_rows
 from megarl.errors import ConfigError
 from megarl.trainers.rl.evaluate import evaluate

@@ -11,7 +11,8 @@ import pytest
 from megarl.cli import main
 from megarl.config import config_fields, load_config, parse_config, save_resolved
 from megarl.config.secrets import is_secret, redacted, without_secrets
-from megarl.config.sections import DataConfig, SourceConfig
+from megarl.config.sections import DataConfig
+from megarl.config.sources import SourceConfig
 from megarl.errors import ConfigError, RewardError
 from megarl.options.telemetry.trackers import open_trackers
 from megarl.rewards import build_rewards

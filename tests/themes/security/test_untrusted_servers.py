@@ -12,7 +12,8 @@ import pytest
 from aiohttp import web
 
 from megarl.config.rollout import OpenEnvConfig
-from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
+from megarl.config.sections import DataConfig, RewardConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError, RewardError
 from megarl.options.environments.openenv import OpenEnvError, OpenEnvironment

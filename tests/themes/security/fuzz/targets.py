@@ -106,7 +106,8 @@ def tokenizer() -> Any:
 
 
 def _rows(data: bytes) -> None:
-    from megarl.config.sections import DataConfig, SourceConfig
+    from megarl.config.sections import DataConfig
+    from megarl.config.sources import SourceConfig
     from megarl.data.prompts import rows_of
     from megarl.data.supervised import SupervisedBuilder, SupervisedSettings
     from megarl.data.tokenize import PromptBuilder
@@ -196,7 +197,8 @@ _server = functools.cache(_RawServer)
 def _http(data: bytes) -> None:
     import time
 
-    from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
+    from megarl.config.sections import DataConfig, RewardConfig
+    from megarl.config.sources import SourceConfig
     from megarl.data.sample import Sample
     from megarl.rewards import build_rewards
     from megarl.rollout.engines.sglang.external import ExternalServer

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megarl.config.sections import SourceConfig
+from megarl.config.sources import SourceConfig
 from megarl.data.chat import ChatTemplate
 from megarl.data.prompts import rows_of
 from megarl.data.rows import Origin, RowPlace

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config import parse_any, parse_config, to_yaml
-from megarl.config.sections import CurriculumConfig, SourceConfig, weight_at
+from megarl.config.sources import SourceConfig, weight_at
 from megarl.data.mixture import build_parts, place_of_row
 from megarl.data.prompts import load_rows, rows_of
 from megarl.data.sample import Prompt, Sample
 from megarl.data.sampler import MixtureSampler, RowSampler, build_sampler
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings
 from megarl.errors import CheckpointError, ConfigError, DataError
+from megarl.options.curriculum.curriculum import Curriculum
+from megarl.options.curriculum.section import CurriculumConfig
 from megarl.trainers.rl.eval_figures import pass_rates
 from tests.data.chat_tokenizers import byte_tokenizer
 
@@ -35,7 +38,7 @@ def curriculum(**fields: Any) -> CurriculumConfig:
 
 
 def sampler(rows_per_step: int = 1, rows: list[Prompt] | None = None, seed: int = 0, **fields: Any) -> RowSampler[Prompt]:
-    return RowSampler(rows or prompts(), seed, curriculum=curriculum(**fields), rows_per_step=rows_per_step)
+    return RowSampler(rows or prompts(), seed, order=partial(Curriculum, curriculum(**fields)), rows_per_step=rows_per_step)
 
 
 def levels(taken: list[Prompt]) -> list[int]:
@@ -126,7 +129,7 @@ def test_a_resumed_order_is_that_of_a_run_that_never_stopped(
 
     def new() -> Any:
         parts = [prompts(prefix="train-0"), prompts(HARD[:4], prefix="train-1")] if mixed else [prompts()]
-        return build_sampler(parts, [{0: 1.0, 5: 0.0}, 1.0][: len(parts)], 7, curriculum(**kind), each)
+        return build_sampler(parts, [{0: 1.0, 5: 0.0}, 1.0][: len(parts)], 7, partial(Curriculum, curriculum(**kind)), each)
 
     def step(one: Any) -> list[Prompt]:
         taken = one.next(each)
@@ -215,9 +218,8 @@ def test_rows_without_a_number_are_named_with_their_file_and_line(tmp_path: Path
     with pytest.raises(
         DataError, match=r"^data\.train \('.*rows\.jsonl'\) line 3 has 'x' under 'hard' \(data\.curriculum\.key\)"
     ):
-        build_sampler(
-            parts, [1.0], 0, curriculum(key="hard", order="ascending"), place_of=lambda row_id: place_of_row(row_id, plain)
-        )
+        order = partial(Curriculum, curriculum(key="hard", order="ascending"))
+        build_sampler(parts, [1.0], 0, order, place_of=lambda row_id: place_of_row(row_id, plain))
 
 
 def test_a_stage_without_rows_and_a_checkpoint_of_another_curriculum_are_refused() -> None:

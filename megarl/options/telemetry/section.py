@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megarl.config.option_sections import AddedField
 from megarl.config.section import ClassPath, Section
-from megarl.errors import ConfigError
 
 BackendName = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
 
@@ -47,22 +47,12 @@ class TrackersConfig(Section):
     """Send the spans of every step as traces to the OpenTelemetry collector that OTEL_EXPORTER_OTLP_ENDPOINT names."""
 
 
-def check_trackers(trackers: TrackersConfig) -> None:
-    """Refuse what would be read by nobody.
+DESCRIPTION = "Who is told of the run in addition to `metrics.jsonl`: experiment trackers, Prometheus, OpenTelemetry."
+FIELDS = tuple(
+    AddedField(run, "trackers", TrackersConfig, TrackersConfig(), DESCRIPTION) for run in ("Config", "SupervisedConfig")
+)
 
-    Raises:
-        ConfigError: arguments of a tracker that is not used, or how an endpoint listens that is not there.
-    """
-    own = [name for name in trackers.backends if ":" in name]
-    for name, arguments in trackers.args.items():
-        if name not in own:
-            allowed = f"one of {', '.join(own)}" if own else "left out: trackers.backends names no tracker of your own"
-            raise ConfigError.of("trackers.args", name, "is no tracker of your own in trackers.backends", allowed=allowed)
-        if not isinstance(arguments, dict):
-            raise ConfigError.of(f"trackers.args['{name}']", arguments, allowed="a mapping of keyword arguments")
-    unset, prometheus = PrometheusConfig(), trackers.prometheus
-    for field in ("host", "token_file"):
-        if prometheus.port is None and getattr(prometheus, field) != getattr(unset, field):
-            raise ConfigError.needs(
-                f"trackers.prometheus.{field}", "a port", f"set trackers.prometheus.port, or remove trackers.prometheus.{field}"
-            )
+
+def trackers_of(config: Section) -> TrackersConfig:
+    """The section `trackers` of a run's config."""
+    return getattr(config, "trackers")  # noqa: B009 - a field that this option adds

@@ -40,7 +40,7 @@ class Copied:
 
     def copy(self, step: int, accuracy: float = 0.0) -> list[str]:
         """Save and copy, and what is said of it."""
-        self.mirroring.begin(self.save(step, accuracy))
+        self.mirroring.saved(self.save(step, accuracy))
         self.mirroring.wait()
         return self.mirroring.take_lines()
 
@@ -71,10 +71,10 @@ def test_the_newest_wins_and_what_is_being_copied_stays_until_it_is_there(
     steps: list[list[int]] = []
     send = run.mirroring.mirror.send
     monkeypatch.setattr(run.mirroring.mirror, "send", lambda checkpoint: (send(checkpoint), steps.append(run.there))[0])
-    run.mirroring.begin(run.save(1))
+    run.mirroring.saved(run.save(1))
     assert waits.wait(60)
     for step in (2, 3, 4):
-        run.mirroring.begin(run.save(step))
+        run.mirroring.saved(run.save(step))
     assert [path.name for path in run.checkpoints.all()] == ["step_000001", "step_000004"]
     may_go_on.set()
     run.mirroring.wait()
@@ -107,7 +107,7 @@ def test_the_lines_of_a_step_are_there_before_its_checkpoint(tmp_path: Path, mon
     run.folder.mkdir(parents=True)
     waits, may_go_on = blocking(monkeypatch, "manifest.json")
     (run.folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    run.mirroring.begin(run.save(1))
+    run.mirroring.saved(run.save(1))
     assert waits.wait(60)
     assert (run.second / "metrics.jsonl").read_text() == '{"step": 1}\n'
     may_go_on.set()
@@ -125,10 +125,10 @@ def test_a_mistake_of_our_own_ends_no_run_either(tmp_path: Path, monkeypatch: py
 def test_the_best_is_copied_too_where_the_place_was_too_slow_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Copied(tmp_path, keep_checkpoints=1, keep_best="accuracy")
     waits, may_go_on = blocking(monkeypatch, "state.json")
-    run.mirroring.begin(run.save(1, 0.1))
+    run.mirroring.saved(run.save(1, 0.1))
     assert waits.wait(60)
     for step, accuracy in ((2, 0.9), (3, 0.3)):
-        run.mirroring.begin(run.save(step, accuracy))
+        run.mirroring.saved(run.save(step, accuracy))
     may_go_on.set()
     run.mirroring.wait()
     assert run.there == [2, 3]
@@ -140,7 +140,7 @@ def test_the_best_is_copied_too_where_the_place_was_too_slow_for_it(tmp_path: Pa
 def test_the_end_of_a_run_waits_for_the_last_copy_unless_nothing_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Copied(tmp_path, save_s=0.2)
     waits, may_go_on = blocking(monkeypatch, "state.json")
-    run.mirroring.begin(run.save(1))
+    run.mirroring.saved(run.save(1))
     assert waits.wait(60)
     run.mirroring.wait()
     assert run.mirroring.take_lines() == [f"mirror: {run.second} has not taken a byte for 0.2 s"]
@@ -152,7 +152,7 @@ def test_the_end_of_a_run_waits_for_the_last_copy_unless_nothing_moves(tmp_path:
     assert run.there == []  # it was given up
     run = Copied(tmp_path)
     waits, may_go_on = blocking(monkeypatch, "manifest.json")
-    run.mirroring.begin(run.save(2))
+    run.mirroring.saved(run.save(2))
     assert waits.wait(60)
     threading.Thread(target=may_go_on.set).start()
     run.mirroring.wait()
@@ -166,12 +166,12 @@ def test_a_place_that_cannot_be_used_is_refused_at_the_start_but_ends_no_run_tha
         for is_restart in (False, True):
             run = Copied(tmp_path)
             with pytest.raises(MirrorError) as caught:  # and a restart that has nothing here may need what is there
-                run.mirroring.open(resume, is_restart=is_restart)
+                run.mirroring.fetch(resume, is_restart=is_restart)
             assert str(caught.value) == sentence
     run.save(3)
     with pytest.raises(MirrorError):
-        run.mirroring.open("auto", is_restart=False)
-    assert run.mirroring.open("auto", is_restart=True) == run.checkpoints.folder / "step_000003"
+        run.mirroring.fetch("auto", is_restart=False)
+    assert run.mirroring.fetch("auto", is_restart=True) == run.checkpoints.folder / "step_000003"
     (said,) = run.mirroring.take_lines()
     assert said.startswith(f"mirror: {run.second} cannot be used now: ")
     assert run.mirroring.figures()["checkpoint/mirror_failures"] == 1
@@ -207,7 +207,7 @@ def test_auto_is_the_newest_sound_checkpoint_of_both_places(
             shutil.rmtree(checkpoint)
     for folder in spoil:
         damage(tmp_path / folder)
-    resumed = run.mirroring.open("auto", is_restart=False)
+    resumed = run.mirroring.fetch("auto", is_restart=False)
     assert resumed == (run.checkpoints.folder / f"step_{found:06d}" if found is not None else None)
     lines = run.mirroring.take_lines()
     assert sum("passed over" in line and "second" in line for line in lines) == sum("second" in folder for folder in spoil)
@@ -222,16 +222,16 @@ def test_only_damaged_checkpoints_in_both_places_end_the_start(tmp_path: Path) -
     damage(run.second / "checkpoints" / "step_000002")
     damage(run.checkpoints.folder / "step_000002")
     with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
-        run.mirroring.open("auto", is_restart=False)
+        run.mirroring.fetch("auto", is_restart=False)
 
 
 def test_a_new_run_does_not_take_the_place_of_another_ones_copies(tmp_path: Path) -> None:
     run = Copied(tmp_path)
-    assert run.mirroring.open("never", is_restart=False) is None
+    assert run.mirroring.fetch("never", is_restart=False) is None
     run.copy(1)
     shutil.rmtree(run.folder)
     with pytest.raises(ConfigError) as caught:
-        Copied(tmp_path).mirroring.open("never", is_restart=False)
+        Copied(tmp_path).mirroring.fetch("never", is_restart=False)
     assert str(caught.value) == (
         f"run.name is 'run', but {run.second} already holds copies of a run; give this one another run.name or run.mirror, "
         "continue it with run.resume=auto, or remove them"
@@ -247,7 +247,7 @@ def test_a_run_that_exports_its_model_is_brought_back_without_the_summary_that_s
             (run.folder / name).write_text("{}\n")
         run.copy(1)
         shutil.rmtree(run.folder)
-        run.mirroring.open("auto", is_restart=False)
+        run.mirroring.fetch("auto", is_restart=False)
         assert (run.folder / "metrics.jsonl").exists()
         assert (run.folder / "summary.json").exists() != export
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from megarl.algorithms import PreferenceSettings, token_weights
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
+from megarl.options.online_pairs.loss import PairLoss
 from megarl.options.online_pairs.pairs import choose_pairs
 from megarl.trainers.rl.experience import mini_batch_rows
 from megarl.trainers.rl.objectives import PolicyObjective
@@ -50,8 +51,8 @@ def test_the_best_of_a_group_stands_against_the_worst_and_ties_teach_nothing(
     batch = given(advantages)
     pairs = choose_pairs(batch)
     assert pairs.rows == rows
-    assert pairs.untied == untied
-    assert pairs.figures() == {"pairs/used": len(untied) / 2, "pairs/tied": 2 - len(untied) / 2}
+    assert pairs.counted == untied
+    assert pairs.figures == {"pairs/used": len(untied) / 2, "pairs/tied": 2 - len(untied) / 2}
     assert [row for row in rows if batch.columns["is_chosen"][row, 0]] == list(rows[::2])
     assert batch.columns["pair"][list(rows), 0].tolist() == [0.0, 0.0, 1.0, 1.0]
 
@@ -90,13 +91,13 @@ def test_loss_and_gradient_are_those_of_the_untied_pairs_in_any_micro_batches(na
     batch = given([0.0 if ties and GROUPS[row] == "b" else value for row, value in enumerate(advantages)])
     pairs, beta, alpha = choose_pairs(batch), 0.7, 0.3
     kept = torch.zeros_like(batch.mask)
-    untied = sorted(pairs.untied)
+    untied = sorted(pairs.counted)
     kept[untied] = batch.mask[untied]
     generator = torch.Generator().manual_seed(1)
     new, reference = -torch.rand(2, *batch.mask.shape, generator=generator, dtype=torch.float64) * 3
     columns = {name: column.double() for name, column in batch.columns.items()}
     columns |= {"weights": token_weights(kept, "seq_mean_token_sum").double(), "reference_log_probs": reference}
-    objective = PolicyObjective(name, of_pairs=PreferenceSettings(beta=beta, rpo_alpha=alpha))
+    objective = PolicyObjective(name, of_stream=PairLoss(name, PreferenceSettings(beta=beta, rpo_alpha=alpha)))
     leaf = new.clone().requires_grad_()
     total, figures = torch.zeros((), dtype=torch.float64), {"accuracy": 0.0, "margin": 0.0, "loss": 0.0}
     couples = [list(pairs.rows[place : place + 2]) for place in range(0, len(pairs.rows), 2)]
@@ -112,7 +113,7 @@ def test_loss_and_gradient_are_those_of_the_untied_pairs_in_any_micro_batches(na
     h = ((own - reference) * batch.mask).sum(1)
     want, margins = [], []
     for w, r in couples:
-        if w in pairs.untied:
+        if w in pairs.counted:
             margins.append(float(beta * (h[w] - h[r])))
             pair = -torch.sigmoid(beta * (h[w] - h[r])).log() if name == "dpo" else (h[w] - h[r] - 1 / (2 * beta)) ** 2
             want.append(pair - alpha * (own * batch.mask).sum(1)[w] / batch.mask.sum(1)[w])

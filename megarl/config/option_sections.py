@@ -1,0 +1,51 @@
+"""How options add fields to the config's sections: `FIELDS` of an option's `section.py` become fields of a core section."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar
+
+from pydantic import Field, create_model
+
+from megarl.config.section import Section
+from megarl.option_list import OPTIONS, parts
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+OPTION_OF_FIELD = {
+    "data.curriculum": "curriculum",
+    "ptx": "ptx",
+    "run.mirror": "mirror",
+    "trackers": "telemetry",
+}
+"""The option that each added field belongs to, also where an installation lacks it: for the sentence that says so."""
+
+
+class AddedField(NamedTuple):
+    """A field that an option adds to the section class called `parent`."""
+
+    parent: str
+    name: str
+    annotation: Any
+    default: Any
+    description: str
+
+
+def with_options(section: type[AnySection]) -> type[AnySection]:
+    """Decorate a section: returns the class of the same name that has the fields of the installed options, too."""
+    added = [field for module in parts("section") for field in module.FIELDS if field.parent == section.__name__]
+    fields: dict[str, Any] = {
+        field.name: (field.annotation, Field(default=field.default, description=field.description)) for field in added
+    }
+    if not fields:
+        return section
+    return create_model(
+        section.__name__, __base__=section, __module__=section.__module__, __doc__=section.__doc__, **fields
+    )
+
+
+def absent_option(field: str) -> str | None:
+    """The sentence on the config field `field`, if it belongs to an option that this installation does not have."""
+    option = OPTION_OF_FIELD.get(field)
+    if option is None or option in OPTIONS:
+        return None
+    return f"section `{field.rpartition('.')[2]}` needs the option {option}, which this installation does not have ({field})"

@@ -1,0 +1,37 @@
+"""Checks of `run.mirror`: one sentence per contradiction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.config.schema import Config
+from megarl.config.secrets import redacted
+from megarl.config.sections import RunConfig
+from megarl.config.supervised import SupervisedConfig
+from megarl.errors import ConfigError
+from megarl.options.mirror.section import mirror_of
+
+
+def check(config: Config) -> None:
+    """Refuse a second place that cannot be one."""
+    _check_place(config.run)
+
+
+def check_supervised(config: SupervisedConfig) -> None:
+    """Refuse a second place that cannot be one."""
+    _check_place(config.run)
+
+
+def _check_place(run: RunConfig) -> None:
+    mirror = mirror_of(run)
+    if mirror is None:
+        return
+    scheme, is_address, rest = mirror.partition("://")
+    bucket = rest.partition("/")[0]
+    allowed = "a folder outside run.folder, or s3://BUCKET/PREFIX with a bucket that is there"
+    if is_address and "@" in bucket:
+        raise ConfigError.of("run.mirror", redacted(mirror), "has a key in it", allowed="without; AWS_* variables have it")
+    if not mirror.strip() or (is_address and (scheme != "s3" or not bucket or "?" in rest)):
+        raise ConfigError.of("run.mirror", mirror, allowed=allowed)
+    if not is_address and Path(run.folder).resolve() in (Path(mirror).resolve(), *Path(mirror).resolve().parents):
+        raise ConfigError.of("run.mirror", mirror, f"is in run.folder, '{run.folder}'", allowed=allowed)

@@ -1,0 +1,78 @@
+"""The moments of a step of reinforcement learning at which options take part, as methods of one object for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from megarl.config import Config
+from megarl.data.batch import Batch
+from megarl.data.stream import PackedStream
+from megarl.option_list import functions
+
+StreamLoss = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, Tensor]]]
+"""Log-probs `[N]` of a stream's scored tokens, and the stream → a loss per token `[N]`, and sums for metrics."""
+
+
+class MixedLoss(Protocol):
+    """The loss of streams that are mixed into an update; ranks get it as a value."""
+
+    column: ClassVar[str]
+    """Streams that have this column are its own."""
+
+    def __call__(self, log_probs: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, Any]]:
+        """Log-probs `[N]` → the loss as one number, and sums for metrics by their whole names."""
+
+
+@dataclass(frozen=True)
+class ChosenRows:
+    """The rows of a batch that its updates train on, groups of which stay in one micro-batch; `counted` have a weight."""
+
+    rows: tuple[int, ...]
+    counted: frozenset[int]
+    figures: Mapping[str, float]
+    columns: tuple[str, ...]
+    """Columns that the loss reads."""
+
+
+class StepPart:
+    """The part that an option takes in a step; each method does nothing unless an option says so."""
+
+    state_name = ""
+    """The key of its state in checkpoints; empty: it has none."""
+
+    def choose_rows(self, batch: Batch) -> ChosenRows | None:
+        """With advantages there: which rows are trained on, where the loss does not take all."""
+        return None
+
+    def stream_loss(self) -> StreamLoss | None:
+        """The policy loss, where it is not one of single tokens."""
+        return None
+
+    def mixed_in(self) -> tuple[Batch, Sequence[str]] | None:
+        """A further batch for the next update of the policy, and its columns."""
+        return None
+
+    def mixed_loss(self) -> MixedLoss | None:
+        """The loss of the batches that `mixed_in` gives."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must keep, JSON-able."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`'s answer."""
+
+
+def open_parts(config: Config, tokenizer: Any) -> list[StepPart]:
+    """The parts of the options that the config asks for.
+
+    Raises:
+        MegarlError: what an option needs cannot be read.
+    """
+    made = (take_part(config, tokenizer) for take_part in functions("run", "take_part"))
+    return [part for part in made if part is not None]
