@@ -1,0 +1,118 @@
+"""Options can be deleted, each with its folder and its line: the rest starts, refuses its sections and computes the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.option_sections import OPTION_OF_FIELD
+from megarl.option_list import OPTIONS
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "models" / "tiny-arithmetic"
+NOT_YET = (
+    "pictures", "lora", "prediction", "routing_replay", "shared_prefixes", "few_bits", "linear_attention", "agents",
+    "sandboxes", "tools", "environments", "lending", "transports", "distillation", "reward_model",
+)  # fmt: skip
+"""Options that the core still imports; tests/test_rooms.py counts by how many imports."""
+DELETABLE = tuple(name for name in OPTIONS if name not in NOT_YET)
+FOR_ALL = ("mirror", "curriculum", "telemetry")
+"""The options that `make test` deletes. `make test-all` deletes the others, too."""
+TASK = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "operators": ["+"],
+        "allow_parentheses": False, "allow_negation": False}  # fmt: skip
+CONFIG: dict[str, Any] = {
+    "run": {"name": "tiny", "steps": 2, "eval_before": False},
+    "model": {"path": str(MODEL), "dtype": "float32"},
+    "policy": {"optimizer": {"lr": 5e-4}},
+    "algorithm": {"name": "grpo", "kl": {"coef": 0.0}},
+    "data": {
+        "train": {"source": "reasoning_gym", "name": "basic_arithmetic", "limit": 100, "args": TASK},
+        "chat_template": "never",
+        "max_prompt_tokens": 8,
+    },
+    "rollout": {"engine": "embedded", "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 4},
+    "rewards": [{"name": "exact_number"}],
+}
+TIMED = ("time", "speed/", "memory/", "policy/tflops", "policy/mfu")
+
+
+def megarl_at(root: Path, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run `megarl` from the package in `root`."""
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "megarl", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def steps_of(root: Path, folder: Path) -> list[dict[str, Any]]:
+    """The metrics of two steps of GRPO, without those of time and memory."""
+    config = folder / "tiny.yaml"
+    config.write_text(json.dumps(CONFIG))
+    done = megarl_at(root, "train", str(config), folder=folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in (folder / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith(TIMED)} for row in rows]
+
+
+def without(option: str, target: Path) -> Path:
+    """A copy of the package without `option`; returns the folder that holds it."""
+    shutil.copytree(ROOT / "megarl", target / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(target / "megarl" / "options" / option)
+    listed = target / "megarl" / "option_list.py"
+    left = listed.read_text().replace(f'    "{option}",\n', "")
+    assert left != listed.read_text()
+    listed.write_text(left)
+    return target
+
+
+@pytest.fixture(scope="module")
+def steps_with_all(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The same two steps with every option there."""
+    if not MODEL.exists():
+        pytest.skip("needs models/tiny-arithmetic (make tiny-model)")
+    return steps_of(ROOT, tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "option", [name if name in FOR_ALL else pytest.param(name, marks=pytest.mark.exhaustive) for name in DELETABLE]
+)
+def test_without_an_option_a_run_computes_the_same(option: str, steps_with_all: list[dict[str, Any]], tmp_path: Path) -> None:
+    root = without(option, tmp_path)
+    steps = steps_of(root, tmp_path)
+    assert {"policy/loss", "policy/grad_norm", "reward/mean", "mismatch/k3"} <= steps[0].keys()
+    assert steps == [{name: whole[name] for name in left} for left, whole in zip(steps, steps_with_all, strict=True)]
+    for field in (field for field, owner in OPTION_OF_FIELD.items() if owner == option):
+        done = megarl_at(root, "plan", str(tmp_path / "tiny.yaml"), f"{field}={{}}", folder=tmp_path)
+        assert done.returncode == 2
+        sentence = f"section `{field.rpartition('.')[2]}` needs the option {option}, which this installation does not have"
+        assert sentence in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("option", DELETABLE)
+def test_without_an_option_the_quick_tests_of_the_rest_pass(option: str, tmp_path: Path) -> None:
+    root = without(option, tmp_path)
+    for name in ("tests", "examples", "benchmarks", "tools", "docs", "pyproject.toml", "Makefile", "README.md", "mkdocs.yml"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, root / name)
+    shutil.rmtree(root / "tests" / "options" / option, ignore_errors=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not real and not exhaustive", "tests"]
+    left_out = ("tests/themes", "tests/docs", "tests/options/test_deletion.py")  # whole runs, pages of all options, and this
+    done = subprocess.run(
+        [*command, *(f"--ignore={name}" for name in left_out)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=1700,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
