@@ -14,6 +14,10 @@ AnySection = TypeVar("AnySection", bound=Section)
 OPTION_OF_FIELD = {
     "data.curriculum": "curriculum",
     "ptx": "ptx",
+    "rollout.episode.agent": "agents",
+    "rollout.episode.mcp": "tools",
+    "rollout.episode.openenv": "environments",
+    "rollout.episode.sandbox": "sandboxes",
     "run.mirror": "mirror",
     "trackers": "telemetry",
 }
@@ -41,6 +45,18 @@ def with_options(section: type[AnySection]) -> type[AnySection]:
     return create_model(
         section.__name__, __base__=section, __module__=section.__module__, __doc__=section.__doc__, **fields
     )
+
+
+OPTION_OF_KIND = {"tools": "tools", "environment": "environments", "agent": "agents"}
+"""The option that each kind of episode belongs to."""
+
+
+def absent_kind(kind: str) -> str | None:
+    """The sentence on `rollout.episode.kind`, if the kind belongs to an option that this installation does not have."""
+    option = OPTION_OF_KIND.get(kind)
+    if option is None or option in OPTIONS:
+        return None
+    return f"rollout.episode.kind is '{kind}', which needs the option {option}, which this installation does not have"
 
 
 def absent_option(field: str) -> str | None:

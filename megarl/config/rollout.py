@@ -6,9 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megarl.config.option_sections import with_options
 from megarl.config.section import ClassPath, Count, Positive, Seconds, Section
 
 
+@with_options
 class ScheduleConfig(Section):
     """When generation and training run: in turns, or at the same time (docs/rollouts.md)."""
 
@@ -35,133 +37,16 @@ class ScheduleConfig(Section):
         return self.partial_responses == "continue"
 
 
-class VerifiersConfig(Section):
-    """An environment of the `verifiers` package that acts by itself (docs/sandboxes.md)."""
-
-    environment: str = ""
-    """Name of the environment, as `verifiers.load_environment` takes it. Empty: none."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the environment."""
-    python: str | None = None
-    """Python that has `verifiers` 0.1 and the environment. null: the one of megarl."""
-
-
-class AgentConfig(Section):
-    """A program that acts by itself: it asks an endpoint of megarl for turns of the policy, as OpenAI's or Anthropic's
-    (docs/agents.md)."""
-
-    command: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Command line, started for each episode. `{prompt}` and `{row.KEY}` in it stand for fields of the row."""
-    function: str | None = None
-    """In place of `command`: a function `agent(task)` as `package.module:function` or `path/to/file.py:function`. An `async
-    def` serves many episodes at once."""
-    verifiers: VerifiersConfig = VerifiersConfig()
-    """In place of `command`: an environment of the `verifiers` package, whose rubric gives the reward."""
-    processes: Positive | None = None
-    """Number of processes that run `function` or `verifiers`. null: half as many as cores."""
-    at_once: Positive = 64
-    """Maximum number of agents that act at the same time."""
-    timeout_s: Seconds = 600.0
-    """Time limit in seconds for one episode; what was said until then is kept, as truncated."""
-    rewards: Literal["episode", "branch"] = "episode"
-    """What is rewarded: the whole `episode`, by the branch of its last turn, or each `branch` by itself."""
-    history: Literal["tokens", "template"] = "tokens"
-    """How later requests show earlier turns: by the `tokens` that were sampled, or as the chat `template` writes them anew."""
-    models: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Further names by which agents may ask for the policy. It is always called `megarl`."""
-    host: str = "127.0.0.1"
-    """Address that the endpoint listens on. Other than loopback: whoever reaches it still needs an episode's key."""
-    environment: dict[str, str] = Field(default_factory=dict)
-    """Further environment variables of `command`."""
-    pass_environment: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Names of environment variables of the run that `command` gets too."""
-
-
-class SandboxConfig(Section):
-    """A folder for each episode, in which tools and agents run commands that reach nothing else (docs/sandboxes.md)."""
-
-    kind: Literal["none", "auto", "seccomp", "docker", "apptainer"] = "none"
-    """`seccomp`: the kernel confines commands on this machine. `docker`, `apptainer`: in containers of `image`. `auto`: a
-    container where there is one and `image` is set, else `seccomp`."""
-    image: str | None = None
-    """Image of `docker` (a name; it is never pulled) or `apptainer` (a file). Its `sh` runs the commands."""
-    memory_mb: Positive = 2048
-    """Memory in MiB of all processes of a command together; under `seccomp` also the address space of each of them."""
-    processes: Positive = 64
-    """Maximum number of processes (and threads) of a command."""
-    disk_mb: Positive = 256
-    """Size of the folder in MiB; a command that fills it further is ended. A folder with more than twice as much is emptied."""
-    output_kb: Positive = 64
-    """KiB of a command's output and of its errors that are kept; one that prints 64 times as much is ended."""
-    timeout_s: Seconds = 30.0
-    """Time limit in seconds for one command."""
-    network: bool = False
-    """Whether commands reach the network. An agent's command under `seccomp` reaches the port of its endpoint all the same."""
-    files: str | None = None
-    """Folder whose files each sandbox begins with."""
-    files_key: str | None = None
-    """Key of a row that has further files: `{path: text}`."""
-    readable: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """`seccomp`: folders that commands may read and run programs from, besides the system's and Python's."""
-    environment: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of commands; they have no others but `PATH`, `HOME` and `TMPDIR`."""
-    at_once: Positive = 16
-    """Maximum number of commands that run at the same time."""
-
-
-class McpServerConfig(Section):
-    """An MCP server whose tools the policy may call, as `mcp:NAME` (docs/sandboxes.md)."""
-
-    command: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Command line of a server that speaks over its input and output."""
-    url: str | None = None
-    """In place of `command`: address of a server that speaks streamable HTTP, such as `http://host:8000/mcp`."""
-    tools: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Names of the tools that the policy is shown. Empty: all."""
-    per_episode: bool = False
-    """Whether each episode has a server (or, with `url`, a session) of its own. false: all share one."""
-    environment: dict[str, str] = Field(default_factory=dict)
-    """Further environment variables of `command`."""
-    pass_environment: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Names of environment variables of the run that `command` gets too."""
-    token_env: str | None = None
-    """Name of the environment variable that has the bearer token for `url`."""
-
-
-class OpenEnvConfig(Section):
-    """An environment of an OpenEnv server, in place of a class of yours (docs/sandboxes.md)."""
-
-    url: str = ""
-    """Address of the server, such as `http://host:8000`. Empty: none."""
-    action_key: str | None = "message"
-    """Field of an action that has what the policy says. null: the policy says the whole action, as a JSON object."""
-    observation_key: str | None = None
-    """Field of an observation that the policy is told. null: its only text, or all of it as JSON."""
-    reset_key: str | None = None
-    """Key of a row that has further arguments for `reset`. The seed follows from the row, so a group begins alike."""
-    at_once: Positive = 64
-    """Maximum number of episodes, and so of the server's sessions, at the same time."""
-    token_env: str | None = None
-    """Name of the environment variable that has the server's bearer token."""
-
-
+@with_options
 class EpisodeConfig(Section):
     """How a response is produced: one turn, or several with tools, an environment or an agent (docs/episodes.md)."""
 
     kind: str = "single"
     """`single`: one turn. `tools`: a chat with tool calls. `environment`: turns with an environment. `agent`: a program acts.
     Or your own as `package.module:function` or `path/to/file.py:function`."""
-    agent: AgentConfig = AgentConfig()
-    """The program of `kind: agent`."""
     tools: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Tools as a list of `package.module:function`, `path/to/file.py:function`, `sandbox:bash`, `sandbox:python`,
     `sandbox:write_file`, `sandbox:read_file`, or `mcp:NAME`; for an environment, its class."""
-    sandbox: SandboxConfig = SandboxConfig()
-    """Where `sandbox:` tools and agents run commands."""
-    openenv: OpenEnvConfig = OpenEnvConfig()
-    """The server of `kind: environment`, in place of a class in `tools`."""
-    mcp: dict[str, McpServerConfig] = Field(default_factory=dict)
-    """MCP servers by the NAME that `mcp:NAME` in `tools` uses."""
     max_turns: Positive = 8
     """Maximum number of turns of the policy."""
     tool_timeout_s: Seconds = 10.0
@@ -210,6 +95,7 @@ class ServersConfig(Section):
     them. null: `model.path`."""
 
 
+@with_options
 class RolloutConfig(Section):
     """How responses are sampled."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megarl.config.engine_kinds import EngineCapabilities, declared_capabilities
+from megarl.config.option_sections import absent_kind
 from megarl.config.rollout import RolloutConfig, ServersConfig, SpeculativeConfig
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
-from megarl.system.user_code import CLASS_FORMS, FORMS
 
 
 def check_rollout(config: Config, engine: EngineCapabilities | None = None) -> None:
@@ -290,127 +290,21 @@ def _check_sampling_limits(config: Config) -> None:
 
 def _check_episode(config: Config, engine: EngineCapabilities) -> None:
     episode = config.rollout.episode
+    if (sentence := absent_kind(episode.kind)) is not None:
+        raise ConfigError(sentence)
     if episode.kind == "single" and episode.tools:
         raise ConfigError.needs(
             "rollout.episode.tools",
             "an episode that calls them",
             "set rollout.episode.kind to 'tools', or remove rollout.episode.tools",
         )
-    _check_openenv(config)
-    if episode.kind in ("tools", "environment") and not episode.tools and not episode.openenv.url:
-        of_functions = ("at least one function", f"set rollout.episode.tools to a list of {FORMS}")
-        of_class = ("the class of an environment", f"set rollout.episode.tools to a list of one {CLASS_FORMS}")
-        needed = of_functions if episode.kind == "tools" else of_class
-        raise ConfigError.needs(f"rollout.episode.kind = '{episode.kind}'", *needed)
     if episode.turn_cache_bytes != type(episode).model_fields["turn_cache_bytes"].default and not engine.keeps_turns:
         reason = f"is the room of rollout.engine = 'embedded', and rollout.engine = '{config.rollout.engine}' has its own"
         allowed = "left out (SGLang: rollout.engine_args.max_total_tokens or mem_fraction_static)"
         raise ConfigError.of("rollout.episode.turn_cache_bytes", episode.turn_cache_bytes, reason, allowed=allowed)
-    _check_agent(config)
-    _check_sandbox(config)
-    _check_mcp(config)
     if episode.kind != "single" and engine.replays:
         why = "rollout.engine = 'replay' cannot do: it gives back whole responses"
         raise ConfigError.of("rollout.episode.kind", episode.kind, why, allowed="'single'")
     if episode.kind != "single" and config.algorithm.estimator_needs.greedy:
         why = f"algorithm.advantage = '{config.algorithm.advantage}' cannot use: it compares with one greedy turn"
         raise ConfigError.of("rollout.episode.kind", episode.kind, why, allowed="'single'")
-
-
-def _check_openenv(config: Config) -> None:
-    episode, openenv = config.rollout.episode, config.rollout.episode.openenv
-    if openenv != type(openenv)() and episode.kind != "environment":
-        remedy = "set rollout.episode.kind to 'environment', or remove rollout.episode.openenv"
-        raise ConfigError.needs("rollout.episode.openenv", "an episode in an environment", remedy)
-    if openenv != type(openenv)() and not openenv.url.startswith(("http://", "https://")):
-        raise ConfigError.of(
-            "rollout.episode.openenv.url", openenv.url, allowed="an address that begins with http:// or https://"
-        )
-    if openenv.url and episode.tools:
-        remedy = "remove rollout.episode.tools, or rollout.episode.openenv"
-        raise ConfigError.needs("rollout.episode.openenv", "an episode without a class of its own", remedy)
-
-
-def _check_mcp(config: Config) -> None:
-    episode = config.rollout.episode
-    named = [name.removeprefix("mcp:") for name in episode.tools if name.startswith("mcp:")]
-    if named and episode.kind in ("environment", "agent"):
-        why = "only episodes with tools call"
-        raise ConfigError.of("rollout.episode.tools", f"mcp:{named[0]}", why, allowed="a class or a function")
-    for name in named:
-        if name not in episode.mcp:
-            remedy = f"name it there, or remove 'mcp:{name}' from rollout.episode.tools"
-            raise ConfigError.needs(f"the tool 'mcp:{name}'", f"a server '{name}' in rollout.episode.mcp", remedy)
-    for name, server in episode.mcp.items():
-        field = f"rollout.episode.mcp.{name}"
-        if name not in named:
-            raise ConfigError.needs(
-                field, "a tool that uses it", f"add 'mcp:{name}' to rollout.episode.tools, or remove {field}"
-            )
-        if bool(server.command) == (server.url is not None):
-            raise ConfigError.needs(field, "one way to reach it", f"set one of {field}.command and {field}.url")
-        if server.url is None and server.token_env is not None:
-            raise ConfigError.needs(f"{field}.token_env", "a url", f"set {field}.url, or remove {field}.token_env")
-
-
-def _check_sandbox(config: Config) -> None:
-    episode, sandbox = config.rollout.episode, config.rollout.episode.sandbox
-    tools = [name for name in episode.tools if name.startswith("sandbox:")]
-    if sandbox.kind == "none":
-        if tools:
-            remedy = "set rollout.episode.sandbox.kind to 'auto', 'seccomp', 'docker' or 'apptainer'"
-            raise ConfigError.needs(f"the tool '{tools[0]}'", "a sandbox", remedy)
-        if sandbox != type(sandbox)():
-            raise ConfigError.needs(
-                "rollout.episode.sandbox", "a kind", "set rollout.episode.sandbox.kind, or remove the section"
-            )
-        return
-    if episode.agent.verifiers.environment:
-        remedy = "remove rollout.episode.sandbox: what the environment runs, it runs by itself"
-        raise ConfigError.needs("rollout.episode.sandbox", "an agent that is a command or a function", remedy)
-    if not tools and episode.kind != "agent":
-        remedy = "name a tool such as 'sandbox:bash' in rollout.episode.tools, or remove rollout.episode.sandbox"
-        raise ConfigError.needs("rollout.episode.sandbox", "a tool or an agent that works in it", remedy)
-    if tools and episode.kind in ("environment", "agent"):
-        why = "only episodes with tools call"
-        raise ConfigError.of(
-            "rollout.episode.tools", tools[0], why, allowed="a class" if episode.kind == "environment" else "left out"
-        )
-    if sandbox.kind in ("docker", "apptainer") and sandbox.image is None:
-        raise ConfigError.needs(
-            f"rollout.episode.sandbox.kind = '{sandbox.kind}'", "an image", "set rollout.episode.sandbox.image"
-        )
-    if sandbox.kind == "seccomp" and sandbox.image is not None:
-        why = "rollout.episode.sandbox.kind = 'seccomp' does not use"
-        raise ConfigError.of("rollout.episode.sandbox.image", sandbox.image, why, allowed="left out")
-    if episode.agent.command and sandbox.kind in ("docker", "apptainer", "auto") and sandbox.image and not sandbox.network:
-        why = "keeps an agent in a container from its endpoint"
-        raise ConfigError.of("rollout.episode.sandbox.network", False, why, allowed="true, or set kind to 'seccomp'")
-
-
-def _check_agent(config: Config) -> None:
-    episode, agent = config.rollout.episode, config.rollout.episode.agent
-    if episode.kind != "agent":
-        if agent != type(agent)():
-            remedy = "set rollout.episode.kind to 'agent', or remove rollout.episode.agent"
-            raise ConfigError.needs("rollout.episode.agent", "an episode in which it acts", remedy)
-        return
-    if [bool(agent.command), agent.function is not None, bool(agent.verifiers.environment)].count(True) != 1:
-        remedy = "set one of command, function and verifiers.environment in rollout.episode.agent"
-        raise ConfigError.needs("rollout.episode.kind = 'agent'", "one program", remedy)
-    if episode.tools:
-        remedy = "remove rollout.episode.tools: an agent brings its own"
-        raise ConfigError.needs("rollout.episode.tools", "an episode of kind 'tools' or 'environment'", remedy)
-    if config.uses_reward_model and config.reward_model.per_step:
-        why = "scores the steps of one response, and the episode of an agent may have several branches"
-        raise ConfigError.of("reward_model.per_step", "true", why, allowed="false")
-    needed = config.algorithm.estimator_needs
-    for name, is_needed in (
-        ("values", config.uses_critic),
-        ("turn_rewards", needed.turn_rewards),
-        ("pairs", config.algorithm.loss_needs.pairs),
-    ):
-        if is_needed:
-            why = f"needs {name.replace('_', ' ')} along one response, and the episode of an agent may have several branches"
-            allowed = "an estimator of whole responses, such as grpo, rloo or reinforce_plus_plus"
-            raise ConfigError.of("algorithm.advantage", config.algorithm.advantage, why, allowed=allowed)

@@ -31,6 +31,7 @@ from megarl.config.sections import (
     TeacherConfig,
     reward_labels,
 )
+from megarl.option_list import functions
 
 
 @with_options
@@ -222,9 +223,8 @@ class Config(Questions):
 
     @property
     def rewards_by_branch(self) -> bool:
-        """Whether each branch of an agent's episode has a reward of its own."""
-        episode = self.rollout.episode
-        return episode.kind == "agent" and episode.agent.rewards == "branch"
+        """Whether each branch of an episode has a reward of its own."""
+        return any(rewards_by_branch(self.rollout.episode) for rewards_by_branch in functions("questions", "rewards_by_branch"))
 
     @property
     def needs_collision(self) -> bool:

@@ -12,8 +12,8 @@ import pytest
 
 from megarl.config import Layout, config_fields, load_config, parse_config, save_resolved, to_yaml
 from megarl.config.presets import PRESETS
-from megarl.config.rollout import McpServerConfig
 from megarl.config.yaml_tree import apply_overrides
+from megarl.options.tools.section import McpServerConfig
 
 BASE: dict[str, Any] = {
     "model": {"path": "nowhere"},

@@ -18,12 +18,12 @@ from megarl.option_list import OPTIONS
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "tiny-arithmetic"
 NOT_YET = (
-    "pictures", "lora", "prediction", "routing_replay", "shared_prefixes", "few_bits", "linear_attention", "agents",
-    "sandboxes", "tools", "environments", "lending", "transports", "distillation", "reward_model",
+    "pictures", "lora", "prediction", "routing_replay", "shared_prefixes", "few_bits", "linear_attention", "lending",
+    "transports", "distillation", "reward_model",
 )  # fmt: skip
 """Options that the core still imports; tests/test_rooms.py counts by how many imports."""
 DELETABLE = tuple(name for name in OPTIONS if name not in NOT_YET)
-FOR_ALL = ("mirror", "curriculum", "telemetry")
+FOR_ALL = ("mirror", "curriculum", "agents")
 """The options that `make test` deletes. `make test-all` deletes the others, too."""
 TASK = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "operators": ["+"],
         "allow_parentheses": False, "allow_negation": False}  # fmt: skip

@@ -16,7 +16,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megarl.data.final_answer import extract_answer, last_boxed, read_boxes
-from megarl.options.agents.tool_calls import parse_turn
 from megarl.rewards.builtin.code_tests import extract_program
 from megarl.rewards.builtin.edit_distance import edit_distance
 from megarl.rewards.builtin.exact_number import last_number
@@ -24,6 +23,7 @@ from megarl.rewards.builtin.exact_text import normalised
 from megarl.rewards.builtin.json_object import last_object
 from megarl.rewards.builtin.multiple_choice import MultipleChoice
 from megarl.rewards.sandbox.judges import says_number
+from megarl.rollout.episodes.tool_calls import parse_turn
 
 CHARACTERS = 100_000
 CPU_S = 2.0

@@ -8,9 +8,10 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
-from megarl.config.rollout import AgentConfig, McpServerConfig, OpenEnvConfig, SandboxConfig
+from megarl.config.rollout import EpisodeConfig
 from megarl.config.sections import DataConfig
 from megarl.config.sources import SourceConfig
 from megarl.data.sample import Prompt
@@ -23,19 +24,12 @@ HERE = "tests.rollout.episode_parts"
 PROMPT = Prompt("train-7", "train-7@2", [10, 11, 12], "a prompt", {"answer": "4"})
 
 
-@dataclass
-class Settings:
-    """As the config's section `rollout.episode`."""
+class Settings(SimpleNamespace):
+    """The config's section `rollout.episode`, with tools and small limits; a test may change it."""
 
-    kind: str = "tools"
-    tools: Sequence[str] = (f"{HERE}:add",)
-    max_turns: int = 8
-    tool_timeout_s: float = 5.0
-    tool_max_tokens: int = 100
-    agent: AgentConfig = field(default_factory=AgentConfig)
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-    openenv: OpenEnvConfig = field(default_factory=OpenEnvConfig)
-    mcp: dict[str, McpServerConfig] = field(default_factory=dict)
+    def __init__(self, kind: str = "tools", tools: Sequence[str] = (f"{HERE}:add",), **given: Any) -> None:
+        small = {"tool_timeout_s": 5.0, "tool_max_tokens": 100}
+        super().__init__(**dict(EpisodeConfig()) | small | {"kind": kind, "tools": tools} | given)
 
 
 def opened(

@@ -224,7 +224,7 @@ def test_an_engine_s_error_and_a_cancellation_pass_through() -> None:
             Settings(kind="tool"),
             CHATML,
             {},
-            r"kind is 'tool' \(did you mean 'tools'\?\); it must be single, tools, environment",
+            r"kind is 'tool' \(did you mean 'tools'\?\); it must be single, environment, tools",
         ),
         (Settings(kind="nowhere:f"), CHATML, {}, "nowhere cannot be imported"),
         (Settings(tools=()), CHATML, {}, "rollout.episode.tools is empty"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megarl.options.agents.tool_calls import parse_turn
+from megarl.rollout.episodes.tool_calls import parse_turn
 
 PARAMETERS = {
     "type": "object",

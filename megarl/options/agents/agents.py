@@ -29,7 +29,7 @@ from megarl.errors import EpisodeError
 from megarl.options.agents.server import SessionServer
 from megarl.options.agents.session import AgentSession, ChatRenderer, History
 from megarl.options.agents.task import AgentTask
-from megarl.options.sandboxes.sandbox import Sandbox, Sandboxes
+from megarl.rollout.episodes.commands import CommandFolder, CommandFolders
 from megarl.system.process_tree import descendants, end_tree
 
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ")
@@ -87,7 +87,7 @@ class Agents:
         timeout_s: float,
         at_once: int,
         history: History = "tokens",
-        sandboxes: Sandboxes | None = None,
+        sandboxes: CommandFolders | None = None,
     ) -> None:
         """`renderer` makes the chat template for a set of tools, `question` says what a prompt asks; `history` as in
         `AgentSession`. `sandboxes`: each episode has one, in which its agent may run commands."""
@@ -133,7 +133,7 @@ class Agents:
                 sandbox = await stack.enter_async_context(self._sandboxes.opened(prompt.row))
             return await self._act(session, prompt, sandbox)
 
-    async def _act(self, session: AgentSession, prompt: Prompt, sandbox: Sandbox | None) -> AgentEnd:
+    async def _act(self, session: AgentSession, prompt: Prompt, sandbox: CommandFolder | None) -> AgentEnd:
         key = self._server.open(session, sandbox)
         task = AgentTask(f"{self._server.url}/v1", key, self._server.models[0], self._question(prompt), prompt.row)
         acting: asyncio.Future[AgentEnd] = asyncio.ensure_future(self._agent.run(task))

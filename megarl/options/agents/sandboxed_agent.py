@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 
 from megarl.options.agents.agents import LAST_WORDS, AgentEnd, endpoint_variables, filled
 from megarl.options.agents.task import AgentTask
-from megarl.options.sandboxes.sandbox import Sandboxes
+from megarl.rollout.episodes.commands import CommandFolders
 
 
 class SandboxedAgent:
     """A command line as `CommandAgent` has it; its folder, and what it may reach, are the sandbox's."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], sandboxes: Sandboxes, timeout_s: float) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], sandboxes: CommandFolders, timeout_s: float
+    ) -> None:
         """`timeout_s`: of a whole episode."""
         self.name = f"the agent {command[0]}"
         self._command, self._environment = list(command), dict(environment)

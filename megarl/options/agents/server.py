@@ -25,7 +25,7 @@ from megarl.options.agents import anthropic_form, openai_form, responses_form
 from megarl.options.agents.messages import ChatRequest, RequestError
 from megarl.options.agents.session import AgentSession
 from megarl.options.agents.tree import Turn
-from megarl.options.sandboxes.sandbox import Sandbox
+from megarl.rollout.episodes.commands import CommandFolder
 from megarl.system.socket_names import SocketName
 
 MAX_REQUEST_BYTES = 64 << 20
@@ -45,7 +45,7 @@ class SessionServer:
         """
         self.models, self._host = tuple(models), host
         self._sessions: dict[str, AgentSession] = {}
-        self._sandboxes: dict[str, Sandbox] = {}
+        self._sandboxes: dict[str, CommandFolder] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="agent-endpoint", daemon=True)
         self._thread.start()
@@ -63,7 +63,7 @@ class SessionServer:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self.port}"
 
-    def open(self, session: AgentSession, sandbox: Sandbox | None = None) -> str:
+    def open(self, session: AgentSession, sandbox: CommandFolder | None = None) -> str:
         """Serve `session`, and run commands in `sandbox` for it; returns its key."""
         key = f"megarl-{secrets.token_urlsafe(32)}"
         if sandbox is not None:

@@ -17,11 +17,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 from megarl.errors import EpisodeError, MegarlError
 from megarl.options.agents.messages import ChatRequest, RequestError, SaidCall, SessionMessage, as_json
 from megarl.options.agents.stops import PIECE_TOKENS, Stopped, sample_until
-from megarl.options.agents.tool_calls import parse_turn
 from megarl.options.agents.tree import Turn, TurnTree
 from megarl.options.pictures.media import Media
 from megarl.options.pictures.told_pictures import PictureKeeper
 from megarl.rollout.engines.protocol import Generation
+from megarl.rollout.episodes.tool_calls import parse_turn
 
 History = Literal["tokens", "template"]
 REFUSALS = 32

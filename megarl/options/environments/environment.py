@@ -14,21 +14,29 @@ import json
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import DataError, EpisodeError, PictureError
 from megarl.options.pictures.told_pictures import TEXT_AND_PICTURES, PicturedText, Pieces, pieces_of
-from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
+from megarl.rollout.episodes.base import REWARD, EpisodeContext, SampleTokens
 from megarl.rollout.episodes.transcript import Transcript
 from megarl.rollout.episodes.turns import ToldMessage
 from megarl.system.user_code import describe
 
-REWARD = "environment"
-"""Where an episode's summed rewards are in `Sample.rewards`."""
 STATE_KEY_CHARACTERS = 64
 """A longer name of a state is kept as its hash."""
+
+
+@dataclass(frozen=True)
+class Environments:
+    """How each episode's environment is made, what the config calls it, and how many there may be at once."""
+
+    make: Callable[[], Any]
+    name: str
+    at_once: AbstractAsyncContextManager[Any] = field(default_factory=contextlib.nullcontext)
 
 
 async def in_environment(prompt: Prompt, number: int, sample: SampleTokens, context: EpisodeContext) -> Sample:
@@ -37,14 +45,13 @@ async def in_environment(prompt: Prompt, number: int, sample: SampleTokens, cont
     A turn that was cut is no action: the environment does not see it, and gives it nothing. The rewards of all steps are summed
     under `environment` in the sample's rewards. What no longer fits the budget, with a token of an answer, is not told.
     """
-    async with context.environments_at_once:
+    async with context.shared.at_once:
         return await _episode(prompt, number, sample, context)
 
 
 async def _episode(prompt: Prompt, number: int, sample: SampleTokens, context: EpisodeContext) -> Sample:
     assert context.chat is not None
-    assert context.environment is not None
-    environment = await _ask(context.environment, context.tool_timeout_s)
+    environment = await _ask(context.shared.make, context.tool_timeout_s)
     try:
         prompt = await _opening(prompt, await _ask(environment.reset, context.tool_timeout_s, prompt), context)
         transcript = Transcript(prompt, context.max_new_tokens)
@@ -84,7 +91,7 @@ async def _state_key(environment: Any, context: EpisodeContext) -> str | None:
         key = json.dumps(state, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError):
         raise EpisodeError(
-            f"state_key of the environment {context.environment_name} returned {state!r:.80}; it must return text, a number, "
+            f"state_key of the environment {context.shared.name} returned {state!r:.80}; it must return text, a number, "
             "or lists and dictionaries of these"
         ) from None
     return key if len(key) <= STATE_KEY_CHARACTERS else hashlib.sha256(key.encode()).hexdigest()
@@ -100,7 +107,7 @@ async def _opening(prompt: Prompt, observation: Any, context: EpisodeContext) ->
     try:
         text, told = context.chat.opening(messages, system=system)
     except EpisodeError as error:
-        raise EpisodeError(f"the environment {context.environment_name} cannot begin row {prompt.row_id}: {error}") from None
+        raise EpisodeError(f"the environment {context.shared.name} cannot begin row {prompt.row_id}: {error}") from None
     if len(told.ids) > context.max_prompt_tokens:
         of_pictures = f", {sum(one.tokens for one in told.media)} of them for pictures" if told.media else ""
         raise EpisodeError(
@@ -154,7 +161,7 @@ async def _kept(pieces: Pieces, prompt: Prompt, context: EpisodeContext) -> Pict
 
 
 def _of_pictures(prompt: Prompt, context: EpisodeContext, why: PictureError | str) -> EpisodeError:
-    return EpisodeError(f"the environment {context.environment_name} shows row {prompt.row_id} what cannot be shown: {why}")
+    return EpisodeError(f"the environment {context.shared.name} shows row {prompt.row_id} what cannot be shown: {why}")
 
 
 def _cut(messages: list[ToldMessage], context: EpisodeContext) -> list[ToldMessage]:

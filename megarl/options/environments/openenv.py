@@ -12,8 +12,8 @@ from typing import Any
 
 import aiohttp
 
-from megarl.config.rollout import OpenEnvConfig
 from megarl.data.sample import Prompt
+from megarl.options.environments.section import OpenEnvConfig
 
 MAX_MESSAGE_BYTES = 100 << 20
 """As the package's own client."""

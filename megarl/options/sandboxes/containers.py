@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config.rollout import SandboxConfig
 from megarl.errors import EpisodeError
+from megarl.options.sandboxes.section import SandboxConfig
 
 ANSWER_S = 30.0
 """For the container program to say what there is."""

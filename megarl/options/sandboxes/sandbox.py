@@ -13,14 +13,15 @@ import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from megarl.config.rollout import SandboxConfig
 from megarl.errors import EpisodeError
 from megarl.options.sandboxes.containers import Container, found_container
+from megarl.options.sandboxes.section import SandboxConfig
 from megarl.rewards import sandbox as confining
+from megarl.rollout.episodes.commands import CommandResult
 from megarl.system.line_process import EndedError, LineProcess
 from megarl.system.process_tree import end_session
 
@@ -31,30 +32,6 @@ KEEPER_S = 150.0
 SHELL = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$0"; else exec sh -c "$0"; fi'
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class CommandResult:
-    """How a command ended. `exit_code` is minus the signal that ended it, 127 where it did not start.
-
-    `ended_by` is what it used too much of (`time`, `memory`, `processes`, `disk`, `output`) or empty; `is_cut`: it printed more
-    than is kept.
-    """
-
-    exit_code: int
-    stdout: str
-    stderr: str
-    ended_by: str = ""
-    is_cut: bool = False
-
-    def told(self) -> str:
-        """All of it as one text."""
-        parts = [self.stdout, self.stderr and f"[errors]\n{self.stderr}", "[the rest of the output was cut]" * self.is_cut]
-        if self.ended_by:
-            parts.append(f"[ended: it used too much {self.ended_by}]")
-        elif self.exit_code:
-            parts.append(f"[exit code {self.exit_code}]")
-        return "\n".join(part.rstrip("\n") for part in parts if part)
 
 
 class Sandbox:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from megarl.data.sample import Prompt, Sample
-from megarl.options.agents.tool_calls import ToolCall, parse_tool_calls
 from megarl.options.tools.answers import ToolAnswer
 from megarl.options.tools.source import CallTool
 from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
+from megarl.rollout.episodes.tool_calls import ToolCall, parse_tool_calls
 from megarl.rollout.episodes.transcript import Transcript
 from megarl.rollout.episodes.turns import ToldMessage
 

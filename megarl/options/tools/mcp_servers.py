@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 from PIL import Image
 
-from megarl.config.rollout import McpServerConfig
 from megarl.errors import EpisodeError
 from megarl.options.pictures.told_pictures import PictureKeeper
 from megarl.options.tools.answers import ToolAnswer, late, told_answer
+from megarl.options.tools.section import McpServerConfig
 from megarl.options.tools.source import CallTool
 from megarl.system.user_code import describe
 

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from megarl.errors import EpisodeError, nearest
-from megarl.options.sandboxes.sandbox import CommandResult, Sandbox, Sandboxes
 from megarl.options.tools.answers import ToolAnswer, late
 from megarl.options.tools.source import CallTool
+from megarl.rollout.episodes.commands import CommandFolder, CommandFolders, CommandResult
 
 PREFIX = "sandbox:"
 _WRITE = 'mkdir -p "$(dirname -- "$0")" && cat > "$0"'
@@ -41,7 +41,7 @@ SCHEMAS = {
 class SandboxTools:
     """A `ToolSource`; an episode's sandbox is opened when a tool is first called."""
 
-    def __init__(self, names: Sequence[str], sandboxes: Sandboxes) -> None:
+    def __init__(self, names: Sequence[str], sandboxes: CommandFolders) -> None:
         """`names` with their prefix.
 
         Raises:
@@ -59,7 +59,7 @@ class SandboxTools:
     @contextlib.asynccontextmanager
     async def begun(self, row: Mapping[str, Any]) -> AsyncIterator[CallTool]:
         """The tools in a sandbox of the episode's own."""
-        opened: list[Sandbox] = []
+        opened: list[CommandFolder] = []
         opening = asyncio.Lock()
 
         async def call(name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
@@ -87,7 +87,7 @@ class SandboxTools:
         self._sandboxes.close()
 
 
-async def _run(sandbox: Sandbox, name: str, arguments: Mapping[str, str]) -> CommandResult:
+async def _run(sandbox: CommandFolder, name: str, arguments: Mapping[str, str]) -> CommandResult:
     if name == "bash":
         return await sandbox.run(arguments["command"])
     if name == "python":

@@ -3,11 +3,10 @@
 `open_episodes` finds the async function that a config names and makes what all its episodes share.
 """
 
-from megarl.rollout.episodes.base import BUILT_IN, Episode, EpisodeContext, SampleTokens, load_episode
+from megarl.rollout.episodes.base import Episode, EpisodeContext, SampleTokens, load_episode
 from megarl.rollout.episodes.build import Episodes, EpisodeSettings, open_episodes
 
 __all__ = [
-    "BUILT_IN",
     "Episode",
     "EpisodeContext",
     "EpisodeSettings",

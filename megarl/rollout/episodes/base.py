@@ -7,22 +7,21 @@ ids into text and back, and marks every token that the policy did not sample.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EpisodeError, nearest
+from megarl.option_list import parts
 from megarl.options.pictures.media import Media
 from megarl.rollout.engines.protocol import Generation
 from megarl.system.user_code import FORMS, load_user_function
 
 if TYPE_CHECKING:
-    from megarl.options.agents.agents import Agents
     from megarl.options.pictures.told_pictures import PictureKeeper
-    from megarl.options.tools.toolbox import ToolBox
     from megarl.rollout.episodes.turns import ToldMessage, TurnTemplate
 
 
@@ -56,15 +55,9 @@ class EpisodeContext:
     """Tokens of one answer of a tool or an environment; what is longer is cut, and says so."""
     chat: TurnTemplate | None = None
     """What is written between turns; None where there is one turn."""
-    tools: ToolBox | None = None
-    environment: Callable[[], Any] | None = None
-    """Makes the environment of one episode."""
-    environment_name: str = ""
-    """What the config calls it."""
-    environments_at_once: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext)
-    """Entered by each episode in an environment: a semaphore where they are limited."""
-    agents: Agents | None = None
-    """The agents that act, and where they ask."""
+    tools: ToolSet | None = None
+    shared: Any = None
+    """What the episodes of an option's kind share, such as how an environment is made; its `close`, if any, ends it."""
     pictures: PictureKeeper | None = None
     """Keeps what tools and environments show; None: the model takes no pictures."""
     system_prompt: str | None = None
@@ -92,9 +85,32 @@ class EpisodeContext:
 
     def close(self) -> None:
         """End what the episodes started."""
-        for started in (self.tools, self.agents):
-            if started is not None:
-                started.close()
+        for started in (self.tools, self.shared):
+            close = getattr(started, "close", None)
+            if close is not None:
+                close()
+
+
+class ToolSet(Protocol):
+    """The tools of a run, which episodes may call."""
+
+    schemas: list[dict[str, Any]]
+    """As the chat template's `tools=` takes them."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def begun(self, row: Mapping[str, Any]) -> AbstractAsyncContextManager[Any]:
+        """The tools of one episode, on a prompt's row, as a function `call(name, arguments)`; what they keep goes with the
+        block."""
+        ...
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """What the tool called `name` answers to `arguments`, in an episode of this call's own."""
+        ...
+
+    def close(self) -> None:
+        """End what the tools run in."""
+        ...
 
 
 class Episode(Protocol):
@@ -115,13 +131,16 @@ class Episode(Protocol):
         ...
 
 
-BUILT_IN = {
-    "single": "megarl.rollout.episodes.single:single_turn",
-    "tools": "megarl.options.tools.chat:chat_with_tools",
-    "environment": "megarl.options.environments.environment:in_environment",
-    "agent": "megarl.options.agents.episode:with_agent",
-}
-"""Kinds of episode by name, as import paths, so that a run imports what it uses."""
+REWARD = "environment"
+"""Where the reward that an episode itself gave is in `Sample.rewards`."""
+
+
+def kinds_of_episode() -> dict[str, str]:
+    """Kinds of episode by name, as import paths, so that a run imports what it uses."""
+    kinds = {"single": "megarl.rollout.episodes.single:single_turn"}
+    for module in parts("episode"):
+        kinds |= module.KINDS
+    return kinds
 
 
 def load_episode(kind: str) -> Episode:
@@ -130,10 +149,11 @@ def load_episode(kind: str) -> Episode:
     Raises:
         EpisodeError: there is no such kind, or the function cannot be imported.
     """
-    if kind in BUILT_IN:
-        return load_user_function(BUILT_IN[kind], EpisodeError)  # type: ignore[return-value]
+    built_in = kinds_of_episode()
+    if kind in built_in:
+        return load_user_function(built_in[kind], EpisodeError)  # type: ignore[return-value]
     if ":" not in kind:
         raise EpisodeError(
-            f"rollout.episode.kind is '{kind}'{nearest(kind, BUILT_IN)}; it must be {', '.join(BUILT_IN)}, {FORMS}"
+            f"rollout.episode.kind is '{kind}'{nearest(kind, built_in)}; it must be {', '.join(built_in)}, {FORMS}"
         )
     return load_user_function(kind, EpisodeError)  # type: ignore[return-value]

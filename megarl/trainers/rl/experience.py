@@ -36,7 +36,7 @@ from megarl.config import Config
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
 from megarl.errors import ConfigError, MegarlError
-from megarl.options.environments.environment import REWARD
+from megarl.rollout.episodes.base import REWARD
 from megarl.system.user_code import describe
 
 COLUMNS_READ = {

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megarl.config.rollout import OpenEnvConfig
 from megarl.config.sections import DataConfig, RewardConfig
 from megarl.config.sources import SourceConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError, RewardError
 from megarl.options.environments.openenv import OpenEnvError, OpenEnvironment
+from megarl.options.environments.section import OpenEnvConfig
 from megarl.rewards import RewardSources, build_rewards
 from megarl.rollout.engines.protocol import SamplingParams
 from megarl.rollout.engines.sglang import client

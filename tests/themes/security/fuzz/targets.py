@@ -312,7 +312,7 @@ _TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"propert
 
 
 def _tool_calls(data: bytes) -> None:
-    from megarl.options.agents.tool_calls import ToolCall, parse_turn
+    from megarl.rollout.episodes.tool_calls import ToolCall, parse_turn
 
     turn = parse_turn(data.decode(errors="surrogateescape"), _TOOLS)
     for call in turn.calls:

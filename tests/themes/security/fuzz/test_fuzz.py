@@ -17,7 +17,7 @@ from megarl.data.chat import ChatTemplate
 from megarl.data.prompts import rows_of
 from megarl.data.rows import Origin, RowPlace
 from megarl.errors import DataError
-from megarl.options.agents.tool_calls import parse_turn
+from megarl.rollout.episodes.tool_calls import parse_turn
 from tests.themes.security.fuzz.targets import TARGETS, quick_templates, run_quietly, tokenizer
 
 EXAMPLES = {"rows": 40, "http_answers": 40, "chat_templates": 60}

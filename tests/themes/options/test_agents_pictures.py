@@ -14,7 +14,7 @@ from PIL import Image
 
 from megarl.data.sample import Sample
 from megarl.options.agents import anthropic_form, openai_form, responses_form
-from megarl.options.agents.episode import KeptTurns, samples_of
+from megarl.options.agents.acting import KeptTurns, samples_of
 from megarl.options.agents.messages import ChatRequest, RequestError
 from megarl.options.agents.session import AgentSession, History, SessionLimits
 from megarl.options.pictures.media import Media
@@ -23,7 +23,7 @@ from megarl.rollout.episodes.turns import TurnTemplate
 from tests.data.seeing_folders import encoded, picture, seeing_tokenizer
 from tests.rollout.episode_parts import Script
 from tests.rollout.picture_parts import FIRST, SECOND, THIRD, as_url
-from tests.rollout.test_episodes_pictures import PROMPT, SHOWN, assert_like_processor, settings_of, text_part, turns
+from tests.themes.options.test_episodes_pictures import PROMPT, SHOWN, assert_like_processor, settings_of, text_part, turns
 
 LIMITS = SessionLimits(turns=9, context_tokens=10_000, response_tokens=10_000)
 OTHER = picture(90, 60, 9)

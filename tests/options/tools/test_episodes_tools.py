@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megarl.options.agents.tool_calls import ToolCall, parse_tool_calls
 from megarl.rollout.episodes import EpisodeContext
+from megarl.rollout.episodes.tool_calls import ToolCall, parse_tool_calls
 from tests.data.chat_tokenizers import byte_tokenizer, ids_of
 from tests.rollout.episode_parts import HERE, PROMPT, Script, Settings, opened
 

@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl.config.rollout import McpServerConfig
 from megarl.errors import EpisodeError
 from megarl.options.tools.answers import ToolAnswer
 from megarl.options.tools.mcp_servers import McpTools
+from megarl.options.tools.section import McpServerConfig
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer, ids_of
 from tests.rollout.episode_parts import PROMPT, Script, Settings, opened
 
@@ -181,7 +181,7 @@ def test_a_server_that_is_not_there_is_told_at_the_start(settings: McpServerConf
 
 def test_an_ended_run_leaves_no_server() -> None:
     program = (
-        "import sys, time\nfrom megarl.config.rollout import McpServerConfig\n"
+        "import sys, time\nfrom megarl.options.tools.section import McpServerConfig\n"
         "from megarl.options.tools.mcp_servers import McpTools\n"
         f"tools = McpTools('test', McpServerConfig(command=(sys.executable, {PROGRAM!r}, 'stdio')), 5, None)\n"
         "print('ready', flush=True)\ntime.sleep(600)"

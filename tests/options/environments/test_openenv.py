@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.rollout import OpenEnvConfig
 from megarl.data.sample import Sample
 from megarl.errors import EpisodeError
+from megarl.options.environments.section import OpenEnvConfig
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer, ids_of
 from tests.rollout.episode_parts import PROMPT, Script, Settings, opened
 

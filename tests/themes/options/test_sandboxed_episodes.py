@@ -11,19 +11,20 @@ from typing import Any, Literal
 
 import pytest
 
-from megarl.config.rollout import AgentConfig, SandboxConfig
 from megarl.config.sections import DataConfig, RewardConfig
 from megarl.config.sources import SourceConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EpisodeError
+from megarl.options.agents.section import AgentConfig
+from megarl.options.sandboxes.section import SandboxConfig
 from megarl.rewards import build_rewards
 from megarl.rollout.engines.protocol import Generation
 from megarl.rollout.episodes import open_episodes
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer, ids_of
+from tests.options.agents import agent_parts
+from tests.options.sandboxes.test_sandboxes import processes_in
 from tests.rewards.sandboxed import landlock_version
-from tests.rollout import agent_parts
 from tests.rollout.episode_parts import PROMPT, Script, Settings, opened
-from tests.rollout.test_sandboxes import processes_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not landlock_version(), reason="this kernel has no Landlock")]
 TOKENIZER = byte_tokenizer(CHATML)

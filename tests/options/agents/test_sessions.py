@@ -19,7 +19,7 @@ from megarl.data.prefills import PrefillCounts
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError
 from megarl.options.agents import anthropic_form, openai_form
-from megarl.options.agents.episode import samples_of
+from megarl.options.agents.acting import samples_of
 from megarl.options.agents.messages import RequestError, SessionMessage
 from megarl.options.agents.session import REFUSALS, AgentSession, History, SessionLimits
 from megarl.options.agents.tree import TurnTree

@@ -21,10 +21,10 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl.config.rollout import SandboxConfig
 from megarl.errors import EpisodeError
 from megarl.options.sandboxes.containers import Container, apptainer, docker, found_container
 from megarl.options.sandboxes.sandbox import CommandResult, Sandbox, Sandboxes, open_sandboxes
+from megarl.options.sandboxes.section import SandboxConfig
 from tests.rewards.sandboxed import landlock_version
 
 SMALL: dict[str, Any] = {"memory_mb": 256, "processes": 16, "disk_mb": 8, "output_kb": 8, "timeout_s": 2}
@@ -269,7 +269,7 @@ def test_times_and_modes_of_what_is_outside_stay_where_commands_have_the_run_s_u
     capabilities = "+dac_read_search"  # to find this Python wherever it is installed
     program = (
         "import asyncio, sys\nsys.path[:] = eval(sys.argv[1])\n"
-        "from megarl.config.rollout import SandboxConfig\nfrom megarl.options.sandboxes.sandbox import Sandboxes\n"
+        "from megarl.options.sandboxes.section import SandboxConfig\nfrom megarl.options.sandboxes.sandbox import Sandboxes\n"
         "async def main():\n"
         "    boxes = Sandboxes(SandboxConfig(kind='seccomp'), None)\n"
         "    async with boxes.opened({}) as box:\n"
@@ -292,7 +292,7 @@ def test_times_and_modes_of_what_is_outside_stay_where_commands_have_the_run_s_u
 
 KILLED = """
 import asyncio, os, sys
-from megarl.config.rollout import SandboxConfig
+from megarl.options.sandboxes.section import SandboxConfig
 from megarl.options.sandboxes.sandbox import Sandboxes
 
 async def main():

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from megarl.config.rollout import AgentConfig, VerifiersConfig
 from megarl.config.sections import DataConfig
 from megarl.config.sources import SourceConfig
 from megarl.data.sample import Prompt
 from megarl.errors import EpisodeError
 from megarl.options.agents import verifiers_agent
+from megarl.options.agents.section import AgentConfig, VerifiersConfig
 from megarl.rollout.engines.protocol import Generation
 from megarl.rollout.episodes import open_episodes
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer, ids_of

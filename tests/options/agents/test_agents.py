@@ -15,18 +15,18 @@ import aiohttp
 import psutil
 import pytest
 
-from megarl.config.rollout import AgentConfig
 from megarl.config.sections import DataConfig
 from megarl.config.sources import SourceConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError, EpisodeError
+from megarl.options.agents.section import AgentConfig
 from megarl.rollout.engines.protocol import Generation, SamplingParams
 from megarl.rollout.episodes import Episodes, open_episodes
 from megarl.rollout.scheduling.requests import episode_groups
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer, ids_of
 from tests.rollout.episode_parts import Settings
 
-HERE = "tests.rollout.agent_parts"
+HERE = "tests.options.agents.agent_parts"
 TOKENIZER, END = byte_tokenizer(CHATML), ids_of("<|end|>")[0]
 PROMPT = Prompt("train-7", "train-7@2", [1], "a prompt", {"question": "what is it?", "answer": 4})
 SCRIPT = """
@@ -224,7 +224,7 @@ def test_a_command_that_is_not_there_is_one_sentence() -> None:
 
 def test_anthropics_messages_streamed_and_whole_and_a_key_whose_episode_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     episodes = opened(AgentConfig(function=f"{HERE}:two_turns", processes=1, models=("claude",)))
-    agents = episodes.context.agents
+    agents = episodes.context.shared
     assert agents is not None
     seen: dict[str, Any] = {}
 

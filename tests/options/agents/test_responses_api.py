@@ -10,13 +10,13 @@ from typing import Any
 import openai
 import pytest
 
-from megarl.config.rollout import AgentConfig
 from megarl.data.sample import Sample
 from megarl.options.agents.agents import AgentEnd
 from megarl.options.agents.messages import RequestError, SaidCall, SessionMessage
 from megarl.options.agents.responses_form import read_request
+from megarl.options.agents.section import AgentConfig
 from megarl.rollout.engines.protocol import Generation
-from tests.rollout.test_agents import END, HERE, PROMPT, TOKENIZER, opened
+from tests.options.agents.test_agents import END, HERE, PROMPT, TOKENIZER, opened
 
 CALL = '<tool_call>{"name": "add", "arguments": {"b": 3, "a": 4}}</tool_call>'
 ADD: Any = {
@@ -42,7 +42,7 @@ class Says:
 def acted(sampler: Says, act: Callable[[openai.AsyncOpenAI], Awaitable[None]], **settings: Any) -> list[Sample]:
     """The branches of an episode in which `act` asks the endpoint with the public client."""
     episodes = opened(AgentConfig(function=f"{HERE}:two_turns", processes=1), **settings)
-    agents = episodes.context.agents
+    agents = episodes.context.shared
     assert agents is not None
 
     class Client:

@@ -72,7 +72,7 @@ def test_an_environment_cannot_begin_a_turn_of_the_policy() -> None:
 
 def test_rows_with_pictures_begin_as_they_are_or_in_the_environments_words(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = replace(PROMPT, media=[Media("image", ("red",), (1, 2, 2), 0, 1)])
-    monkeypatch.setattr("tests.rollout.test_episodes_environment.PROMPT", shown)
+    monkeypatch.setattr("tests.options.environments.test_episodes_environment.PROMPT", shown)
     assert run("Silent").media == shown.media
     assert run("Counting").media == []
 
