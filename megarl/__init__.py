@@ -3,4 +3,4 @@
 Importing the package imports neither torch nor any of the three; each room imports what it needs.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -56,7 +56,10 @@ def test_a_name_that_is_no_field_is_found() -> None:
     assert list(wrong_names(text)) == ["policy.layout.tpp", "rollout.n"]
 
 
-@pytest.mark.parametrize("page", [*pages(), ROOT / "README.md"], ids=lambda page: page.name)
+TODAY = [page for page in pages() if page.name != "history.md"]  # which names fields as they were called
+
+
+@pytest.mark.parametrize("page", [*TODAY, ROOT / "README.md"], ids=lambda page: page.name)
 def test_a_page_names_fields_that_there_are(page: Path) -> None:
     text = page.read_text()
     if page.name == "migrating.md":  # the first column is of other trainers

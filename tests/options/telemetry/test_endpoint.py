@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as prometheus
 
+from megarl import __version__
 from megarl.config import Config, parse_config
 from megarl.errors import ConfigError
 from megarl.observe import Phases
@@ -108,7 +109,7 @@ def test_a_scrape_has_the_run_as_it_is(serve: Callable[..., MetricsEndpoint], tm
     written_at = (tmp_path / "r" / "checkpoints" / "step_000002").stat().st_mtime
     sizes = [found.pop((f"megarl_run_disk_{name}_bytes",)) for name in ("free", "size")]
     assert 0 < sizes[0] < sizes[1]
-    assert found.pop(("megarl_run_info", "kind=rl", "version=0.1.0")) == 1
+    assert found.pop(("megarl_run_info", "kind=rl", f"version={__version__}")) == 1
     states = {("restarting", "1"), ("up", "0")}
     for engine in ("0", "1"):
         for condition in ("up", "updating", "waiting", "asleep", "restarting", "dead"):
