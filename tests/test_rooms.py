@@ -208,11 +208,11 @@ IMPORTS_OF_OPTIONS: dict[str, int] = {
     "sandboxes": 0,
     "lending": 5,
     "transports": 14,
-    "distillation": 3,
+    "distillation": 0,
     "online_pairs": 0,
     "ptx": 0,
     "curriculum": 0,
-    "reward_model": 1,
+    "reward_model": 0,
     "mirror": 0,
     "telemetry": 0,
 }

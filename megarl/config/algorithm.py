@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from megarl.algorithms.catalogue import CORRECTION_BOUNDS, EstimatorNeeds, LossNeeds
 from megarl.algorithms.user_algorithms import estimator_needs, loss_needs
+from megarl.config.option_sections import with_options
 from megarl.config.presets import (
     AdvantageName,
     AggregationName,
@@ -76,43 +77,6 @@ class CorrectionConfig(Section):
         return tree
 
 
-class DistillationConfig(Section):
-    """On-policy distillation from the models of `teacher` (docs/distillation.md)."""
-
-    coef: NonNegative = 0.0
-    """Weight of distillation. 0: none, and no teacher is loaded for it."""
-    reward_coef: NonNegative = 1.0
-    """Weight of the advantages that come from rewards. 0: rewards are only logged, and the run needs none."""
-    apply_to: Literal["advantage", "loss"] = "advantage"
-    """`advantage`: reverse KL at the sampled tokens, by policy gradient. `loss`: `divergence` over the `top_k` tokens."""
-    gamma: Fraction = 0.0
-    """Discount of the reverse KL at later tokens, for `apply_to: advantage`. 0: each token answers for its own alone; 1: the
-    gradient of the KL between whole responses."""
-    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
-    """Divergence in the loss: KL(policy, teacher), KL(teacher, policy), or the generalised Jensen-Shannon divergence."""
-    beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Share of the teacher in the mixture of `divergence: jsd`."""
-    top_k: Positive = 64
-    """Number of tokens that the divergence tells apart; all others count as one."""
-    top_k_of: Literal["teacher", "policy"] = "teacher"
-    """Whose likeliest tokens these are; the policy's are those at the start of the step."""
-
-    @property
-    def in_advantage(self) -> bool:
-        """Whether advantages have a distillation term."""
-        return self.coef > 0 and self.apply_to == "advantage"
-
-    @property
-    def in_loss(self) -> bool:
-        """Whether the loss has one."""
-        return self.coef > 0 and self.apply_to == "loss"
-
-    @property
-    def asks_policy(self) -> bool:
-        """Whether the policy's likeliest tokens at the start of the step are asked for."""
-        return self.in_loss and self.top_k_of == "policy"
-
-
 class ShapingConfig(Section):
     """Changes to rewards before advantages, in order: penalties, normalisation, clipping (docs/methods.md#reward-shaping)."""
 
@@ -158,6 +122,7 @@ class PositiveNllConfig(Section):
     """Responses whose reward, before shaping, is above this number are right."""
 
 
+@with_options
 class AlgorithmConfig(Section):
     """The algorithm. The preset `name` fills in the fields that you leave out; `megarl config CONFIG` shows the result."""
 
@@ -204,8 +169,6 @@ class AlgorithmConfig(Section):
     """Divide the variance of advantages by n - 1 (true) or n (false)."""
     kl: KlConfig = KlConfig()
     """KL penalty that keeps the policy near the reference."""
-    distillation: DistillationConfig = DistillationConfig()
-    """On-policy distillation from the models of `teacher`."""
     entropy: EntropyConfig = EntropyConfig()
     """Entropy bonus, and a loss on the most uncertain tokens alone."""
     positive_nll: PositiveNllConfig = PositiveNllConfig()

@@ -10,6 +10,7 @@ from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.estimator_checks import check_estimator
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
+from megarl.option_list import functions
 
 
 def check_algorithm(config: Config) -> None:
@@ -51,9 +52,6 @@ def check_algorithm(config: Config) -> None:
             algorithm.shaping.overlong_tokens,
             allowed=f"at most rollout.max_new_tokens = {config.rollout.max_new_tokens}",
         )
-    if config.reward_model.step_aggregation != "mean" and not config.reward_model.per_step:
-        remedy = "set reward_model.per_step, or remove reward_model.step_aggregation"
-        raise ConfigError.needs("reward_model.step_aggregation", "a reward model that scores every step", remedy)
     if algorithm.clip_low >= 1 and algorithm.loss_needs.lower_bound:
         reason = f"leaves algorithm.policy_loss = '{algorithm.policy_loss}' no lower bound"
         raise ConfigError.of("algorithm.clip_low", algorithm.clip_low, reason, allowed="at least 0 and less than 1")
@@ -137,7 +135,8 @@ def _check_correction(config: Config) -> None:
     for number, one in enumerate(corrections):
         if one.mode == "bypass":
             in_reward = algorithm.kl.coef > 0 and algorithm.kl.apply_to == "reward"
-            if not (algorithm.loss_needs.ratio or in_reward or algorithm.distillation.in_advantage):
+            in_advantage = any(adds(config) for adds in functions("questions", "adds_to_advantages"))
+            if not (algorithm.loss_needs.ratio or in_reward or in_advantage):
                 reason = f"is for a ratio, and algorithm.policy_loss = '{algorithm.policy_loss}' has none"
                 raise ConfigError.of(f"{field}[{number}].mode", one.mode, reason, allowed="another correction, or none")
             if algorithm.estimator_needs.reads_policy:

@@ -14,7 +14,7 @@ from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.layout import divisors
 from megarl.config.questions import ConfiguredRole
 from megarl.config.rollout import RolloutConfig
-from megarl.config.sections import CriticConfig, DataConfig, PolicyConfig, ReferenceConfig, RewardModelConfig
+from megarl.config.sections import CriticConfig, DataConfig, PolicyConfig, ReferenceConfig
 from megarl.errors import ConfigError
 
 
@@ -82,15 +82,9 @@ class SampledRun(Protocol):
     @property
     def reference(self) -> ReferenceConfig: ...
     @property
-    def teachers(self) -> tuple[ConfiguredRole, ...]: ...
-    @property
-    def reward_model(self) -> RewardModelConfig: ...
+    def roles(self) -> tuple[ConfiguredRole, ...]: ...
     @property
     def uses_critic(self) -> bool: ...
-    @property
-    def uses_reference(self) -> bool: ...
-    @property
-    def uses_reward_model(self) -> bool: ...
 
 
 def batch_arithmetic(config: SampledRun) -> BatchArithmetic:
@@ -143,12 +137,8 @@ def _trained_roles(config: SampledRun) -> list[tuple[str, int]]:
 
 
 def _scoring_roles(config: SampledRun) -> list[tuple[str, int]]:
-    reference, reward_model = config.reference.layout, config.reward_model.layout
-    return [
-        *([("reference", reference.dp)] if config.uses_reference and reference is not None else []),
-        *((one.section or one.name, one.layout.dp) for one in config.teachers if one.layout is not None),
-        *([("reward_model", reward_model.dp)] if config.uses_reward_model and reward_model is not None else []),
-    ]
+    frozen = (role for role in config.roles if role.trained is None)
+    return [(role.section or role.name, role.layout.dp) for role in frozen if role.layout is not None]
 
 
 def _check_even(config: SampledRun, field: str, dp: int, sequences: int, of_what: str, mini_batches: int) -> None:

@@ -23,7 +23,6 @@ from megarl.config.source_checks import check_held_out, check_source
 from megarl.config.supervised import OBJECTIVE_FIELDS, PAIR_LOSSES, ObjectiveConfig, SupervisedConfig
 from megarl.errors import ConfigError
 from megarl.option_list import functions
-from megarl.options.distillation.checks import check_distillation
 from megarl.options.lora.checks import check_lora
 
 PROCEDURAL_ROWS = 1000
@@ -33,7 +32,6 @@ PROCEDURAL_ROWS = 1000
 def check_fields_agree(config: Config) -> None:
     """Raise ConfigError for the first pair of fields that contradict each other."""
     check_algorithm(config)
-    check_distillation(config)
     check_megatron_sections(config)
     check_rollout(config)
     check_source("data.train", config.data.train)
@@ -49,16 +47,8 @@ def check_fields_agree(config: Config) -> None:
     check_run(config.run, evaluates=config.evaluates, remedy="set data.eval or evaluations")
     for check in functions("checks", "check"):
         check(config)
-    layouts = (
-        config.policy.layout,
-        config.critic.layout,
-        config.reference.layout,
-        config.teacher.layout,
-        *(one.layout for one in config.teacher.named),
-        config.reward_model.layout,
-    )
-    check_profile(config.profile, config.run.known_steps, [layout for layout in layouts if layout is not None])
-    if not config.rewards and not config.uses_reward_model and config.algorithm.distillation.reward_coef:
+    check_profile(config.profile, config.run.known_steps, [*config.layouts.values()])
+    if not config.reward_weights and not any(needs_none(config) for needs_none in functions("questions", "needs_no_reward")):
         raise ConfigError("a run needs a source of reward: set rewards, or set reward_model.path")
     trained = {"policy": config.policy, "critic": config.critic}
     for name, role in trained.items():
@@ -69,12 +59,9 @@ def check_fields_agree(config: Config) -> None:
             )
     check_offload(config.model, trained, valued=("critic",))
     check_lora(config.model, trained, config.reference, has_engines=True)
-    frozen = {
-        "the reference": config.uses_reference,
-        "the teacher": config.needs_teacher,
-        "the reward model": config.uses_reward_model,
-    }
-    check_fp8(config.model, trained=trained, frozen=[name for name, is_there in frozen.items() if is_there])
+    sections = ((role.section or role.name).partition(".")[0] for role in config.roles if role.trained is None)
+    frozen = [f"the {name.replace('_', ' ')}" for name in dict.fromkeys(sections)]
+    check_fp8(config.model, trained=trained, frozen=frozen)
     _check_reset(config.reference, config.model, needed_by=None if config.uses_reference else "algorithm.kl.coef above 0")
     batch_arithmetic(config)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
+from megarl.option_list import functions
 
 
 def check_estimator(config: Config) -> None:
@@ -19,7 +20,7 @@ def check_estimator(config: Config) -> None:
         if argument.below_group and given is not None and given >= config.rollout.samples_per_prompt:
             allowed = f"less than rollout.samples_per_prompt = {config.rollout.samples_per_prompt}"
             raise ConfigError.of(f"algorithm.advantage_args.{argument.name}", given, allowed=allowed)
-    if needed.step_rewards and not (config.reward_model.per_step and config.uses_reward_model):
+    if needed.step_rewards and not any(gives(config) for gives in functions("questions", "gives_step_rewards")):
         remedy = "set reward_model.path and reward_model.per_step, or choose another algorithm.advantage"
         raise ConfigError.needs(estimator, "a reward model that scores every step", remedy)
     if needed.turn_states and config.rollout.episode.kind in ("single", "tools"):

@@ -118,8 +118,8 @@ _REASONS: tuple[tuple[str, str], ...] = (
 OWNED: dict[str, str] = {name: reason for reason, names in _REASONS for name in names.split()}
 """Fields that no config may set, with the reason in words that follow "which"."""
 
-_ROLES = {"policy": True, "critic": True, "reference": False, "teacher": False, "reward_model": False}
-"""Sections that may have a section `megatron`, and whether their models are trained."""
+_ROLES = {"policy": True, "critic": True, "reference": False}
+"""Core sections that may have a section `megatron`, and whether their models are trained."""
 
 
 def check_megatron_sections(config: Config | SupervisedConfig) -> None:
@@ -128,9 +128,6 @@ def check_megatron_sections(config: Config | SupervisedConfig) -> None:
         section = getattr(config, role, None)  # a run on given responses has two of them
         if section is not None:
             check_megatron(f"{role}.megatron", section.megatron or {}, is_trained=is_trained)
-    for one in config.roles:
-        if one.section:
-            check_megatron(f"{one.section}.megatron", _section_of(config, one.name).megatron or {}, is_trained=False)
     _check_shared_attention(config)
     for one in config.roles:
         if one.trained is not None:
@@ -162,15 +159,12 @@ def _check_shared_attention(config: Config | SupervisedConfig) -> None:
 
 
 def megatron_of(config: Config | SupervisedConfig, role: str) -> dict[str, Any]:
-    """What a role's section `megatron` sets; a reference or teacher without one is computed as the policy is."""
-    given: dict[str, Any] | None = _section_of(config, role).megatron
+    """What a role's section `megatron` sets; a role that only answers and has none is computed as the policy is."""
+    if role in _ROLES:
+        given: dict[str, Any] | None = getattr(config, role).megatron
+    else:
+        given = next(one.megatron for one in config.roles if one.name == role)
     return given_to("model", config.policy.megatron) if given is None else given
-
-
-def _section_of(config: Config | SupervisedConfig, role: str) -> Any:
-    teacher = getattr(config, "teacher", None)
-    named = {one.role: one for one in teacher.named} if teacher is not None else {}
-    return named.get(role) or getattr(config, role)
 
 
 def check_megatron(section: str, given: Mapping[str, Any], *, is_trained: bool) -> None:

@@ -12,13 +12,16 @@ from megarl.option_list import OPTIONS, parts
 AnySection = TypeVar("AnySection", bound=Section)
 
 OPTION_OF_FIELD = {
+    "algorithm.distillation": "distillation",
     "data.curriculum": "curriculum",
     "ptx": "ptx",
+    "reward_model": "reward_model",
     "rollout.episode.agent": "agents",
     "rollout.episode.mcp": "tools",
     "rollout.episode.openenv": "environments",
     "rollout.episode.sandbox": "sandboxes",
     "run.mirror": "mirror",
+    "teacher": "distillation",
     "trackers": "telemetry",
 }
 """The option that each added field belongs to, also where an installation lacks it: for the sentence that says so."""

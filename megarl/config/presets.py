@@ -103,9 +103,9 @@ def fill_preset(tree: Any) -> Any:
     if preset is None:
         return tree
     filled = {**preset, **tree}
-    for section in ("kl", "shaping", "distillation", "positive_nll"):
-        if isinstance(tree.get(section), dict):
-            filled[section] = {**preset.get(section, {}), **tree[section]}
+    for section, value in preset.items():
+        if isinstance(value, dict) and isinstance(tree.get(section), dict) and not section.endswith("_args"):
+            filled[section] = {**value, **tree[section]}
     if isinstance(tree.get("kl"), dict) and "estimator" not in tree["kl"]:
         filled["kl"]["estimator"] = "k1" if filled["kl"]["apply_to"] == "reward" else "k3"
     advantage, loss = filled["advantage"], filled["policy_loss"]

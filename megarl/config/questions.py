@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from megarl.config.layout import Layout
 from megarl.config.section import Section
@@ -31,6 +31,10 @@ class ConfiguredRole:
     """It has a scalar head instead of predicting tokens."""
     section: str = ""
     """Its section of the config; empty: the section has the role's name."""
+    scores: bool = False
+    """Its answers are rewards."""
+    megatron: dict[str, Any] | None = field(default=None, compare=False)
+    """Of a role that only answers: fields of megatron-core's TransformerConfig; None: those of the policy."""
 
 
 class Questions(Section):

@@ -281,8 +281,6 @@ def _check_sampling_limits(config: Config) -> None:
         why = ""
         if config.algorithm.bypasses_old_log_probs:
             why = "needs the trainer's log-probs before the update, which algorithm.rollout_correction = 'bypass' leaves out"
-        elif config.algorithm.distillation.in_loss:
-            why = "leaves out tokens, and algorithm.distillation.apply_to = 'loss' compares the likeliest of all"
         if why:
             off = type(config.rollout).model_fields[name].default
             raise ConfigError.of(f"rollout.{name}", value, why, allowed=str(off))

@@ -26,9 +26,7 @@ from megarl.config.sections import (
     ReferenceConfig,
     ResourcesConfig,
     RewardConfig,
-    RewardModelConfig,
     RunConfig,
-    TeacherConfig,
     reward_labels,
 )
 from megarl.option_list import functions
@@ -50,10 +48,6 @@ class Config(Questions):
     """The value model. Used only if the advantage estimator needs values, as `gae` does."""
     reference: ReferenceConfig = ReferenceConfig()
     """The frozen model of the KL penalty."""
-    teacher: TeacherConfig = TeacherConfig()
-    """Frozen models for distillation, or for an estimator or loss of your own."""
-    reward_model: RewardModelConfig = RewardModelConfig()
-    """A model with a scalar head that scores responses."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """The algorithm of a step: advantages, losses, KL."""
     data: DataConfig
@@ -82,18 +76,6 @@ class Config(Questions):
         return algorithm.kl.coef > 0 or is_read
 
     @property
-    def needs_teacher(self) -> bool:
-        """Whether the policy is distilled, or estimator or loss read a teacher's log-probs."""
-        algorithm = self.algorithm
-        is_read = algorithm.loss_needs.teacher_log_probs or algorithm.estimator_needs.teacher_log_probs
-        return algorithm.distillation.coef > 0 or is_read
-
-    @property
-    def uses_reward_model(self) -> bool:
-        """Whether a reward model scores the responses."""
-        return self.reward_model.path is not None
-
-    @property
     def roles(self) -> tuple[ConfiguredRole, ...]:
         """The policy, and the models that its algorithm and rewards use."""
         folder = self.model.path
@@ -106,26 +88,7 @@ class Config(Questions):
         if self.uses_reference:
             reference = self.reference
             roles.append(ConfiguredRole("reference", reference.path or folder, "reference.path", reference.layout, None))
-        roles += self.teachers
-        if self.uses_reward_model:
-            scorer, path = self.reward_model, self.reward_model.path or folder
-            roles.append(ConfiguredRole("reward_model", path, "reward_model.path", scorer.layout, None, value_head=True))
-        return tuple(roles)
-
-    @property
-    def teachers(self) -> tuple[ConfiguredRole, ...]:
-        """The teachers, the one of rows that name none first."""
-        teacher = self.teacher
-        if not self.needs_teacher:
-            return ()
-        named = (
-            ConfiguredRole(one.role, one.path, f"{section}.path", one.layout, None, section=section)
-            for section, one in ((f"teacher.named[{place}]", one) for place, one in enumerate(teacher.named))
-        )
-        unnamed = (
-            [] if teacher.path is None else [ConfiguredRole("teacher", teacher.path, "teacher.path", teacher.layout, None)]
-        )
-        return (*unnamed, *named)
+        return (*roles, *(role for further in functions("questions", "further_roles") for role in further(self)))
 
     @property
     def model_folders(self) -> dict[str, str]:
@@ -134,10 +97,11 @@ class Config(Questions):
         given = {
             "reference.path": self.reference.path,
             "critic.init_from": critic,
-            **self.teacher.folders,
-            "reward_model.path": self.reward_model.path,
         }
-        return {"model.path": self.model.path} | {field: path for field, path in given.items() if path is not None}
+        folders = {"model.path": self.model.path} | {field: path for field, path in given.items() if path is not None}
+        for further in functions("questions", "further_folders"):
+            folders |= further(self)
+        return folders
 
     @property
     def evaluates(self) -> bool:
@@ -196,8 +160,8 @@ class Config(Questions):
         algorithm = self.algorithm
         is_read = algorithm.estimator_needs.reads_policy or bool(algorithm.loss_needs.choice) or algorithm.entropy.reads_pass
         in_reward = algorithm.kl.coef > 0 and algorithm.kl.apply_to == "reward"
-        distilled = algorithm.distillation.in_advantage or algorithm.distillation.asks_policy
-        return is_read or in_reward or distilled or bool(algorithm.rollout_correction)
+        of_option = any(reads(self) for reads in functions("questions", "reads_old_log_probs_early"))
+        return is_read or in_reward or of_option or bool(algorithm.rollout_correction)
 
     @property
     def routing_replay(self) -> Literal["none", "old_policy", "engine"]:
@@ -236,7 +200,9 @@ class Config(Questions):
         """By label of a source of reward, as in `Sample.rewards`, its weight in the sum of all."""
         labels = reward_labels([reward.name for reward in self.rewards])
         weights = {label: reward.weight for label, reward in zip(labels, self.rewards, strict=True)}
-        return weights | ({"reward_model": self.reward_model.weight} if self.uses_reward_model else {})
+        for further in functions("questions", "further_reward_weights"):
+            weights |= further(self)
+        return weights
 
     def batch_rows(self) -> list[tuple[str, str]]:
         """The batch arithmetic."""

@@ -15,7 +15,7 @@ from megarl.config.guard_rules import GuardConfig
 from megarl.config.layout_section import LayoutConfig
 from megarl.config.optimizer import OptimizerConfig
 from megarl.config.option_sections import with_options
-from megarl.config.presets import Fp8Format, Fp8RecipeName, ModelPart
+from megarl.config.presets import Fp8Format, Fp8RecipeName
 from megarl.config.section import ClassPath, Count, NonNegative, Positive, Seconds, Section
 from megarl.config.sources import SourceConfig, held_out_defaults
 from megarl.options.lora.config import LoraConfig, PolicyLoraConfig
@@ -215,65 +215,6 @@ class ReferenceConfig(Section):
     def is_policy_as_it_began(self, policy: PolicyConfig, folder: str) -> bool:
         """Whether it is the policy without what its adapters learn beside the model in `folder`: no second model is loaded."""
         return policy.lora.on and self.path in (None, folder) and self.layout is None
-
-
-class NamedTeacherConfig(Section):
-    """A teacher of the rows that name it."""
-
-    name: Annotated[str, Field(pattern=r"^\w+$")]
-    """What rows call it under `teacher.data_key`."""
-    path: str
-    """Hugging Face folder of the teacher, which must have the policy's tokenizer."""
-    layout: LayoutConfig | None = None
-    """Parallel layout of this model. null: it shares the policy's processes and layout."""
-    megatron: dict[str, Any] | None = None
-    """Fields of megatron-core's TransformerConfig. null: those of `policy.megatron`."""
-
-    @property
-    def role(self) -> str:
-        """The name of its role."""
-        return f"teacher_{self.name}"
-
-
-class TeacherConfig(Section):
-    """Frozen models for distillation (docs/distillation.md), or for an estimator or loss of your own."""
-
-    path: str | None = None
-    """Hugging Face folder of the teacher of rows that name none; it must have the policy's tokenizer. null: there is none."""
-    layout: LayoutConfig | None = None
-    """Parallel layout of this model. null: it shares the policy's processes and layout."""
-    megatron: dict[str, Any] | None = None
-    """Fields of megatron-core's TransformerConfig. null: those of `policy.megatron`."""
-    data_key: str = "teacher"
-    """Key of a row that names its teacher, one of `named`."""
-    named: Annotated[tuple[NamedTeacherConfig, ...], Field(strict=False)] = ()
-    """Teachers of the rows that name them."""
-
-    @property
-    def folders(self) -> dict[str, str]:
-        """Every teacher's folder, by the config field that names it."""
-        named = {f"teacher.named[{place}].path": one.path for place, one in enumerate(self.named)}
-        return ({"teacher.path": self.path} if self.path is not None else {}) | named
-
-
-class RewardModelConfig(Section):
-    """A model with a scalar head that scores responses, in addition to or instead of `rewards`."""
-
-    path: str | None = None
-    """Hugging Face folder of the reward model. null: no reward model."""
-    layout: LayoutConfig | None = None
-    """Parallel layout of this model. null: it shares the policy's processes and layout."""
-    freeze: Annotated[tuple[ModelPart, ...], Field(strict=False)] = ()
-    """Parts of a vision-language model that are not trained: `vision` (the tower), `projector` (which makes tokens of its
-    features), `language` (the decoder)."""
-    megatron: dict[str, Any] = Field(default_factory=dict)
-    """Fields of megatron-core's TransformerConfig."""
-    weight: float = 1.0
-    """Weight of the reward model's score in the sum of all rewards."""
-    per_step: bool = False
-    """Score every step of a response (steps end with a newline), for `advantage: grpo_process`."""
-    step_aggregation: Literal["mean", "min", "product", "last"] = "mean"
-    """How the scores of steps become the score of a response, with `per_step`."""
 
 
 class PictureFields(Section):

@@ -463,9 +463,8 @@ def _config_folder_of_run(folder: Path) -> Path | None:
         config = dict(tree_leaves(read_yaml(run / "config.yaml")))
     except ConfigError as error:
         raise CheckpointError(f"nothing says which model '{folder}' is: {error}; name a folder with --hf-config") from None
-    of_role = {role: (role, "path") for role in ("reference", "teacher", "reward_model")} | {"critic": ("critic", "init_from")}
-    section, field = of_role.get(folder.resolve().name, ("model", "path"))
-    named = config.get(f"{section}.{field}") or config.get("model.path")
+    role = folder.resolve().name
+    named = config.get(f"{role}.{'init_from' if role == 'critic' else 'path'}") or config.get("model.path")
     if not isinstance(named, str):
         return None
     if not (Path(named) / "config.json").is_file():

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import AnyConfig, Config, SupervisedConfig, parse_config
-from megarl.config.layout_section import LayoutConfig
 from megarl.config.load import parse_supervised_config
 from megarl.models.architecture import HFConfig
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.shrunk import chunk_layers, shrunk_config, shrunk_layout
+from megarl.option_list import functions
 from megarl.weights.run_plan import engine_target
 
 STEPS = 2
@@ -73,18 +73,11 @@ def _small_rl(config: Config, folder: Path, ray_address: str) -> Config:
         },
         "rewards": [{"name": "fuzzy_text"}],  # which tells wrong answers apart: the weights must move
     }
-    if config.needs_teacher:
-        if config.algorithm.distillation.in_loss:
-            tree["algorithm"]["distillation"]["top_k"] = min(config.algorithm.distillation.top_k, len(WORDS))
-        named = [_small_teacher(teacher.layout, folder) | {"name": teacher.name} for teacher in config.teacher.named]
-        tree["teacher"] = _small_teacher(config.teacher.layout, folder) | {"named": named}
+    for shrink in functions("small", "shrink"):
+        shrink(config, tree, folder / "model", vocabulary=len(WORDS))
     if config.uses_critic:
         tree["critic"] = ROLE | {"layout": shrunk_layout(config.critic.layout, _chunk_layers(config))}
     return parse_config(tree)
-
-
-def _small_teacher(layout: LayoutConfig | None, folder: Path) -> dict[str, Any]:
-    return {"path": str(folder / "model"), "layout": None if layout is None else shrunk_layout(layout)}
 
 
 def _small_supervised(config: SupervisedConfig, folder: Path, ray_address: str) -> SupervisedConfig:

@@ -96,10 +96,11 @@ def plan_times(
         phases.append(PhaseTime("generate", generation_seconds(run, gpu, memory, lengths)))
     if sampling is not None:
         of_functions = {"rewards": sequences * calibration.reward_s_per_sample}
-        phases.append(PhaseTime("reward", _added(of_functions, passes.get("reward_model", {}))))
-    # each teacher is counted for all rows: how many name it, only the data say
-    teachers = (name for name in roles if name.startswith("teacher"))
-    answering = [name for name in ("policy", "reference", *teachers, "critic") if name in roles]
+        scoring = [passes[role.name] for role in config.roles if role.scores]
+        phases.append(PhaseTime("reward", _added(of_functions, *scoring)))
+    # a role is counted for all rows: which of them ask it, only the data say
+    frozen = [role.name for role in config.roles if role.trained is None and not role.scores]
+    answering = [name for name in ("policy", *frozen, "critic") if name in roles]
     if not config.needs_old_log_probs:
         answering.remove("policy")
     elif config.first_update_is_a_pass and not calibration.whole_pass:

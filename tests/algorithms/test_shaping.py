@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from megarl.algorithms import RewardNormaliser, aggregate_steps, clip_rewards, length_penalty, overlong_penalty
 from megarl.algorithms.shaping import STEP_AGGREGATIONS
-from megarl.config.sections import RewardModelConfig
 from megarl.errors import ConfigError
+from megarl.options.reward_model.section import RewardModelConfig
 
 
 def test_clipping_bounds_both_sides() -> None:

@@ -70,7 +70,7 @@ def test_fields_of_the_right_type_are_taken(given: dict[str, Any]) -> None:
 
 def test_a_reference_without_a_section_is_computed_as_the_policy_is() -> None:
     given = {"apply_rope_fusion": False, "bucket_size": 5}
-    config = parse_config({**BASE, "policy": {"megatron": given}})
+    config = parse_config({**BASE, "policy": {"megatron": given}, "reward_model": {"path": "x", "layout": {}}})
     assert megatron_of(config, "reference") == {"apply_rope_fusion": False}
     assert megatron_of(config, "reward_model") == {}
     config = parse_config({**BASE, "policy": {"megatron": given}, "reference": {"megatron": {}}})

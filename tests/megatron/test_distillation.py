@@ -15,6 +15,7 @@ from torch import Tensor
 from megarl.algorithms import DistillationTerm
 from megarl.config.layout import Layout
 from megarl.data.stream import SCORED_IDS, MicroBatch, Response, TopK, Unit
+from megarl.options.distillation.loss import DistillationLoss
 from megarl.trainers.rl.objectives import PolicyObjective
 from tests.megatron.test_context_parallel import check, gradients
 from tests.world import World
@@ -75,7 +76,7 @@ def units() -> list[Unit]:
 
 
 def objective(term: DistillationTerm) -> PolicyObjective:
-    return PolicyObjective("clip", distillation=term)
+    return PolicyObjective("clip", terms=(DistillationLoss(term),))
 
 
 def run(rank: int, world_size: int, folders: dict[str, Path], layout: Layout) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from megarl.algorithms import DistillationTerm, LossSettings, PreferenceSettings
 from megarl.data.stream import SCORED_IDS, Response, ScorePosition, TopK, Unit
 from megarl.megatron.step import on_host
+from megarl.options.distillation.loss import DistillationLoss
 from megarl.options.online_pairs.loss import PairLoss
 from megarl.trainers.rl.objectives import PolicyObjective, ValueObjective
 from megarl.trainers.supervised.objectives import (
@@ -77,7 +78,7 @@ def waits(rank: int, world_size: int, folder: Path, spec: str) -> dict[str, Coun
     initialize_layout(Layout(), seed=1)
     policy = PolicyObjective("clip", LossSettings(clip_low=0.2, clip_high=0.2), kl_coef=0.1, entropy_coef=0.1, shown_rows=2)
     chooses = PolicyObjective("kl_cov", nll_coef=0.1, also_given=("chosen",), arguments={"coef": 0.5})
-    policy = replace(policy, distillation=DistillationTerm(1.0, "jsd"))
+    policy = replace(policy, terms=(DistillationLoss(DistillationTerm(1.0, "jsd")),))
     settings = PreferenceSettings(rpo_alpha=0.1, mixture={"dpo": 0.8, "bco_pair": 0.2, "sft": 1.0})
     with_reference = ("dpo", "cdpo", "robust_dpo", "ipo", "apo_zero", "apo_down", "bco_pair", "mixture")
     pairs = [PairObjective(name, settings, 6) for name in with_reference]

@@ -19,11 +19,11 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "tiny-arithmetic"
 NOT_YET = (
     "pictures", "lora", "prediction", "routing_replay", "shared_prefixes", "few_bits", "linear_attention", "lending",
-    "transports", "distillation", "reward_model",
+    "transports",
 )  # fmt: skip
 """Options that the core still imports; tests/test_rooms.py counts by how many imports."""
 DELETABLE = tuple(name for name in OPTIONS if name not in NOT_YET)
-FOR_ALL = ("mirror", "curriculum", "agents")
+FOR_ALL = ("mirror", "agents", "distillation")
 """The options that `make test` deletes. `make test-all` deletes the others, too."""
 TASK = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "operators": ["+"],
         "allow_parentheses": False, "allow_negation": False}  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
+from megarl.option_list import functions
 from megarl.options.agents.section import agent_of
 
 
@@ -21,7 +22,7 @@ def check(config: Config) -> None:
     if episode.tools:
         remedy = "remove rollout.episode.tools: an agent brings its own"
         raise ConfigError.needs("rollout.episode.tools", "an episode of kind 'tools' or 'environment'", remedy)
-    if config.uses_reward_model and config.reward_model.per_step:
+    if any(gives(config) for gives in functions("questions", "gives_step_rewards")):
         why = "scores the steps of one response, and the episode of an agent may have several branches"
         raise ConfigError.of("reward_model.per_step", "true", why, allowed="false")
     needed = config.algorithm.estimator_needs

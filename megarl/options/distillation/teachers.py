@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from torch import Tensor
+
+from megarl.algorithms import DistillationTerm, distillation_advantages
 from megarl.config import Config
 from megarl.data.batch import Batch
 from megarl.data.sample import Prompt
@@ -12,6 +15,9 @@ from megarl.data.stream import SCORED_IDS, TopK
 from megarl.data.tokenize import load_tokenizer
 from megarl.errors import ConfigError, DataError
 from megarl.models.registry import architecture_for, load_hf_config
+from megarl.options.distillation.loss import DistillationLoss
+from megarl.options.distillation.section import distillation_of, teacher_of
+from megarl.trainers.rl.step_parts import StepPart
 from megarl.trainers.run.roles import Roles
 
 SCORED = "teacher_scored_log_probs"
@@ -20,17 +26,19 @@ COLUMNS = ("teacher_log_probs", SCORED_IDS, SCORED)
 """Those that the policy's update reads, where a step has them."""
 
 
-class Teachers:
+class Teachers(StepPart):
     """The teachers of a run, each asked about the rows that name it."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config
-        self.role_of = {one.name: one.role for one in config.teacher.named}
+        self.config, self.teacher = config, teacher_of(config)
+        self.distillation = settings = distillation_of(config.algorithm)
+        self.rewards_are_read = bool(settings.reward_coef)
+        self.role_of = {one.name: one.role for one in self.teacher.named}
         self.top_k: TopK | None = None
         """Of the ids that all these models have."""
-        if config.algorithm.distillation.in_loss:
-            folders = [config.model.path, *config.teacher.folders.values()]
-            self.top_k = TopK(config.algorithm.distillation.top_k, min(map(_vocabulary, folders)))
+        if settings.in_loss:
+            folders = [config.model.path, *self.teacher.folders.values()]
+            self.top_k = TopK(settings.top_k, min(map(_vocabulary, folders)))
 
     def check(self, tokenizer: Any, prompts: Iterable[Prompt]) -> None:
         """Look at the teachers' tokenizers and at the rows before a run starts.
@@ -39,9 +47,7 @@ class Teachers:
             ConfigError: a teacher has another vocabulary than the policy, or `top_k` is larger than it.
             DataError: a row names no teacher that there is.
         """
-        if not self.config.needs_teacher:
-            return
-        for field, folder in self.config.teacher.folders.items():
+        for field, folder in self.teacher.folders.items():
             if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
                 reason = "has another vocabulary than model.path, so that its log-probs are of other tokens"
                 raise ConfigError.of(field, folder, reason, allowed="a model with the policy's tokenizer")
@@ -54,11 +60,11 @@ class Teachers:
 
     def asked_of_policy(self) -> dict[str, Any]:
         """Further arguments of the policy's pass at the start of a step (`Roles.forward_each`)."""
-        if self.top_k is None or not self.config.algorithm.distillation.asks_policy:
+        if self.top_k is None or not self.distillation.asks_policy:
             return {}
         return {"top_k": self.top_k, "wide": {SCORED_IDS: self.top_k.k, "policy_scored_log_probs": self.top_k.k}}
 
-    def ask(self, roles: Roles, batch: Batch) -> None:
+    def prepare(self, roles: Roles, batch: Batch) -> None:
         """Add `teacher_log_probs` and `teacher_entropy` to `batch`, and where the loss reads them `SCORED_IDS` and `SCORED`."""
         rows_of: dict[str, list[int]] = {}
         for row, sample in enumerate(batch.samples):
@@ -71,9 +77,28 @@ class Teachers:
             more = {"top_k": self.top_k, "wide": {SCORED_IDS: self.top_k.k, SCORED: self.top_k.k}}
         roles.forward_each(rows_of, batch, ["teacher_log_probs", "teacher_entropy"], **more)
 
+    def shape_advantages(self, advantages: Tensor, sampled: Callable[[], Tensor], batch: Batch) -> Tensor:
+        """The advantages of the rewards and those of the teacher, weighted; nothing is normalised after this."""
+        settings = self.distillation
+        weighted = settings.reward_coef * advantages
+        if not settings.in_advantage:
+            return weighted
+        of_teacher = batch.columns["teacher_log_probs"]
+        return weighted + settings.coef * distillation_advantages(sampled(), of_teacher, batch.mask, settings.gamma)
+
+    def loss_columns(self) -> tuple[str, ...]:
+        """The teacher's, if the policy is distilled."""
+        return COLUMNS if self.distillation.coef else ()
+
+    def token_term(self) -> DistillationLoss:
+        """What is measured of the teacher, and the divergence where it is in the loss."""
+        settings = self.distillation
+        term = DistillationTerm(settings.coef, settings.divergence, settings.beta)
+        return DistillationLoss(term if settings.in_loss else None)
+
     def _role(self, row: Mapping[str, Any], row_id: str) -> str:
         """The role that is asked about responses to this row."""
-        key, unnamed = self.config.teacher.data_key, self.config.teacher.path is not None
+        key, unnamed = self.teacher.data_key, self.teacher.path is not None
         if self.role_of and key in row:
             name = row[key]
             if name not in self.role_of:

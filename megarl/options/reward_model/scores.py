@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import aggregate_steps, last_of_each_row
-from megarl.config.sections import RewardModelConfig
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
-from megarl.trainers.run.roles import REWARD_MODEL, Roles
+from megarl.options.reward_model.section import RewardModelConfig
+from megarl.trainers.rl.step_parts import StepPart
+from megarl.trainers.run.roles import Roles
+
+REWARD_MODEL = "reward_model"
+"""The name of its role."""
 
 
-class ModelRewards:
+class ModelRewards(StepPart):
     """Asks the role `reward_model`. A process model's scores are logits; a step's reward is their sigmoid."""
 
     def __init__(self, config: RewardModelConfig, tokenizer: Any) -> None:
@@ -39,11 +43,13 @@ class ModelRewards:
             sample.rewards["reward_model"] = total
         return (weight * totals).tolist()
 
-    def add_steps(self, batch: Batch, rewards: Sequence[float]) -> None:
-        """Columns `step_rewards` and `step_ends`: each step's weighted reward, and at the last what the other sources gave.
+    def take_rewards(self, batch: Batch, rewards: Sequence[float]) -> None:
+        """Add `step_rewards` and `step_ends`: each step's weighted reward, and at the last what the other sources gave.
 
-        Only tokens that the policy sampled end steps.
+        Only tokens that the policy sampled end steps. A model that scores whole responses adds nothing.
         """
+        if not self.config.per_step:
+            return
         step_rewards, step_ends = torch.zeros(batch.mask.shape), torch.zeros(batch.mask.shape)
         for row, sample in enumerate(batch.samples):
             scores, ends = (column[: len(sample.response_ids)] for column in self._steps[sample.sample_id])

@@ -21,7 +21,6 @@ from megarl.algorithms import (
     RunningMean,
     clip_rewards,
     correction,
-    distillation_advantages,
     kl_per_token,
     last_of_each_row,
     length_penalty,
@@ -38,6 +37,7 @@ from megarl.data.sample import Sample
 from megarl.errors import ConfigError, MegarlError
 from megarl.rollout.episodes.base import REWARD
 from megarl.system.user_code import describe
+from megarl.trainers.rl.step_parts import StepPart
 
 COLUMNS_READ = {
     "old_log_probs": "old_log_probs",
@@ -90,8 +90,10 @@ def is_tied(group: Sequence[tuple[Sample, float]], needed: EstimatorNeeds | None
 class Experience:
     """Turns rewards into advantages, and remembers what must outlive a step: baseline, reward scale, KL and entropy weights."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, parts: Sequence[StepPart] = ()) -> None:
+        """`parts` are those that options take in a step."""
         self.config, algorithm, entropy = config, config.algorithm, config.algorithm.entropy
+        self.parts = parts
         self.baseline = RunningMean()
         self.normaliser = RewardNormaliser()
         self.kl: AdaptiveKl | None = None
@@ -162,7 +164,10 @@ class Experience:
                 **read,
             ),
         )
-        batch.columns["advantages"] = self._with_distillation(outputs.advantages, batch)
+        advantages = outputs.advantages
+        for part in self.parts:
+            advantages = part.shape_advantages(advantages, lambda: self._sampled_log_probs(batch), batch)
+        batch.columns["advantages"] = advantages
         if outputs.returns is not None:
             batch.columns["returns"] = outputs.returns
             metrics |= _explained(outputs.returns, batch)
@@ -179,18 +184,9 @@ class Experience:
     def _estimated(self, needed: EstimatorNeeds, inputs: AdvantageInputs) -> AdvantageOutputs:
         """What the estimator answers; zeros where rewards are only logged."""
         algorithm = self.config.algorithm
-        if not algorithm.distillation.reward_coef:
+        if not all(part.rewards_are_read for part in self.parts):
             return AdvantageOutputs(advantages=torch.zeros(inputs.mask.shape))
         return estimated(algorithm.advantage, needed, inputs, algorithm.advantage_args)
-
-    def _with_distillation(self, advantages: Tensor, batch: Batch) -> Tensor:
-        """The advantages of the rewards and those of the teacher, weighted; nothing is normalised after this."""
-        distillation = self.config.algorithm.distillation
-        weighted = distillation.reward_coef * advantages
-        if not distillation.in_advantage:
-            return weighted
-        own, of_teacher = self._sampled_log_probs(batch), batch.columns["teacher_log_probs"]
-        return weighted + distillation.coef * distillation_advantages(own, of_teacher, batch.mask, distillation.gamma)
 
     def _sampled_log_probs(self, batch: Batch) -> Tensor:
         """The policy's at the start of the step; the engine's where no pass computes them (`bypass`)."""

@@ -18,7 +18,6 @@ from megarl.data.rows import Origin
 from megarl.data.sample import Prompt, Sample
 from megarl.data.sampler import drop_eval_overlap
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
-from megarl.options.distillation.teachers import Teachers
 from megarl.options.pictures.picture_reader import open_pictures
 from megarl.rewards import build_rewards
 from megarl.rewards.sources import RewardSources
@@ -26,6 +25,7 @@ from megarl.rollout.engines.registry import check_engine
 from megarl.rollout.episodes import Episodes, open_episodes
 from megarl.supervise.child_run import is_restart
 from megarl.trainers.rl.eval_figures import set_figures
+from megarl.trainers.rl.step_parts import StepPart, open_parts
 from megarl.trainers.run.start import check_architectures
 
 
@@ -55,6 +55,8 @@ class RlInputs:
     dropped: dict[str, int]
     """Rows, of all sets, that were left out because they do not fit, by the reason."""
     rewards: RewardSources
+    parts: list[StepPart]
+    """Those that options take in a training step."""
 
     @property
     def overlap(self) -> int:
@@ -115,9 +117,12 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
             for one in evaluations:
                 if one.settings.rewards is not None:
                     one.rewards.try_sources(one.prompts, functions=is_single)
-        Teachers(config).check(tokenizer, (prompt for part in kept for prompt in part))
+        parts_of_step = open_parts(config, tokenizer) if train else []
+        for part in parts_of_step:
+            part.check(tokenizer, (prompt for prompts in kept for prompt in prompts))
         opened.pop_all()
-    return RlInputs(tokenizer, episodes, kept, held_out, evaluations, sum(map(len, parts)), builder.dropped, rewards)
+    rows = sum(map(len, parts))
+    return RlInputs(tokenizer, episodes, kept, held_out, evaluations, rows, builder.dropped, rewards, parts_of_step)
 
 
 def _evaluation_set(config: Config, one: EvaluationConfig, builder: PromptBuilder) -> EvaluationSet:

@@ -15,27 +15,24 @@ from torch import Tensor
 from megarl.algorithms import (
     K3_LIMIT,
     POLICY_LOSSES,
-    DistillationTerm,
     LossSettings,
     kl_per_token,
     mismatch_sums,
     value_loss,
-    vocabulary_divergence,
 )
 from megarl.data.stream import PackedStream, ScoredValues
-from megarl.trainers.rl.step_parts import MixedLoss, StreamLoss
+from megarl.trainers.rl.step_parts import MixedLoss, StreamLoss, TokenTerm
 from megarl.trainers.run.update_metrics import LOG_PROBS
 
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """Policy loss, KL penalty and distillation in the loss, and entropy bonus.
+    """Policy loss, KL penalty and further terms in the loss, and entropy bonus.
 
     Columns it reads: `weights`, `advantages`; `old_log_probs` (absent: the step is on-policy and the ratio is 1);
     `reference_log_probs` (absent: no KL is measured); `rollout_log_probs`; `correction` and `top_entropy` (absent: 1), which
-    multiply the policy loss alone; `nll_weights` (absent: 0), the weights of right responses' cross-entropy;
-    `teacher_log_probs` (absent: none is measured); with `distillation` also `teacher_scored_log_probs`. A stream with the
-    column of one of the `mixed` losses has that loss alone.
+    multiply the policy loss alone; `nll_weights` (absent: 0), the weights of right responses' cross-entropy; and those of
+    `terms`. A stream with the column of one of the `mixed` losses has that loss alone.
     """
 
     name: str
@@ -45,8 +42,8 @@ class PolicyObjective:
     kl_unbiased: bool = False
     entropy_coef: float = 0.0
     nll_coef: float = 0.0
-    distillation: DistillationTerm | None = None
-    """A divergence to the teacher over the tokens whose log-probs stand behind the first two columns of the output."""
+    terms: tuple[TokenTerm, ...] = ()
+    """Further terms, which may read what stands behind the first two columns of the output."""
     limited: bool = False
     """The third column of the output is the log of the kept tokens' probability (docs/methods.md, sampling limits)."""
     mixed: tuple[MixedLoss, ...] = ()
@@ -62,7 +59,7 @@ class PolicyObjective:
     """The policy loss in place of that called `name`, where it is not one of single tokens."""
 
     def __call__(self, output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, Any]]:
-        """`output` float32 `[N, C]`: log-prob, entropy, and what `limited` or `distillation` ask for → (loss, sums).
+        """`output` float32 `[N, C]`: log-prob, entropy, and what `limited` or `terms` ask for → (loss, sums).
 
         With sampling limits the first two are of the kept tokens, and so are `old_log_probs` and, if there are these,
         `rollout_log_probs`; the KL to the reference is measured over all tokens, and the penalty is on the kept ones.
@@ -96,12 +93,10 @@ class PolicyObjective:
                 loss = loss + self.kl_coef * estimate
                 if limit is not None:
                     metrics["kl/clamped"] = (measured > limit).float().sum()
-        if "teacher_log_probs" in columns:
-            metrics["distillation/reverse_kl"] = (log_probs.detach() - columns["teacher_log_probs"]).sum()
-        if self.distillation is not None:
-            divergence, found = vocabulary_divergence(output[:, 2:], columns["teacher_scored_log_probs"], self.distillation)
-            loss = loss + self.distillation.coef * divergence
-            metrics |= {f"distillation/{name}": value for name, value in found.items()}
+        for term in self.terms:
+            of_tokens, figures = term(output, log_probs, columns)
+            loss = loss if of_tokens is None else loss + of_tokens
+            metrics |= figures
         mismatch = mismatch_sums(trainers, columns["rollout_log_probs"])
         metrics |= {f"mismatch/{name}": value for name, value in mismatch.items()}
         metrics |= {"policy/entropy": entropy.detach().sum(), "tokens": float(len(log_probs))}

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from megarl.algorithms import DistillationTerm, LossSettings
+from megarl.algorithms import LossSettings
 from megarl.config import Config
 from megarl.config.doubtful import doubtful_choices
 from megarl.data.batch import Batch
@@ -19,9 +19,7 @@ from megarl.data.sample import Sample
 from megarl.data.sampler import build_sampler, order_by
 from megarl.observe import MetricsFile, distributions
 from megarl.observe.progress import SHOWN, rows_line
-from megarl.options.distillation.teachers import COLUMNS, Teachers
 from megarl.options.prediction.drafts import draft_figures
-from megarl.options.reward_model.scores import ModelRewards
 from megarl.options.routing_replay.figures import RoutingFigures
 from megarl.system.user_code import absolute_name
 from megarl.trainers.rl.eval_figures import evaluation, pass_rates
@@ -39,10 +37,10 @@ from megarl.trainers.rl.parity_checks import ParityChecks, bounds
 from megarl.trainers.rl.rollouts import Rollouts
 from megarl.trainers.rl.samples_file import SamplesFile
 from megarl.trainers.rl.source_figures import DataSources
-from megarl.trainers.rl.step_parts import ChosenRows, open_parts
+from megarl.trainers.rl.step_parts import ChosenRows
 from megarl.trainers.rl.step_tokens import TOKEN_COLUMNS, loss_arguments, older_tokens, set_token_columns
 from megarl.trainers.run.base import Run
-from megarl.trainers.run.roles import CRITIC, POLICY, REFERENCE, REWARD_MODEL, group_requests
+from megarl.trainers.run.roles import CRITIC, POLICY, REFERENCE, group_requests
 from megarl.trainers.run.start import open_cluster, open_roles
 from megarl.trainers.run.update_metrics import LOG_PROBS
 from megarl.weights.run_plan import check_transport
@@ -76,10 +74,8 @@ class RlRun(Run):
             config.rollout.prompts_per_step,
             partial(place_of_row, source=config.data.train),
         )
-        self.parts = open_parts(config, self.inputs.tokenizer)
-        self.model_rewards = ModelRewards(config.reward_model, self.inputs.tokenizer)
-        self.experience = Experience(config)
-        self.teachers = Teachers(config)
+        self.parts = self.inputs.parts
+        self.experience = Experience(config, self.parts)
         self.parity = ParityChecks()
         self.routing = RoutingFigures(config)
         self._updates: list[dict[str, float]] = []
@@ -126,13 +122,9 @@ class RlRun(Run):
             self.rollouts.finish_start(starting, self.roles)
         self.progress.doing(POLICY)
         self.roles.load(POLICY)
-        for role, is_used in (
-            (CRITIC, config.uses_critic), (REFERENCE, config.uses_reference),
-            *((one.name, True) for one in config.teachers), (REWARD_MODEL, config.uses_reward_model),
-        ):  # fmt: skip
-            if is_used:
-                self.progress.doing(role)
-                self.roles.load(role)
+        for role in config.roles[1:]:
+            self.progress.doing(role.name)
+            self.roles.load(role.name)
         if not self.rollouts.takes_turns:
             self.progress.doing("engines")
             self.rollouts.finish_start(starting, self.roles)
@@ -235,7 +227,8 @@ class RlRun(Run):
             elif config.needs_old_log_probs:
                 limited = ["kept_log_probability"] if config.rollout.sampling_limits else []
                 names = ["old_log_probs", "old_entropy", *limited, *(["old_collision"] if config.needs_collision else [])]
-                self.roles.forward(POLICY, batch, names, **self.teachers.asked_of_policy())
+                more = {name: value for part in self.parts for name, value in part.asked_of_policy().items()}
+                self.roles.forward(POLICY, batch, names, **more)
                 if config.routing_replay == "old_policy":
                     recorded = self.roles.recorded_routes()
                     batch.take_routes([recorded.get(row) for row in range(len(batch))])
@@ -250,8 +243,8 @@ class RlRun(Run):
                 self.roles.load(REFERENCE)
                 self.roles.forward(REFERENCE, batch, ["reference_log_probs", "reference_entropy"])
                 self.roles.drop(REFERENCE)
-            if config.needs_teacher:
-                self.teachers.ask(self.roles, batch)
+            for part in self.parts:
+                part.prepare(self.roles, batch)
             if config.uses_critic:
                 self.roles.forward(CRITIC, batch, ["values"])
                 if config.algorithm.truncated_responses == "bootstrap":
@@ -262,8 +255,8 @@ class RlRun(Run):
         """Advantages and returns over the whole batch, on the driver: of episodes, whose branches get theirs."""
         self._scores, self._log_probs = list(rewards), {}
         with self.phases("advantages"):
-            if self.config.uses_reward_model and self.config.reward_model.per_step:
-                self.model_rewards.add_steps(batch, rewards)
+            for part in self.parts:
+                part.take_rewards(batch, rewards)
             self._episodes = episodes = JoinedEpisodes(batch, apart=self.config.rewards_by_branch)
             of_episodes = [rewards[rows[0]] for rows in episodes.rows]
             statistics = reward_statistics(torch.tensor(of_episodes), episodes.batch.groups)
@@ -335,7 +328,7 @@ class RlRun(Run):
                 running.append(self.roles.start_update(CRITIC, batch, rows, value_columns, objective))
             if not self._warms_up:
                 wanted = ["weights", "advantages", "rollout_log_probs", "old_log_probs", "reference_log_probs", "correction"]
-                wanted += COLUMNS if config.algorithm.distillation.coef else ()
+                wanted += [name for part in self.parts for name in part.loss_columns()]
                 wanted += (*TOKEN_COLUMNS, *(self._chosen.columns if self._chosen is not None else ()))
                 wanted += [name for name in config.algorithm.loss_needs.columns if name not in wanted]
                 absent = ["old_log_probs"] if computes_old else []
@@ -416,9 +409,9 @@ class RlRun(Run):
         if not self.config.rewards_by_branch and any(sample.branch_of for sample in samples):
             return spread_rewards(samples, self._score(first_branches(samples)))
         rewards = self.inputs.rewards.score(samples)
-        if self.config.uses_reward_model:
-            model_rewards = self.model_rewards.score(self.roles, samples)
-            rewards = [own + model for own, model in zip(rewards, model_rewards, strict=True)]
+        for part in self.parts:
+            if (further := part.score(self.roles, samples)) is not None:
+                rewards = [reward + more for reward, more in zip(rewards, further, strict=True)]
         return rewards
 
     def _scored_greedy(self) -> list[tuple[Sample, float]] | None:
@@ -440,7 +433,7 @@ class RlRun(Run):
     def _policy_objective(self, batch: Batch, shown_rows: int | None) -> PolicyObjective:
         if shown_rows is None:
             shown_rows = self.config.run.log_samples if "old_log_probs" not in batch.columns else 0
-        algorithm, distilled = self.config.algorithm, self.config.algorithm.distillation
+        algorithm = self.config.algorithm
         return PolicyObjective(
             absolute_name(algorithm.policy_loss),
             LossSettings(
@@ -454,7 +447,7 @@ class RlRun(Run):
             kl_unbiased=algorithm.kl.unbiased,
             entropy_coef=self.experience.entropy_coef,
             nll_coef=algorithm.positive_nll.coef,
-            distillation=DistillationTerm(distilled.coef, distilled.divergence, distilled.beta) if distilled.in_loss else None,
+            terms=tuple(filter(None, (part.token_term() for part in self.parts))),
             limited=bool(self.config.rollout.sampling_limits),
             mixed=tuple(filter(None, (part.mixed_loss() for part in self.parts))),
             shown_rows=shown_rows,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -10,11 +10,23 @@ from torch import Tensor
 
 from megarl.config import Config
 from megarl.data.batch import Batch
+from megarl.data.sample import Prompt, Sample
 from megarl.data.stream import PackedStream
 from megarl.option_list import functions
+from megarl.trainers.run.roles import Roles
 
 StreamLoss = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, Tensor]]]
 """Log-probs `[N]` of a stream's scored tokens, and the stream → a loss per token `[N]`, and sums for metrics."""
+
+
+class TokenTerm(Protocol):
+    """A further term of the policy's loss, one number per token; ranks get it as a value."""
+
+    def __call__(
+        self, output: Tensor, log_probs: Tensor, columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """The head's `output` `[N, C]`, log-probs `[N]` and the stream's columns → the term `[N]` with its weight (None: only
+        sums), and sums for metrics by their whole names."""
 
 
 class MixedLoss(Protocol):
@@ -43,6 +55,41 @@ class StepPart:
 
     state_name = ""
     """The key of its state in checkpoints; empty: it has none."""
+
+    rewards_are_read = True
+    """Whether an estimator makes advantages of rewards; if not, they are only logged."""
+
+    def check(self, tokenizer: Any, prompts: Iterable[Prompt]) -> None:
+        """Look at the rows before a run starts; MegarlErrors end it."""
+
+    def asked_of_policy(self) -> dict[str, Any]:
+        """Further arguments of the policy's pass at the start of a step (`Roles.forward_each`)."""
+        return {}
+
+    def prepare(self, roles: Roles, batch: Batch) -> None:
+        """With the policy's and the reference's log-probs there: add what else the step needs."""
+
+    def score(self, roles: Roles, samples: Sequence[Sample]) -> list[float] | None:
+        """Weighted rewards of `samples` in addition to those of the config's sources, also left in `sample.rewards`."""
+        return None
+
+    def take_rewards(self, batch: Batch, rewards: Sequence[float]) -> None:
+        """Before advantages are estimated: add columns of rewards, one per row `rewards` in all."""
+
+    def shape_advantages(self, advantages: Tensor, sampled: Callable[[], Tensor], batch: Batch) -> Tensor:
+        """The advantages `[B, T]` of rewards, with what the option adds; `sampled` gives the policy's log-probs `[B, T]`.
+
+        Nothing is normalised after this.
+        """
+        return advantages
+
+    def loss_columns(self) -> Sequence[str]:
+        """Columns that its terms of the policy's loss read, where a step has them."""
+        return ()
+
+    def token_term(self) -> TokenTerm | None:
+        """A further term of the policy's loss."""
+        return None
 
     def choose_rows(self, batch: Batch) -> ChosenRows | None:
         """With advantages there: which rows are trained on, where the loss does not take all."""

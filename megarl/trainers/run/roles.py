@@ -51,7 +51,7 @@ from megarl.workers.cluster import GroupRequest
 from megarl.workers.group import RankGroup
 from megarl.workers.rank_calls import RankCalls, RankRecord
 
-POLICY, REFERENCE, CRITIC, REWARD_MODEL = "policy", "reference", "critic", "reward_model"
+POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
 
 
 def group_requests(config: AnyConfig) -> list[GroupRequest]:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.sections import RewardModelConfig
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
 from megarl.options.reward_model.scores import ModelRewards
+from megarl.options.reward_model.section import RewardModelConfig
 
 LINE = 9
 """The token that is a line break."""
@@ -58,6 +58,6 @@ def test_lines_that_tools_wrote_are_no_steps_of_the_policy(how: str, total: floa
 def test_what_other_sources_gave_stands_at_the_last_step_that_the_policy_wrote() -> None:
     rewards, _, totals, response = scored("mean")
     batch: Any = Batch([response])
-    rewards.add_steps(batch, [totals[0] + 5.0])
+    rewards.take_rewards(batch, [totals[0] + 5.0])
     assert batch.columns["step_ends"][0].nonzero()[:, 0].tolist() == [1, 5]
     assert batch.columns["step_rewards"][0, [1, 5]].tolist() == pytest.approx([0.9, 5.6])

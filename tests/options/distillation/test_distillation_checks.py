@@ -9,6 +9,7 @@ import pytest
 from megarl.config import Config, parse_config
 from megarl.config.yaml_tree import apply_overrides
 from megarl.errors import ConfigError
+from megarl.options.distillation.questions import further_roles
 
 BASE: dict[str, Any] = {"model": {"path": "nowhere"}, "data": {"train": {"name": "basic_arithmetic"}}}
 REWARDED = BASE | {"rewards": [{"name": "reasoning_gym"}]}
@@ -102,6 +103,6 @@ def test_what_mends_a_contradiction_is_taken() -> None:
     assert config(*ALONE, "algorithm.advantage=grpo", more).algorithm.advantage == "grpo"
     assert config(*ALONE, NAMED, "teacher.data_key=expert").teacher.data_key == "expert"
     own = config("algorithm.name=opd", NAMED, base=BASE)
-    assert [role.name for role in own.teachers] == ["teacher_math", "teacher_code"]
+    assert [role.name for role in further_roles(own)] == ["teacher_math", "teacher_code"]
     bypass = config(*ALONE, "algorithm.policy_loss=reinforce", "algorithm.rollout_correction.mode=bypass")
     assert not bypass.needs_old_log_probs
