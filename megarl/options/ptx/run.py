@@ -8,6 +8,9 @@ from megarl.config import Config
 from megarl.options.ptx.examples import PtxExamples
 from megarl.options.ptx.section import ptx_of
 
+SUMMED = ("ptx/loss",)
+"""Metrics of updates whose sum is the value itself."""
+
 
 def take_part(config: Config, tokenizer: Any) -> PtxExamples | None:
     """The examples that `ptx` asks for."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.observe.expert_load import EXPERTS, routing_figures
+from megarl.option_list import parts
 
 LOG_PROBS = "log_probs"
 """Of an update's metrics, the one that is no number: by row the trainer's log-probs, float32 `[L]`."""
-SUMMED = frozenset({"policy/nll", "policy/pair_accuracy", "policy/pair_margin"})
-"""Metrics whose sum over ranks and micro-batches is the value itself, as are losses; others are divided by the tokens."""
+SUMMED = frozenset({"policy/loss", "policy/nll", "policy/pair_accuracy", "policy/pair_margin", "critic/loss"})
+"""Metrics whose sum over ranks and micro-batches is the value itself; those of options are in their `run.py`. The other sums
+are divided by the tokens."""
 
 
 def combine(answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -24,9 +26,13 @@ def combine(answers: list[dict[str, Any]]) -> dict[str, Any]:
         for name, value in answer.items():
             totals[name] = max(totals.get(name, value), value) if name.endswith("_max") else totals.get(name, 0) + value
     tokens = max(totals.pop("tokens", 0.0), 1.0)
-    alone = {"grad_norm", "lr", "skipped", "non_finite", "mtp_loss", "mtp_accuracy"} | SUMMED
+    alone = {"grad_norm", "lr", "skipped", "non_finite", "mtp_loss", "mtp_accuracy"} | SUMMED | _summed_by_options()
     means: dict[str, Any] = {
-        name: value if name in alone or name.endswith(("_max", "/loss")) else value / tokens for name, value in totals.items()
+        name: value if name in alone or name.endswith("_max") else value / tokens for name, value in totals.items()
     }
     means |= routing_figures(routed) | {EXPERTS: routed} if routed else {}
     return means | ({LOG_PROBS: log_probs} if log_probs else {})
+
+
+def _summed_by_options() -> set[str]:
+    return {name for module in parts("run") for name in getattr(module, "SUMMED", ())}
