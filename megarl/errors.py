@@ -1,4 +1,4 @@
-"""What the user did wrong, as one sentence. Every room raises these; only the CLI catches them (exit code 2).
+"""Mistakes of the user, as one sentence. Every room raises these; only the CLI catches them (exit code 2).
 
 An error about a field is made from facts (`MegarlError.of`, `MegarlError.needs`), and this file alone turns facts into
 English. Code that wants to know what an error is about asks the facts; no code reads or rewrites a sentence.
@@ -40,7 +40,7 @@ class WrongValue:
 
     @property
     def kind(self) -> str:
-        """What errors of this kind have in common: the field and the rule that its value breaks."""
+        """The common part of errors of this kind: the field and the rule that its value breaks."""
         return f"{self.field} {self.rule or self.reason or f'must be {self.allowed}'}"
 
 
@@ -59,7 +59,7 @@ class Missing:
 
     @property
     def kind(self) -> str:
-        """What errors of this kind have in common."""
+        """The common part of errors of this kind."""
         return f"{self.field} needs {self.what}"
 
 
@@ -95,7 +95,7 @@ class MegarlError(Exception):
 
     @property
     def kind(self) -> str:
-        """What errors of this kind have in common, for counting them: no values and no numbers."""
+        """The common part of errors of this kind, for counting them: no values and no numbers."""
         return type(self).__name__ if self.facts is None else self.facts.kind
 
 

@@ -1,4 +1,4 @@
-"""What advantage estimators share: inputs, outputs, the registry, and recursions and whitening over tokens.
+"""The shared part of advantage estimators: inputs, outputs, the registry, and recursions and whitening over tokens.
 
 Formulas and sources: docs/methods.md#advantages.
 
@@ -43,7 +43,7 @@ class RunningMean:
 
 @dataclass(kw_only=True)
 class AdvantageInputs:
-    """What estimators read; `grpo` and its like need only `scores`, `mask` and `groups`."""
+    """The inputs of estimators; `grpo` and its like need only `scores`, `mask` and `groups`."""
 
     scores: Tensor
     """float `[B]`: reward of each response, after clipping and shaping."""
@@ -107,7 +107,7 @@ class AdvantageInputs:
 
 @dataclass(kw_only=True)
 class AdvantageOutputs:
-    """What estimators answer; the caller takes the rows in `dropped` out of its loss mask and counts them."""
+    """The outputs of estimators; the caller takes the rows in `dropped` out of its loss mask and counts them."""
 
     advantages: Tensor
     """`[B, T]`, 0 outside the mask."""

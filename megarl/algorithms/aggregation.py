@@ -1,4 +1,4 @@
-"""How token losses become one number: one weight per token, with the denominators of the whole optimizer step.
+"""From token losses to one number: one weight per token, with the denominators of the whole optimizer step.
 
 Because the denominators are in the weights, a loss is a plain sum, and its gradient does not depend on how the step is
 split into micro-batches or over ranks.

@@ -1,4 +1,4 @@
-"""What every advantage estimator and policy loss needs of a run: the one place that says so. Importable without torch.
+"""Needs of every advantage estimator and policy loss: the one place that says so. Importable without torch.
 
 The config, its checks and the training loop read these tables and compare no names; `tests/algorithms/test_catalogue.py`
 holds the tables against the registered functions. A user's own function says what it needs by the decorator `needs`.
@@ -20,7 +20,7 @@ NORMALISATIONS = ("none", "batch", "group", "batch_rms", "group_rms")
 
 @dataclass(frozen=True)
 class Argument:
-    """What a built-in function takes by name from the config: a number and where it must lie, or a switch."""
+    """An argument that a built-in function takes by name from the config: a number and where it must lie, or a switch."""
 
     name: str
     least: float = 0.0
@@ -35,7 +35,7 @@ class Argument:
     """It must be less than `rollout.samples_per_prompt`."""
 
     def allows(self, value: object) -> bool:
-        """Whether `value` is a finite number within the bounds and whole if it must be, or of a switch true or false."""
+        """Return whether `value` is a finite number within the bounds and whole if it must be, or of a switch true or false."""
         if self.kind == "switch" or isinstance(value, bool):
             return self.kind == "switch" and isinstance(value, bool)
         if not isinstance(value, int if self.kind == "whole" else int | float) or not math.isfinite(value):
@@ -44,7 +44,7 @@ class Argument:
 
     @property
     def allowed(self) -> str:
-        """What it must be, in words."""
+        """The allowed values, in words."""
         if self.kind == "switch":
             return "true or false"
         upper = "" if self.most == math.inf else f" and at most {self.most:g}"
@@ -54,7 +54,7 @@ class Argument:
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorNeeds:
-    """What a run must give to an advantage estimator. A need that is false is not computed for it."""
+    """Needs of an advantage estimator that a run must meet. A need that is false is not computed for it."""
 
     group: bool = False
     """It compares the responses of one prompt, so `rollout.samples_per_prompt` must be at least 2."""
@@ -95,7 +95,7 @@ class EstimatorNeeds:
 
     @property
     def reads_policy(self) -> bool:
-        """Whether it reads what a pass of the policy at the start of the step gives."""
+        """Return whether it reads what a pass of the policy at the start of the step gives."""
         return self.old_log_probs or self.entropy or self.collision
 
 
@@ -105,7 +105,7 @@ SETTINGS = ("clip_low", "clip_high", "dual_clip", "kl_coef")
 
 @dataclass(frozen=True, kw_only=True)
 class LossNeeds:
-    """What a run must give to a policy loss besides log-probs, old log-probs, advantages, `response` and `settings`."""
+    """Needs of a policy loss besides log-probs, old log-probs, advantages, `response` and `settings`."""
 
     settings: tuple[str, ...] = SETTINGS
     """The constants that it reads; of a user's own loss nobody knows, so all."""

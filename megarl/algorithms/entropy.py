@@ -27,7 +27,7 @@ class AdaptiveEntropy:
         return weight
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must keep; the other numbers come from the config."""
+        """State for a checkpoint; the other numbers come from the config."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

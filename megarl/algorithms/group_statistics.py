@@ -63,7 +63,7 @@ def response_statistics(inputs: AdvantageInputs, values: Tensor | None = None) -
 
 
 def rows_of_groups(inputs: AdvantageInputs, kept: Tensor) -> Iterator[Tensor]:
-    """Of each group its rows with sampled tokens, int64 `[n]`; only those in `kept` bool `[B]`, and no empty ones."""
+    """The rows of each group that have sampled tokens, int64 `[n]`; only those in `kept` bool `[B]`, and no empty ones."""
     rows = (inputs.mask.any(1) & kept).nonzero().squeeze(1)
     groups = inputs.groups[rows]
     yield from (rows[groups == group] for group in groups.unique())

@@ -129,7 +129,7 @@ class AdaptiveKl:
         return self.coef
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must keep; target and horizon come from the config."""
+        """State for a checkpoint; target and horizon come from the config."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

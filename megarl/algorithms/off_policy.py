@@ -1,4 +1,4 @@
-"""What the engine's log-probs and the trainer's disagree by, and corrections for it (docs/methods.md#rollout-correction).
+"""The mismatch of the engine's log-probs and the trainer's, and corrections for it (docs/methods.md#rollout-correction).
 
 Tokens were sampled from the engine's distribution ("rollout"), the losses take them as the trainer's ("old", the same
 weights): Δ = logp_old − logp_rollout is what is wrong. A correction is a weight per token, a constant that multiplies the
@@ -114,7 +114,7 @@ def _corrected(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, o
 
 
 def mismatch_sums(trainer: Tensor, rollout: Tensor) -> dict[str, Tensor | float]:
-    """How far the engine is from the trainer for the same weights, over sampled tokens, in nats; always reported.
+    """Distance of the engine from the trainer for the same weights, over sampled tokens, in nats; always reported.
 
     Args:
         trainer: float `[N]`, the trainer's log-probs.

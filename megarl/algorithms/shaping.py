@@ -64,7 +64,7 @@ class RewardNormaliser:
         self.count = total
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must keep; eps comes from the config."""
+        """State for a checkpoint; eps comes from the config."""
         return {"count": self.count, "mean": self.mean, "squares": self.squares}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

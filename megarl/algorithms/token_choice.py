@@ -1,4 +1,4 @@
-"""Which tokens of an optimizer step a loss treats apart: by their covariance, or by their entropy.
+"""Tokens of an optimizer step that a loss treats apart: by their covariance, or by their entropy.
 
 Formulas and sources: docs/methods.md#covariance-of-a-token and docs/methods.md#loss-on-the-top-share-of-entropies.
 

@@ -27,7 +27,7 @@ IMPORT_DEADLINE_S = 300.0
 
 @dataclass(frozen=True)
 class _Kind:
-    """How functions named by the config field `field` are called: arguments by position and by name."""
+    """The way in which functions named by the config field `field` are called: arguments by position and by name."""
 
     field: str
     what: str
@@ -44,7 +44,7 @@ _LOSS = _Kind("algorithm.policy_loss", "a policy loss", ("log_probs", "old_log_p
 
 
 def estimator_needs(name: str, arguments: tuple[str, ...] = ()) -> EstimatorNeeds:
-    """What the advantage estimator `name` needs, built-in or the user's, which is given `arguments` from the config.
+    """The needs of the advantage estimator `name`, built-in or the user's, which is given `arguments` from the config.
 
     Raises:
         ConfigError: the user's function cannot be imported, or cannot be called as an estimator is.

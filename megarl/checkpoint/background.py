@@ -31,7 +31,7 @@ class BackgroundWriter:
         self._writing[role] = self._pool.submit(write_shards, shards.copied_into(memory), folder)
 
     def result(self, role: str, *, wait: bool) -> Written | None:
-        """What was written of what was begun last, durable by now; None if it is not yet there and `wait` is not asked for.
+        """The files of the write that was begun last, durable by now; None if it is not yet there and `wait` is not asked for.
 
         Raises:
             CheckpointError: it could not be written.

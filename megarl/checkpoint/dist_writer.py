@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Written:
-    """What a rank wrote: its files, where in them the chunks of tensors and the objects are, and what `Shards.absent` says."""
+    """The files that a rank wrote: its files, where in them the chunks of tensors and the objects are, and what
+    `Shards.absent` says."""
 
     files: dict[str, FileRecord] = field(default_factory=dict)
     keys: dict[str, StoredKey] = field(default_factory=dict)

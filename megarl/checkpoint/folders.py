@@ -1,4 +1,4 @@
-"""What a folder that a user names stands for: a run, its checkpoints, one of them, a role in it, or a model.
+"""The meaning of a folder that a user names: a run, its checkpoints, one of them, a role in it, or a model.
 
 Every command that takes such a folder asks here, so that all of them take the same ones.
 """

@@ -1,4 +1,5 @@
-"""What makes a checkpoint whole: `manifest.json` with the size and checksum of every other file, durable before it is named.
+"""The manifest of a whole checkpoint: `manifest.json` with the size and checksum of every other file, durable before it
+is named.
 
 It also says what wrote the checkpoint. A folder without a manifest, or with a file that differs from it, is damaged; the
 sentence says which file and how.
@@ -58,7 +59,7 @@ def seal(folder: Path, made: Mapping[str, Any], written: Mapping[str, FileRecord
 
 
 def made_by(folder: Path) -> dict[str, Any]:
-    """What `seal` was told of where the checkpoint comes from; empty before megarl kept it.
+    """The origin of the checkpoint, as `seal` was told it; empty before megarl kept it.
 
     Raises:
         CheckpointError: the manifest is missing or not what was written.
@@ -85,7 +86,7 @@ def check(folder: Path) -> None:
 
 
 def parse(text: str, name: str) -> dict[str, Any]:
-    """What `render` made `text` of, without the checksum; `name` is what a sentence calls the file.
+    """Read `text` that `render` made, without the checksum; `name` is what a sentence calls the file.
 
     Raises:
         CheckpointError: it is not what was written, or of another format.

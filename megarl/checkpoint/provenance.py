@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: the code and the libraries that wrote it, the config's hash and the weights' version.
+"""The origin of a checkpoint: the code and the libraries that wrote it, the config's hash and the weights' version.
 
 It stands in the manifest. What differs when a run is resumed is said, and nothing more: other code may well be why it is.
 """
@@ -24,7 +24,7 @@ _EXPECTED_TO_DIFFER = ("run.resume",)
 
 
 def provenance(config_text: str, step: int, weight_version: int | None) -> dict[str, Any]:
-    """What a checkpoint of `step` is written by, JSON-able. `config_text` is the resolved config as YAML.
+    """The provenance of a checkpoint of `step`, JSON-able. `config_text` is the resolved config as YAML.
 
     `weight_version` is that of the engines, None where there are none.
     """

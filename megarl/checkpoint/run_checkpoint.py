@@ -95,7 +95,7 @@ class CheckpointFolder:
         return self.folder / f"step_{best:06d}" if best is not None else None
 
     def temporary(self, step: int) -> Path:
-        """Where the checkpoint of `step` is until it is whole."""
+        """The folder of the checkpoint of `step` until it is whole."""
         return self.folder / f"{UNFINISHED}{step:06d}"
 
     def all(self) -> list[Path]:

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def reported(run: Callable[[], int]) -> int:
-    """What `run` returns, or the exit code of what it raised, which is said on stderr."""
+    """Call `run` and give what it returns, or the exit code of what it raised, which is said on stderr."""
     try:
         return run()
     except MegarlError as error:

@@ -81,7 +81,7 @@ def _try(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _turns(sample: Sample, said: int) -> list[tuple[str, str]]:
-    """Who said what; behind the policy's first `said` turns nothing was left to be said."""
+    """Lines that say who said what; behind the policy's first `said` turns nothing was left to be said."""
     from megarl.options.pictures.shown import turn_texts
 
     texts = turn_texts(asdict(sample)) or [f"assistant: {sample.response_text}"]

@@ -113,7 +113,7 @@ def _watch(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _has_metrics(run: Path) -> bool:
-    """Whether a run has written a row."""
+    """Return whether a run has written a row."""
     metrics = run / "metrics.jsonl"
     return metrics.is_file() and metrics.stat().st_size > 0
 

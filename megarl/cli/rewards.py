@@ -75,7 +75,7 @@ def training_row(data: DataConfig, number: int) -> Row:
 
 
 def judged(sources: RewardSources, sample: Sample) -> list[tuple[str, str]]:
-    """What each source gives to `sample`, and their weighted sum."""
+    """The reward of each source for `sample`, and their weighted sum."""
     (total,) = sources.score([sample])
     rows = [(label, f"{sample.rewards[label]:g} (weight {weight:g})") for label, weight, _ in sources.sources]
     failed = " (a response that could not be judged counts 0)" if sources.failures else ""

@@ -1,4 +1,4 @@
-"""What a run is: typed schema, YAML and overrides, batch arithmetic, validation. Importable without torch."""
+"""The config of a run: typed schema, YAML and overrides, batch arithmetic, validation. Importable without torch."""
 
 from megarl.config.batch import BatchArithmetic, batch_arithmetic
 from megarl.config.layout import Coords, Layout

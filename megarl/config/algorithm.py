@@ -109,7 +109,7 @@ class EntropyConfig(Section):
 
     @property
     def reads_pass(self) -> bool:
-        """Whether it reads the entropies of the policy's pass before the update."""
+        """Return whether it reads the entropies of the policy's pass before the update."""
         return self.target is not None or self.top_share < 1
 
 
@@ -197,15 +197,15 @@ class AlgorithmConfig(Section):
 
     @property
     def bypasses_old_log_probs(self) -> bool:
-        """Whether the ratio of the loss is to the engine's log-probs."""
+        """Return whether the ratio of the loss is to the engine's log-probs."""
         return any(one.mode == "bypass" for one in self.rollout_correction)
 
     @property
     def estimator_needs(self) -> EstimatorNeeds:
-        """What the advantage estimator needs; asks the user's file if it is their own."""
+        """The needs of the advantage estimator; asks the user's file if it is their own."""
         return estimator_needs(self.advantage, tuple(self.advantage_args))
 
     @property
     def loss_needs(self) -> LossNeeds:
-        """What the policy loss needs; asks the user's file if it is their own."""
+        """The needs of the policy loss; asks the user's file if it is their own."""
         return loss_needs(self.policy_loss, tuple(self.policy_loss_args))

@@ -20,7 +20,7 @@ from megarl.errors import ConfigError
 
 @dataclass(frozen=True)
 class BatchArithmetic:
-    """What one training step is made of.
+    """The numbers that make up one training step.
 
     `micro_batches_per_rank_at_most` is the count per mini-batch if every sequence had the full prompt and response
     length; packing shorter ones needs fewer.
@@ -67,7 +67,7 @@ class BatchArithmetic:
 
 
 class SampledRun(Protocol):
-    """What is read of a `Config`."""
+    """The part of a `Config` that batch arithmetic reads."""
 
     @property
     def rollout(self) -> RolloutConfig: ...

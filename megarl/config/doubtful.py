@@ -9,7 +9,7 @@ WIDEST_SEQUENCE_CLIP = 0.02
 
 
 def doubtful_choices(config: Config) -> list[str]:
-    """What is doubtful in `config`, and what to set instead."""
+    """Doubtful choices in `config`, and what to set instead."""
     algorithm, rollout, found = config.algorithm, config.rollout, []
     if rollout.schedule.mode != "sync" and not algorithm.rollout_correction and not algorithm.loss_needs.pairs:
         found.append(

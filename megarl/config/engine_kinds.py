@@ -1,4 +1,4 @@
-"""What each kind of rollout engine is able to do: everything outside `rollout/engines` asks this, and never for a name.
+"""Capabilities of each kind of rollout engine: everything outside `rollout/engines` asks this, and never for a name.
 
 The engines themselves are in `rollout/engines`; each of their classes has its entry here as `capabilities`. Importable
 without torch, so that a config can be checked, and a run planned, where no engine could run.
@@ -17,7 +17,7 @@ from megarl.system.user_code import load_user_function
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """What an engine is able to do. The defaults are those of the simplest: one process that answers one call at a time."""
+    """Capabilities of an engine. The defaults are those of the simplest: one process that answers one call at a time."""
 
     concurrent: bool = False
     """Answers many requests at once; else one after the other, and so is sent many prompts in each."""
@@ -158,7 +158,7 @@ def kind_of(rollout: RolloutConfig) -> str:
 
 
 def is_users_own(engine: str) -> bool:
-    """Whether `rollout.engine` is the import path of a class and not the name of a kind that megarl has."""
+    """Return whether `rollout.engine` is the import path of a class and not the name of a kind that megarl has."""
     return ":" in engine
 
 

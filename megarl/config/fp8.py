@@ -15,7 +15,7 @@ from megarl.errors import ConfigError, either
 
 @dataclass(frozen=True)
 class Recipe:
-    """What one recipe asks for. `multiple`: tokens and widths of every rank are multiples of it.
+    """The demands of one recipe. `multiple`: tokens and widths of every rank are multiples of it.
 
     `capability` is the lowest compute capability, `below` the first one that is too new, `cuda` the lowest CUDA version of
     torch; `gpus` says the same in words.
@@ -37,7 +37,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def token_multiple(fp8: str, recipe: str) -> int:
-    """What every rank's tokens of a micro-batch are padded to: the recipe's multiple, 1 without FP8."""
+    """The multiple to which every rank pads the tokens of a micro-batch: the recipe's multiple, 1 without FP8."""
     return 1 if fp8 == "none" else RECIPES[recipe].multiple
 
 
@@ -121,7 +121,7 @@ def _check_delayed(model: ModelConfig, frozen: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Fp8Widths:
-    """What FP8 must be able to split of a model: see `models/shape.ModelShape`. None: the model has no such part."""
+    """Widths of a model that FP8 must be able to split: see `models/shape.ModelShape`. None: the model has no such part."""
 
     hidden: int
     attention: int

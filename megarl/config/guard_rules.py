@@ -1,4 +1,4 @@
-"""What a run's metrics must not do, as the user writes it in `run.guards`.
+"""Limits of a run's metrics, as the user writes it in `run.guards`.
 
 Pure values; the ranks judge `skip` before an optimizer step, the driver judges the others after a training step.
 """
@@ -42,7 +42,7 @@ class GuardRule:
     steps: int = 1
 
     def is_broken_by(self, value: float) -> bool:
-        """Whether `value` is beyond the bound; what is not a number is."""
+        """Return whether `value` is beyond the bound; what is not a number is."""
         if math.isnan(value):
             return True
         return value > self.bound if self.side == "above" else value < self.bound

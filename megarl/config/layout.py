@@ -13,7 +13,7 @@ from megarl.errors import LayoutError, describe_value, either
 
 @dataclass(frozen=True)
 class Coords:
-    """Where one rank sits. `ep`, `etp` and `edp` are its place in the expert layers' own decomposition."""
+    """The coordinates of one rank. `ep`, `etp` and `edp` are its place in the expert layers' own decomposition."""
 
     tp: int
     cp: int
@@ -305,7 +305,7 @@ def closest(values: list[int], wanted: int) -> str:
 
 
 def _spread(num_layers: int, pp: int, ends: tuple[int, int]) -> tuple[float, int]:
-    """How far the stages are from equal shares; ties go to the smaller first stage."""
+    """Distance of the stages from equal shares; ties go to the smaller first stage."""
     middle = (num_layers - sum(ends)) / (pp - 2) if pp > 2 else ends[0]
     sizes = (*ends, middle)
     return max(sizes) - min(sizes), ends[0]

@@ -131,7 +131,7 @@ def _error(problem: ErrorDetails, tree: dict[str, Any], root: type) -> ConfigErr
 
 
 def _is_of_the_other_kind(place: Sequence[int | str], problem: ErrorDetails, root: type) -> bool:
-    """Whether the key is unknown here, but a field of runs of the other kind."""
+    """Return whether the key is unknown here, but a field of runs of the other kind."""
     return problem["type"] in _UNKNOWN_KEY and _deepest_field(place, _OTHER[root])[1] == tuple(place)
 
 
@@ -149,7 +149,7 @@ _KINDS: dict[type, str] = {
 
 
 def _place(problem: ErrorDetails, root: type) -> tuple[int | str, ...]:
-    """Where the problem is: the unknown key itself, or the field whose value is wrong."""
+    """The place of the problem: the unknown key itself, or the field whose value is wrong."""
     return problem["loc"] if problem["type"] in _UNKNOWN_KEY else _deepest_field(problem["loc"], root)[1]
 
 

@@ -117,6 +117,6 @@ def _type(node: ast.expr, enums: Mapping[str, Any]) -> Any:
 
 
 def _union(members: list[Any]) -> Any:
-    """Of the members that YAML can give."""
+    """The union of the members that YAML can give."""
     known = [member for member in members if member is not None]
     return Union[tuple(known)] if known and known != [type(None)] else None  # noqa: UP007  # the type is a value here

@@ -159,7 +159,7 @@ def _check_shared_attention(config: Config | SupervisedConfig) -> None:
 
 
 def megatron_of(config: Config | SupervisedConfig, role: str) -> dict[str, Any]:
-    """What a role's section `megatron` sets; a role that only answers and has none is computed as the policy is."""
+    """Fields that a role's section `megatron` sets; a role that only answers and has none is computed as the policy is."""
     if role in _ROLES:
         given: dict[str, Any] | None = getattr(config, role).megatron
     else:
@@ -192,5 +192,5 @@ def check_megatron(section: str, given: Mapping[str, Any], *, is_trained: bool) 
 
 
 def given_to(kind: ConfigClass, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a section `megatron`, the fields that megatron-core's class of this kind has."""
+    """Fields of a section `megatron` that megatron-core's class of this kind has."""
     return {name: value for name, value in given.items() if kind in megatron_fields()[name].kinds}

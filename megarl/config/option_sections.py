@@ -1,4 +1,4 @@
-"""How options add fields to the config's sections: `FIELDS` of an option's `section.py` become fields of a core section."""
+"""Fields that options add to the config's sections: `FIELDS` of an option's `section.py` become fields of a core section."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `profile` asks for: steps of training that are recorded operation by operation, and on which ranks."""
+"""The section `profile`: steps of training that are recorded operation by operation, and on which ranks."""
 
 from __future__ import annotations
 

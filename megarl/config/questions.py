@@ -1,4 +1,4 @@
-"""What is asked of a config whatever kind of run it describes, so that nobody asks for its kind."""
+"""Questions to a config of either kind of run, so that nobody asks for its kind."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class Questions(Section):
     @property
     @abstractmethod
     def sampling(self) -> RolloutConfig | None:
-        """How responses are sampled; None: they are given, and nothing is rewarded."""
+        """The section on sampling; None: they are given, and nothing is rewarded."""
 
     @property
     @abstractmethod
     def trains_by(self) -> str:
-        """What the run minimises, in the words of the config."""
+        """The name of what the run minimises, in the words of the config."""
 
     @property
     @abstractmethod
@@ -86,31 +86,32 @@ class Questions(Section):
     @property
     @abstractmethod
     def needs_old_log_probs(self) -> bool:
-        """Whether a step begins with a pass of the policy over its sequences."""
+        """Return whether a step begins with a pass of the policy over its sequences."""
 
     @property
     def first_update_is_a_pass(self) -> bool:
-        """Whether that pass leaves out the sequences of the step's first update, which computes the same."""
+        """Return whether that pass leaves out the sequences of the step's first update, which computes the same."""
         return False
 
     @property
     def routing_replay(self) -> Literal["none", "old_policy", "engine"]:
-        """Whose choice of experts the policy replays."""
+        """Name of the pass whose choice of experts the policy replays."""
         return "none"
 
     @property
     def syncs_prediction(self) -> bool:
-        """Whether engines draft with the layer for multi-token prediction that the policy trains, and take its weights."""
+        """Return whether engines draft with the layer for multi-token prediction that the policy trains, and take its
+        weights."""
         return False
 
     @property
     def sends_adapters(self) -> bool:
-        """Whether engines are sent the policy's adapters, and keep the weights beside them."""
+        """Return whether engines are sent the policy's adapters, and keep the weights beside them."""
         return False
 
     @property
     def needs_collision(self) -> bool:
-        """Whether that pass answers the collision probabilities of the policy's distributions, too."""
+        """Return whether that pass answers the collision probabilities of the policy's distributions, too."""
         return False
 
     @abstractmethod
@@ -119,11 +120,11 @@ class Questions(Section):
 
     @property
     def needs_ray(self) -> bool:
-        """Whether Ray must start its processes; if not, torchrun may."""
+        """Return whether Ray must start its processes; if not, torchrun may."""
         return True
 
     def metric_prefix(self, role: str) -> str:
-        """What the names of the metrics of updates of `role` begin with."""
+        """The prefix of the metrics of updates of `role`."""
         return role
 
     @property

@@ -1,4 +1,4 @@
-"""How responses are sampled: the section `rollout` of a run (the lines `megarl config` prints, as in `schema.py`)."""
+"""Sampling of responses: the section `rollout` of a run (the lines `megarl config` prints, as in `schema.py`)."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class ScheduleConfig(Section):
 
     @property
     def continues(self) -> bool:
-        """Whether what was sampled is gone on with under new weights."""
+        """Return whether what was sampled is gone on with under new weights."""
         return self.partial_responses == "continue"
 
 
 @with_options
 class EpisodeConfig(Section):
-    """How a response is produced: one turn, or several with tools, an environment or an agent (docs/episodes.md)."""
+    """Production of a response: one turn, or several with tools, an environment or an agent (docs/episodes.md)."""
 
     kind: str = "single"
     """`single`: one turn. `tools`: a chat with tool calls. `environment`: turns with an environment. `agent`: a program acts.
@@ -75,7 +75,7 @@ class SpeculativeConfig(Section):
 
 
 class RolloutDeadlines(Section):
-    """How long the driver waits for a running engine."""
+    """Time limits of the driver for a running engine."""
 
     generate_s: Seconds = 1800.0
     """Time limit in seconds for the responses of a step."""
@@ -97,7 +97,7 @@ class ServersConfig(Section):
 
 @with_options
 class RolloutConfig(Section):
-    """How responses are sampled."""
+    """Sampling of responses."""
 
     engine: Literal["sglang", "embedded", "replay"] | ClassPath = "sglang"
     """`sglang`: SGLang servers. `embedded`: generation inside megarl, for tests on a CPU. `replay`: recorded responses. Or an
@@ -165,7 +165,7 @@ class RolloutConfig(Section):
 
     @property
     def sampling_limits(self) -> dict[str, Any]:
-        """Those of `top_p`, `top_k` and `min_p` that leave out tokens."""
+        """The limits among `top_p`, `top_k` and `min_p` that leave out tokens."""
         off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
         return {} if self.greedy else {name: getattr(self, name) for name in off if getattr(self, name) != off[name]}
 

@@ -257,7 +257,7 @@ def _check_speculative(rollout: RolloutConfig, engine: EngineCapabilities) -> No
 
 
 def needs_draft_model(algorithm: str) -> bool:
-    """Whether a draft is a model of its own."""
+    """Return whether a draft is a model of its own."""
     return algorithm in ("standalone", "eagle", "eagle3")
 
 

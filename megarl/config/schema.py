@@ -1,4 +1,4 @@
-"""What a reinforcement-learning run is: the tree of its sections (`sections.py`), and what is asked of it.
+"""The config of a reinforcement-learning run: the tree of its sections (`sections.py`), and what is asked of it.
 
 Pure values, importable without torch. Everything is frozen; what the user left out is filled in here, so a resolved
 config shows every choice.
@@ -65,12 +65,13 @@ class Config(Questions):
 
     @property
     def uses_critic(self) -> bool:
-        """Whether the advantage needs a value model."""
+        """Return whether the advantage needs a value model."""
         return self.algorithm.estimator_needs.values
 
     @property
     def uses_reference(self) -> bool:
-        """Whether a frozen reference model is loaded: for a KL penalty, or because estimator or loss read its log-probs."""
+        """Return whether a frozen reference model is loaded: for a KL penalty, or because estimator or loss read its
+        log-probs."""
         algorithm = self.algorithm
         is_read = algorithm.loss_needs.reference_log_probs or algorithm.estimator_needs.reference_log_probs
         return algorithm.kl.coef > 0 or is_read
@@ -105,7 +106,7 @@ class Config(Questions):
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is anything to evaluate on."""
+        """Return whether there is anything to evaluate on."""
         return self.data.eval is not None or bool(self.evaluations)
 
     @property
@@ -120,7 +121,7 @@ class Config(Questions):
 
     @property
     def longest_parts(self) -> tuple[int, int]:
-        """As `data` and `rollout` bound them."""
+        """Tokens of prompt and response, as `data` and `rollout` bound them."""
         return self.data.max_prompt_tokens, self.rollout.max_new_tokens
 
     @property
@@ -147,7 +148,8 @@ class Config(Questions):
 
     @property
     def first_update_is_a_pass(self) -> bool:
-        """Whether old log-probs are read by the updates alone: the first computes those of its own rows, with the same weights.
+        """Return whether old log-probs are read by the updates alone: the first computes those of its own rows, with the
+        same weights.
 
         Routes that are recorded, and limits of sampling, are of the pass.
         """
@@ -156,7 +158,7 @@ class Config(Questions):
 
     @property
     def _reads_old_log_probs_early(self) -> bool:
-        """Whether something besides the policy loss reads what a pass at the start of the step gives."""
+        """Return whether something besides the policy loss reads what a pass at the start of the step gives."""
         algorithm = self.algorithm
         is_read = algorithm.estimator_needs.reads_policy or bool(algorithm.loss_needs.choice) or algorithm.entropy.reads_pass
         in_reward = algorithm.kl.coef > 0 and algorithm.kl.apply_to == "reward"
@@ -170,13 +172,14 @@ class Config(Questions):
 
     @property
     def syncs_prediction(self) -> bool:
-        """Whether engines draft with the layer for multi-token prediction that the policy trains, and take its weights."""
+        """Return whether engines draft with the layer for multi-token prediction that the policy trains, and take its
+        weights."""
         drafts = self.rollout.speculative.algorithm == "mtp" and declared_capabilities(self.rollout).updates_drafts
         return drafts and self.policy.mtp.train
 
     @property
     def sends_adapters(self) -> bool:
-        """Whether engines are sent the policy's adapters, and keep the weights beside them."""
+        """Return whether engines are sent the policy's adapters, and keep the weights beside them."""
         lora = self.policy.lora
         return lora.on and lora.sync == "adapters" and declared_capabilities(self.rollout).weights != "nothing"
 
@@ -187,7 +190,7 @@ class Config(Questions):
 
     @property
     def rewards_by_branch(self) -> bool:
-        """Whether each branch of an episode has a reward of its own."""
+        """Return whether each branch of an episode has a reward of its own."""
         return any(rewards_by_branch(self.rollout.episode) for rewards_by_branch in functions("questions", "rewards_by_branch"))
 
     @property

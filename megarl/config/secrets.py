@@ -31,7 +31,7 @@ _FORMS = (
 
 
 def is_secret(key: object) -> bool:
-    """Whether a mapping's entry of this name is one: `api_key`, `Authorization`, `judge-token`; not `eos_token`."""
+    """Return whether a mapping's entry of this name is one: `api_key`, `Authorization`, `judge-token`; not `eos_token`."""
     name = str(key).replace("-", "_")
     return _KEY.fullmatch(name) is not None and _NO_SECRET.fullmatch(name) is None
 
@@ -56,7 +56,7 @@ def redacted(text: str) -> str:
 
 
 def hidden_at(tree: Any, place: str = "") -> str | None:
-    """Where `tree`, read back from a saved config, has a secret missing; None if nowhere."""
+    """The place at which `tree`, read back from a saved config, lacks a secret; None if nowhere."""
     entries: list[tuple[str, Any]] = []
     if isinstance(tree, dict):
         entries = [(f"{place}.{key}" if place else str(key), value) for key, value in tree.items()]

@@ -23,7 +23,7 @@ from megarl.options.lora.config import LoraConfig, PolicyLoraConfig
 
 @with_options
 class RunConfig(Section):
-    """How long the run is, where it writes, and when it saves and evaluates."""
+    """Length of the run, its folder, and when it saves and evaluates."""
 
     name: str = "run"
     """Name of the run. Its files go to `<run.folder>/<run.name>/`."""
@@ -99,7 +99,7 @@ class ModelConfig(Section):
 
 
 class ExpertsConfig(Section):
-    """How experts are kept in balance (docs/experts.md). With all at 0 routing moves only as the loss of the run moves it."""
+    """Balance of experts (docs/experts.md). With all at 0 routing moves only as the loss of the run moves it."""
 
     balance_coef: NonNegative = 0.0
     """Coefficient of the balance loss over the whole batch of an update, which costs a forward pass more. 0: off."""
@@ -141,7 +141,7 @@ class TrainedRole(Section):
 
     @property
     def predicts(self) -> bool:
-        """Whether the role has a layer for multi-token prediction, which is trained."""
+        """Return whether the role has a layer for multi-token prediction, which is trained."""
         return False
 
 
@@ -213,7 +213,8 @@ class ReferenceConfig(Section):
     """Share of the policy in the reference after `reset_every` (TR-DPO's alpha); the rest stays. 1: copy the policy."""
 
     def is_policy_as_it_began(self, policy: PolicyConfig, folder: str) -> bool:
-        """Whether it is the policy without what its adapters learn beside the model in `folder`: no second model is loaded."""
+        """Return whether it is the policy without what its adapters learn beside the model in `folder`: no second model
+        is loaded."""
         return policy.lora.on and self.path in (None, folder) and self.layout is None
 
 
@@ -247,7 +248,7 @@ class PictureFields(Section):
 
 
 class PromptFields(Section):
-    """Where prompts come from, and how they are made of rows."""
+    """Sources of prompts, and how they are made of rows."""
 
     train: SourceConfig
     """Rows to train on."""
@@ -292,12 +293,12 @@ class RewardConfig(Section):
 
 
 def reward_labels(names: Sequence[str]) -> list[str]:
-    """What the sources `names` count under in `Sample.rewards`: a name used again is `name#2`, `name#3` and so on."""
+    """Labels that the sources `names` count under in `Sample.rewards`: a name used again is `name#2`, `name#3` and so on."""
     return [f"{name}#{names[:place].count(name) + 1}" if name in names[:place] else name for place, name in enumerate(names)]
 
 
 class WorkerDeadlines(Section):
-    """How long the driver waits for the training workers."""
+    """Time limits of the driver for the training workers."""
 
     start_s: Seconds = 300.0
     """Time limit in seconds for workers to start and load the model, and for an engine to start."""
@@ -308,7 +309,7 @@ class WorkerDeadlines(Section):
 
 
 class ResourcesConfig(Section):
-    """Where processes run."""
+    """Machines and places of processes."""
 
     placement: Literal["colocated", "separate"] = "colocated"
     """`colocated`: trainer and engines take turns on the same devices. `separate`: each has its own devices."""

@@ -1,4 +1,4 @@
-"""What a supervised, reward-model or preference run is: the sections it shares with reinforcement learning, and its
+"""The config of a supervised, reward-model or preference run: the sections it shares with reinforcement learning, and its
 own.  The same rules as in `schema.py`: frozen, strict, one line under each field."""
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class ObjectiveConfig(Section):
 
 
 class SupervisedFields(Section):
-    """Where rows with responses come from, and what their keys mean."""
+    """Sources of rows with responses, and the meaning of their keys."""
 
     train: SourceConfig
     """Rows to train on."""
@@ -161,12 +161,12 @@ class SupervisedConfig(Questions):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the loss compares with a frozen model."""
+        """Return whether the loss compares with a frozen model."""
         return any(name in PREFERENCE_LOSSES and name not in REFERENCE_FREE for name in self.objective.losses)
 
     @property
     def has_value_head(self) -> bool:
-        """Whether the trained model scores instead of predicting tokens."""
+        """Return whether the trained model scores instead of predicting tokens."""
         return self.objective.name in ("reward_model", "process_reward_model")
 
     def batch_rows(self) -> list[tuple[str, str]]:

@@ -56,19 +56,19 @@ class Matrix:
 
     @property
     def scales(self) -> Matrix | None:
-        """Those of a quantised one."""
+        """The scales of a quantised tensor."""
         return self.beside[0] if self.beside else None
 
     @property
     def width(self) -> int:
-        """How many values a row has, of which several may be stored in one number."""
+        """Number of values of a row, of which several may be stored in one number."""
         if self.exponents is not None:
             return 2 * self.cols
         return self.cols * PER_WORD if self.format is not None and self.format.name == "int4" else self.cols
 
     @property
     def is_stored_as_is(self) -> bool:
-        """Whether what is on disk are the values."""
+        """Return whether what is on disk are the values."""
         return self.format is None and self.exponents is None
 
     @property
@@ -93,7 +93,7 @@ class Part:
 
     @property
     def cols(self) -> int:
-        """Of a part that has a source."""
+        """Columns of a part that has a source."""
         assert self.source is not None
         return self.source.rows if self.transposed else self.source.width
 
@@ -282,7 +282,7 @@ class Writer:
             self._files.write(extent.file, content, extent.offset + (first - extent.row) * extent.cols * size)
 
     def checksums(self) -> list[str]:
-        """Of each extent, in order, once all is written."""
+        """Checksums of the extents, in order, once all is written."""
         return [seen.hexdigest() for seen in self._hashes]
 
 
@@ -309,7 +309,7 @@ def run_task(task: Task, sources: Reader, files: Files, tick: Callable[[int], No
 
 
 def rows_per_block(cols: int, dtype: torch.dtype) -> int:
-    """How many rows of a matrix make a block."""
+    """Number of rows of a matrix that make a block."""
     return max(1, BLOCK_BYTES // max(1, cols * dtype.itemsize))
 
 

@@ -1,4 +1,4 @@
-"""What a folder of weights is, and what a conversion would do: rows for a table, nothing read but headers and metadata."""
+"""The kind of a folder of weights, and what a conversion would do: rows for a table, nothing read but headers and metadata."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def inspect(path: str | Path) -> tuple[list[TableRow], list[ListedTensor]]:
 
 
 def describe(plan: ConversionPlan, bytes_per_s: float, *, shards: int, rate_is_measured: bool) -> list[TableRow]:
-    """What carrying out a plan would mean."""
+    """Describe what carrying out a plan would do."""
     written, moved = plan.bytes_written, plan.bytes_read + plan.bytes_written
     seconds = written / bytes_per_s / shards
     how = "a copy of 128 MiB here" if rate_is_measured else "--rate"

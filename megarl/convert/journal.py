@@ -1,4 +1,4 @@
-"""What a conversion has done so far: a folder beside the target that becomes it at the end, and a journal in it.
+"""The progress of a conversion: a folder beside the target that becomes it at the end, and a journal in it.
 
 The folder is hidden and lacks what makes a checkpoint one, so nothing half-written looks complete. The journal's first line
 states what is being made from what; a command that says otherwise does not continue it. Every further line is a finished task.
@@ -133,7 +133,8 @@ class Journal:
 
 
 def fingerprint(plan: ConversionPlan) -> str:
-    """What decides a conversion's bytes: source files with sizes and times, config, options and the places of all tensors."""
+    """A fingerprint of what decides a conversion's bytes: source files with sizes and times, config, options and the
+    places of all tensors."""
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in plan.source.files()]
     places = [(task.target.name, [(e.file, e.offset, e.row, e.col) for e in task.target.extents]) for task in plan.tasks]
     content = json.dumps([plan.kind, files, plan.source.hf_config, plan.options, plan.files, places], sort_keys=True)

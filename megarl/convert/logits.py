@@ -26,7 +26,7 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class LogitReport:
-    """What was found over `tokens` positions: largest |difference|, largest |logit|, share of positions with the same best."""
+    """The comparison over `tokens` positions: largest |difference|, largest |logit|, share of positions with the same best."""
 
     tokens: int
     largest_difference: float
@@ -35,7 +35,7 @@ class LogitReport:
 
     @property
     def agrees(self) -> bool:
-        """Whether the two are the same model."""
+        """Return whether the two are the same model."""
         return self.largest_difference <= TOLERANCE * self.largest_logit
 
 

@@ -1,4 +1,5 @@
-"""What a conversion writes, decided before it writes anything: every file, its size, and where each tensor lies in it.
+"""The files that a conversion writes, decided before it writes anything: every file, its size, and where each tensor
+lies in it.
 
 Work is cut into tasks, one tensor each, that no two processes share and whose bytes depend on nothing but the source and the
 options. So any number of workers and machines may run them in any order, and again after a kill.
@@ -67,12 +68,12 @@ class ConversionPlan:
 
     @property
     def largest_tensor_bytes(self) -> int:
-        """Of the tensors that are written."""
+        """Bytes of the largest tensor that is written."""
         return max(task.nbytes for task in self.tasks)
 
     @property
     def block_bytes(self) -> int:
-        """What one worker holds at most of the tensors: a block as it is stored, converted, and a box cut out of it."""
+        """Bytes of tensors that one worker holds at most: a block as it is stored, converted, and a box cut out of it."""
         in_blocks = FORMATS.get(self.options["dtype"]) is FP8
         widest = max(task.target.width for task in self.tasks) * 4 * (FP8_BLOCK if in_blocks else 1)
         whole = max((part.source.nbytes for part in self._parts() if part.transposed and part.source), default=0)

@@ -30,7 +30,7 @@ _SPARE_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """What a command did. `finished`: the target is complete; else `waiting_for` shards have not finished yet."""
+    """The result of a command. `finished`: the target is complete; else `waiting_for` shards have not finished yet."""
 
     bytes_written: int
     bytes_kept: int

@@ -54,7 +54,7 @@ _MODEL_KEYS = ("decoder.", "embedding.", "output_layer.", PREDICTION, TOWER)
 
 @dataclass(frozen=True)
 class ConversionSource(ABC):
-    """What a conversion reads. `companions` is the folder of config.json, tokenizer and the like."""
+    """A source that a conversion reads. `companions` is the folder of config.json, tokenizer and the like."""
 
     path: Path
     hf_config: dict[str, Any]
@@ -63,7 +63,7 @@ class ConversionSource(ABC):
 
     @property
     def fused(self) -> FusedExperts | FusedRows | None:
-        """Which tensors Hugging Face folders of the model store together, if any."""
+        """Tensors that Hugging Face folders of the model store together, if any."""
         return fused_of(self.hf_config)
 
     @abstractmethod
@@ -153,7 +153,7 @@ class DistSource(ConversionSource):
 
     @property
     def holds_adapters(self) -> bool:
-        """Whether it is of a role that trains adapters, and has these alone."""
+        """Return whether it is of a role that trains adapters, and has these alone."""
         return any(key.startswith(IN_CHECKPOINTS) for key in self.skipped)
 
     def param_parts(self, rule: BoundRule, rows: int) -> tuple[tuple[Part, ...], torch.dtype]:
@@ -340,7 +340,7 @@ def _value_dtype(matrix: Matrix) -> torch.dtype:
 def _matrices_of_config(
     weight_map: WeightMap, config: dict[str, Any], format: WeightFormat | None
 ) -> tuple[dict[str, Matrix], dict[str, Matrix]]:
-    """As `_matrices_of_folder`, of what a config implies."""
+    """Matrices as `_matrices_of_folder` gives them, of the folder that a config implies."""
     found, quantised = {}, {}
     for rule in weight_map.bound_rules():
         for name, shape in rule.hf_shapes.items():
@@ -358,7 +358,7 @@ def _matrices_of_config(
 
 
 def _has_mxfp4(config: dict[str, Any]) -> bool:
-    """Whether experts are MXFP4, in a family that has them so."""
+    """Return whether experts are MXFP4, in a family that has them so."""
     fused = fused_of(config)
     return isinstance(fused, FusedExperts) and fused.alternating and without_mxfp4(config) is not config
 

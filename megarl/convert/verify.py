@@ -21,7 +21,7 @@ from megarl.errors import CheckpointError
 
 @dataclass
 class Tally:
-    """What a comparison found: `differences` are sentences, `warnings` too."""
+    """The findings of a comparison: `differences` are sentences, `warnings` too."""
 
     tensors: int = 0
     nbytes: int = 0

@@ -1,4 +1,5 @@
-"""What ranks computed per token, as flat buffers that travel in one piece; each response's values stand under its index."""
+"""Values that ranks computed per token, as flat buffers that travel in one piece; each response's values stand under its
+index."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Answers(Mapping[int, Tensor]):
         )
 
     def of_rows(self, rows: Sequence[int]) -> Answers:
-        """Those under `rows` alone."""
+        """The answers under `rows` alone."""
         kept = np.isin(self.rows, rows)
         return Answers(self.rows[kept], self.lengths[kept], self.columns[:, np.repeat(kept, self.lengths)])
 
@@ -48,6 +49,6 @@ class Answers(Mapping[int, Tensor]):
 
     @cached_property
     def places(self) -> dict[int, slice]:
-        """Where in every column each row's tokens are."""
+        """The place of each row's tokens in every column."""
         ends = np.cumsum(self.lengths)
         return dict(zip(self.rows.tolist(), map(slice, (ends - self.lengths).tolist(), ends.tolist()), strict=True))

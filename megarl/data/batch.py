@@ -29,7 +29,7 @@ from megarl.options.shared_prefixes.prefix_tree import NOTHING_SHARED, CommonPre
 
 @dataclass(frozen=True)
 class UnitRows:
-    """Which rows of a batch are computed with one prompt: `rows` int64 `[R]`, unit after unit, of which unit u has those from
+    """Rows of a batch that are computed with one prompt: `rows` int64 `[R]`, unit after unit, of which unit u has those from
     `starts[u]` to `starts[u + 1]` (int64 `[U + 1]`). `sizes` are what `plan_micro_batches` takes.
     """
 
@@ -92,7 +92,7 @@ class Batch:
 
     @property
     def prompts_show_pictures(self) -> bool:
-        """Whether any prompt does."""
+        """Return whether any prompt does."""
         return any(self._media)
 
     @property
@@ -183,7 +183,7 @@ class Batch:
         return UnitRows(ordered, starts, tuple(sizes))
 
     def _common(self, rows: Sequence[int]) -> CommonPrefixes:
-        """What responses begin with alike: tokens before their first pictures, and never the last one."""
+        """The common beginnings of responses: tokens before their first pictures, and never the last one."""
         ends = (min([max(int(self.lengths[row]) - 1, 0), *(m.place for m in self._told_media[row])]) for row in rows)
         found = common_prefixes([self._response_ids[row][:end] for row, end in zip(rows, ends, strict=True)])
         return found if any(found.common) else NOTHING_SHARED
@@ -191,7 +191,8 @@ class Batch:
     def shares(
         self, units: UnitRows, plan: Assignment, columns: Sequence[str], *, mask: Tensor | None = None, routed: bool = False
     ) -> list[Share]:
-        """What each data-parallel replica computes of `units` by `plan`, with the tokens, the mask and `columns` of its rows.
+        """The share that each data-parallel replica computes of `units` by `plan`, with the tokens, the mask and
+        `columns` of its rows.
 
         `mask` bool `[B, T]` says which tokens are scored; None: those that the policy sampled. `routed`: with their routes.
         """

@@ -1,4 +1,5 @@
-"""What an answer says in the end: what stands behind its thoughts, the text of its `<answer>` tag, the boxes that it gives."""
+"""The final statement of an answer: what stands behind its thoughts, the text of its `<answer>` tag, the boxes that it
+gives."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _FORMS = tuple(
 
 
 def without_thoughts(response: str) -> str:
-    """What a response says behind its last `</think>`: nothing if it begins with `<think>` and was cut in its thoughts.
+    """The text of a response behind its last `</think>`: nothing if it begins with `<think>` and was cut in its thoughts.
 
     What a policy considers is no answer: thoughts that name many would be paid for one of them.
     """
@@ -45,7 +46,7 @@ def extract_answer(response: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{...}` whose braces close, stripped; None if there is none."""
+    """The content of the last `\\boxed{...}` whose braces close, stripped; None if there is none."""
     found, opened = None, list[int | None]()
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":

@@ -151,7 +151,7 @@ def _source_of(path: Path) -> Literal["jsonl", "parquet", "dataset"]:
 
 
 def _kind_of(row: Row, settings: SupervisedSettings, path: str) -> tuple[Kind | Literal["prompts"], SupervisedSettings]:
-    """What `row` is by its keys, and settings that name the key of its conversation if it is one."""
+    """The kind of `row` by its keys, and settings that name the key of its conversation if it is one."""
     messages_key = settings.messages_key or next((key for key in CONVERSATIONS if key in row), "messages")
     if settings.prompt_key == "prompt" and "prompt" not in row and "question" in row:  # the default of `megarl train`
         settings = replace(settings, prompt_key="question")
@@ -184,7 +184,7 @@ def _build(
     kind: Kind | Literal["prompts"],
     pictures: PictureReader,
 ) -> tuple[list[_Shown], bool, dict[str, int]]:
-    """What to show, whether a chat template was used, and how many rows were dropped for which reason."""
+    """Samples to show, whether a chat template was used, and how many rows were dropped for which reason."""
     origin = Origin("", source)
     if kind == "prompts":
         data = DataConfig(

@@ -1,4 +1,4 @@
-"""Which data-parallel rank computes what, in which micro-batches. Pure arithmetic on lengths.
+"""The division of a batch among data-parallel ranks and micro-batches. Pure arithmetic on lengths.
 
 A *unit* is a prompt with the responses to it, and what a rank computes of it at once is a *piece*. Each piece computes the
 prompt once, and what several responses begin with; with `copied_prompts` the prompt once for each of its responses, but
@@ -47,14 +47,14 @@ class UnitSize(NamedTuple):
     common: CommonPrefixes = NOTHING_SHARED
 
     def grids_of(self, places: Iterable[int]) -> tuple[Grid, ...]:
-        """Those of the prompt's pictures and of the responses at `places`."""
+        """Grids of the prompt's pictures and of those in the responses at `places`."""
         if not self.response_grids:
             return self.grids
         return (*self.grids, *(grid for place in places for grid in self.response_grids[place]))
 
 
 class CostModel(Protocol):
-    """What a piece costs, in any unit: `models/flops.FlopsModel` in operations."""
+    """The cost of a piece, in any unit: `models/flops.FlopsModel` in operations."""
 
     def cost(
         self, prompt_tokens: int, response_tokens: Sequence[int], grids: Sequence[Grid], repeats: Sequence[int] = ()

@@ -11,7 +11,7 @@ from megarl.data.sampler import Record, Weight
 
 
 class RowBuilder(Protocol[Record]):
-    """What makes records of rows: a `PromptBuilder` or a `SupervisedBuilder`."""
+    """A maker of records from rows: a `PromptBuilder` or a `SupervisedBuilder`."""
 
     def build(self, rows: Iterable[Row | None], *, prefix: str, origin: Origin | None = None) -> list[Record]:
         """The records of `rows`, whose row ids begin with `prefix`."""
@@ -42,7 +42,7 @@ def mixture_weights(source: DataSource) -> list[Weight]:
 
 
 def place_of_row(row_id: str, source: DataSource, section: str = "data.train") -> RowPlace:
-    """Where the row is that `build_parts` gave `row_id`."""
+    """The place of the row that `build_parts` gave `row_id`."""
     *_, part, number = f"0-{row_id}".split("-")
     if source.source != "mixture":
         return RowPlace(Origin(section, source), int(number))

@@ -1,4 +1,4 @@
-"""How much of what engines were asked to go on from they had computed already: counts that travel with responses."""
+"""The share of prefixes that engines had computed already: counts that travel with responses."""
 
 from __future__ import annotations
 

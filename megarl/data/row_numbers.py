@@ -22,7 +22,7 @@ def number_of(row: Row, key: str, place: RowPlace, field: str) -> float:
 
 
 def is_kept(row: Row, keep: Mapping[str, tuple[float | None, float | None]], place: RowPlace) -> bool:
-    """Whether the numbers of `row` under the keys of `keep` are within their bounds (None: no bound).
+    """Return whether the numbers of `row` under the keys of `keep` are within their bounds (None: no bound).
 
     Raises:
         DataError: one of them is no number.

@@ -22,7 +22,7 @@ SAME_THING = (
 
 
 class DataSource(Protocol):
-    """What is read of a `SourceConfig`."""
+    """The part of a `SourceConfig` that reading rows needs."""
 
     @property
     def source(self) -> str: ...
@@ -52,7 +52,7 @@ class DataSource(Protocol):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where rows come from: the config section (empty where it is not known), and its source if it is known."""
+    """The origin of rows: the config section (empty where it is not known), and its source if it is known."""
 
     section: str
     source: DataSource | None = None
@@ -96,7 +96,7 @@ def value_of(row: Row, key: str, field: str, place: RowPlace | str) -> Any:
 
 
 def find_value(row: Mapping[str, Any], key: str) -> Any:
-    """What `value_of` finds, or None where there is nothing."""
+    """The value that `value_of` finds, or None where there is nothing."""
     value: Any = row
     for name in [key] if key in row else key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None

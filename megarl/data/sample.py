@@ -132,7 +132,7 @@ class Sample:
 
     @property
     def has_rollout(self) -> bool:
-        """Whether an engine sampled the response, or there is nothing to sample log-probs of."""
+        """Return whether an engine sampled the response, or there is nothing to sample log-probs of."""
         return len(self.rollout_log_probs) == len(self.response_ids)
 
     @property
@@ -142,7 +142,7 @@ class Sample:
 
     @property
     def truncated(self) -> bool:
-        """Whether the response was cut by the length limit."""
+        """Return whether the response was cut by the length limit."""
         return self.finish_reason == "length"
 
     def to_dict(self) -> dict[str, Any]:

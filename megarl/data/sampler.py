@@ -1,4 +1,4 @@
-"""Which rows a step gets: every epoch visits each row once, in an order that follows from the seed and the epoch.
+"""The choice of the rows of a step: every epoch visits each row once, in an order that follows from the seed and the epoch.
 
 The state alone says where a run stands, so a resumed run goes on as if it had not stopped. A row is one prompt,
 one sample, or all samples made from it (the two sides of a pair): they are handed out together.
@@ -45,7 +45,7 @@ class RowOrder:
         return self._size
 
     def ends_after(self, stage: int) -> int | None:
-        """How many rows are handed out in a stage; None: it is the last one."""
+        """Number of rows handed out in a stage; None: it is the last one."""
         return None
 
     def order(self, stage: int, epoch: int, seed: int | str) -> list[int]:
@@ -58,7 +58,7 @@ class RowOrder:
         """`rate`, from 0 to 1, is the share of right responses to the row in its visit of `epoch`."""
 
     def leaves_out(self, row_id: str, epoch: int) -> bool:
-        """Whether the row is not due in `epoch`."""
+        """Return whether the row is not due in `epoch`."""
         return False
 
     def count_left_out(self, epoch: int) -> int:
@@ -66,7 +66,7 @@ class RowOrder:
         return 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers of pass rates, JSON-able."""
+        """The pass rates that it remembers, JSON-able."""
         return {"rates": {}, "left_out_through": {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -94,14 +94,14 @@ class DataSampler(Protocol[Record]):
 
     @property
     def takes_pass_rates(self) -> bool:
-        """Whether `record` changes which rows are due."""
+        """Return whether `record` changes which rows are due."""
 
     @property
     def left_out(self) -> int:
         """Rows that are left out of the present epoch for their pass rate."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, JSON-able."""
+        """The position, JSON-able."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to where `state_dict()` was taken; CheckpointError if that was over other data."""
@@ -342,7 +342,7 @@ class MixtureSampler(Generic[Record]):
 
 
 def count_held_out(train: Sequence[Sample], held_out: Sequence[Sample]) -> int:
-    """How many training rows have the prompt of a held-out row, token for token and picture for picture."""
+    """Count the training rows that have the prompt of a held-out row, token for token and picture for picture."""
     known = {(tuple(one.prompt_ids), one.prompt_media) for one in held_out}
     return len({one.row_id for one in train if (tuple(one.prompt_ids), one.prompt_media) in known})
 

@@ -1,4 +1,4 @@
-"""What a data-parallel replica computes in a pass, as flat buffers that travel in one piece, however many responses it has."""
+"""The share of a data-parallel replica in a pass, as flat buffers that travel in one piece, however many responses it has."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def starts_of(lengths: Integers) -> Integers:
 
 
 def _pieces(routes: Routes | None, lengths: Sequence[int]) -> Sequence[Tensor | None]:
-    """Those of each prompt or response, which have `lengths` tokens."""
+    """Split routes by sequence; sequence i has `lengths[i]` tokens."""
     return [None] * len(lengths) if routes is None else torch.tensor(routes).split(list(lengths))
 
 

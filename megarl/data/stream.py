@@ -38,7 +38,7 @@ class TopK(NamedTuple):
 
 
 class ScorePosition(Enum):
-    """Where a model's output for a token of a response is taken."""
+    """The position at which a model's output for a token of a response is taken."""
 
     NEXT = "at the token before, which predicts it (log-probs, values)"
     AT = "at the token itself, after it has been read (reward models)"
@@ -104,7 +104,7 @@ class Segment:
 
 
 class LaidResponse(NamedTuple):
-    """Where the fed tokens of a response's sequence lie in a stream: int64 `[P + n]` places, the prompt's P first."""
+    """The places of a response's fed tokens in a stream: int64 `[P + n]` places, the prompt's P first."""
 
     prompt_length: int
     places: Tensor
@@ -192,7 +192,7 @@ class ScoredValues:
 
 @dataclass(frozen=True)
 class StreamShard:
-    """What one of the ranks of a context-parallel group holds of a stream.
+    """The part of a stream that one rank of a context-parallel group holds.
 
     `layout` int64 `[cp, S/cp]`: the stream positions of every rank's tokens, in each rank's order; `rank` is whose share this
     is. `rows`, `scored` int64 `[n]`: the places among this rank's tokens that predict a scored token, and which of the
@@ -230,7 +230,8 @@ def zigzag(boundaries: Sequence[int], cp: int) -> Tensor:
 
 
 def context_parallel_shard(stream: PackedStream, cp: int, rank: int) -> StreamShard:
-    """What context-parallel rank `rank` of `cp` holds of `stream`, which was packed with segments of multiples of 2·cp."""
+    """The part of `stream` that context-parallel rank `rank` of `cp` holds, which was packed with segments of multiples
+    of 2·cp."""
     layout = zigzag(stream.boundaries, cp)
     place = torch.full((len(stream.token_ids),), -1)
     place[layout[rank]] = torch.arange(layout.shape[1])
@@ -306,7 +307,7 @@ def _joined(positions: Sequence[Tensor]) -> Tensor:
 
 
 def _positions(unit: Unit) -> tuple[Tensor, int]:
-    """Those of a prompt's tokens, and the one that a response begins with."""
+    """Positions of a prompt's tokens, and the position that a response begins with."""
     length = len(unit.prompt_ids)
     if unit.positions is None:
         return torch.arange(length), length

@@ -1,4 +1,4 @@
-"""Which sequences a stream's tokens belong to: a prompt that several responses share belongs to each of theirs.
+"""The sequences that a stream's tokens belong to: a prompt that several responses share belongs to each of theirs.
 
 Statistics over tokens count a token once for each of its sequences, and padding not at all: they then do not depend on how
 prompts are shared, packed and padded. Pure tensor code, one process.
@@ -33,7 +33,7 @@ class TokenSequences:
         return torch.nn.functional.pad(self.members.sum(0), (0, 1))
 
     def held(self, positions: Tensor) -> TokenSequences:
-        """Of the tokens at these places alone; the sequences stay whole."""
+        """Restrict to the tokens at these places; the sequences stay whole."""
         return TokenSequences(self.segment[positions], self.members, self.lengths)
 
     def to(self, device: torch.device) -> TokenSequences:
@@ -42,7 +42,8 @@ class TokenSequences:
 
 
 def token_sequences(stream: PackedStream) -> TokenSequences:
-    """Of all tokens of a stream that is in main memory; responses with a negative index fill it and are no sequence."""
+    """The sequences of all tokens of a stream that is in main memory; responses with a negative index fill it and are no
+    sequence."""
     segments = stream.segments
     owner = torch.full((len(stream.token_ids),), len(segments))
     for number, segment in enumerate(segments):

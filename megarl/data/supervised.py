@@ -32,7 +32,7 @@ _Spans = tuple[list[TrainedText], list[Showable]]
 
 
 def kind_of_rows(objective: str) -> Kind:
-    """What the rows of `objective.name` are."""
+    """The kind of the rows of `objective.name`."""
     if objective in TOKEN_LOSSES:
         return "sft"
     return "kto" if objective in LABELLED_LOSSES else "pairs" if objective in PAIR_LOSSES else "steps"
@@ -60,7 +60,7 @@ class SupervisedSettings:
 
     @classmethod
     def of(cls, data: SupervisedFields) -> Self:
-        """Those of a config's `data` section."""
+        """The settings of a config's `data` section."""
         return cls(**{one.name: getattr(data, one.name) for one in fields(cls)})
 
 
@@ -161,7 +161,7 @@ class SupervisedBuilder:
         ]  # fmt: skip
 
     def _is_left_out(self, sides: Sequence[_Tokens], place: RowPlace) -> bool:
-        """Whether the row is dropped; it is counted then."""
+        """Return whether the row is dropped; it is counted then."""
         settings = self.settings
         longest = max(len(tokens.prompt_ids) + len(tokens.response_ids) for tokens in sides)
         if longest > settings.max_tokens:
@@ -224,7 +224,7 @@ class SupervisedBuilder:
         return next((key for key in CONVERSATIONS if isinstance(row.get(key), list)), None)
 
     def _tools(self, row: Row, place: RowPlace) -> RowTools | None:
-        """What the assistant of this row may call: JSON schemas, or their JSON text."""
+        """Tools that the assistant of this row may call: JSON schemas, or their JSON text."""
         key = self.settings.tools_key
         tools = find_value(row, key)
         if isinstance(tools, str):

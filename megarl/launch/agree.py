@@ -23,7 +23,8 @@ _VIRTUAL = ("docker", "virbr", "br-", "cni", "flannel", "podman")
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all nodes use: the interface, everyone's address on it (by node name), and the first port of a free block."""
+    """The agreement of all nodes: the interface, everyone's address on it (by node name), and the first port of a free
+    block."""
 
     head: str
     interface: str
@@ -31,7 +32,8 @@ class Agreement:
     first_port: int
 
     def shell(self, token: Path) -> str:
-        """As assignments for the job's scripts. `token` is the file that lets a process join the job's Ray."""
+        """Write the agreement as assignments for the job's scripts. `token` is the file that lets a process join the
+        job's Ray."""
         addresses = " ".join(f"[{name}]={address}" for name, address in self.addresses.items())
         return (
             f"head_name={self.head}\nhead_address={self.addresses[self.head]}\ninterface={self.interface}\n"
@@ -124,7 +126,7 @@ def missing_gpus(nodes: Sequence[NodeFacts], wanted: int) -> list[str]:
 
 
 def verdicts(node: NodeFacts, others: Sequence[NodeFacts]) -> list[str]:
-    """What is wrong or doubtful about one node, as short remarks; `others` are all nodes."""
+    """Problems and doubts about one node, as short remarks; `others` are all nodes."""
     checks: list[tuple[Callable[[], bool], str]] = [
         (lambda: node.free_disk_bytes < FREE_DISK_BYTES, f"{node.free_disk_bytes / GIB:.1f} GiB free on the local disk"),
         (lambda: node.free_shared_bytes < FREE_DISK_BYTES, f"{node.free_shared_bytes / GIB:.1f} GiB free on the shared disk"),

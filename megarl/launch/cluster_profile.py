@@ -1,4 +1,4 @@
-"""What a cluster is to a batch job: nodes, partition, time, container or environment. From a YAML file and the command line.
+"""A cluster as a batch job sees it: nodes, partition, time, container or environment. From a YAML file and the command line.
 
 None of this is part of a run's config: the same run goes to another cluster with another profile.
 """
@@ -89,7 +89,8 @@ class ClusterProfile(Section):
 
     @model_validator(mode="after")
     def _texts_stay_in_their_lines(self) -> ClusterProfile:
-        """Of a batch script; `setup` is shell that the user writes, and values of `env` are quoted."""
+        """Refuse line ends in what becomes a line of a batch script; `setup` is shell that the user writes, and values
+        of `env` are quoted."""
         for name, value in self:
             for text in value if isinstance(value, tuple) else (value,):
                 if isinstance(text, str) and name != "setup" and not text.isprintable():
@@ -147,7 +148,8 @@ def read_profile(path: str | Path | None, options: Mapping[str, Any]) -> Cluster
 
 
 def option_kind(annotation: Any) -> type:
-    """What the command line makes of a field's text: int, bool, str, tuple (may be repeated) or dict (KEY=VALUE, repeated)."""
+    """The type that the command line makes of a field's text: int, bool, str, tuple (may be repeated) or dict
+    (KEY=VALUE, repeated)."""
     if get_origin(annotation) is Annotated:
         return option_kind(get_args(annotation)[0])
     if get_origin(annotation) in (types.UnionType, Union, Literal):

@@ -74,7 +74,7 @@ def examine() -> list[Finding]:
 
 
 def is_healthy(findings: list[Finding]) -> bool:
-    """Whether nothing that a run needs is missing."""
+    """Return whether nothing that a run needs is missing."""
     return all(finding.health != "problem" for finding in findings)
 
 
@@ -187,7 +187,7 @@ def _optimizer_finding(name: str, *, is_cuda: bool) -> Finding:
 
 
 def _fp8_finding(found: dict[str, Any]) -> Finding:
-    """Which values of model.fp8_recipe can run here."""
+    """The values of model.fp8_recipe that can run here."""
     if found["platform"] != "cuda":
         return Finding("FP8", "none: there is no GPU")
     if found["layer_spec"] != "transformer_engine":

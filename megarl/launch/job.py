@@ -1,4 +1,5 @@
-"""What a batch job starts: how many processes on how many nodes, by Ray or by torchrun; what cannot work is said here."""
+"""The processes that a batch job starts: how many processes on how many nodes, by Ray or by torchrun; what cannot work
+is said here."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ TRAINED_BYTES_PER_PARAMETER = 14
 
 @dataclass(frozen=True)
 class StepTime:
-    """How long a step takes, in seconds, and who says so."""
+    """Duration of a step, in seconds, and who says so."""
 
     seconds: float
     source: str
@@ -65,13 +66,14 @@ class Job:
 
 
 def checkpoint_bytes(job: Job) -> int:
-    """What one checkpoint of the run takes on disk, estimated from the weights of its model folder; 0 if unknown."""
+    """Bytes of one checkpoint on disk, estimated from the weights of its model folder; 0 if unknown."""
     stored = sum(file.stat().st_size for file in Path(job.config.model.path).glob("*.safetensors"))
     return len(job.config.trained_roles) * stored // 2 * TRAINED_BYTES_PER_PARAMETER
 
 
 def seconds_to_save(job: Job, warn_s: int) -> float | None:
-    """What a warning of `warn_s` leaves for the checkpoint behind a step in progress, at most its deadline; None: not known."""
+    """Seconds that a warning of `warn_s` leaves for the checkpoint behind a step in progress, at most its deadline;
+    None: not known."""
     return min(warn_s - job.step.seconds, job.config.resources.deadlines.save_s) if job.step else None
 
 
@@ -136,7 +138,8 @@ def check_folders(config: AnyConfig) -> None:
 
 
 def step_time(config: AnyConfig, profile: ClusterProfile, run_folder: Path) -> StepTime | None:
-    """As an earlier start of the run measured it, else as a plan estimates it on GPUs; None: on nodes without any."""
+    """Seconds of a step, as an earlier start of the run measured it, else as a plan estimates it on GPUs; None: on nodes
+    without any."""
     if (seconds := measured_step_s(run_folder)) is not None:
         return StepTime(seconds, "an earlier start of the run")
     if not profile.gpus_per_node:

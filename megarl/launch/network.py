@@ -1,4 +1,4 @@
-"""What the network between nodes does: one process on each joins a world and measures clocks, bandwidth and latency.
+"""A measurement of the network between nodes: one process on each joins a world and measures clocks, bandwidth and latency.
 
 Rank r sends to rank r + 1, one pair after the other in two rounds (even ranks, then odd ones), so links are loaded alone.
 """

@@ -1,4 +1,4 @@
-"""What one node is: asked on every node of a job, written into a folder that all of them share, and compared there.
+"""Facts of one node: asked on every node of a job, written into a folder that all of them share, and compared there.
 
 Runs before anything of the run, so it imports neither torch nor ray; what may hang or crash is asked in a child process.
 """
@@ -163,7 +163,7 @@ def _is_free(port: int) -> bool:
 
 
 def _lowest_ephemeral_port() -> int:
-    """Where the kernel starts to give out ports by itself; a fixed port above could be taken by anyone at any time."""
+    """The port from which the kernel gives out ports by itself; a fixed port above could be taken by anyone at any time."""
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:

@@ -42,7 +42,7 @@ _COLLECTIVES = "torch.distributed (TCPStore, Gloo, NCCL)"
 
 @dataclass(frozen=True)
 class SeenProcess:
-    """What is known of a process. `sockets` are (protocol, address, port) that it listens on."""
+    """Facts known of a process. `sockets` are (protocol, address, port) that it listens on."""
 
     pid: int
     parent: int
@@ -57,7 +57,7 @@ class SeenProcess:
 
     @property
     def line(self) -> str:
-        """Its command line."""
+        """Command line of the process."""
         return " ".join(self.command).strip()
 
 
@@ -74,7 +74,7 @@ class Listener:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine reaches it."""
+        """Return whether only this machine reaches it."""
         return ipaddress.ip_address(self.address.partition("%")[0]).is_loopback
 
     @property
@@ -83,13 +83,13 @@ class Listener:
 
     @property
     def who(self) -> str:
-        """Who may connect, as a sentence's subject."""
+        """Name those who may connect, as a sentence's subject."""
         reach = "any user of this machine" if self.is_loopback else "whoever reaches this machine"
         return reach if self.by.startswith(NOTHING) else f"{reach} and has {self.by}"
 
 
 def listening(run: str | Path | None = None) -> list[Listener]:
-    """What is listened on, by the runs and servers of this user or by the run in the folder `run` alone.
+    """Sockets that are listened on, by the runs and servers of this user or by the run in the folder `run` alone.
 
     Raises:
         ConfigError: there is no such folder.
@@ -134,7 +134,7 @@ def as_json(found: Sequence[Listener]) -> list[dict[str, Any]]:
 
 
 def _role(process: SeenProcess, port: int) -> tuple[str, str]:
-    """What a process is that listens on `port`, and what must be brought there: nothing, where that is not known."""
+    """The role of a process that listens on `port`, and what must be brought there: nothing, where that is not known."""
     if port in process.named:
         return process.named[port]
     line = process.line
@@ -244,7 +244,8 @@ def _with_sockets(seen: SeenProcess) -> SeenProcess:
 
 
 def _with_rays_mode(tree: Sequence[SeenProcess]) -> list[SeenProcess]:
-    """What Ray asks for, as its own parts were started: the system shows of others the environment before they chose it."""
+    """The token mode that Ray asks for, as its own parts were started: the system shows of others the environment before
+    they chose it."""
     modes = [one.environment[MODE] for one in tree if MODE in one.environment and any(m in one.line for m, _ in _RAY_PARTS)]
     return [replace(one, environment={**one.environment, MODE: modes[0]}) for one in tree] if modes else list(tree)
 
@@ -260,7 +261,7 @@ def _ray_port(process: psutil.Process) -> int | None:
 
 
 def _has_open(pid: int, folder: Path) -> bool:
-    """Whether the process has a file open in `folder`, works there, or was given it as an argument."""
+    """Return whether the process has a file open in `folder`, works there, or was given it as an argument."""
     with contextlib.suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
         paths = [file.path for file in process.open_files()]

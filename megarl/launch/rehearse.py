@@ -34,7 +34,7 @@ LISTENING = ("host", "port", "dist-init-addr", "nnodes", "node-rank")
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What two real steps came to: processes, nodes, and by how much trainer's and engines' log-probs differ at most.
+    """The result of two real steps: processes, nodes, and by how much trainer's and engines' log-probs differ at most.
 
     `servers` has, by the name of its log, where each process of an engine listened, and where its ranks met those of others.
     A run without engines has neither.
@@ -48,7 +48,7 @@ class Rehearsed:
 
 
 def planned_placement(config: AnyConfig, gpus_per_node: int) -> Placement:
-    """Where the run would be on nodes of so many GPUs, all free.
+    """The placement of the run on nodes of so many GPUs, all free.
 
     Raises:
         MegarlError: it cannot be placed, or weights could not travel.
@@ -106,7 +106,7 @@ def _members(at: list[Any], mine: Any, name: str) -> list[int]:
 
 
 def weights_way(config: AnyConfig, placement: Placement) -> dict[str, Any]:
-    """How weights travel: bytes that each training rank sends, process groups, and what goes by relays; none without a plan."""
+    """The way of weights: bytes that each training rank sends, process groups, and what goes by relays; none without a plan."""
     if config.sampling is None or capabilities_of(config.sampling).weights != "slices":
         return {}
     rollout, plan = config.sampling, plan_of_run(config)
@@ -137,7 +137,7 @@ def weights_way(config: AnyConfig, placement: Placement) -> dict[str, Any]:
 
 
 def is_small_enough(config: AnyConfig) -> bool:
-    """Whether the run's processes can be started on this machine."""
+    """Return whether the run's processes can be started on this machine."""
     request = PlacementRequest.of(config)
     ranks = sum(layout.world_size for layout in request.groups.values())
     return ranks + (request.engines + request.lent) * request.engine_tp <= MOST_PROCESSES
@@ -170,7 +170,7 @@ def rehearse(config: AnyConfig, placement: Placement) -> Rehearsed:
 
 
 def largest_difference(rows: Sequence[Mapping[str, float]]) -> float | None:
-    """Of trainer and engines, over the steps whose metrics `rows` are; None: no step tells.
+    """The largest difference of trainer and engines over the steps whose metrics `rows` are; None: no step tells.
 
     Responses that older weights sampled are left out: trainer and engines are meant to differ on these.
     """
@@ -179,7 +179,7 @@ def largest_difference(rows: Sequence[Mapping[str, float]]) -> float | None:
 
 
 def listening(run_folder: Path) -> dict[str, dict[str, str]]:
-    """Where every process of an engine listened, by the name of its log; empty for engines without processes of their own."""
+    """The address of every process of an engine, by the name of its log; empty for engines without processes of their own."""
     from megarl.rollout.engines.sglang.server_process import started_with
 
     found = {log.stem: started_with(log) for log in (run_folder / "logs").glob("engine-*.log")}

@@ -75,12 +75,12 @@ def _check_texts(job: Job, cwd: Path) -> None:
 
 
 def _ray_cpus(profile: ClusterProfile) -> str:
-    """What Ray is told of a node's cores, as shell: on nodes without GPUs their places, which it counts as cores."""
+    """The cores of a node as Ray is told them, as shell: on nodes without GPUs their places, which it counts as cores."""
     if not profile.gpus_per_node:
         return str(profile.places)
     return str(profile.cpus_per_node) if profile.cpus_per_node else '"$(nproc)"'
 
 
 def script_path(job: Job, system: str) -> Path:
-    """Where the script of a submitted job is kept."""
+    """The path of a submitted job's script."""
     return job.run_folder / "jobs" / f"{job.name}.{system}.sh"

@@ -53,7 +53,7 @@ def _hand_over(system: str, command: list[str], script: Path) -> str:
 
 
 def run_quietly(command: Sequence[str], *, stdin: str | None = None, deadline_s: float = ANSWER_DEADLINE_S) -> str:
-    """What a program of the batch system printed.
+    """Run a program of the batch system and give what it printed.
 
     Raises:
         ConfigError: it failed or did not answer; its own last line is in the sentence.

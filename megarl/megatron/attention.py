@@ -43,7 +43,7 @@ class AttentionCall:
 
 @dataclass
 class StreamAttention(PackedSeqParams):
-    """What travels to the attention as megatron-core's `packed_seq_params`, so that a recomputed layer sees the same.
+    """The value that travels to the attention as megatron-core's `packed_seq_params`, so that a recomputed layer sees the same.
 
     `calls` are what the core attention of a layer needs, by its window in tokens (None: it attends to all). `position_ids`
     int64 `[S/cp]` are those of this rank's tokens. `recurrence` is for layers with linear attention.
@@ -114,7 +114,7 @@ def window_of(config: TransformerConfig, layer_number: int) -> int | None:
 
 
 def windows_of(config: TransformerConfig) -> frozenset[int | None]:
-    """Those of all layers."""
+    """Windows of all layers."""
     return frozenset(window_of(config, number + 1) for number in range(config.num_layers))
 
 

@@ -40,11 +40,11 @@ class BoxReader:
         self._reader.set_up_storage_reader(metadata, is_coordinator=False)
 
     def has(self, prefix: str) -> bool:
-        """Whether there is a tensor whose key begins with `prefix`."""
+        """Return whether there is a tensor whose key begins with `prefix`."""
         return any(key.startswith(prefix) for key in self._contents)
 
     def kept(self, objects: Mapping[str, Any]) -> dict[str, Any]:
-        """Of a model's entries that are no tensors, those that the checkpoint has.
+        """Entries of a model that are no tensors and that the checkpoint has.
 
         Transformer Engine's layers have one each, the state of delayed FP8 scaling; a checkpoint of other layers has none.
 
@@ -81,7 +81,7 @@ class BoxReader:
         self._reader.read_data(LoadPlan(items), _IntoBoxes(by_key)).wait()
 
     def _check_covered(self, key: str, found: int, wanted: int) -> None:
-        """Of a tensor that is not whole, as moments are not if parameters were frozen, all that is asked for must be there."""
+        """Refuse a tensor that lacks elements that are asked for; moments are not whole if parameters were frozen."""
         if found < wanted:
             raise CheckpointError(f"'{self._folder}' has {found} of {wanted} elements of '{key}': {_WAS_FROZEN}")
 

@@ -144,7 +144,7 @@ def _stages(options: ModelOptions) -> list[int | None]:
 
 
 def _picture_rules(folder: str | Path, vision: Vision) -> PictureRules:
-    """How the model in `folder` wants its pictures; raises ModelError if its processor's patches are not those of the tower."""
+    """The picture rules of the model in `folder`; raises ModelError if its processor's patches are not those of the tower."""
     rules = load_picture_rules(folder)
     for field in ("patch", "temporal", "merge"):
         if getattr(rules, field) != getattr(vision, field):

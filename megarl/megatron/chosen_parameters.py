@@ -1,4 +1,4 @@
-"""Which parameters of a role are not trained, and which are updated otherwise than the rest, by patterns of the config."""
+"""Parameters of a role that are not trained, or updated otherwise than the rest, by patterns of the config."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _with_gradient(module: torch.nn.Module, inputs: Any, hidden: Tensor) -> None
 def group_overrides(
     chunks: Sequence[Any], options: OptimizerOptions, model: ModelOptions, weight_map: WeightMap, config: OptimizerConfig
 ) -> dict[ParamKey, ParamGroupOverride]:
-    """What megatron-core's optimizer does otherwise for some parameters: those of the groups, beside its own (norms, biases).
+    """Overrides of megatron-core's optimizer for some parameters: those of the groups, beside its own (norms, biases).
 
     A parameter is in the first group that chooses it.
     """

@@ -1,4 +1,4 @@
-"""What stands in for the output layer of a `GPTModel`: token log-probs from hidden states, or a scalar head.
+"""Heads in place of the output layer of a `GPTModel`: token log-probs from hidden states, or a scalar head.
 
 The log-prob head never holds a full `[N, V]` logit matrix: it goes through the scored rows in chunks, forward and
 backward, and each tensor-parallel rank sees only its slice of the vocabulary.
@@ -116,7 +116,7 @@ class VocabularySlice:
 
     @property
     def real(self) -> int:
-        """How many of its ids are not padding."""
+        """Number of its ids that are not padding."""
         return max(0, min(self.weight.shape[0], self.vocab_size - self.start))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class VocabularySlice:
         return logits
 
     def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Where in the slice `targets` are, and which of them are."""
+        """The places of `targets` in the slice, and which of them are."""
         local = targets - self.start
         here = (local >= 0) & (local < self.weight.shape[0])
         return local.clamp(0, self.weight.shape[0] - 1), here
@@ -134,7 +134,7 @@ class VocabularySlice:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of a row's distribution besides its entropy and the log-probs of targets."""
+    """Further questions about a row's distribution besides its entropy and the log-probs of targets."""
 
     limits: SamplingLimits | None = None
     top_k: TopK | None = None
@@ -298,7 +298,7 @@ def row_chunks(total: int, size: int) -> list[slice]:
 
 
 class HeadRequest(NamedTuple):
-    """What a head is asked before a forward pass: the stream's `rows`, int64 `[N]`, and of a `LogProbHead` the log-probs of
+    """The request to a head before a forward pass: the stream's `rows`, int64 `[N]`, and of a `LogProbHead` the log-probs of
     `targets`, int64 `[N]` or `[N, M]`, and the likeliest tokens of each row (without gradients alone)."""
 
     rows: Tensor

@@ -1,4 +1,4 @@
-"""Which tokens top-p, top-k and min-p leave to be sampled, over a vocabulary that is split across a group."""
+"""Tokens that top-p, top-k and min-p leave to be sampled, over a vocabulary that is split across a group."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def least_kept(logits: Tensor, peak: Tensor, limits: SamplingLimits, group: torc
 
 
 def _least_of_rows(logits: Tensor, peak: Tensor, limits: SamplingLimits) -> Tensor:
-    """What top-k and top-p say of rows that are whole."""
+    """The threshold of top-k and top-p for rows that are whole."""
     count = min(limits.top_k or logits.shape[1], logits.shape[1])
     if limits.top_p >= 1:
         return logits.topk(count, dim=1).values[:, -1:]

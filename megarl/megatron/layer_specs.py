@@ -250,7 +250,7 @@ def _set_variant(layer: ModuleSpec, config: TransformerConfig, rule: StateRule |
 
 
 def _maker(name: str, *, by_segments: bool) -> Callable[..., ModuleSpec]:
-    """What makes layers of the spec called `name`, with its own core attention or that over segments."""
+    """The maker of layers of the spec called `name`, with its own core attention or that over segments."""
     if not by_segments:
         return _MAKE[name]
 

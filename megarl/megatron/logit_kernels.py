@@ -77,7 +77,7 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 def row_sums_by_kernel(logits: Tensor, real: int, temperature: float, *, squares: bool) -> Tensor:
-    """As `logit_passes.row_sums`."""
+    """Compute what `logit_passes.row_sums` does, by a kernel."""
     rows = len(logits)
     found = torch.empty(4 if squares else 3, rows, dtype=torch.float32, device=logits.device)
     if rows:
@@ -86,7 +86,7 @@ def row_sums_by_kernel(logits: Tensor, real: int, temperature: float, *, squares
 
 
 def gradient_by_kernel(logits: Tensor, real: int, temperature: float, given: RowGradients) -> Tensor:
-    """As `logit_passes.logits_to_gradient`."""
+    """Compute what `logit_passes.logits_to_gradient` does, by a kernel."""
     rows, width = logits.shape
     per_row = torch.stack([given.log_z, given.entropy, given.of_entropy, given.of_log_probs.sum(1)])
     at_targets = (given.of_log_probs * given.here).contiguous()

@@ -1,4 +1,4 @@
-"""What the log-prob head does with a chunk of logits besides products: sums over each row, and the logits' gradient.
+"""The passes of the log-prob head over a chunk of logits besides products: sums over each row, and the logits' gradient.
 
 Both read the chunk once and write it at most once. On GPUs they are Triton kernels (`logit_kernels.py`); elsewhere blocks of
 rows that stay in the processor's caches. The arithmetic is float32, whatever the type of the logits.

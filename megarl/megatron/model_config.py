@@ -137,25 +137,25 @@ def scale_rotary(config: Any, scale: float) -> None:
 
 
 def has_experts(config: TransformerConfig, layer: int) -> bool:
-    """Whether a layer (global, zero-based) has experts."""
+    """Return whether a layer (global, zero-based) has experts."""
     frequency = config.moe_layer_freq
     chosen = frequency[layer] if isinstance(frequency, list) else layer % frequency == 0
     return config.num_moe_experts is not None and bool(chosen)
 
 
 def refused(options: ModelOptions, given: Iterable[str], error: Exception) -> ConfigError:
-    """What the user is told where megatron-core does not take the fields `given` of `options.megatron`."""
+    """The sentence for the user where megatron-core does not take the fields `given` of `options.megatron`."""
     why = " ".join(str(error).split()) or type(error).__name__
     return ConfigError(f"{options.section} sets {', '.join(given)}, which megatron-core refuses: {why}")
 
 
 def _is_fast(options: ModelOptions) -> bool:
-    """Whether layers are Transformer Engine's, which only GPUs run."""
+    """Return whether layers are Transformer Engine's, which only GPUs run."""
     return options.layer_spec == "transformer_engine"
 
 
 def _defaults(options: ModelOptions, *, has_experts: bool, is_latent: bool) -> dict[str, Any]:
-    """What a config may change: with Transformer Engine everything fused that it has a kernel for, else nothing."""
+    """Defaults that a config may change: with Transformer Engine everything fused that it has a kernel for, else nothing."""
     fast = _is_fast(options)
     found: dict[str, Any] = {
         "bias_dropout_fusion": fast,
@@ -176,7 +176,8 @@ def _defaults(options: ModelOptions, *, has_experts: bool, is_latent: bool) -> d
 
 
 def recompute_modules(options: ModelOptions, *, has_experts: bool, is_latent: bool) -> list[str]:
-    """What Transformer Engine's layers compute anew: their attention keeps little, megatron-core's default recomputes it."""
+    """Modules that Transformer Engine's layers compute anew: their attention keeps little, megatron-core's default
+    recomputes it."""
     modules = ["mlp"]
     if options.fp8 == "none" or options.fp8_recipe != "delayed":  # whose scales megatron-core would learn twice
         modules += ["layernorm", *(["moe_act"] if has_experts else [])]
@@ -219,14 +220,15 @@ def fields_for(config_class: type, options: ModelOptions, *, kind: ConfigClass) 
 
 
 def fuses_gradient_accumulation(options: ModelOptions) -> bool:
-    """Whether layers add weight gradients to the float32 buffers themselves, without a copy in between: Transformer Engine's,
+    """Return whether layers add weight gradients to the float32 buffers themselves, without a copy in between:
+    Transformer Engine's,
     and on a CPU megatron-core's."""
     default = (_is_fast(options) or not cuda_present()) and not options.int4_experts
     return options.trainable and bool(options.megatron.get("gradient_accumulation_fusion", default))
 
 
 def ddp_config(options: ModelOptions) -> DistributedDataParallelConfig:
-    """How megatron-core lays gradients into buffers and shards the optimizer over data parallelism."""
+    """The config by which megatron-core lays gradients into buffers and shards the optimizer over data parallelism."""
     defaults = {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": True,
@@ -239,7 +241,7 @@ def ddp_config(options: ModelOptions) -> DistributedDataParallelConfig:
 
 
 def gathers_through_gradients(options: ModelOptions) -> bool:
-    """Whether updated weights travel in the gradients' buffer: megatron-core has no other way for MXFP8 weights."""
+    """Return whether updated weights travel in the gradients' buffer: megatron-core has no other way for MXFP8 weights."""
     return options.fp8_param and options.fp8_recipe == "mxfp8"
 
 

@@ -27,7 +27,7 @@ RMS = 0.2
 
 
 def is_matrix(rule: BoundRule) -> bool:
-    """Whether Muon updates a parameter: matrices of the decoder's layers, those of routers and experts included."""
+    """Return whether Muon updates a parameter: matrices of the decoder's layers, those of routers and experts included."""
     return rule.layer is not None and rule.dtype is None and all(len(shape) == 2 for shape in rule.hf_shapes.values())
 
 
@@ -53,7 +53,7 @@ def add_muon(parts: Sequence[Any], rules: Mapping[Tensor, BoundRule], options: O
 
 
 class _Muon:
-    """What comes before a step of one distributed optimizer's Adam; collective over its data-parallel and tensor ranks."""
+    """The work before a step of one distributed optimizer's Adam; collective over its data-parallel and tensor ranks."""
 
     def __init__(self, part: Any, matrices: list[tuple[Tensor, BoundRule]], options: OptimizerOptions) -> None:
         self.part, self.matrices, self.options = part, matrices, options

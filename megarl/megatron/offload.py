@@ -85,7 +85,8 @@ def _weights(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
 
 
 def _values_of(parameter: Tensor) -> Iterator[Tensor]:
-    """What holds a weight; one in FP8, whose own storage is empty, has a tensor of its rows, one of its columns, or both."""
+    """The tensors that hold a weight; one in FP8, whose own storage is empty, has a tensor of its rows, one of its
+    columns, or both."""
     if is_float8tensor(parameter):
         quantised: Any = parameter
         yield from (values for values in quantised.get_data_tensors() if values is not None)

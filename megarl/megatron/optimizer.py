@@ -114,7 +114,8 @@ def on_this_platform(options: OptimizerOptions) -> OptimizerOptions:
 
 
 def describe_optimizer(options: OptimizerOptions) -> str:
-    """Which Adam computes the updates, as megatron-core finds it: Transformer Engine's, apex's or torch's, in this order."""
+    """Name the Adam that computes the updates, as megatron-core finds it: Transformer Engine's, apex's or torch's, in
+    this order."""
     if options.name == "muon":
         return f"Muon for the matrices of layers, {_full_name(Adam)} for the rest"
     share = on_this_platform(options).offload_fraction

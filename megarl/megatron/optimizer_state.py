@@ -27,7 +27,7 @@ BY_MUON = "is_updated_by_muon"
 
 
 class OwnedSlice(NamedTuple):
-    """Of a parameter, the flat elements `place` that this rank's optimizer owns: its float32 `main` copy and their group."""
+    """The flat elements `place` of a parameter that this rank's optimizer owns: its float32 `main` copy and their group."""
 
     place: slice
     main: Tensor
@@ -146,7 +146,7 @@ def _parameters(optimizer: Any) -> Iterator[tuple[Any, torch.nn.Parameter]]:
 
 
 def owned_slice(part: Any, parameter: Tensor) -> OwnedSlice | None:
-    """What of a parameter this rank's distributed optimizer `part` owns; None if it owns nothing."""
+    """The slice of a parameter that this rank's distributed optimizer `part` owns; None if it owns nothing."""
     if parameter not in part.model_param_group_index_map:
         return None
     buffer_index, dtype, bucket_index = part.model_param_gbuf_map[parameter]
@@ -167,7 +167,7 @@ def _owned(part: Any, parameter: torch.nn.Parameter) -> tuple[slice, dict[str, T
 
 
 def _keys(parameter: Tensor) -> tuple[str, ...]:
-    """Those of `KEYS` that a trained parameter has."""
+    """The `KEYS` that a trained parameter has."""
     return tuple(key for key in KEYS if key != "exp_avg_sq" or not hasattr(parameter, BY_MUON))
 
 

@@ -1,4 +1,4 @@
-"""How a role is built, as plain values: the driver makes them, the ranks obey. Imports neither torch nor megatron-core."""
+"""The options of a role, as plain values: the driver makes them, the ranks obey. Imports neither torch nor megatron-core."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def default_chunk_tokens(device_type: str, vocabulary: int) -> int:
 
 @dataclass(frozen=True)
 class SamplingLimits:
-    """What keeps unlikely tokens from being sampled: `top_p` in (0, 1] (1: off), `top_k` (0: off), `min_p` in [0, 1] (0: off).
+    """Limits that keep unlikely tokens from being sampled: `top_p` in (0, 1] (1: off), `top_k` (0: off), `min_p` in [0,
+    1] (0: off).
 
     Sources: top-p, arXiv 1904.09751; top-k, arXiv 1805.04833; min-p, arXiv 2407.01082.
     """
@@ -39,7 +40,7 @@ class SamplingLimits:
 
 @dataclass(frozen=True)
 class ExpertBalance:
-    """What moves the routing of a model with experts besides the loss, as in a role's section `experts`; 0: off."""
+    """Terms that move the routing of a model with experts besides the loss, as in a role's section `experts`; 0: off."""
 
     balance_coef: float = 0.0
     sequence_balance_coef: float = 0.0
@@ -48,13 +49,13 @@ class ExpertBalance:
 
     @property
     def has_losses(self) -> bool:
-        """Whether losses are added to that of the update."""
+        """Return whether losses are added to that of the update."""
         return self.balance_coef > 0 or self.sequence_balance_coef > 0 or self.z_loss_coef > 0
 
 
 @dataclass(frozen=True)
 class PredictionOptions:
-    """How the layer for multi-token prediction is trained: the weight of its loss, and its targets:
+    """Training of the layer for multi-token prediction: the weight of its loss, and its targets:
     the policy's own distribution of each token (`soft`), or the token (`hard`). `synced`: engines draft with it, and take its
     weights with every update."""
 
@@ -65,7 +66,7 @@ class PredictionOptions:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How a role's model is built. `head`: `log_probs` (policy, reference) or `value` (critic, reward model).
+    """The options of a role's model. `head`: `log_probs` (policy, reference) or `value` (critic, reward model).
 
     `sampling_limits`: log-probs are of the tokens that these leave to be sampled; None: of all.
 
@@ -123,17 +124,17 @@ class ModelOptions:
 
     @property
     def syncs_prediction(self) -> bool:
-        """Whether the weights of the layer for multi-token prediction go to engines."""
+        """Return whether the weights of the layer for multi-token prediction go to engines."""
         return self.prediction is not None and self.prediction.synced
 
     @property
     def by_segments(self) -> bool:
-        """Whether attention is by passes of fused kernels over the segments of a stream."""
+        """Return whether attention is by passes of fused kernels over the segments of a stream."""
         return self.core_attention == "segments"
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether attention takes streams whose sequences share prefixes."""
+        """Return whether attention takes streams whose sequences share prefixes."""
         return self.by_segments or self.layer_spec == "reference"
 
     def __post_init__(self) -> None:
@@ -176,7 +177,7 @@ class OptimizerOptions:
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine can be imported here (on a host without a GPU some versions raise RuntimeError)."""
+    """Return whether Transformer Engine can be imported here (on a host without a GPU some versions raise RuntimeError)."""
     try:
         importlib.import_module("torch")  # first: it loads libraries that Transformer Engine looks for, such as NCCL's
         importlib.import_module("transformer_engine.pytorch")

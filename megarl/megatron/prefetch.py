@@ -17,7 +17,8 @@ Item = TypeVar("Item")
 
 
 class Prefetched(Generic[Item]):
-    """What `makers` make, one after the other in one thread, each as soon as the one before it is taken for the first time.
+    """The values that `makers` make, one after the other in one thread, each as soon as the one before it is taken for
+    the first time.
 
     Each is taken by `takers` iterators, in order, and forgotten when all have it. Use it as a context.
     """

@@ -77,7 +77,7 @@ class RankModel:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank's results speak for its data-parallel replica: last stage, first tensor and context rank."""
+        """Return whether this rank's results speak for its data-parallel replica: last stage, first tensor and context rank."""
         return (
             parallel_state.is_pipeline_last_stage(ignore_virtual=True)
             and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -157,7 +157,8 @@ class RankModel:
         return metrics
 
     def recorded_routes(self) -> RecordedRoutes | None:
-        """What the last pass recorded, on the first tensor and context rank of each stage; collective over these ranks."""
+        """Routes that the last pass recorded, on the first tensor and context rank of each stage; collective over these
+        ranks."""
         return self.replay.recorded() if self.replay is not None else None
 
     def take_replay_counts(self) -> ReplayCounts:
@@ -199,7 +200,8 @@ class RankModel:
         return export_weights(self.chunks, self.options, self.weight_map, quantiser, replicas, prediction=prediction)
 
     def export_adapters(self, replicas: Collection[int] = (0,)) -> Iterator[tuple[str, Tensor]]:
-        """As `export`, of adapters: tensors such as `model.layers.0.self_attn.q_proj.lora_A.weight`, and a value head."""
+        """Export adapters as `export` does weights: tensors such as `model.layers.0.self_attn.q_proj.lora_A.weight`, and
+        a value head."""
         return export_weights(self.chunks, self.options, self.weight_map, None, replicas, which="adapters")
 
     def shards(self) -> Shards:

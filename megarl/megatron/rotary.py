@@ -84,7 +84,8 @@ class RotarySetSelfAttention(SelfAttention):
         self.rotary_set = rotary_set
 
     def forward(self, hidden_states: Tensor, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> Any:
-        """As megatron-core's; `rotary_pos_emb` are the angles `[S, 1, 1, SETS * d]` of all sets, twice one behind the other."""
+        """Run the layer as megatron-core does; `rotary_pos_emb` are the angles `[S, 1, 1, SETS * d]` of all sets, twice
+        one behind the other."""
         assert rotary_pos_emb is not None, "a model with several sets of frequencies rotates in all layers"
         angles = rotary_pos_emb.unflatten(-1, (2, SETS, -1))[..., self.rotary_set, :].flatten(-2)
         return super().forward(hidden_states, *args, rotary_pos_emb=angles, **kwargs)

@@ -1,4 +1,4 @@
-"""What the routers of this rank's layers decide in an update, counted where it is decided, and what keeps experts in balance.
+"""Decisions of the routers of this rank's layers in an update, counted where it is decided, and what keeps experts in balance.
 
 megatron-core's own counts take padding for tokens, and a shared prompt once however many responses it has; these do not, so
 they are the same in every layout and packing. Nothing here waits for the device before the update is over.
@@ -60,7 +60,7 @@ class RouterWatch:
 
     @property
     def counts_first(self) -> bool:
-        """Whether a pass without gradients must count the batch's loads before the one with them."""
+        """Return whether a pass without gradients must count the batch's loads before the one with them."""
         return self.balance.balance_coef > 0
 
     def begin(self, micro_batches: Sequence[TokenSequences | None], *, trains: bool) -> None:

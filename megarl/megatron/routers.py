@@ -1,4 +1,4 @@
-"""What goes on at the routers of a role with experts while it computes: routes are replayed, loads are watched."""
+"""Work at the routers of a role with experts while it computes: routes are replayed, loads are watched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gradients of chosen values of a chunk of logits are made of, row by row."""
+"""Parts of the gradients of chosen values of a chunk of logits, row by row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class RowGradients(NamedTuple):
-    """What the gradient of n rows' logits is made of, float32 `[n]` each; the gradients of log-probs are `[n, M]`.
+    """Parts of the gradient of n rows' logits, float32 `[n]` each; the gradients of log-probs are `[n, M]`.
 
     `log_z` is the log of the sum of exponentials over the whole vocabulary. `target`, int64 `[n, M]`, are numbers in the slice;
     `here`, bool `[n, M]`: which targets are in it.

@@ -1,4 +1,4 @@
-"""What this rank contributes to a checkpoint: boxes of global tensors, objects, and the state that all ranks share.
+"""The part of a checkpoint that this rank contributes: boxes of global tensors, objects, and the state that all ranks share.
 
 Every byte is contributed once. Of what is trained, a data-parallel replica contributes the slices that its optimizer owns,
 so that all ranks write and none gathers; a slice of a flat tensor is at most a few boxes of the tensor.
@@ -143,7 +143,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def is_tensor(entry: object) -> bool:
-    """Whether an entry of a sharded state is stored as a tensor, or as several."""
+    """Return whether an entry of a sharded state is stored as a tensor, or as several."""
     return isinstance(entry, ShardedTensor | ShardedTensorFactory)
 
 

@@ -60,7 +60,7 @@ NO_ROUTERS = Routers()
 
 @dataclass
 class PassProgress:
-    """How far the pass under way is: micro-batches begun (per model chunk), and all of them (0: no pass)."""
+    """Progress of the pass under way: micro-batches begun (per model chunk), and all of them (0: no pass)."""
 
     begun: int = 0
     wanted: int = 0
@@ -233,7 +233,7 @@ def _no_loss(output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, fl
 
 @dataclass(frozen=True)
 class _PassShape:
-    """What the micro-batches of a pass have in common.
+    """The common shape of a pass's micro-batches.
 
     `tokens`: each is padded to so many; None: to what its layout needs. `width` is that of the convolutions before linear
     attention; None: there are none. `windows` are those of the layers. `predicts`: this rank has the layer for multi-token
@@ -326,7 +326,7 @@ def _itself(laid: _Laid) -> _Laid:
 
 
 def _laying(options: ModelOptions) -> dict[str, Any]:
-    """How `pack` lays a stream: what it pads it and its segments to, and what responses share.
+    """The arguments by which `pack` lays a stream: what it pads it and its segments to, and what responses share.
 
     Where passes record and replay routes, which are each response's own, all of them have streams of one form.
     """
@@ -412,7 +412,7 @@ def _attention_inputs(
     windows: Collection[int | None],
     device: torch.device,
 ) -> tuple[Tensor | None, PackedSeqParams | None]:
-    """How each layer spec is told who attends to whom: indices, a dense mask (True = hidden) or cumulative lengths.
+    """Make what tells each layer spec who attends to whom: indices, a dense mask (True = hidden) or cumulative lengths.
 
     They are made in main memory, where `stream` and `share` are, and copied to `device`.
     """

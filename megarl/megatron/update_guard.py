@@ -32,7 +32,7 @@ class WatchedLoss:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all losses so far were finite; waits for the device."""
+        """Return whether all losses so far were finite; waits for the device."""
         return not self._finite or bool(torch.stack(self._finite).all())
 
 

@@ -104,7 +104,7 @@ def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folde
 
 
 def _keep_full_precision(tensor: Any, values: Tensor, *, trainable: bool) -> None:
-    """Where `tensor` holds FP8, Transformer Engine keeps a copy in full precision for the optimizer to start from."""
+    """Keep a copy where `tensor` holds FP8: Transformer Engine has a copy in full precision for the optimizer to start from."""
     if not hasattr(tensor, "get_high_precision_init_val"):
         return
     if trainable:
@@ -122,7 +122,7 @@ def local_shards(
     at_once: bool = True,
     merged: bool = True,
 ) -> Mapping[str, Tensor]:
-    """What this rank holds, by the weight map's names: views, without value head and tied copies.
+    """The shards that this rank holds, by the weight map's names: views, without value head and tied copies.
 
     Weights with adapters beside them are copies with these `merged` in, or views of what training began with.
 
@@ -182,7 +182,7 @@ class Quantiser(Protocol):
     """Makes of a rank's shard what an engine's format stores in its place, in fewer bytes; see `reshard.quantise`."""
 
     def applies_to(self, rule: BoundRule) -> bool:
-        """Whether the parameter is one that is quantised."""
+        """Return whether the parameter is one that is quantised."""
 
     def rules(self, rule: BoundRule) -> list[BoundRule]:
         """What is stored in the parameter's place, each with its own dtype."""
@@ -310,7 +310,7 @@ def _place(rule: BoundRule, options: ModelOptions) -> tuple[int, int]:
 
 
 def is_value_head(name: str, options: ModelOptions) -> bool:
-    """Whether a parameter is of the role's own scalar head, which is in no weight map."""
+    """Return whether a parameter is of the role's own scalar head, which is in no weight map."""
     return options.head == "value" and name.startswith("output_layer.")
 
 

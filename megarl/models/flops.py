@@ -46,7 +46,7 @@ class FlopsModel:
 
     @classmethod
     def of(cls, shape: ModelShape) -> FlopsModel:
-        """Of a model; experts count as many as a token uses."""
+        """Count the operations of a model; experts count as many as a token uses."""
         return _flops_of(shape)
 
     @classmethod
@@ -68,7 +68,7 @@ class FlopsModel:
 
     @classmethod
     def _of_prediction(cls, shape: ModelShape) -> FlopsModel:
-        """Of one layer with full attention, its projection, and an output row of each predicted token. The row's backward pass
+        """Operations of one layer with full attention, its projection, and an output row of each predicted token. The row's backward pass
         is as long as its forward pass, and with soft targets a row of the policy's is computed again."""
         experts = frozenset({0} if shape.experts else ())
         layer = cls.of(replace(shape, layers=1, expert_layers=experts, window_layers=frozenset(), linear=None, predicts=False))
@@ -130,7 +130,7 @@ FlashAttention 2, Transformer Engine 3. Not measured."""
 
 
 def sharing_pays(flops: FlopsModel, prompt_tokens: int, response_tokens: int, group: int) -> bool:
-    """Whether a prompt computed once for its `group` of responses, with attention by segments, takes less than one for each."""
+    """Return whether a prompt computed once for its `group` of responses, with attention by segments, takes less than one for each."""
     responses = [response_tokens] * group
     attention = flops.attention(0, prompt_tokens) + group * flops.attention(prompt_tokens, response_tokens)
     shared = flops.cost(prompt_tokens, responses) + (SEGMENTS_PER_SPEC - 1) * attention
@@ -175,7 +175,7 @@ def _adapter_products(shape: ModelShape) -> int:
 
 
 def _pairs(length: Length, window: int | None = None) -> Length:
-    """Of the tokens of a sequence, and those among the last `window` (None: among all) that each attends to."""
+    """Pairs of a token of a sequence and one among the last `window` (None: among all) that each attends to."""
     if window is None:
         return length * (length + 1) // 2
     short = np.minimum(length, window) if isinstance(length, np.ndarray) else min(length, window)

@@ -31,12 +31,12 @@ class ExpertPlace:
 
     @property
     def is_bias(self) -> bool:
-        """Whether the tensors are vectors, with no columns to transpose."""
+        """Return whether the tensors are vectors, with no columns to transpose."""
         return self.stored.endswith("_bias")
 
     @property
     def rows(self) -> int:
-        """Of the expert's tensor."""
+        """Rows of the expert's tensor."""
         return -(-(self.stop - self.start) // self.step)
 
 
@@ -63,7 +63,7 @@ class FusedExperts:
         return [f"{match['block']}{expert}.{part}_proj.{kind}" for expert in range(self.experts) for part in parts]
 
     def place(self, name: str) -> ExpertPlace | None:
-        """Where an expert's tensor is; None: the name is no expert's."""
+        """The place of an expert's tensor; None: the name is no expert's."""
         match = _OF_EXPERT.fullmatch(name)
         if match is None:
             return None
@@ -78,14 +78,14 @@ class FusedExperts:
         return ExpertPlace(stored, expert, start, stop)
 
     def shape(self, stored: str) -> tuple[int, ...]:
-        """Of a stored tensor, as the hub has it."""
+        """Shape of a stored tensor, as the hub has it."""
         if stored.endswith("_bias"):
             return (self.experts, self.hidden if stored.endswith("down_proj_bias") else 2 * self.ffn)
         down = stored.endswith("down_proj")
         return (self.experts, self.ffn, self.hidden) if down else (self.experts, self.hidden, 2 * self.ffn)
 
     def check(self, stored: str, shape: tuple[int, ...]) -> bool:
-        """Whether a stored tensor of this shape is as the hub has it; False: as transformers 5 writes it.
+        """Return whether a stored tensor of this shape is as the hub has it; False: as transformers 5 writes it.
 
         Raises:
             ModelError: it is neither.

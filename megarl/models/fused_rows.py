@@ -22,7 +22,7 @@ class MatrixPlace:
 
 @dataclass(frozen=True)
 class FusedRows:
-    """Of each stored tensor, by what its name ends with: what the names of its parts end with in that place, and their rows.
+    """Parts of each stored tensor, by what its name ends with: what the names of its parts end with in that place, and their rows.
 
     All have `columns` columns.
     """
@@ -38,7 +38,7 @@ class FusedRows:
         return [stored]
 
     def place(self, name: str) -> MatrixPlace | None:
-        """Where a tensor is; None: it is stored by itself."""
+        """The place of a tensor; None: it is stored by itself."""
         for suffix, parts in self.parts.items():
             start = 0
             for part, rows in parts:
@@ -48,7 +48,7 @@ class FusedRows:
         return None
 
     def shape(self, stored: str) -> tuple[int, int]:
-        """Of a stored tensor."""
+        """Shape of a stored tensor."""
         parts = next(parts for suffix, parts in self.parts.items() if stored.endswith(suffix))
         return sum(rows for _, rows in parts), self.columns
 

@@ -82,7 +82,7 @@ class HFFolder:
 
     @cached_property
     def fused(self) -> FusedExperts | FusedRows | None:
-        """Which tensors are stored together, if any."""
+        """Tensors that are stored together, if any."""
         return fused_of(self.config)
 
     @cached_property
@@ -273,7 +273,7 @@ def new_folder(path: str | Path, config_file: str, config: Mapping[str, Any]) ->
 
 
 def fused_of(config: Mapping[str, Any]) -> FusedExperts | FusedRows | None:
-    """Which tensors folders of a model store together, if any; also of models that megarl does not know."""
+    """Tensors that folders of a model store together, if any; also of models that megarl does not know."""
     try:
         family = architecture_for(dict(config))
     except ModelError:

@@ -15,7 +15,7 @@ KINDS_OF_FULL = ("default", "linear", "yarn")
 
 @dataclass(frozen=True)
 class LayerRope:
-    """How the `layers` (zero-based) rotate that do not rotate as the decoder's config says: as `config` says."""
+    """The rotation of the `layers` (zero-based) rotate that do not rotate as the decoder's config says: as `config` says."""
 
     layers: frozenset[int]
     config: dict[str, Any]
@@ -39,7 +39,7 @@ def with_rope_of_full_layers(hf_config: dict[str, Any], *, full_theta: float) ->
 def rope_of_windows(
     hf_config: dict[str, Any], sliding: frozenset[int], head_dim: int, *, theta_field: str | None, theta: float
 ) -> LayerRope:
-    """How the layers `sliding` rotate: unscaled, by a base that `theta_field` had before transformers 5, or `theta`.
+    """The rotation of the layers `sliding`: unscaled, by a base that `theta_field` had before transformers 5, or `theta`.
 
     Raises:
         ModelError: `rope_parameters` is not by kind of layer, or their frequencies are scaled.

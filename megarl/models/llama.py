@@ -25,7 +25,7 @@ def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
 
 
 def has_biases(hf_config: HFConfig) -> bool:
-    """Whether all projections of attention and MLP have biases."""
+    """Return whether all projections of attention and MLP have biases."""
     return bool(hf_config.get("attention_bias")) and bool(hf_config.get("mlp_bias"))
 
 

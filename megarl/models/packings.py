@@ -1,4 +1,4 @@
-"""How one Megatron parameter is laid out over Hugging Face tensors and TP ranks: copy, grouped QKV, gate-up, vocabulary.
+"""Layouts of one Megatron parameter over Hugging Face tensors and TP ranks: copy, grouped QKV, gate-up, vocabulary.
 
 A packing answers runs `(part, start, stop)`: rows `start:stop` of its `part`-th tensor, or of zeros where part is None,
 which in this order are a rank's shard. The same runs serve reading and writing. Shapes are `[output, input]`.
@@ -168,7 +168,7 @@ class Sections:
 
     @property
     def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """As given."""
+        """Shapes as they were given."""
         return self.shapes
 
     def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:

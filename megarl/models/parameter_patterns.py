@@ -28,11 +28,11 @@ class ParameterPatterns:
     entries: tuple[str, ...]
 
     def choose(self, rule: BoundRule) -> bool:
-        """Whether the parameter is chosen; one of which only some tensors are is not."""
+        """Return whether the parameter is chosen; one of which only some tensors are is not."""
         return all(self._chosen(rule))
 
     def chosen_in_part(self, rule: BoundRule) -> bool:
-        """Whether some of the tensors are chosen, and others not: the parameter cannot be cut."""
+        """Return whether some of the tensors are chosen, and others not: the parameter cannot be cut."""
         chosen = self._chosen(rule)
         return any(chosen) and not all(chosen)
 
@@ -47,7 +47,7 @@ class ParameterPatterns:
 
 
 def is_router(rule: BoundRule) -> bool:
-    """Whether a parameter or buffer is of a router."""
+    """Return whether a parameter or buffer is of a router."""
     return ".router." in rule.megatron_name
 
 

@@ -1,4 +1,4 @@
-"""Which architecture a Hugging Face model folder is of.
+"""The architectures, and finding that of a Hugging Face model folder.
 
 A new one is a file beside this and an entry in `ARCHITECTURES`, or a file of the user's own that `model.architecture` names.
 """

@@ -54,7 +54,7 @@ class Rope:
         return cls(field, kind, int(base) if base.is_integer() else base, float(partial), parameters)
 
     def rotated(self, head_dim: int) -> int:
-        """How many of a head's dimensions rotate, as transformers rounds it.
+        """Number of a head's dimensions that rotate, as transformers rounds it.
 
         Raises:
             ModelError: they are no pairs.
@@ -231,7 +231,7 @@ def rope_refusal(hf_config: dict[str, Any]) -> str | None:
 
 
 def _says_what_follows(rope: Rope, hf_config: dict[str, Any]) -> bool:
-    """Whether a YaRN's `attention_factor` is the one that its factor gives, which SGLang computes, whatever a config says."""
+    """Return whether a YaRN's `attention_factor` is the one that its factor gives, which SGLang computes, whatever a config says."""
     factor, said = Yarn.of(rope, hf_config).factor, rope.parameters.get("attention_factor")
     return isinstance(said, float) and math.isclose(said, 0.1 * math.log(factor) + 1.0, rel_tol=1e-12)
 

@@ -1,4 +1,4 @@
-"""Where each tensor of a safetensors file lies: headers read for their byte offsets, and laid out before anything is written.
+"""The places of tensors in a safetensors file: headers read for their byte offsets, and laid out before anything is written.
 
 The safetensors library reads and writes whole tensors; streaming them in blocks, from several processes, needs the offsets.
 """

@@ -91,7 +91,7 @@ class ModelShape:
         return self.layers - (len(self.linear.layers) if self.linear else 0)
 
     def attended(self, context: float) -> float:
-        """How many tokens one with `context` tokens, itself included, attends to: the mean over the layers."""
+        """Number of tokens that one with `context` tokens, itself included, attends to: the mean over the layers."""
         share = len(self.window_layers) / self.layers
         return context if not share else (1 - share) * context + share * min(context, self.window)
 

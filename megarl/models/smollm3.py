@@ -54,7 +54,7 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
 
 
 def _rotates(hf_config: HFConfig) -> list[bool]:
-    """Whether queries and keys rotate, layer by layer."""
+    """Return whether queries and keys rotate, layer by layer."""
     layers, listed = size(hf_config, "num_hidden_layers"), hf_config.get("no_rope_layers")
     if listed is None:
         interval = size(hf_config, "no_rope_layer_interval", default=4)

@@ -77,7 +77,7 @@ def update_flops(
 
 
 def _repeated(share: Share, *, shared_prompts: bool) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Of the responses that have first tokens from another one: how many tokens, and those of the prompt before them."""
+    """Tokens that responses share with an earlier one, and those of the prompt before them."""
     repeats = share.repeats if shared_prompts else ()
     counts = [len(of_unit) for of_unit in repeats]
     lengths = np.fromiter(chain.from_iterable(repeats), np.int64)

@@ -52,7 +52,7 @@ class Rule:
 
     @property
     def is_expert(self) -> bool:
-        """Whether there is one for each expert, split by expert tensor parallelism instead of tensor parallelism."""
+        """Return whether there is one for each expert, split by expert tensor parallelism instead of tensor parallelism."""
         return "{expert}" in self.megatron_name
 
     def spellings(self) -> tuple[str, ...]:
@@ -60,7 +60,7 @@ class Rule:
         return (self.megatron_name, self.te_name) if self.te_name else (self.megatron_name,)
 
     def has_layer(self, layer: int) -> bool:
-        """Whether this layer of the model has the parameter."""
+        """Return whether this layer of the model has the parameter."""
         return self.layers is None or layer in self.layers
 
     def bound(self, layer: int | None, expert: int | None) -> BoundRule:
@@ -181,7 +181,7 @@ class WeightMap:
                             yield rule.bound(layer, expert)
 
     def leaves_out(self, hf_name: str) -> bool:
-        """Whether a Hugging Face tensor is one that is not loaded."""
+        """Return whether a Hugging Face tensor is one that is not loaded."""
         return hf_name.startswith(self.left_out)
 
     def with_prediction(self) -> WeightMap:
@@ -193,7 +193,7 @@ class WeightMap:
         return replace(self, rules=(*self.rules, *layer.rules), left_out=copies, prediction=None, copies=layer.copies)
 
     def has_prediction(self, hf_names: Collection[str]) -> bool:
-        """Whether any of a folder's tensors is one of the layer for multi-token prediction."""
+        """Return whether any of a folder's tensors is one of the layer for multi-token prediction."""
         own = self.prediction.rules if self.prediction is not None else ()
         return bool({name.format(expert=0) for rule in own for name in rule.hf_names} & {*hf_names})
 

@@ -1,4 +1,4 @@
-"""How a step's lengths, rewards, group spreads and staleness are spread: a histogram each, a line per step."""
+"""The spread of a step's lengths, rewards, group spreads and staleness are spread: a histogram each, a line per step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model's routers spread tokens over experts: what a step's updates routed, as figures and as a line of `experts.jsonl`.
+"""The spread of tokens over experts: what a step's updates routed, as figures and as a line of `experts.jsonl`.
 
 Plain values: ranks count (`megatron/router_watch.py`), the driver writes, the report draws.
 """

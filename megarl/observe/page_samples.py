@@ -52,7 +52,8 @@ def shown_samples(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
 
 
 def sample_data(sample: Mapping[str, Any], run: RunRecord, pictures: PagePictures, *, has_numbers: bool) -> dict[str, Any]:
-    """Of a sample what the browser shows; `has_numbers`: also the engine's log-probs and what the step made of each token."""
+    """The part of a sample that the browser shows; `has_numbers`: also the engine's log-probs and what the step made of
+    each token."""
     training = sample.get("training") or {}
     media = _sample_media(sample, run, pictures)
     sampled = sample.get("sampled_mask", [])

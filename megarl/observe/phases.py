@@ -1,4 +1,4 @@
-"""Where the wall time of a run goes: seconds per phase of each step, and what is left over (`other`, time in no phase).
+"""The wall time of a run by phase: seconds per phase of each step, and what is left over (`other`, time in no phase).
 
 Times are exclusive: a phase entered inside another stops the outer one's clock, so the phases of a step add up to it.
 """

@@ -66,7 +66,8 @@ def gate_line(value: float | None, bound: float | None) -> str:
 
 
 def rows_line(train: int, held_out: int | None, limit: int | None, sets: Mapping[str, int]) -> str:
-    """How many rows a run trains on and is evaluated on; `limit`: of held-out rows, `sets`: rows of `evaluations` by name."""
+    """Say how many rows a run trains on and is evaluated on; `limit`: of held-out rows, `sets`: rows of `evaluations` by
+    name."""
     parts = [f"{train} training rows"]
     if held_out is not None:
         parts.append(f"{held_out} held-out rows" + (f" (data.eval.limit is {limit})" if limit else ""))
@@ -161,7 +162,7 @@ class Progress:
             self.say(f"step {step}/{self._total}  " + "  ".join(parts) + (f"  ({shares})" if shares else ""))
 
     def _left_s(self, step: int) -> float:
-        """Of the last steps' time, with what came between them such as saves and evaluations."""
+        """Estimate the seconds left by the last steps' time, with what came between them such as saves and evaluations."""
         times, last = self._done_at_s, self._phases.last_step
         of_one = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else last.wall_s if last is not None else 0.0
         return of_one * (self._total - step)

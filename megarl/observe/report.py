@@ -166,7 +166,7 @@ def _last_spans(trace: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _expert_maps(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """As many of the steps' maps as there is room for, evenly spread, and always the last one."""
+    """Choose as many of the steps' maps as there is room for, evenly spread, and always the last one."""
     if not rows:
         return []
     size = sum(len(of_layer) for name, role in rows[-1].items() if name != "step" for of_layer in role["loads"])

@@ -57,7 +57,7 @@ class RunRecord:
 
     @property
     def media_folder(self) -> Path:
-        """Where the pictures of its samples are: `data.media_folder`, or `media` in the folder, wherever that is now."""
+        """The folder of its samples' pictures: `data.media_folder`, or `media` in the folder, wherever that is now."""
         given = (self.config.get("data") or {}).get("media_folder")
         return Path(given) if given else self.folder / "media"
 
@@ -76,7 +76,7 @@ class RunFiles:
     """A run's files of JSON lines, of which what was read before is not read again."""
 
     def __init__(self, folder: Path, whole: Collection[str] = ROWS) -> None:
-        """Of the files of `ROWS` that are not `whole` the first and last row are kept; raises what `read_on` raises."""
+        """Keep the first and last row of the files of `ROWS` that are not `whole`; raises what `read_on` raises."""
         self.samples = SampleFile(folder / "samples.jsonl")
         self._rows = {name: (RowFile if name in whole else EndRows)(folder / f"{name}.jsonl") for name in ROWS}
 

@@ -101,7 +101,7 @@ def _hardware(run: RunRecord) -> str | None:
 
 
 def _short_commit(commit: str | None) -> str | None:
-    """Its first 12 letters, and `-dirty` where files were changed."""
+    """The commit's first 12 letters, and `-dirty` where files were changed."""
     return commit[:12] + ("-dirty" if commit.endswith("-dirty") else "") if commit else None
 
 

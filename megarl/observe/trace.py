@@ -1,4 +1,4 @@
-"""Who did what when: spans of wall time, from the driver's phases and from the calls that the ranks answer.
+"""Spans of wall time, from the driver's phases and from the calls that the ranks answer.
 
 `trace.jsonl` has one object per step; `chrome_trace` makes of it what Perfetto and chrome://tracing show.
 """

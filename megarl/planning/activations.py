@@ -22,7 +22,8 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Precision:
-    """How a run computes: bytes of an element, what is recomputed, the recipe of products in FP8, their weights in FP8 only.
+    """The precision of a run: bytes of an element, what is recomputed, the recipe of products in FP8, their weights in
+    FP8 only.
 
     `rounds_experts`: the policy computes with a rounded copy of its experts' weights.
     """
@@ -37,7 +38,7 @@ class Precision:
 
     @property
     def fp8(self) -> bool:
-        """Whether matrix products are in FP8."""
+        """Return whether matrix products are in FP8."""
         return self.recipe is not None
 
     @property
@@ -47,7 +48,7 @@ class Precision:
 
     @property
     def is_reference(self) -> bool:
-        """Whether layers are plain torch."""
+        """Return whether layers are plain torch."""
         return self.layer_spec != "transformer_engine"
 
 
@@ -196,7 +197,7 @@ def _gated(width: float, precision: Precision) -> float:
 
 
 def _experts(shape: ModelShape, layout: Layout, precision: Precision, rows: float) -> float:
-    """As `_dense`, for tokens spread evenly over all experts: a rank gets as many as it sends."""
+    """Activations as `_dense` counts them, for tokens spread evenly over all experts: a rank gets as many as it sends."""
     router = 4 * shape.experts + (1 + 4) * shape.experts + 36 * shape.top_k
     total = norm(shape.hidden, precision) + router + precision.itemsize * shape.hidden
     # Each of a token's copies is gathered to all ranks that share its expert.

@@ -47,5 +47,5 @@ class Efficiencies:
 
 
 def is_share(name: str) -> bool:
-    """Whether a field is a share of a peak."""
+    """Return whether a field is a share of a peak."""
     return not name.endswith("_s")

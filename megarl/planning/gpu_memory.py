@@ -60,7 +60,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every GPU holds what is on it."""
+        """Return whether every GPU holds what is on it."""
         return self.worst.total <= self.usable
 
     @property

@@ -51,7 +51,7 @@ class GpuSpec:
         return (self.fp8_tflops if fp8 and self.fp8_tflops else self.bf16_tflops) * 1e12
 
     def link_gb_per_s(self, ranks: int) -> float:
-        """Of a group of `ranks` next to each other: NVLink among those that it joins, the network beyond them."""
+        """Bandwidth in a group of `ranks` next to each other: NVLink among those that it joins, the network beyond them."""
         return self.nvlink_gb_per_s if ranks <= self.nvlink_gpus else self.network_gb_per_s
 
     @property

@@ -1,4 +1,4 @@
-"""How long prompts and responses are: a log-normal spread of responses, cut at the limit, of which a plan knows the mean."""
+"""Lengths of prompts and responses: a log-normal spread of responses, cut at the limit, of which a plan knows the mean."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Lengths:
 
     @cached_property
     def shares(self) -> npt.NDArray[np.float64]:
-        """How much of all responses each of `responses` stands for: equal ones, and a tail down to one response of the step."""
+        """The share of all responses that each of `responses` stands for: equal ones, and a tail down to one response of
+        the step."""
         tail = [1 / POINTS]
         while tail[-1] * HALVED * self.samples >= 1:
             tail[-1:] = [tail[-1] * (1 - HALVED), tail[-1] * HALVED]

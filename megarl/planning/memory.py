@@ -98,7 +98,7 @@ class Workload:
 
 
 def precision_of(run: RunShape, gpu: GpuSpec) -> Precision:
-    """How activations are kept on such a GPU."""
+    """The precision of activations on such a GPU."""
     model = run.config.model
     spec = model.layer_spec if model.layer_spec != "auto" else "reference" if gpu.name == "cpu" else "transformer_engine"
     recipe = model.fp8_recipe if model.fp8 != "none" else None
@@ -146,7 +146,7 @@ def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workl
 
 
 def tower_memory(role: PlannedRole, precision: Precision, work: Workload) -> dict[str, float]:
-    """Of what `role_memory` counts on a rank of the first stage, the vision tower's bytes by part; empty: it has none."""
+    """The vision tower's bytes by part in what `role_memory` counts on a rank of the first stage; empty: it has none."""
     held, of_each = role.parameters[0], role.state_bytes(precision.itemsize, precision.recipe)
     if not held.tower:
         return {}
@@ -161,7 +161,8 @@ def tower_memory(role: PlannedRole, precision: Precision, work: Workload) -> dic
 
 
 def stored_bytes(itemsize: int) -> int:
-    """Of a parameter in a checkpoint, whose copy in main memory a rank keeps: the weight, its master copy, two moments."""
+    """Bytes of a parameter in a checkpoint, whose copy in main memory a rank keeps: the weight, its master copy, two
+    moments."""
     return itemsize + 8 + (4 if itemsize < 4 else 0)
 
 
@@ -175,7 +176,7 @@ def _shard(held: ParameterCounts, role: PlannedRole) -> float:
 
 
 def _matrices(held: ParameterCounts, role: PlannedRole) -> float:
-    """Those of `_shard` that Muon updates: elements of trained matrices of layers."""
+    """The elements of `_shard` that Muon updates: elements of trained matrices of layers."""
     return held.dense_matrices / _replicas(role) + held.expert_matrices / role.layout.expert_shards
 
 
@@ -420,7 +421,7 @@ def _platform(gpu: GpuSpec) -> str:
 
 
 def _is_sized(run: RunShape, gpu: GpuSpec, name: str) -> bool:
-    """Whether megarl chooses what engines of this name have of a GPU."""
+    """Return whether megarl chooses what engines of this name have of a GPU."""
     in_turns = takes_turns(run.config, _platform(gpu)) or (name == "lent" and lends(run.config, _platform(gpu)))
     return run.engines is not None and run.engines.memory_fraction is None and in_turns
 

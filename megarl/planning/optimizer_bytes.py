@@ -33,7 +33,8 @@ class StateBytes:
 
 
 def state_bytes(megatron: Mapping[str, Any], itemsize: int, fp8_recipe: str | None = None) -> StateBytes:
-    """Of weights of `itemsize` bytes (2: bfloat16), under what a section `megatron` says; `fp8_recipe` None: no FP8."""
+    """Bytes of Adam's state for weights of `itemsize` bytes (2: bfloat16), under what a section `megatron` says;
+    `fp8_recipe` None: no FP8."""
     gradient = FLOAT32 if megatron.get("grad_reduce_in_fp32", True) else itemsize
     if not megatron.get("use_precision_aware_optimizer", False):
         return StateBytes(gradient, 2 * FLOAT32, FLOAT32 if itemsize < FLOAT32 else 0, _copied(gradient))

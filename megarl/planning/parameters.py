@@ -1,4 +1,4 @@
-"""How many parameters each rank of a layout holds, exactly, from the weight map: the rules that also load and save them."""
+"""Parameters on each rank of a layout, exactly, from the weight map: the rules that also load and save them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def stage_parameters(
 
 
 def _copies(rule: Rule, layers: list[int], stage: int, layout: Layout, experts: int) -> int:
-    """How many parameters of this rule a rank of a stage holds."""
+    """Number of parameters of this rule on a rank of a stage."""
     is_first, is_last = stage == 0, stage == layout.pp - 1
     if rule.stage == "layer":
         times = sum(map(rule.has_layer, layers))
@@ -111,7 +111,7 @@ def _copies(rule: Rule, layers: list[int], stage: int, layout: Layout, experts: 
 
 
 def _frozen_copies(rule: Rule, layers: list[int], stage: int, layout: Layout, experts: int, freeze: tuple[str, ...]) -> int:
-    """How many of them are not trained; of ranks with different experts, on the one where fewest are."""
+    """Number of them that are not trained; of ranks with different experts, on the one where fewest are."""
     patterns = ParameterPatterns(freeze)
     if not _copies(rule, layers, stage, layout, experts):
         return 0

@@ -30,7 +30,7 @@ GRADIENT_BYTES = 8
 
 @dataclass(frozen=True)
 class Times:
-    """How often a forward pass's parts are done: once, or with a backward pass, and with what that computes anew."""
+    """Number of times that a forward pass's parts are done: once, or with a backward pass, and with what that computes anew."""
 
     decoder: float = 1.0
     tower: float = 1.0
@@ -162,7 +162,7 @@ def _waiting(role: PlannedRole, gpu: GpuSpec, precision: Precision, passes: floa
 
 
 def sends_once_to_a_node(role: PlannedRole) -> bool:
-    """Whether a token goes to each node once, whatever number of its experts is there (DeepEP, HybridEP)."""
+    """Return whether a token goes to each node once, whatever number of its experts is there (DeepEP, HybridEP)."""
     return role.trained is not None and role.trained.megatron.get("moe_token_dispatcher_type") == "flex"
 
 

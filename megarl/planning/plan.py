@@ -33,7 +33,7 @@ class CapacityPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether there are enough GPUs and each holds what is on it."""
+        """Return whether there are enough GPUs and each holds what is on it."""
         return self.memory.fits and self.run.gpus <= self.available
 
     @property

@@ -1,4 +1,4 @@
-"""Which models a run holds and on which GPUs: the roles of its config, the processes they share, and the engines."""
+"""The models that a run holds, and their GPUs: the roles of its config, the processes they share, and the engines."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Engines:
 
     @property
     def expert_share(self) -> float:
-        """How much of the weights are experts'."""
+        """The experts' share of the weights."""
         return self._held[1]
 
     @cached_property
@@ -134,7 +134,8 @@ class Engines:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Of a rank that holds this token: KV heads are split over tp and at least one on each, latents are whole on each."""
+        """Bytes on a rank that holds this token: KV heads are split over tp and at least one on each, latents are whole
+        on each."""
         shape, tp = self.shape, self.target.tp
         width = shape.cached if shape.latent else 2 * max(shape.kv_heads / tp, 1) * shape.head_dim
         return shape.attention_layers * width * self.itemsize
@@ -196,7 +197,7 @@ class RunShape:
 
     @property
     def colocated(self) -> bool:
-        """Whether all share the same GPUs."""
+        """Return whether all share the same GPUs."""
         return self.config.resources.placement == "colocated"
 
     @property

@@ -1,4 +1,4 @@
-"""Which layouts would do: all that the sizes allow are planned, those that fit are ranked by the time of a step.
+"""The search for layouts: all that the sizes allow are planned, those that fit are ranked by the time of a step.
 
 All roles with layouts of their own take the layout that is tried, the engines the GPUs that there are for them. What is
 recomputed and sizes of engines are tried of each layout, virtual stages and micro-batches of the best ones.
@@ -56,7 +56,7 @@ class Ranked:
 
     @property
     def step_seconds(self) -> float:
-        """Of a step, the weight update in it."""
+        """Seconds of a step, the weight update in it."""
         return self.times.step_seconds
 
 
@@ -96,7 +96,7 @@ class Found:
 
     @property
     def tried(self) -> int:
-        """How many layouts there were."""
+        """Number of layouts."""
         return self.fitting + sum(self.refused.counts.values())
 
 
@@ -144,7 +144,7 @@ class Search:
         return Found(tuple(best[:SHOWN]), len(candidates), refused, own, self._place(own, best, candidates))
 
     def candidates(self, gpus: int) -> tuple[list[_Candidate], Refusals]:
-        """Of each layout that fits the best with its engines, fastest first without weight updates; and the others."""
+        """The best of each layout that fits, with its engines, fastest first without weight updates; and the others."""
         found, refused = [], Refusals()
         for ranks, of_engines in splits(self.config, gpus):
             for layout in layouts(self.config, ranks):
@@ -231,7 +231,7 @@ class Search:
         return ahead + 1 + sum(one.seconds < without for one in candidates if one.choice not in priced)
 
     def _trainer_fits(self, config: AnyConfig) -> bool:
-        """Whether there is room for the trainer, if engines took nothing."""
+        """Return whether there is room for the trainer, if engines took nothing."""
         return plan_memory(replace(run_shape(config), engines=None), self.gpu, self.lengths).fits
 
     def _least_bytes(self, layout: Layout) -> float:
@@ -283,7 +283,7 @@ def _numbers(plan: CapacityPlan) -> Iterator[int]:
 
 
 def _distance(config: AnyConfig, choice: Choice) -> float:
-    """How much a choice changes of what the config says."""
+    """The distance of a choice from what the config says."""
     own = own_choice(config)
     sizes = [(getattr(choice.layout, name) or 1, getattr(own.layout, name) or 1) for name in SIZES]
     changes = sum(abs(log2(size / before)) for size, before in sizes)

@@ -61,7 +61,7 @@ def found_tree(found: Found) -> dict[str, Any]:
 
 
 def explained(entry: Ranked, own: Ranked) -> str:
-    """Where a layout gains and loses against the config's own."""
+    """Explain where a layout gains and loses against the config's own."""
     whole = f"{stated(entry.choice.layout)}: {entry.step_seconds:,.4g} s, where yours takes {own.step_seconds:,.4g} s"
     said = []
     for name, before, after, parts in gains(entry, own):

@@ -63,7 +63,7 @@ class TimePlan:
 
     @property
     def step_seconds(self) -> float:
-        """Of a whole step."""
+        """Seconds of a whole step."""
         if self.lent_step_s is not None:
             return self.lent_step_s
         generation, rest = self.seconds("generate"), self.trainer_seconds
@@ -71,11 +71,11 @@ class TimePlan:
 
     @property
     def trainer_seconds(self) -> float:
-        """Of everything but generation."""
+        """Seconds of everything except generation."""
         return sum(phase.seconds for phase in self.phases if phase.name != "generate")
 
     def seconds(self, name: str) -> float:
-        """Of one phase, 0 where there is none of this name."""
+        """Seconds of one phase, 0 where there is none of this name."""
         return sum(phase.seconds for phase in self.phases if phase.name == name)
 
 
@@ -167,7 +167,7 @@ def _update(
 
 
 def _trained_share(role: PlannedRole) -> float:
-    """Of the decoder's elements, those with a gradient."""
+    """The share of the decoder's elements that have a gradient."""
     whole = sum(stage.dense + stage.expert - stage.tower for stage in role.parameters)
     frozen = sum(stage.frozen_dense + stage.frozen_expert - stage.frozen_tower for stage in role.parameters)
     return 1 - frozen / whole

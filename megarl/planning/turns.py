@@ -1,4 +1,4 @@
-"""Who has what of a GPU that trainer and engines share: everything at once, or in turns, the fullest of which must fit.
+"""The turns of trainer and engines on a GPU that they share: everything at once, or in turns, the fullest of which must fit.
 
 Where they take turns (trainers/rl/gpu_sharing.py), engines sleep while the trainer works. While they are given weights the
 trainer keeps the policy's weights alone; while they generate, nothing but its processes.
@@ -37,7 +37,7 @@ RESERVE_BYTES = 10 * 2**30
 
 
 def takes_turns(config: AnyConfig, platform: str) -> bool:
-    """Whether trainer and engines share GPUs and never work at the same time."""
+    """Return whether trainer and engines share GPUs and never work at the same time."""
     rollout = config.sampling
     return (
         platform == "cuda"
@@ -51,7 +51,7 @@ def takes_turns(config: AnyConfig, platform: str) -> bool:
 
 
 def lends(config: AnyConfig, platform: str) -> bool:
-    """Whether engines take turns with the trainer on GPUs that it lends them, where all others have their own."""
+    """Return whether engines take turns with the trainer on GPUs that it lends them, where all others have their own."""
     return platform == "cuda" and config.sampling is not None and config.sampling.schedule.lent_engines > 0
 
 

@@ -1,4 +1,4 @@
-"""Which cores are near a GPU, and binding this process to them: memory that it pins is then near the GPU too.
+"""The cores near a GPU, and binding this process to them: memory that it pins is then near the GPU too.
 
 Reads sysfs, so Linux only; where it does not say, nothing is bound.
 """

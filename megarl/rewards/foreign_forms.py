@@ -27,7 +27,7 @@ class RowKeys:
 
 
 def foreign_form(function: Callable[..., Any]) -> Foreign | None:
-    """How `function` is called if it has another trainer's parameters; None if it has megarl's own."""
+    """The form in which `function` is called if it has another trainer's parameters; None if it has megarl's own."""
     names = _parameters(function)
     return next((call for needed, call in _FORMS.items() if needed <= names.keys()), None)
 
@@ -100,7 +100,7 @@ _FORMS: dict[frozenset[str], Foreign] = {
 
 
 def _taken(function: Callable[..., Any], **columns: Any) -> dict[str, Any]:
-    """Those of `columns` that the function has parameters for; all of them if it takes any."""
+    """The `columns` that the function has parameters for; all of them if it takes any."""
     names = _parameters(function)
     takes_any = any(kind is inspect.Parameter.VAR_KEYWORD for kind in names.values())
     return {name: value for name, value in columns.items() if takes_any or name in names}

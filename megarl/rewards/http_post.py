@@ -23,7 +23,7 @@ _LONGEST_WAIT_S = 30.0
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where requests go and how patiently."""
+    """A server of requests, and the patience with it."""
 
     reward: str
     """Name of the reward in error messages."""

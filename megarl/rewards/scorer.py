@@ -1,4 +1,4 @@
-"""What every source of reward is to `RewardSources`: a callable from samples to verdicts."""
+"""The form of every source of reward to `RewardSources`: a callable from samples to verdicts."""
 
 from __future__ import annotations
 

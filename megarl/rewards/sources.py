@@ -62,7 +62,7 @@ _MARGIN_S = 5.0
 
 
 class RewardSetting(Protocol):
-    """What `build_rewards` reads of a `RewardConfig`."""
+    """The part that `build_rewards` reads of a `RewardConfig`."""
 
     @property
     def name(self) -> str: ...
@@ -146,7 +146,7 @@ class RewardSources:
                     raise RewardError(f"{error}; asked before the run about {of} to row {prompt.row_id}") from None
 
     def final_answer(self, response: str) -> str | None:
-        """What a response answers, as the first source sees it that reads answers; else its `<answer>` or its whole text."""
+        """The answer of a response, as the first source sees it that reads answers; else its `<answer>` or its whole text."""
         for _, _, scorer in self.sources:
             if isinstance(scorer, StatesAnswers):
                 return scorer.final_answer(response)

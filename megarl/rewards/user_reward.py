@@ -61,7 +61,7 @@ class UserReward:
         return [self._number(value, sample) for value, sample in zip(answer, samples, strict=True)]
 
     def check(self, prompt: Prompt) -> None:
-        """What a function of the user needs of a row is its own business."""
+        """Accept every row: what a function of the user needs is its own business."""
 
     def _ask(self, samples: Sequence[Sample]) -> Any:
         """Call the function outside any event loop, so that it may have one of its own; what it awaits runs at once."""

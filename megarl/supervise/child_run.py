@@ -44,7 +44,7 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 @dataclass
 class ExitStatus:
-    """How an attempt ended: its exit code (minus the signal's number if one ended it) and what it had reported."""
+    """The end of an attempt: its exit code (minus the signal's number if one ended it) and what it had reported."""
 
     code: int = 0
     steps: int = 0
@@ -96,7 +96,7 @@ _restarts = 0
 
 
 def is_restart() -> bool:
-    """Whether this process goes on with what another one, which failed, was doing: started again here or by torchrun."""
+    """Return whether this process goes on with what another one, which failed, was doing: started again here or by torchrun."""
     return bool(_restarts or int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0))
 
 

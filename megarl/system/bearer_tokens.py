@@ -1,4 +1,4 @@
-"""Who may ask one of megarl's own servers: anybody on this machine, or who brings the token as bearer."""
+"""Access to megarl's own servers: anybody on this machine, or who brings the token as bearer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_token(token_file: str | None, field: str, variable: str, error: Callabl
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
+    """Return whether only this machine can reach `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

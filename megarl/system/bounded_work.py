@@ -77,7 +77,7 @@ os.register_at_fork(after_in_child=_WATCH.__init__)  # type: ignore[misc] # a fo
 
 
 def bounded(work: Callable[[], T], *, time_s: float, more_bytes: int) -> T:
-    """What `work` returns.
+    """Run `work` and give what it returns.
 
     Raises:
         BoundReachedError: it took more than `time_s` seconds, or this process grew by more than `more_bytes` meanwhile.

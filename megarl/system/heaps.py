@@ -1,4 +1,4 @@
-"""How many heaps glibc's allocator makes for a process's threads."""
+"""Number of heaps that glibc's allocator makes for a process's threads."""
 
 from __future__ import annotations
 

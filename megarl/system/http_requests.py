@@ -1,4 +1,4 @@
-"""What servers are asked, which are not trusted: a token goes to the server that was named, and answers are read up to a limit.
+"""Requests to servers that are not trusted: a token goes to the server that was named, and answers are read up to a limit.
 
 urllib follows redirects and takes the header with the token along, to whatever host the server names; aiohttp unpacks
 whatever comes, a gigabyte out of a megabyte.

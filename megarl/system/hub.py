@@ -33,7 +33,7 @@ class HubRepo:
 
     @classmethod
     def meant_by(cls, kind: Literal["model", "dataset"], path: str) -> HubRepo | None:
-        """What `ORG/NAME` or `ORG/NAME@REVISION` names; None where `path` is local.
+        """The repository that `ORG/NAME` or `ORG/NAME@REVISION` names; None where `path` is local.
 
         A local file or folder of that name wins, and so does a local folder `ORG`: then the name inside it is misspelled.
         With `hf://` in front the hub is meant, whatever is here.

@@ -27,7 +27,7 @@ class LineProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, and of its session; None where none runs."""
+        """Id of the process and of its session; None where none runs."""
         return self._process.pid if self._process is not None else None
 
     def start(self, first: str, timeout_s: float) -> Any:

@@ -1,4 +1,4 @@
-"""What a process does about its own end: it goes with the one that started it, and what it said is in a log. Linux."""
+"""A process's care for its own end: it goes with the one that started it, and what it said is in a log. Linux."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process says of the sockets that it listens on, for `megarl doctor --ports` of the same user.
+"""A process's word on the sockets that it listens on, for `megarl doctor --ports` of the same user.
 
 A name is that of an empty file in memory: it is in no folder, nobody else can write it, and it is gone with the process.
 """

@@ -1,4 +1,4 @@
-"""What every rank of an engine must hold after an update, and whether it does: boxes of tensors and a digest of each.
+"""The content of every rank of an engine after an update, and whether it does: boxes of tensors and a digest of each.
 
 The boxes are the reshard plan's (`weights/sglang_targets.py`). The sender takes the digests of what it sends; the engine's
 process
@@ -38,7 +38,7 @@ UNCHECKED = ""
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """What decides how an engine holds a model's weights: which model, and how its ranks share it."""
+    """Facts that decide how an engine holds a model's weights: which model, and how its ranks share it."""
 
     model: ServedModel
     target: EngineTarget = field(default_factory=EngineTarget)
@@ -68,7 +68,7 @@ class EngineLayout:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the engine computes in."""
+        """The dtype that the engine computes in."""
         return getattr(torch, self.model.dtype)  # type: ignore[no-any-return]
 
     @property
@@ -83,21 +83,21 @@ class EngineLayout:
 
     @cached_property
     def _own_dtypes(self) -> dict[str, str]:
-        """Of the tensors that keep their dtype whatever the engine computes in, by name."""
+        """Dtypes of the tensors that keep theirs whatever the engine computes in, by name."""
         return {name: rule.dtype for rule in self._weight_map.bound_rules() if rule.dtype for name in rule.hf_names}
 
     def sent_dtype(self, name: str) -> str:
-        """What a tensor is sent in, as `getattr(torch, ...)` takes it."""
+        """The dtype that a tensor is sent in, as `getattr(torch, ...)` takes it."""
         return self._own_dtypes.get(name, self.model.dtype)
 
     @cached_property
     def slices(self) -> dict[str, list[SliceKey]]:
-        """What the ranks hold of each tensor of the weights, by name."""
+        """The slices that the ranks hold of each tensor of the weights, by name."""
         return self._slices_of(self._weight_map)
 
     @cached_property
     def adapter_slices(self) -> dict[str, list[SliceKey]]:
-        """What the ranks hold of each tensor of the adapters, by name."""
+        """The slices that the ranks hold of each tensor of the adapters, by name."""
         return self._slices_of(self.model.adapter_map) if self.model.lora is not None else {}
 
     def _slices_of(self, weight_map: WeightMap) -> dict[str, list[SliceKey]]:
@@ -110,7 +110,7 @@ class EngineLayout:
         return found
 
     def pieces(self, name: str, weight: torch.Tensor) -> list[WeightSlice]:
-        """What each rank is to be sent of a whole tensor, as views.
+        """The pieces that each rank is to be sent of a whole tensor, as views.
 
         Raises:
             EngineError: the engine's model has no such tensor, or one of another shape.

@@ -34,7 +34,7 @@ class Communicators:
 
     @classmethod
     def of(cls, plan: ReshardPlan) -> Communicators:
-        """Those of a plan's updates over process groups."""
+        """The communicators of a plan's updates over process groups."""
         groups, largest = np.zeros(plan.layout.world_size, np.int64), 0
         for engine in range(plan.target.engines):
             senders = plan.senders(engine)

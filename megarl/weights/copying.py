@@ -27,7 +27,8 @@ def copy(to: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def copy_hashed(to: torch.Tensor, values: torch.Tensor) -> str:
-    """As `copy` on a CPU, with the checksum of what was copied: of each block while it is in the cache, which costs little."""
+    """Copy, as `copy` on a CPU, with the checksum of what was copied: of each block while it is in the cache, which
+    costs little."""
     target, source = _bits(to), _bits(values)
     rows = max(1, BLOCK_BYTES * len(target) // max(1, target.nbytes))
     running = RunningDigest()

@@ -1,4 +1,4 @@
-"""What a plan costs on a described cluster: bytes by link and GPU, seconds, and what bounds them.
+"""The cost of a plan on a described cluster: bytes by link and GPU, seconds, and what bounds them.
 
 The link between two ranks is where their GPUs are: the same GPU (an engine in the trainer's place), the same node (NVLink), or
 two nodes (InfiniBand). All links work at the same time and in both directions, each GPU's share of each at the stated rate.
@@ -75,13 +75,13 @@ class LinkCost:
 
     @property
     def seconds(self) -> float:
-        """Of the busiest GPU, directions at the same time."""
+        """Seconds of the busiest GPU, directions at the same time."""
         return max(self.busiest_out, self.busiest_in) / 1e9 / self.gb_per_s
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What an update costs. `redundancy`: bytes received over bytes held; `sent`, `received`: (least, most) of a rank."""
+    """The cost of an update. `redundancy`: bytes received over bytes held; `sent`, `received`: (least, most) of a rank."""
 
     links: tuple[LinkCost, ...]
     redundancy: float
@@ -91,7 +91,7 @@ class Cost:
 
     @property
     def bound(self) -> LinkCost:
-        """What takes longest."""
+        """The part that takes longest."""
         return max(self.links, key=lambda link: link.seconds)
 
     @property

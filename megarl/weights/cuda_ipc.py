@@ -17,7 +17,7 @@ _FIRST, _SECOND, _PLACE = 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85, 0x5851F42D4C95
 
 
 def shared(buffer: Tensor) -> tuple[Any, ...]:
-    """What another process needs to open `buffer` (uint8 `[N]`) once: plain values.
+    """Plain values with which another process opens `buffer` (uint8 `[N]`) once: plain values.
 
     The memory stays until every process that was given such values has opened the buffer and let go of it.
     """

@@ -1,4 +1,4 @@
-"""What has changed since the last update: what one training rank remembers of what it sent.
+"""Changes since the last update: what one training rank remembers of what it sent.
 
 A checksum of each piece's bits, not the piece: a few bytes each. Pieces (the plan's boxes) are sent whole or not at all.
 """
@@ -30,7 +30,7 @@ class SentWeights:
         self._next = {}
 
     def changed(self, place: Hashable, checksum: str) -> bool:
-        """Whether any bit differs from what was sent to this place; remembers it for `sent`."""
+        """Return whether any bit differs from what was sent to this place; remembers it for `sent`."""
         self._next[place] = checksum
         return self._checksums.get(place) != checksum
 

@@ -27,7 +27,7 @@ Groups = list[torch.distributed.ProcessGroup]
 
 
 class EngineGroup(NamedTuple):
-    """What every member needs to join. Senders have the numbers from 0 on, the engine's ranks those after them.
+    """Values that every member needs to join. Senders have the numbers from 0 on, the engine's ranks those after them.
 
     `name` is unlike that of any other connection over the same store.
     """
@@ -95,7 +95,7 @@ class Turns:
         self._groups, self._nbytes = groups, [0] * len(groups)
 
     def group_for(self, nbytes: int) -> torch.distributed.ProcessGroup:
-        """That which was given the fewest bytes before this message, of which it is given these."""
+        """Choose the group that was given the fewest bytes before this message, of which it is given these."""
         number = min(range(len(self._groups)), key=self._nbytes.__getitem__)
         self._nbytes[number] += nbytes
         return self._groups[number]

@@ -15,7 +15,7 @@ Number = TypeVar("Number", int, npt.NDArray[np.int64])
 
 
 def engine_position(engine: Number, replicas: Number, engines: int) -> Number:
-    """Where engines stand on the line: those of one residue together, so that replica e % replicas serves engine e."""
+    """The places of engines on the line: those of one residue together, so that replica e % replicas serves engine e."""
     of_each, left = engines // replicas, engines % replicas
     residue = engine % replicas
     return residue * of_each + _least(residue, left) + engine // replicas
@@ -26,7 +26,7 @@ def _least(a: Number, b: Number) -> Number:
 
 
 def replica_shares(engine: int, replicas: int, engines: int) -> dict[int, int]:
-    """Which replicas send to an engine, and how much each: parts of `replicas` parts."""
+    """The replicas that send to an engine, and how much each: parts of `replicas` parts."""
     start = engine_position(engine, replicas, engines) * replicas
     stop = start + replicas
     found = range(start // engines, -(-stop // engines))

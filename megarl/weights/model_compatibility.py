@@ -17,7 +17,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What decides whether weights fit: a model's `config.json` and the dtype that it is held in (`float32`, ...).
+    """Facts that decide whether weights fit: a model's `config.json` and the dtype that it is held in (`float32`, ...).
 
     `predicts`: the weights of the layer for multi-token prediction are among those that are sent. `lora`: adapters are, which
     the engine adds itself.
@@ -30,14 +30,14 @@ class ServedModel:
 
     @property
     def weight_map(self) -> WeightMap:
-        """Of the weights that are sent; raises ModelError for an unknown architecture."""
+        """The map of the weights that are sent; raises ModelError for an unknown architecture."""
         config = {name: value for name, value in self.config.items() if name != "quantization_config"}
         weight_map = architecture_for(config).weight_map(config)
         return weight_map.with_prediction() if self.predicts else weight_map
 
     @property
     def adapter_map(self) -> WeightMap:
-        """Of the adapters that are sent: no rules where there are none. Raises ConfigError: see `with_adapters`."""
+        """The map of the adapters that are sent: no rules where there are none. Raises ConfigError: see `with_adapters`."""
         weight_map = self.weight_map
         if self.lora is None:
             return replace(weight_map, rules=())
@@ -47,12 +47,12 @@ class ServedModel:
 
     @property
     def has_experts(self) -> bool:
-        """Whether it is a mixture of experts."""
+        """Return whether it is a mixture of experts."""
         return self.weight_map.num_experts > 0
 
     @property
     def format(self) -> WeightFormat | None:
-        """How its weights are stored in few bits; None: they are not. Raises EngineError: see `engine_format`."""
+        """The format of its weights in few bits; None: they are not. Raises EngineError: see `engine_format`."""
         return engine_format(self.config)
 
     @property

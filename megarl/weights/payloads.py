@@ -1,4 +1,4 @@
-"""What a rank of an engine is told of an update, and what it answers: payloads of SGLang's requests, known to both sides.
+"""Messages to a rank of an engine about an update, and what it answers: payloads of SGLang's requests, known to both sides.
 
 A payload is a list of pairs, `((what, content), tensor)`, in which `what` is one of the words here or the name of a buffer.
 """
@@ -60,7 +60,7 @@ def reading(
 
 
 class _NoTensor:
-    """Where a payload must have a tensor; unlike one, it arrives on another machine too."""
+    """A stand-in where a payload must have a tensor; unlike one, it arrives on another machine too."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return torch.ByteTensor, ()
@@ -79,7 +79,7 @@ def checking(boxes: Iterable[tuple[SliceKey, str]], where: tuple[str, int], key:
 
 
 def read_answer(answer: bytes) -> tuple[list[str], list[str]]:
-    """What a rank has answered: the digests, and the parameters that the boxes do not cover."""
+    """Read a rank's answer: the digests, and the parameters that the boxes do not cover."""
     digests, uncovered = json.loads(answer)
     return digests, uncovered
 

@@ -1,4 +1,4 @@
-"""Where a run's ranks and engines are: which bundle of the reservation, that is which GPU of which node, each of them has.
+"""The places of a run's ranks and engines: which bundle of the reservation, that is which GPU of which node, each of them has.
 
 Pure values, without torch and Ray: `megarl.workers` finds the bundles and starts processes by a `Placement`, `megarl plan
 --placement` makes the bundles up. Everything follows from the bundles that are found, never from their order.
@@ -37,7 +37,7 @@ class Bundle:
 
 @dataclass(frozen=True)
 class PlacementRequest:
-    """What is to be placed: the layout of each group of ranks, and `engines` engines of `engine_tp` GPUs each.
+    """Things to be placed: the layout of each group of ranks, and `engines` engines of `engine_tp` GPUs each.
 
     Where these have GPUs of their own there may be `lent` further ones, on GPUs of ranks.
 
@@ -54,7 +54,7 @@ class PlacementRequest:
 
     @classmethod
     def of(cls, config: AnyConfig) -> PlacementRequest:
-        """What the run of `config` needs under Ray."""
+        """The places that the run of `config` needs under Ray."""
         engines = config.sampling.engines if config.sampling is not None else 0
         engine_tp = config.engine_places // engines if engines else 0
         over_nodes = config.sampling is None or capabilities_of(config.sampling).over_nodes
@@ -185,7 +185,7 @@ def place(request: PlacementRequest, bundles: Sequence[Bundle]) -> Placement:
 
 
 def _place(request: PlacementRequest, nodes: _Nodes, *, experts_together: bool) -> Placement:
-    """Where nothing is shared large blocks come first: what is left on a node then has room for smaller ones."""
+    """Place large blocks first where nothing is shared: what is left on a node then has room for smaller ones."""
     wanted = [(name, nodes.block_of(layout, experts_together=experts_together)) for name, layout in request.groups.items()]
     wanted += [(_ENGINES, nodes.shares_of_engine(request)[0])] if request.engines and request.engine_tp else []
     if not request.colocated:
@@ -218,7 +218,7 @@ class _Nodes:
         return [list(bundles) for bundles in self.by_node.values()]
 
     def evenly_spaced(self, bundles: Sequence[int]) -> bool:
-        """Whether an engine that counts GPUs in steps can have these."""
+        """Return whether an engine that counts GPUs in steps can have these."""
         gpus = [self.bundles[bundle].gpu or 0 for bundle in bundles]
         return not self.have_gpus or len({b - a for a, b in pairwise(gpus)}) <= 1
 
@@ -234,7 +234,7 @@ class _Nodes:
             raise self._refused(ClusterError, "rollout.tp", request.engine_tp, why)
 
     def shares_of_engine(self, request: PlacementRequest) -> list[int]:
-        """How many GPUs of each of its nodes an engine can have: all on one node, or equal shares, largest first."""
+        """Numbers of GPUs that an engine can have on each of its nodes: all on one node, or equal shares, largest first."""
         size = request.engine_tp
         if size <= self.largest:
             return [size]

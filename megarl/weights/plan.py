@@ -97,7 +97,7 @@ class ReshardPlan:
 
     @property
     def load_bytes(self) -> int:
-        """What a training rank stages at once, at most."""
+        """Bytes that a training rank stages at once, at most."""
         return self.bucket_bytes * min(self.target.ranks, RANKS_PER_LOAD)
 
     # what is moved ------------------------------------------------------------------------------------------------
@@ -119,7 +119,8 @@ class ReshardPlan:
         return [Transfer(names[tensor], parameters[tensor], *rest) for tensor, *rest in numbers]
 
     def slices(self, engine_rank: int) -> dict[str, tuple[int, int, int, int]]:
-        """What a rank of an engine receives: name -> (row, rows, col, cols) of the whole tensor, without vocabulary padding."""
+        """The slices that a rank of an engine receives: name -> (row, rows, col, cols) of the whole tensor, without
+        vocabulary padding."""
         held = self.all_slices
         found = {}
         for at in np.flatnonzero(_is_for(held.engine_rank, engine_rank)).tolist():
@@ -153,7 +154,7 @@ class ReshardPlan:
 
     @cached_property
     def all_slices(self) -> Slices:
-        """What all ranks of an engine receive, as columns."""
+        """The slices that all ranks of an engine receive, as columns."""
         return engine_slices(self.tensors, self.target, self.weight_map.num_experts)
 
     # who moves it -------------------------------------------------------------------------------------------------
@@ -202,7 +203,7 @@ class ReshardPlan:
         return replica * engines // replicas, np.minimum((replica + 1) * engines // replicas + 1, engines)
 
     def replica(self, engine: Ints, bucket: Ints) -> Ints:
-        """Which replica of a bucket's source sends it to an engine.
+        """The replica of a bucket's source that sends it to an engine.
 
         The source's buckets for all engines, one engine after another, are a line of bytes; each replica has an even part of
         it. So every replica serves as many bytes as any other, whether there are more engines or more replicas.
@@ -222,7 +223,7 @@ class ReshardPlan:
 
     @cached_property
     def _middle(self) -> npt.NDArray[np.float64]:
-        """Where in its source's bytes for one engine the middle of each bucket lies, from 0 to 1."""
+        """The middle of each bucket in its source's bytes for one engine, from 0 to 1."""
         ends, of_source = np.cumsum(self.bucket_nbytes), np.searchsorted(self.bucket_source, np.arange(len(self.sources) + 1))
         bounds = np.concatenate([[0], ends])[of_source]
         begin, total = bounds[:-1][self.bucket_source], np.diff(bounds)[self.bucket_source]
@@ -306,7 +307,7 @@ def plan_of_map(
     itemsize: int,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> ReshardPlan:
-    """As `plan_reshard`, from the weight map; `padded_vocab` is the vocabulary as the training ranks hold it.
+    """Plan, as `plan_reshard`, from the weight map; `padded_vocab` is the vocabulary as the training ranks hold it.
 
     Raises:
         LayoutError: as there.
@@ -319,7 +320,7 @@ def plan_of_map(
 
 
 def _bucket_starts(transfers: Transfers, bucket_bytes: int) -> Ints:
-    """Where buckets begin: as many transfers from one source to one rank, in order, as `bucket_bytes` hold."""
+    """The beginnings of buckets: as many transfers from one source to one rank, in order, as `bucket_bytes` hold."""
     ends = np.cumsum(transfers.nbytes)
     new = (np.diff(transfers.source) != 0) | (np.diff(transfers.engine_rank) != 0)
     bounds = [0, *(np.flatnonzero(new) + 1).tolist(), len(transfers)]

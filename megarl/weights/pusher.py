@@ -27,7 +27,7 @@ from megarl.weights.staging import StagedSlices, Staging, ZeroCopy
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a push to one engine came to: the checksum of every piece sent, or in one sentence why the engine failed.
+    """The result of a push to one engine: the checksum of every piece sent, or in one sentence why the engine failed.
 
     `nbytes` were handed to the transport.
     """
@@ -38,7 +38,7 @@ class Pushed:
 
 
 class Sender(Protocol):
-    """What pushes one rank's tensors into one engine."""
+    """A sender of one rank's tensors into one engine."""
 
     in_flight: int
     """How many loads it may be given at a time, each in a thread of its own."""
@@ -46,13 +46,13 @@ class Sender(Protocol):
     """Whether checksums taken here say what the engine's ranks must hold; else the engine takes its own."""
 
     def staging(self, name: str) -> Staging | ZeroCopy:
-        """What pieces are copied into so that the engine can read them, or what leaves them where they are.
+        """The buffers that pieces are copied into so that the engine can read them, or what leaves them where they are.
 
         One serves all engines of a run. `name` tells it from those of other ranks.
         """
 
     def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[WeightSlice]:
-        """What it must be given of whole tensors for this engine; the same for all engines of a run."""
+        """The pieces that it must be given of whole tensors for this engine; the same for all engines of a run."""
 
     def join(self) -> None:
         """Make what connects this process with the engine; raises EngineError. All of an engine's senders do it together."""
@@ -80,7 +80,7 @@ class BucketBuilder:
         self._bytes += tensor.nbytes
 
     def rest(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """What is left, if anything is."""
+        """The batch that is left, if anything is."""
         if self._tensors:
             full, self._tensors, self._bytes = self._tensors, [], 0
             yield full
@@ -132,7 +132,7 @@ class Pusher:
         *,
         verify: bool = True,
     ) -> dict[int, Pushed]:
-        """As `push_loads`, of whole tensors to all engines in `bases` (None: all). Always exhausts `tensors`."""
+        """Push, as `push_loads`, whole tensors to all engines in `bases` (None: all). Always exhausts `tensors`."""
         bases = dict.fromkeys([*self.senders, *self.unreachable]) if bases is None else bases
         reached = [engine for engine in bases if engine in self.senders]
         pieces = self.senders[reached[0]].pieces if reached else None
@@ -256,7 +256,7 @@ class _EngineQueue:
 
 
 def merge(of_ranks: Sequence[Mapping[int, Pushed]]) -> dict[int, Pushed]:
-    """What all ranks' pushes of one update came to, by engine: all checksums, or the first rank's error."""
+    """The result of all ranks' pushes of one update, by engine: all checksums, or the first rank's error."""
     merged: dict[int, Pushed] = {}
     for pushed in of_ranks:
         for engine, one in pushed.items():

@@ -38,7 +38,7 @@ class SliceKey(NamedTuple):
         return cls(name, EVERY_RANK, rows, 0, 0, rows, cols)
 
     def ranks(self, of: int) -> Sequence[int]:
-        """Which of an engine's `of` ranks are sent it."""
+        """The ranks among an engine's `of` that are sent it."""
         return range(of) if self.engine_rank == EVERY_RANK else (self.engine_rank,)
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class WeightSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class SendBatch:
-    """What is staged and sent at once, and the engines that take it. `relayed`: for another rank, which checks it."""
+    """Pieces that are staged and sent at once, and the engines that take it. `relayed`: for another rank, which checks it."""
 
     pieces: Sequence[WeightSlice]
     engines: frozenset[int]
@@ -82,7 +82,7 @@ class RankPlan:
 
     @property
     def load_bytes(self) -> int:
-        """What is staged at once, at most."""
+        """Bytes that are staged at once, at most."""
         return self._plan.load_bytes
 
     @property
@@ -95,17 +95,17 @@ class RankPlan:
         return self._plan.senders(engine)
 
     def loads(self, shards: Mapping[str, Tensor], engines: Collection[int]) -> Iterator[SendBatch]:
-        """What to send to `engines`; `shards` are this rank's Megatron parameters, as the plan names them."""
+        """Batches to send to `engines`; `shards` are this rank's Megatron parameters, as the plan names them."""
         for of_load, boxes in self._loads:
             if to := of_load & frozenset(engines):
                 yield SendBatch([_piece(shards, *box) for box in boxes], to)
 
     def pieces(self, buckets: Sequence[TransferBucket], shards: Mapping[str, Tensor]) -> list[WeightSlice]:
-        """What is in buckets of this rank; `shards` as for `loads`."""
+        """The pieces in buckets of this rank; `shards` as for `loads`."""
         return [_piece(shards, *box) for box in self._boxes(buckets)]
 
     def contents(self, buckets: Sequence[TransferBucket]) -> list[tuple[SliceKey, int]]:
-        """What is in buckets of any rank, with the bytes of an element."""
+        """The pieces in buckets of any rank, with the bytes of an element."""
         sizes = self._plan.tensors.itemsize
         itemsizes = (int(size) for b in buckets for size in sizes[self._plan.transfers.tensor[b.start : b.stop]])
         return [(held, size) for (held, *_), size in zip(self._boxes(buckets), itemsizes, strict=True)]

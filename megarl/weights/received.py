@@ -30,7 +30,7 @@ class ReceivedDigests:
         self._taken[held] = to, copy_hashed(to, values)
 
     def boxes(self) -> dict[SliceKey, torch.Tensor]:
-        """What the digests are of: to find a box among the parameters takes longer than to hash a small one."""
+        """The boxes that the digests are of: to find a box among the parameters takes longer than to hash a small one."""
         return {held: box for held, (box, _) in self._taken.items()}
 
     def forget(self, held: SliceKey) -> None:
@@ -50,7 +50,7 @@ class ReceivedDigests:
 
 
 def _alone(boxes: Sequence[torch.Tensor]) -> list[bool]:
-    """Of each box whether no other lies between its first and last byte."""
+    """Tell for each box whether no other lies between its first and last byte."""
     spans = []
     for number, box in enumerate(boxes):
         last = sum((size - 1) * stride for size, stride in zip(box.shape, box.stride(), strict=True))

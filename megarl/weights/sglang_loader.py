@@ -103,7 +103,7 @@ class ModelParameters:
 
     @classmethod
     def of(cls, model: Any) -> ModelParameters:
-        """Those of a model of SGLang's (0.5.23: layers/moe/fused_moe_triton/layer.py says how its experts lie).
+        """The parameters of a model of SGLang's (0.5.23: layers/moe/fused_moe_triton/layer.py says how its experts lie).
 
         Raises:
             ValueError: its experts are transposed or interleaved for the kernels that were chosen, or the shared experts among
@@ -321,7 +321,7 @@ def _held(piece: tuple[Any, ...]) -> SliceKey:
 
 
 def _in_place(parameters: ModelParameters, message: Any) -> torch.Tensor | None:
-    """Where a message's only piece belongs, if it can be received there as it comes."""
+    """The place of a message's only piece, if it can be received there as it comes."""
     *_, dtype, _, _ = message[0]
     held = _held(message[0])
     if len(message) > 1 or held.engine_rank == EVERY_RANK or held.tensor.startswith(parameters.of_draft):
@@ -383,7 +383,7 @@ def box(parameters: ModelParameters, held: SliceKey) -> torch.Tensor:
 
 
 def _covers(name: str, parameter: torch.Tensor, filled: Sequence[torch.Tensor]) -> bool:
-    """Whether these parts, views that do not overlap, are all of a parameter, but for padding."""
+    """Return whether these parts, views that do not overlap, are all of a parameter, but for padding."""
     count = sum(values.numel() for values in filled)
     if count == parameter.numel() or name.endswith(VOCABULARY):
         return True
@@ -398,7 +398,7 @@ def _covers(name: str, parameter: torch.Tensor, filled: Sequence[torch.Tensor]) 
 
 
 def _as_sent(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What was sent, of values that SGLang holds in a wider dtype, as it does the router of GLM-4.5; others as they are."""
+    """Undo SGLang's wider dtype, so that digests match what was sent, as it does the router of GLM-4.5; others as they are."""
     if values.dtype == dtype:
         return values
     narrow = values.to(dtype)

@@ -75,7 +75,7 @@ SliceMessage = Sequence[WeightSlice]
 
 @dataclass(frozen=True)
 class ServerEndpoint:
-    """Where a server is and how it holds weights; can be sent to another process."""
+    """The address of a server and its way of holding weights; can be sent to another process."""
 
     url: str
     layout: EngineLayout
@@ -86,7 +86,8 @@ class ServerEndpoint:
 
 
 class _ServerSender:
-    """What all transports share: `send` for one caller, `deliver` for a caller that stages and hashes for many engines."""
+    """The common part of all transports: `send` for one caller, `deliver` for a caller that stages and hashes for many
+    engines."""
 
     in_flight = 1
     is_checked = True
@@ -97,7 +98,7 @@ class _ServerSender:
         self._checksums: dict[SliceKey, str] = {}
 
     def staging(self, name: str, buffers: int = BUFFERS) -> Staging | ZeroCopy:
-        """Where the engine reads pieces: in buffers that it can open."""
+        """The place from which the engine reads pieces: in buffers that it can open."""
         return Staging(buffers, name)
 
     def pieces(self, bucket: NamedTensors) -> list[WeightSlice]:
@@ -412,7 +413,7 @@ def _messages(pieces: Sequence[WeightSlice]) -> Iterator[SliceMessage]:
 
 
 def _values(message: SliceMessage) -> torch.Tensor:
-    """What travels: the only piece where it lies, if it lies in one block, or a copy of all."""
+    """The tensor that travels: the only piece where it lies, if it lies in one block, or a copy of all."""
     first = message[0].tensor.detach()
     if _lies_alone(message):
         return first
@@ -476,7 +477,7 @@ class _CallUnderWay:
             self._error = error
 
     def ended_within(self, wait_s: float) -> bool:
-        """Whether the call has been answered, or has failed, within `wait_s` seconds."""
+        """Return whether the call has been answered, or has failed, within `wait_s` seconds."""
         self._thread.join(wait_s)
         return not self._thread.is_alive()
 

@@ -1,4 +1,4 @@
-"""Which box of each Hugging Face tensor each rank of an SGLang engine holds, and what the engine calls it.
+"""The box of each Hugging Face tensor that a rank of an SGLang engine holds, and the engine's name for it.
 
 SGLang splits what megatron-core splits, so the packing of a weight map's rule says along which axis; how large the shares are
 is SGLang's own (read in 0.5.23: layers/linear.py, layers/vocab_parallel_embedding.py, layers/moe/fused_moe_triton/layer.py,
@@ -72,11 +72,11 @@ class EngineTarget:
         return self.ranks // self.ep
 
     def takes_whole(self, rule: Rule) -> bool:
-        """Whether every rank is sent all of a rule's tensors and cuts them itself."""
+        """Return whether every rank is sent all of a rule's tensors and cuts them itself."""
         return self.ranks > 1 and (self.whole == "all" or (self.whole == "experts" and rule.is_expert))
 
     def holds_part(self, rule: Rule, part: int) -> bool:
-        """Whether there is a rank that does not hold all of a rule's `part`-th tensor."""
+        """Return whether there is a rank that does not hold all of a rule's `part`-th tensor."""
         length = rule.packing.hf_shapes[part][rule.packing.tp_axis or 0]
         return (rule.is_expert and self.ep > 1) or self.own_intervals(rule, part)[0] != (0, length)
 
@@ -89,7 +89,8 @@ class EngineTarget:
         return expert // (num_experts // self.ep) * self.expert_tp
 
     def intervals(self, rule: Rule, part: int) -> list[Interval]:
-        """What each rank is sent of the rule's `part`-th tensor along `rule.packing.tp_axis` (axis 0 if nothing is split).
+        """The intervals that each rank is sent of the rule's `part`-th tensor along `rule.packing.tp_axis` (axis 0 if
+        nothing is split).
 
         One entry per rank of an engine, or, for an expert's tensor, per rank that holds the expert (from `first_ranks` on);
         only one if every rank takes it whole. The vocabulary's padding is not sent.
@@ -99,7 +100,7 @@ class EngineTarget:
         return self.own_intervals(rule, part)
 
     def own_intervals(self, rule: Rule, part: int) -> list[Interval]:
-        """What each rank holds: as `intervals` where nothing is taken whole."""
+        """The intervals that each rank holds: as `intervals` where nothing is taken whole."""
         axis = rule.packing.tp_axis
         if isinstance(rule.packing, BlockScales | GroupedColumns):
             inner, name = replace(rule, packing=rule.packing.of), rule.hf_names[part]
@@ -120,7 +121,7 @@ class EngineTarget:
 
 
 def _is_attention(rule: Rule) -> bool:
-    """Whether a rule's ranks are those of attention: of its own weights, and of the embedding."""
+    """Return whether a rule's ranks are those of attention: of its own weights, and of the embedding."""
     return ".self_attention." in rule.megatron_name or rule.megatron_name.startswith("embedding.")
 
 

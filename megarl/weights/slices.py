@@ -1,4 +1,4 @@
-"""What every rank of an engine holds of every tensor, as columns: the goal that a plan is measured against."""
+"""The content of every rank of an engine of every tensor, as columns: the goal that a plan is measured against."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Slices:
 
 
 def engine_slices(tensors: TensorTable, target: EngineTarget, num_experts: int) -> Slices:
-    """What each rank of an engine is sent, sorted by tensor and rank; without the vocabulary's padding."""
+    """The slices that each rank of an engine is sent, sorted by tensor and rank; without the vocabulary's padding."""
     found = []
     for number, rule in enumerate(tensors.rules):
         axis = rule.packing.tp_axis

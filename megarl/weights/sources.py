@@ -1,4 +1,5 @@
-"""Which training ranks own what: the ranks of one model replica as numbered sources, and their data-parallel replicas.
+"""The training ranks as owners of weights: the ranks of one model replica as numbered sources, and their data-parallel
+replicas.
 
 A source is a place in the model that several ranks hold: for the dense layers a pipeline stage and a tensor-parallel rank, held
 once per data- and context-parallel replica; for the experts a stage, an expert-parallel and an expert-tensor-parallel rank.
@@ -31,7 +32,7 @@ class Sources:
 
     @property
     def num_dense(self) -> int:
-        """How many sources are of dense layers."""
+        """Number of sources of dense layers."""
         return self.layout.pp * self.layout.tp
 
     @cached_property
@@ -46,7 +47,7 @@ class Sources:
 
     @cached_property
     def replicas(self) -> Ints:
-        """How many ranks hold what a source holds."""
+        """Number of ranks that hold what a source holds."""
         return self._per_source(lambda slots: np.full(self.layout.pp * slots, self._ranks_of_stage // slots))
 
     @cached_property

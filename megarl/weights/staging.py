@@ -53,7 +53,7 @@ class StagedSlices:
         self._digests = {} if digests is None else digests
 
     def only(self, pieces: Sequence[WeightSlice]) -> StagedSlices:
-        """As this, but only these pieces are to be read."""
+        """The same, but only these pieces are to be read."""
         part = type(self)(pieces, self.buffer, self.name, self.memory, self._digests)
         part.checked = self.checked
         return part
@@ -91,7 +91,7 @@ class SharedSlices(StagedSlices):
     """Pieces in memory that engines open, just where the sender holds them; `name` is the sender's."""
 
     def payloads(self, ranks: int) -> list[str]:
-        """As of what is in a buffer, but of each block of memory that holds some of the pieces."""
+        """Payloads as of a buffer, but of each block of memory that holds some of the pieces."""
         blocks: dict[int, list[WeightSlice]] = {}
         for piece in self.pieces:
             blocks.setdefault(piece.tensor.untyped_storage().data_ptr(), []).append(piece)
@@ -158,7 +158,7 @@ class Staging:
         return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
 
     def reads_in_place(self, pieces: Sequence[WeightSlice]) -> bool:
-        """Whether engines open these pieces where they lie, in memory that is shared."""
+        """Return whether engines open these pieces where they lie, in memory that is shared."""
         return self._reads_where_they_lie and all(_can_be_opened(piece.tensor) for piece in pieces)
 
     def stage(self, pieces: Sequence[WeightSlice], *, hashed: bool = True) -> StagedSlices:
@@ -228,7 +228,7 @@ def _wait_for_readers(staged: StagedSlices | None) -> None:
 
 
 def packed_starts(pieces: Sequence[WeightSlice]) -> list[int]:
-    """Where each of `pieces` begins in a buffer of bytes, and where the last one ends."""
+    """The beginnings of `pieces` in a buffer of bytes, and where the last one ends."""
     starts, end = [], 0
     for _, tensor in pieces:
         starts.append(-(-end // ALIGN_BYTES) * ALIGN_BYTES)
@@ -237,7 +237,7 @@ def packed_starts(pieces: Sequence[WeightSlice]) -> list[int]:
 
 
 def parts_to_read(specs: Sequence[Spec], most_bytes: int) -> list[tuple[list[ByteRange], list[Spec]]]:
-    """What a rank takes of a buffer, in parts of at most `most_bytes`, or one larger piece.
+    """The parts of a buffer that a rank takes, in parts of at most `most_bytes`, or one larger piece.
 
     Of each part: the bytes to read, ranges that follow each other in the buffer as one, and the pieces where they are in the
     window then.
@@ -273,7 +273,7 @@ def pack(pieces: Sequence[WeightSlice], buffer: torch.Tensor, name: str = "", *,
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """As `getattr(torch, ...)` takes it."""
+    """Name of the dtype, as `getattr(torch, ...)` takes it."""
     return str(tensor.dtype).removeprefix("torch.")
 
 

@@ -22,7 +22,7 @@ from megarl.weights.tensors import Ints
 
 @dataclass(frozen=True)
 class Proof:
-    """What was checked: transfers and slices of one engine, all bytes sent to all engines, and buckets sent to engines."""
+    """The extent of a check: transfers and slices of one engine, all bytes sent to all engines, and buckets sent to engines."""
 
     transfers: int
     slices: int
@@ -128,7 +128,7 @@ def _check_owners(plan: ReshardPlan) -> None:
 
 
 class _Along:
-    """Where transfers lie along the axis that is split, and along the other."""
+    """The extent of transfers along the axis that is split, and along the other."""
 
     def __init__(self, plan: ReshardPlan, index: Ints, axis: int) -> None:
         t = plan.transfers

@@ -1,4 +1,4 @@
-"""Which weights an engine has and what may be done with them next, as one state machine that every engine keeps.
+"""The weights that an engine has, and what may be done with them next, as one state machine that every engine keeps.
 
 Pure: no clock, no I/O. An engine asks it before it acts, so that an order of calls which would let it answer with weights of
 no known version, or with a mixture of two, raises instead.
@@ -21,7 +21,7 @@ from megarl.errors import EngineError
 
 
 class Weights(Enum):
-    """What an engine's weights are."""
+    """The state of an engine's weights."""
 
     EMPTY = "of no known version"
     UPDATING = "being received"

@@ -15,7 +15,7 @@ from megarl.workers.own_gpu import SEES_ALL_GPUS, own_gpu
 
 
 def find_bundles(group: PlacementGroup, *, have_gpus: bool, deadline_s: float) -> list[Bundle]:
-    """Where the bundles of `group` are, by their numbers.
+    """Find where the bundles of `group` are, by their numbers.
 
     Raises:
         ClusterError: a bundle's GPU is not among those that the processes of its node see.

@@ -32,7 +32,7 @@ class EngineNodeActor:
     """Holds what belongs to an engine on one of its further nodes. If this process dies, Ray makes it anew, without it."""
 
     def __init__(self, path: str, architecture: str | None = None, *, reachable: bool = False) -> None:
-        """As `EngineActor`."""
+        """Make the actor as `EngineActor` does."""
         end_with_parent()
         use_architecture(architecture)
         if reachable:
@@ -128,11 +128,12 @@ class EngineActor:
         await self.start(None)
 
     async def endpoint(self) -> ServerEndpoint | None:
-        """Where senders reach the engine directly; None: through this actor, also where it has no engine (any more)."""
+        """The server at which senders reach the engine directly; None: through this actor, also where it has no engine
+        (any more)."""
         return self.engine.endpoint if self.engine is not None else None
 
     async def model(self) -> ServedModel | None:
-        """Which model the engine serves; None: any weights are the right ones."""
+        """The model that the engine serves; None: any weights are the right ones."""
         return self._there().served_model
 
     async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:

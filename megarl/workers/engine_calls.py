@@ -23,7 +23,7 @@ GRACE_S = 5.0
 
 
 def is_lost(reference: Any) -> bool:
-    """Whether a call has failed because its actor's process ended."""
+    """Return whether a call has failed because its actor's process ended."""
     done, _ = ray.wait([reference], timeout=0)
     try:
         ray.get(done)
@@ -136,7 +136,7 @@ class EngineCalls:
         ray.kill(self.actor, no_restart=False)
 
     async def endpoint(self, deadline_s: float) -> Any:
-        """Where senders reach the engine; None: through its actor."""
+        """The server at which senders reach the engine; None: through its actor."""
         return await self._answer(self.actor.endpoint.remote(), "endpoint", deadline_s)
 
     async def _answer(self, reference: Any, method: str, deadline_s: float) -> Any:

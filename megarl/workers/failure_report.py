@@ -1,4 +1,4 @@
-"""What became of a group's ranks when a call to them failed: who is gone or silent, everybody's stacks and last lines."""
+"""The state of a group's ranks when a call to them failed: who is gone or silent, everybody's stacks and last lines."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def examine(
 
 
 def _state(answer: Any, local_pid: int | None) -> str:
-    """What is wrong with a rank that gave `answer` (None: none in time)."""
+    """Describe what is wrong with a rank that gave `answer` (None: none in time)."""
     if answer is not None:
         try:
             ray.get(answer, timeout=STACKS_DEADLINE_S)

@@ -50,7 +50,7 @@ class RankGroup(Protocol):
         ...
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether `flag` is true in any process that drives this group."""
+        """Return whether `flag` is true in any process that drives this group."""
         ...
 
     def progress(self) -> tuple[int, int]:
@@ -58,7 +58,8 @@ class RankGroup(Protocol):
         ...
 
     def states(self) -> list[RankCondition]:
-        """Whether each rank answers, in rank order; empty where this process does not know. For one other thread to ask."""
+        """Return whether each rank answers, in rank order; empty where this process does not know. For one other thread
+        to ask."""
         ...
 
 
@@ -116,7 +117,8 @@ class WorkerGroup:
             return 0, 0
 
     def examine(self, phase: str) -> tuple[list[str], str]:
-        """Which ranks are gone or do not answer, after a call in `phase` failed, and a clause for the error that says so.
+        """Find the ranks that are gone or do not answer, after a call in `phase` failed, and a clause for the error that
+        says so.
 
         Every rank's stacks and last log lines are written beside the run's logs; gives up after a few seconds.
         """

@@ -1,4 +1,4 @@
-"""Which GPU Ray gave this process. Every GPU of a cluster imports this for a moment, so it imports little.
+"""The GPU that Ray gave this process. Every GPU of a cluster imports this for a moment, so it imports little.
 
 Every process of a run on GPUs sees all GPUs of its node and is told which is its own: tensors that one process shares with
 another by CUDA IPC can be opened only by a process that sees the GPU they are on.

@@ -1,4 +1,4 @@
-"""What a training rank sends of one part of the policy, its weights or its adapters, by the reshard plan of that part."""
+"""The sending of one part of the policy, its weights or its adapters, by the reshard plan of that part."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PlannedPart:
 
     @property
     def load_bytes(self) -> int:
-        """What is staged at once, at most."""
+        """Bytes that are staged at once, at most."""
         return self._plan.load_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""What a rank computes, operation by operation: torch's profiler, for as long as a `Profile` is on. torch is there already."""
+"""A profile of a rank, operation by operation: torch's profiler, for as long as a `Profile` is on. torch is there already."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class Rank(RankCalls):
             self.pusher.connect(engine, partial(senders.open_sender, target, transport, member, timeout_s))
 
     def _membership(self, engine: int, connection: int) -> senders.Membership:
-        """Which of an engine's senders this rank is."""
+        """The place of this rank among an engine's senders."""
         all_senders = self.parts[-1].senders(engine) if self.parts else [self.rank]
         backend, device = self.platform.collective_backend, self.platform.device(self.gpu)
         return senders.Membership(connection, all_senders.index(self.rank), len(all_senders), backend, device)

@@ -38,7 +38,7 @@ class RankProcess:
         return ray.util.get_node_ip_address(), os.getpid()
 
     def address(self) -> tuple[str, int]:
-        """Where rank 0 may lead the world's rendezvous."""
+        """The address at which rank 0 may lead the world's rendezvous."""
         from megarl.workers.rank import free_address
 
         return free_address()

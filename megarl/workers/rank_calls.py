@@ -1,4 +1,4 @@
-"""What the driver asks of a training rank: the methods that it names in `RankGroup.call`, so that mypy follows each call.
+"""Calls of the driver to a training rank: the methods that it names in `RankGroup.call`, so that mypy follows each call.
 
 `workers/rank.py` answers them. Importing this module does not import megatron, which the driver does without.
 """
@@ -21,7 +21,8 @@ from megarl.weights.pusher import Pushed
 
 
 class RankRecord(NamedTuple):
-    """What a rank did since it was last asked, its peak memory in bytes, and the seconds of the policy's vision tower: of the
+    """The record of what a rank did since it was last asked, its peak memory in bytes, and the seconds of the policy's
+    vision tower: of the
     forward passes in updates."""
 
     spans: list[Span]
@@ -110,7 +111,7 @@ class RankCalls(ABC):
 
     @abstractmethod
     def saved_role(self, role: str, wait: bool) -> Written | None:
-        """What `save_role` wrote once it is on the disk; None if it is not yet and `wait` is not asked for."""
+        """The files that `save_role` wrote once it is on the disk; None if it is not yet and `wait` is not asked for."""
 
     @abstractmethod
     def load_role(self, role: str, folder: str) -> None:
@@ -126,8 +127,8 @@ class RankCalls(ABC):
 
     @abstractmethod
     def device_name(self) -> str | None:
-        """What the driver calls this rank's GPU; None on a CPU."""
+        """The driver's name for this rank's GPU; None on a CPU."""
 
     @abstractmethod
     def take_record(self) -> RankRecord:
-        """What this rank did since the last call."""
+        """The record of what this rank did since the last call."""

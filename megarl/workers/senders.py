@@ -1,4 +1,4 @@
-"""What a training rank's pusher sends through: to an SGLang server, or to the Ray actor of an engine without one."""
+"""Senders for a training rank's pusher: to an SGLang server, or to the Ray actor of an engine without one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _picklable(tensor: Tensor) -> Tensor:
 
 
 def model_of(target: SendTarget) -> ServedModel | None:
-    """Which model an engine serves; None: that cannot be asked, or it does not matter to it."""
+    """The model that an engine serves; None: that cannot be asked, or it does not matter to it."""
     if isinstance(target, ServerEndpoint):
         return target.layout.model
     try:
@@ -76,7 +76,8 @@ def model_of(target: SendTarget) -> ServedModel | None:
 
 @dataclass(frozen=True)
 class Membership:
-    """Which of an engine's senders a rank is, in process groups: the `number`-th of `senders`, with its weights on `device`.
+    """The place of a rank among an engine's senders, in process groups: the `number`-th of `senders`, with its weights
+    on `device`.
 
     `connection` tells an engine's groups apart; all of its senders name the same.
     """
@@ -103,7 +104,7 @@ def open_sender(target: SendTarget, transport: str, member: Membership, timeout_
 
 
 def plans_for(target: SendTarget, trainer: ServedModel, layout: Layout, engines: int, load_bytes: int) -> list[ReshardPlan]:
-    """How ranks in `layout` send their slices to `engines` servers like `target`, in loads of at most `load_bytes`.
+    """Plan how ranks in `layout` send their slices to `engines` servers like `target`, in loads of at most `load_bytes`.
 
     The plan of the weights and, where adapters are sent, that of these; none if the engines take whole tensors only.
     """
@@ -127,7 +128,8 @@ def plans_for(target: SendTarget, trainer: ServedModel, layout: Layout, engines:
 
 
 def quantiser_for(target: SendTarget) -> FormatQuantiser | None:
-    """What makes an engine's weights of the trainer's, if it serves them in few bits; None: they are sent as they are."""
+    """The quantiser that makes an engine's weights of the trainer's, if it serves them in few bits; None: they are sent
+    as they are."""
     model = target.layout.model if isinstance(target, ServerEndpoint) else model_of(target)
     format = model.format if model is not None else None
     return FormatQuantiser(format) if format is not None else None

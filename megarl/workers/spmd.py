@@ -109,7 +109,7 @@ class SpmdGroup:
         return [replicas[self.layout.coords(rank).dp] for rank in range(self.layout.world_size)]
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether `flag` is true on any rank; every rank must ask."""
+        """Return whether `flag` is true on any rank; every rank must ask."""
         import torch
 
         flags: list[bool | None] = [None] * self.layout.world_size

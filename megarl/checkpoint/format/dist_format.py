@@ -103,7 +103,7 @@ class DistFolder:
 
 
 def is_dist_checkpoint(path: Path) -> bool:
-    """Whether the folder has a distributed checkpoint's metadata."""
+    """Return whether the folder has a distributed checkpoint's metadata."""
     return (path / METADATA).is_file()
 
 
@@ -136,7 +136,7 @@ def write_metadata(folder: Path, keys: Mapping[str, StoredKey], objects: Mapping
 
 
 def empty_object() -> bytes:
-    """What megatron-core stores for an object that is None."""
+    """The bytes that megatron-core stores for an object that is None."""
     content = io.BytesIO()
     torch.save([None], content)
     return content.getvalue()

@@ -1,4 +1,4 @@
-"""How megatron-core names and splits a model's parameters in a distributed checkpoint, from the weight map alone.
+"""The names and the split that megatron-core gives a model's parameters in a distributed checkpoint, from the weight map alone.
 
 A key's tensor is what one tensor-parallel rank alone would hold. Layers of one kind share a key, stacked along a leading
 axis; where layers differ (dense ones among layers with experts) each has a key of its own. Experts are stacked along an axis
@@ -37,7 +37,7 @@ _WITHOUT_EXTRA_STATE = ("word_embeddings", "output_layer", "router")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a parameter is in a checkpoint: index `prefix` of the leading axes, of `prefix_sizes`, of the tensors `keys`.
+    """The place of a parameter in a checkpoint: index `prefix` of the leading axes, of `prefix_sizes`, of the tensors `keys`.
 
     The first key is the one under Transformer Engine; the others are what megatron-core's local spec says instead.
     """
@@ -56,7 +56,7 @@ class ModelNames:
     stacks_layers: bool
 
     def place(self, rule: BoundRule) -> Place:
-        """Where a parameter is."""
+        """The place of a parameter."""
         prefix, sizes = [], []
         if rule.layer is not None and self.stacks_layers:
             prefix, sizes = [rule.layer], [self.weight_map.num_layers]
@@ -126,7 +126,7 @@ class ModelNames:
 
 
 def model_names(hf_config: HFConfig, *, prediction: bool = False) -> ModelNames:
-    """What the parameters of a model are called; `prediction`: with those of the layer for multi-token prediction.
+    """Names of a model's parameters; `prediction`: with those of the layer for multi-token prediction.
 
     Raises:
         ModelError: the architecture is unknown, or the config contradicts itself.
@@ -152,7 +152,8 @@ class StoredRows:
 
 
 def stored_rows(rule: BoundRule, rows: int) -> list[StoredRows]:
-    """What a parameter of so many rows, as one tensor-parallel rank alone would hold it, is stored as, in order."""
+    """The stored form of a parameter of so many rows, as one tensor-parallel rank alone would hold it, is stored as, in
+    order."""
     if not isinstance(rule.packing, Sections):
         return [StoredRows("", 0, rows)]
     found: list[StoredRows] = []
@@ -176,12 +177,12 @@ class Chunk:
 
 
 def is_vocabulary(rule: BoundRule) -> bool:
-    """Whether the parameter's rows are token ids, padded so that tensor parallelism divides them."""
+    """Return whether the parameter's rows are token ids, padded so that tensor parallelism divides them."""
     return isinstance(rule.packing, Vocabulary)
 
 
 def chunks_of(rule: BoundRule, rows: int, cols: int, layout: Layout, weight_map: WeightMap, stages: list[int]) -> list[Chunk]:
-    """How the ranks of a layout hold a parameter of this size; `stages` is the pipeline rank of each layer.
+    """The chunks in which the ranks of a layout hold a parameter of this size; `stages` is the pipeline rank of each layer.
 
     Raises:
         LayoutError: the layout does not divide the parameter.

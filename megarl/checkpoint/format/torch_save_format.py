@@ -1,4 +1,5 @@
-"""What torch.distributed.checkpoint stores for a chunk of a tensor: the bytes of `torch.save`, around the tensor's own bytes.
+"""The bytes that torch.distributed.checkpoint stores for a chunk of a tensor: the bytes of `torch.save`, around the
+tensor's own bytes.
 
 `torch.save` wants the whole tensor in memory and takes a checksum on the way. Here the frame around the data is made from
 dtype and shape alone, so data may be streamed into it; and the data inside a frame, whoever wrote it, is found without
@@ -75,7 +76,7 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchSaveHeader:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What a frame holds: a contiguous tensor whose bytes start at `offset` of the file."""
+    """The tensor in a frame: a contiguous tensor whose bytes start at `offset` of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -44,7 +44,7 @@ GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """How an agent ended. `reward` is what it returned; `why` what it said last, where it `failed`, or who ended it.
+    """The end of an agent. `reward` is what it returned; `why` what it said last, where it `failed`, or who ended it.
 
     `with_process`: its process ended, perhaps by another episode's fault.
     """
@@ -321,7 +321,7 @@ class FunctionAgent:
 
 
 class _Waiting(NamedTuple):
-    """Who waits for the answer of a process."""
+    """The callers that wait for the answer of a process."""
 
     loop: asyncio.AbstractEventLoop
     answered: asyncio.Future[dict[str, Any]]

@@ -38,7 +38,7 @@ class SaidCall:
     call_id: str = ""
 
     def for_template(self) -> dict[str, Any]:
-        """As a chat template takes it."""
+        """The message as a chat template takes it."""
         function = {"name": self.name, "arguments": json.loads(self.arguments)}
         return {"type": "function", "function": function, **({"id": self.call_id} if self.call_id else {})}
 
@@ -63,7 +63,7 @@ class SessionMessage:
     """Pictures in `text`, each before the character with its number."""
 
     def is_same(self, other: SessionMessage) -> bool:
-        """Whether a client that was told one of them says it again by the other.
+        """Return whether a client that was told one of them says it again by the other.
 
         Thoughts are not compared, because most clients drop them, nor are ids of calls, nor white space at the ends of what an
         assistant said, which many clients take off.
@@ -73,7 +73,7 @@ class SessionMessage:
         return (self.role, mine, self.pictures) == (other.role, its, other.pictures) and same_calls
 
     def for_template(self, tool_name: str = "tool") -> dict[str, Any]:
-        """As a chat template takes it. `tool_name` is that of a tool's message without one."""
+        """The message as a chat template takes it. `tool_name` is that of a tool's message without one."""
         message: dict[str, Any] = {"role": self.role, "content": PicturedText(self.text, self.pictures)}
         if self.calls:
             message["tool_calls"] = [call.for_template() for call in self.calls]
@@ -84,7 +84,7 @@ class SessionMessage:
         return message
 
     def for_readers(self, media_folder: Path) -> dict[str, Any]:
-        """As `Sample.turns` has it: pictures by the paths of their files in `media_folder`."""
+        """The message as `Sample.turns` has it: pictures by the paths of their files in `media_folder`."""
         content = PicturedText(self.text, self.pictures).content(media_folder)
         message: dict[str, Any] = {"role": self.role, "content": content}
         if self.calls:

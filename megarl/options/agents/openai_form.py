@@ -136,7 +136,7 @@ def _deltas(turn: Turn) -> Iterator[dict[str, Any]]:
 
 
 def _log_probs(turn: Turn) -> dict[str, Any] | None:
-    """Of every sampled token, thoughts and calls included; None: nobody has asked for them."""
+    """Log-probs of every sampled token, thoughts and calls included; None: nobody has asked for them."""
     if not turn.token_texts:
         return None
     sampled = zip(turn.token_texts, turn.generation.log_probs, strict=True)

@@ -7,5 +7,5 @@ from megarl.options.agents.section import agent_of
 
 
 def rewards_by_branch(episode: EpisodeConfig) -> bool:
-    """Whether each branch of an agent's episode has a reward of its own."""
+    """Return whether each branch of an agent's episode has a reward of its own."""
     return episode.kind == "agent" and agent_of(episode).rewards == "branch"

@@ -59,7 +59,7 @@ class SessionServer:
 
     @property
     def url(self) -> str:
-        """Where it listens, without `/v1`."""
+        """The address that it listens at, without `/v1`."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self.port}"
 

@@ -220,7 +220,7 @@ class AgentSession:
         return _Told(written.ids, written.media)
 
     def _room(self, parent: Turn | None, told_tokens: int) -> int:
-        """How many tokens may follow `told_tokens` behind `parent`, at least 1."""
+        """Number of tokens that may follow `told_tokens` behind `parent`, at least 1."""
         before = len(parent.ids) if parent is not None else 0
         begun = before - len(parent.path[0].told_ids) + told_tokens if parent is not None else 0
         room = min(self.limits.context_tokens - before - told_tokens, self.limits.response_tokens - begun)

@@ -18,7 +18,7 @@ PIECE_TOKENS = 64
 
 @dataclass(frozen=True)
 class Stops:
-    """Where a turn ends beside where the policy ends it: behind any of `strings`, or of `token_ids`."""
+    """The ends of a turn beside where the policy ends it: behind any of `strings`, or of `token_ids`."""
 
     strings: tuple[str, ...] = ()
     token_ids: tuple[int, ...] = ()
@@ -29,7 +29,7 @@ class Stops:
 
 @dataclass(frozen=True)
 class Stopped:
-    """How a turn was ended: by what, and its text before that."""
+    """The way in which a turn was ended: by what, and its text before that."""
 
     by: str | int
     text: str

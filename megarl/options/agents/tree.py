@@ -48,7 +48,7 @@ class Turn:
 
     @property
     def messages(self) -> int:
-        """How many messages its path has, its own included."""
+        """Number of messages of its path, its own included."""
         return sum(len(turn.told) + 1 for turn in self.path)
 
     @property

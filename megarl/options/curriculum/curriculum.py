@@ -1,4 +1,4 @@
-"""Which rows of a source are due, and in which order: by difficulty, in stages, without those whose pass rate is out of bounds.
+"""The rows of a source that are due, and their order: by difficulty, in stages, without those whose pass rate is out of bounds.
 
 Everything follows from the seed and from what `state_dict` of the sampler has, so that a resumed run goes on as if it had not
 stopped.
@@ -61,7 +61,7 @@ class Curriculum(RowOrder):
         return len(self._stages[stage])
 
     def ends_after(self, stage: int) -> int | None:
-        """How many rows are handed out in a stage; None: it is the last one."""
+        """Number of rows handed out in a stage; None: it is the last one."""
         return self._rows_of_stages[stage] if stage + 1 < len(self._stages) else None
 
     def order(self, stage: int, epoch: int, seed: int | str) -> list[int]:
@@ -86,7 +86,7 @@ class Curriculum(RowOrder):
             self._left_out_through[row_id] = epoch + settings.pause_epochs
 
     def leaves_out(self, row_id: str, epoch: int) -> bool:
-        """Whether the row is not due in `epoch`."""
+        """Return whether the row is not due in `epoch`."""
         return epoch <= self._left_out_through.get(row_id, -1)
 
     def count_left_out(self, epoch: int) -> int:

@@ -43,7 +43,7 @@ class CurriculumConfig(Section):
 
     @property
     def bounds_pass_rates(self) -> bool:
-        """Whether rows are left out for their pass rate."""
+        """Return whether rows are left out for their pass rate."""
         return self.min_pass_rate is not None or self.max_pass_rate is not None
 
 

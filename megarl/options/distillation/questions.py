@@ -8,7 +8,7 @@ from megarl.options.distillation.section import distillation_of, teacher_of
 
 
 def needs_teacher(config: Config) -> bool:
-    """Whether the policy is distilled, or estimator or loss read a teacher's log-probs."""
+    """Return whether the policy is distilled, or estimator or loss read a teacher's log-probs."""
     algorithm = config.algorithm
     is_read = algorithm.loss_needs.teacher_log_probs or algorithm.estimator_needs.teacher_log_probs
     return distillation_of(algorithm).coef > 0 or is_read
@@ -34,16 +34,16 @@ def further_folders(config: Config) -> dict[str, str]:
 
 
 def reads_old_log_probs_early(config: Config) -> bool:
-    """Whether something besides the policy loss reads what a pass at the start of the step gives."""
+    """Return whether something besides the policy loss reads what a pass at the start of the step gives."""
     distillation = distillation_of(config.algorithm)
     return distillation.in_advantage or distillation.asks_policy
 
 
 def needs_no_reward(config: Config) -> bool:
-    """Whether rewards are only logged."""
+    """Return whether rewards are only logged."""
     return not distillation_of(config.algorithm).reward_coef
 
 
 def adds_to_advantages(config: Config) -> bool:
-    """Whether advantages have a term that reads the policy's log-probs."""
+    """Return whether advantages have a term that reads the policy's log-probs."""
     return distillation_of(config.algorithm).in_advantage

@@ -34,17 +34,17 @@ class DistillationConfig(Section):
 
     @property
     def in_advantage(self) -> bool:
-        """Whether advantages have a distillation term."""
+        """Return whether advantages have a distillation term."""
         return self.coef > 0 and self.apply_to == "advantage"
 
     @property
     def in_loss(self) -> bool:
-        """Whether the loss has one."""
+        """Return whether the loss has one."""
         return self.coef > 0 and self.apply_to == "loss"
 
     @property
     def asks_policy(self) -> bool:
-        """Whether the policy's likeliest tokens at the start of the step are asked for."""
+        """Return whether the policy's likeliest tokens at the start of the step are asked for."""
         return self.in_loss and self.top_k_of == "policy"
 
 

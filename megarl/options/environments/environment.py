@@ -32,7 +32,7 @@ STATE_KEY_CHARACTERS = 64
 
 @dataclass(frozen=True)
 class Environments:
-    """How each episode's environment is made, what the config calls it, and how many there may be at once."""
+    """The maker of each episode's environment, what the config calls it, and how many there may be at once."""
 
     make: Callable[[], Any]
     name: str

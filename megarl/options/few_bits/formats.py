@@ -1,4 +1,4 @@
-"""How folders of engines store weights in few bits: which ones, as which tensors, and what config.json says. Without torch.
+"""Formats of engines' folders with weights in few bits: which ones, as which tensors, and what config.json says. Without torch.
 
 | format | a weight `X.weight` `[R, C]` is | source |
 |---|---|---|
@@ -44,7 +44,7 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How an engine's folder stores the weights of linear layers.
+    """The format of the weights of linear layers in an engine's folder.
 
     `group`: columns that share a scale in a row (of `fp8-block`: in 128 rows). `scales` are those of `fp8-block`.
     """
@@ -54,7 +54,7 @@ class WeightFormat:
     scales: Literal["float", "power_of_two"] = "float"
 
     def applies_to(self, megatron_name: str) -> bool:
-        """Whether a parameter is stored so: weights of linear layers, but for router and output layer."""
+        """Return whether a parameter is stored so: weights of linear layers, but for router and output layer."""
         return is_linear_weight(megatron_name) and (self.name != "int4" or ".local_experts." in megatron_name)
 
     def parts(self, packing: Packing) -> tuple[StoredPart, ...]:
@@ -154,13 +154,13 @@ def check_groups(format: WeightFormat, hf_config: dict[str, Any], tp: int, etp: 
 
 
 def is_linear_weight(megatron_name: str) -> bool:
-    """Whether a parameter is the weight of a linear layer, router and output layer not among them."""
+    """Return whether a parameter is the weight of a linear layer, router and output layer not among them."""
     module, _, name = megatron_name.rpartition(".")
     return name == "weight" and module.rpartition(".")[2].startswith("linear_")
 
 
 def stored_format(hf_config: Mapping[str, Any]) -> WeightFormat | None:
-    """How the folder of a `config.json` stores its weights; None: they are not quantised.
+    """The format of weights in the folder of a `config.json`; None: they are not quantised.
 
     Raises:
         ModelError: they are quantised in another way, or the model is of a family that is not served so.
@@ -185,7 +185,7 @@ def stored_format(hf_config: Mapping[str, Any]) -> WeightFormat | None:
 
 
 def engine_format(hf_config: Mapping[str, Any]) -> WeightFormat | None:
-    """As `stored_format`, of the folder that an engine serves.
+    """Find the format, as `stored_format`, of the folder that an engine serves.
 
     Raises:
         EngineError: as there ModelError.

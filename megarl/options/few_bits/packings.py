@@ -1,4 +1,4 @@
-"""How the parts of a quantised weight lie over tensors and ranks: scales of blocks, columns in groups. Without torch."""
+"""The layout of a quantised weight's parts over tensors and ranks: scales of blocks, columns in groups. Without torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BlockScales:
 
     @property
     def tp_axis(self) -> int | None:
-        """As of the parameter."""
+        """The axis of the parameter."""
         return self.of.tp_axis
 
     @property
@@ -61,16 +61,16 @@ class GroupedColumns:
 
     @property
     def tp_axis(self) -> int | None:
-        """As of the parameter."""
+        """The axis of the parameter."""
         return self.of.tp_axis
 
     @property
     def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of each tensor, with fewer columns."""
+        """Shapes of the tensors, with fewer columns."""
         return tuple((rows, cols // self.per) for rows, cols in self.of.hf_shapes)
 
     def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
-        """As of the parameter, by its rows or in columns of its own.
+        """The runs of the parameter, by its rows or in columns of its own.
 
         Raises:
             LayoutError: the ranks would share a group.
@@ -87,7 +87,7 @@ class GroupedColumns:
         return [(part, start // self.per, stop // self.per) for part, start, stop in runs]
 
     def held(self, start: int, stop: int, part: int, name: str) -> tuple[int, int]:
-        """As of `start:stop` of the weight, along the axis that is split, which a rank of an engine holds.
+        """The part that belongs to `start:stop` of the weight, along the axis that is split, which a rank of an engine holds.
 
         Raises:
             LayoutError: it does not end where a group does.

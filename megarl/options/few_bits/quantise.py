@@ -47,7 +47,7 @@ class FormatQuantiser:
     format: WeightFormat
 
     def applies_to(self, rule: BoundRule) -> bool:
-        """Whether the format quantises the parameter."""
+        """Return whether the format quantises the parameter."""
         return self.format.applies_to(rule.megatron_name)
 
     def rules(self, rule: BoundRule) -> list[BoundRule]:
@@ -75,7 +75,7 @@ class FormatQuantiser:
 
 
 def _own_scales(rule: BoundRule, scales: dict[str, Tensor], tp_rank: int, tp_size: int) -> Tensor:
-    """Those of the blocks that begin in this rank's part: together the ranks have each scale once."""
+    """Scales of the blocks that begin in this rank's part: together the ranks have each scale once."""
     axis, of_tensors = rule.tp_axis or 0, [scales[name + SCALE_SUFFIX] for name in rule.hf_names]
     runs = BlockScales(rule.packing).runs(tp_rank, tp_size, None)
     return torch.cat(

@@ -28,12 +28,12 @@ class LentEngines:
 
     @property
     def awake(self) -> list[int]:
-        """Those that may be given weights."""
+        """Engines that may be given weights."""
         return [number for number in self.numbers if self.scheduler.engines[number].is_up]
 
     @property
     def sampled_tokens(self) -> int:
-        """That they have answered with so far."""
+        """Count the tokens that they have answered with so far."""
         return sum(self.scheduler.engines[number].sampled_tokens for number in self.numbers)
 
     def rest(self) -> None:
@@ -70,7 +70,7 @@ class LentEngines:
             state.rests = state.is_left_out
 
     def work_for(self, version: int, answers: Sequence[PendingResult] | None = None) -> int:
-        """How many groups and asked requests they could start now under weights of `version`.
+        """Number of groups and asked requests that they could start now under weights of `version`.
 
         0 if the batch that is due, or `answers`, are there.
         """

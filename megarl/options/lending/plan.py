@@ -26,7 +26,7 @@ class LendingPlan:
 
     @property
     def pays(self) -> bool:
-        """Whether the trainer waits for longer than lending takes; else its GPUs are not lent."""
+        """Return whether the trainer waits for longer than lending takes; else its GPUs are not lent."""
         return self.idle_s > self.cost_s
 
     @property

@@ -31,7 +31,7 @@ class LendingRule:
     """How long the trainer was idle the last time, whether its GPUs were lent or not."""
 
     def pays(self) -> bool:
-        """Whether to lend."""
+        """Return whether to lend."""
         return len(self.costs_s) < TRIALS or self.idle_s > min(self.costs_s)
 
 

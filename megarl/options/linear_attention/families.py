@@ -75,12 +75,12 @@ class DeltaSizes:
 
     @property
     def keys_width(self) -> int:
-        """Of all keys, and of all queries."""
+        """Width of all keys, and of all queries."""
         return self.keys * self.key_dim
 
     @property
     def values_width(self) -> int:
-        """Of all values, and of their gates."""
+        """Width of all values, and of their gates."""
         return self.values * self.value_dim
 
 

@@ -29,7 +29,7 @@ def text_config(hf_config: HFConfig) -> HFConfig:
 
 
 def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
-    """As Qwen3-Next's."""
+    """The arguments of Qwen3-Next."""
     return qwen3_next.transformer_config_kwargs(text_config(hf_config))
 
 

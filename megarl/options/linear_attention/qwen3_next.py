@@ -62,7 +62,7 @@ def expert_rules(experts: moe.MoeSizes, hidden_size: int) -> list[Rule]:
 
 
 def sizes_of(hf_config: HFConfig) -> tuple[dense.DenseSizes, delta_net.DeltaSizes, moe.MoeSizes]:
-    """Of a config with its defaults: the decoder's, those of linear attention, and those of the experts."""
+    """Sizes of a config with its defaults: the decoder's, those of linear attention and of the experts."""
     shared = size(hf_config, "shared_expert_intermediate_size", default=512)
     experts = replace(qwen3_moe.experts_of(hf_config), shared_ffn_size=shared)
     return dense.DenseSizes.from_hf(hf_config), delta_net.DeltaSizes.from_hf(hf_config), experts

@@ -1,4 +1,5 @@
-"""Which tokens of a packed stream a recurrent layer runs behind which: runs of tokens, where they begin, what they hand on.
+"""The order in which a recurrent layer runs over the tokens of a packed stream: runs of tokens, where they begin, what
+they hand on.
 
 A run is a segment of the stream. It begins from zeros or, where tokens are before it, from what the run of the last of these
 ends with, so that the responses to a prompt share its states, and those of all that they have in common. The gradient of a

@@ -1,4 +1,4 @@
-"""Where an SGLang server holds the adapters of a run: one place in its memory for adapters, in every rank.
+"""The place in which an SGLang server holds the adapters of a run: one place in its memory for adapters, in every rank.
 
 The engine has SGLang make the place (`/load_lora_adapter_from_tensors`, with adapters that are all zero, pinned so that it is
 never given to others); updates write into it as into parameters, and read it back. For SGLang 0.5.23 (lora/mem_pool.py,
@@ -25,7 +25,7 @@ def named(version: object) -> str:
 
 
 def is_adapter_tensor(name: str) -> bool:
-    """Whether a tensor, by its name on the hub or in an engine, is one of an adapter."""
+    """Return whether a tensor, by its name on the hub or in an engine, is one of an adapter."""
     return name.endswith((LORA_A, LORA_B))
 
 

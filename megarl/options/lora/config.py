@@ -33,7 +33,7 @@ class LoraConfig(Section):
 
     @property
     def on(self) -> bool:
-        """Whether the role has adapters."""
+        """Return whether the role has adapters."""
         return self.rank > 0 or self.adapter is not None
 
 

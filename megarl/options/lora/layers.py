@@ -117,12 +117,12 @@ class ExpertAdapters(torch.nn.Module):
         return torch.cat([adapter(part) for adapter, part in zip(self.local_experts, hidden.split(counts), strict=True)])
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """As of `Adapter`."""
+        """Give the state as `Adapter` does."""
         return {}
 
 
 class Split:
-    """How tensor ranks share a weight: by its `rows`, by its `columns`, or not at all (`whole`)."""
+    """The division of a weight among tensor ranks: by its `rows`, by its `columns`, or not at all (`whole`)."""
 
     def __init__(self, rule: BoundRule, config: Any) -> None:
         of_expert = rule.expert is not None
@@ -250,14 +250,15 @@ class MergedWeights:
         self._beside = {adapter.site.a.megatron_name: adapter for adapter in adapters_of(chunks)}
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        """Of the parameter that the weight map calls `name`: a view, or where there is an adapter a copy, rounded once."""
+        """The parameter that the weight map calls `name`: a view, or where there is an adapter a copy, rounded once."""
         weight = plain(tensor)
         adapter = self._beside.get(f"{adapter_name(name)}A") if name.endswith(".weight") else None
         return weight if adapter is None else (weight.float() + adapter.product()).to(weight.dtype)
 
 
 def trained_entries(chunk: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Of a chunk's sharded state what training changes, and its adapters, which a checkpoint holds by the hub's tensors.
+    """The part of a chunk's sharded state that training changes, and its adapters, which a checkpoint holds by the hub's
+    tensors.
 
     So any other layout can read them. Entries that are no tensors stay.
     """

@@ -36,7 +36,7 @@ class AdapterFolder(AdapterHeader):
     """A PEFT folder opened for reading, checked against the model's config. Tensors have the names that weight maps have."""
 
     def __init__(self, path: str | Path, hf_config: Mapping[str, Any]) -> None:
-        """As `AdapterHeader`."""
+        """Open the folder as `AdapterHeader` does."""
         super().__init__(path, hf_config)
         self._whole = lru_cache(maxsize=4)(lambda stored: self._slice(stored)[:])
 

@@ -84,7 +84,7 @@ class AdapterHeader:
 
     @property
     def has_score(self) -> bool:
-        """Whether the head of a classifier is stored beside the adapters."""
+        """Return whether the head of a classifier is stored beside the adapters."""
         return SCORE in self.stored
 
     def _parts(self, name: str) -> list[str]:

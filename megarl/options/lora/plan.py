@@ -76,7 +76,7 @@ def _spared(shape: ModelShape, weight: Rule, layout: Layout, precision: Precisio
 
 
 def _tokens_and_inputs(shape: ModelShape, weight: Rule, layout: Layout) -> tuple[float, float]:
-    """Of a token of the stream: how many rows of the layer's input this rank has, and how wide they are."""
+    """Rows and width for a token of the stream: how many rows of the layer's input this rank has, and how wide they are."""
     split, columns = weight.packing.tp_axis == 1, weight.packing.hf_shapes[0][1]
     if weight.is_expert:
         return _rows(layout) * shape.top_k * layout.etp, columns / (layout.etp if split else 1)

@@ -50,7 +50,7 @@ class Lora:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def has_adapter(self, layer: str) -> bool:
-        """Whether the linear layer of this name, such as `model.layers.0.self_attn.q_proj`, has an adapter."""
+        """Return whether the linear layer of this name, such as `model.layers.0.self_attn.q_proj`, has an adapter."""
         return self._wanted.match(layer) and not self._unwanted.match(layer)
 
     @cached_property
@@ -78,7 +78,7 @@ class _Names:
 
 
 def _starts(layer: str) -> list[int]:
-    """Where a layer's name and its ends begin."""
+    """The places at which a layer's name and its ends begin."""
     return [0, *(dot.end() for dot in re.finditer(r"\.", layer))]
 
 
@@ -156,7 +156,7 @@ def adapter_name(weight: str) -> str:
 
 
 def is_adapter(megatron_name: str) -> bool:
-    """Whether a parameter is part of an adapter."""
+    """Return whether a parameter is part of an adapter."""
     return _IS_ADAPTER.search(megatron_name) is not None
 
 
@@ -193,7 +193,7 @@ def linear_rules(weight_map: WeightMap) -> list[Rule]:
 
 
 def is_linear(rule: Rule | BoundRule) -> bool:
-    """Whether a parameter is the weight of a linear layer of the decoder, other than a router."""
+    """Return whether a parameter is the weight of a linear layer of the decoder, other than a router."""
     return bool(_LINEAR.fullmatch(rule.megatron_name)) and len(rule.packing.hf_shapes[0]) == 2
 
 

@@ -125,7 +125,7 @@ class Mirror:
     # back ---------------------------------------------------------------------------------------------------------
 
     def holds_a_run(self) -> bool:
-        """Whether some run has sent anything here."""
+        """Return whether some run has sent anything here."""
         return INDEX in self.store.sizes("") or bool(self.steps())
 
     def open_index(self) -> None:
@@ -327,6 +327,6 @@ def _record_of(content: bytes) -> FileRecord:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name from elsewhere stays below the folder that it is joined to."""
+    """Return whether a name from elsewhere stays below the folder that it is joined to."""
     place = PurePosixPath(name)
     return bool(place.parts) and not place.is_absolute() and ".." not in place.parts

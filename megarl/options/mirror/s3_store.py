@@ -91,7 +91,7 @@ class S3Store:
             self._remove(names[start : start + 1000])
 
     def unfinished(self, folder: str) -> str:
-        """Its own name: an object cannot be renamed."""
+        """The name itself: an object cannot be renamed."""
         return folder
 
     def complete(self, folder: str) -> None:

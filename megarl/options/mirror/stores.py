@@ -38,7 +38,7 @@ class CopyStore(Protocol):
         """Write a file, which `record` describes, in place of what was there; if `blocks` raises, that stays."""
 
     def holds(self, name: str, record: FileRecord) -> bool:
-        """Whether the file that is there is the one that `record` describes; False if the place cannot tell."""
+        """Return whether the file that is there is the one that `record` describes; False if the place cannot tell."""
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove files, in this order; what is not there is no error."""

@@ -48,13 +48,13 @@ class Media:
         return cls(**values)
 
     def files(self, folder: Path) -> list[Path]:
-        """Where its pictures are in a run's media folder."""
+        """The paths of its pictures in a run's media folder."""
         return [folder / f"{digest}.png" for digest in self.digests]
 
 
 @dataclass(frozen=True)
 class PictureRules:
-    """How a model wants its pictures: sizes in pixels, and what its colours are normalised by.
+    """The rules of a model for its pictures: sizes in pixels, and what its colours are normalised by.
 
     A patch is a square of `patch` pixels in `temporal` frames, and `merge` by `merge` patches are one token. A picture is
     resized to multiples of `patch * merge`, with `min_pixels` to `max_pixels` in all. With `grows_first` one that has a side

@@ -61,17 +61,18 @@ class PictureTokens:
 
 
 def sees(folder: str | Path) -> bool:
-    """Whether the model in `folder` takes pictures, by its config.json; False where there is none."""
+    """Return whether the model in `folder` takes pictures, by its config.json; False where there is none."""
     return "vision_config" in _config(folder)
 
 
 def counts_frames(processor: str) -> bool | None:
-    """Whether the limits of an image processor count the pixels of all frames of a patch; None: megarl does not know it."""
+    """Return whether the limits of an image processor count the pixels of all frames of a patch; None: megarl does not
+    know it."""
     return next((counts for name, counts in PROCESSORS.items() if processor.startswith(name)), None)
 
 
 def load_picture_rules(folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> PictureRules:
-    """How the model in `folder` wants its pictures, by its image processor; other limits than its own are given.
+    """Read the rules of the model in `folder` for its pictures, by its image processor; other limits than its own are given.
 
     Raises:
         ModelError: the folder has no image processor, one that megarl does not compute, or one for another tower.
@@ -122,7 +123,7 @@ def load_picture_rules(folder: str | Path, min_pixels: int | None = None, max_pi
 
 
 def load_video_rules(folder: str | Path, pictures: PictureRules) -> PictureRules:
-    """How the model in `folder` wants its videos, by its video processor; the limits are of all frames together.
+    """Read the rules of the model in `folder` for its videos, by its video processor; the limits are of all frames together.
 
     `pictures` are its rules for pictures, which must be the same but for the limits.
 

@@ -1,4 +1,5 @@
-"""How many patches the pictures of rows will have: sizes are read from the heads of files, and nothing is decoded or kept."""
+"""Counts of the patches that pictures of rows will have: sizes are read from the heads of files, and nothing is decoded
+or kept."""
 
 from __future__ import annotations
 

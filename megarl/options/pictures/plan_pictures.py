@@ -1,4 +1,4 @@
-"""Which pictures a run's prompts are assumed to show: given, read of the first rows, or as large as the config allows.
+"""Pictures that a run's prompts are assumed to show: given, read of the first rows, or as large as the config allows.
 
 What reads pictures is imported by those who see alone: a plan is made in less time than their libraries take to load.
 """
@@ -41,17 +41,17 @@ class PromptPictures:
 
     @property
     def per_prompt(self) -> float:
-        """How many a prompt shows on average; frames of a video are pictures."""
+        """Number that a prompt shows on average; frames of a video are pictures."""
         return sum(map(len, self.grids)) / len(self.grids)
 
     @property
     def patches(self) -> float:
-        """Of a prompt, on average."""
+        """Patches of a prompt, on average."""
         return sum(prod(grid) for grids in self.grids for grid in grids) / len(self.grids)
 
     @property
     def most_patches(self) -> int:
-        """Of the prompt that shows most."""
+        """Patches of the prompt that shows most."""
         return sum(map(prod, self.most))
 
     def flops(self, model: FlopsModel) -> float:
@@ -114,7 +114,7 @@ def _rules(config: AnyConfig, vision: Vision) -> tuple[PictureRules, str]:
 
 
 def _settings(folder: str) -> dict[str, Any]:
-    """Those of the model's image processor; none where the folder does not have them."""
+    """Settings of the model's image processor; none where the folder does not have them."""
     try:
         settings = json.loads((Path(folder) / "preprocessor_config.json").read_text())
     except (OSError, ValueError):
@@ -132,7 +132,7 @@ def _limits(settings: dict[str, Any], frames: int) -> tuple[int | None, int | No
 
 
 def _of_rows(config: AnyConfig, rules: PictureRules) -> PromptPictures | None:
-    """Of the first rows, where they are in a file that can be read; a user's functions are not called for a plan."""
+    """Pictures of the first rows, where they are in a file that can be read; a user's functions are not called for a plan."""
     source, data = config.data.train, config.data
     if source.source not in ("jsonl", "parquet", "dataset") or source.path is None or not Path(source.path).exists():
         return None
@@ -177,7 +177,7 @@ def _stated(grids: tuple[Grid, ...], rules: PictureRules, how: str) -> str:
 
 
 def prompts_at_once(config: AnyConfig, max_tokens: int, response: float, *, of_reference: bool) -> int:
-    """How many different prompts of the longest kind a micro-batch shows, whose responses are of mean length."""
+    """Number of different prompts of the longest kind that a micro-batch shows, whose responses are of mean length."""
     members = _group(config) if _shares(config, of_reference=of_reference) else 1
     return max(1, int(max_tokens // (config.longest_parts[0] + members * response)))
 
@@ -185,7 +185,7 @@ def prompts_at_once(config: AnyConfig, max_tokens: int, response: float, *, of_r
 def prompts_computed(
     config: AnyConfig, sequences: float, max_tokens: int, prompt: float, response: float, *, of_reference: bool
 ) -> float:
-    """How often the pictures of a prompt are computed in a pass over `sequences`, all prompts together.
+    """Number of times that the pictures of a prompt are computed in a pass over `sequences`, all prompts together.
 
     A micro-batch computes each picture once, and has as many responses of a group as fit into it.
     """
@@ -199,5 +199,5 @@ def _group(config: AnyConfig) -> int:
 
 
 def _shares(config: AnyConfig, *, of_reference: bool) -> bool:
-    """Whether responses of a prompt lie in one micro-batch behind it; under other layers that is not in the plan."""
+    """Return whether responses of a prompt lie in one micro-batch behind it; under other layers that is not in the plan."""
     return of_reference and config.policy.share_prefix is not False

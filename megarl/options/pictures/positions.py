@@ -81,7 +81,7 @@ def _text(start: int, length: int) -> Tensor:
 
 
 def _interval(shown: Media, vision: Vision) -> float:
-    """How far time goes on from one grid of a video to the next."""
+    """The time that passes from one grid of a video to the next."""
     if vision.tokens_per_second is None or shown.grid[0] == 1:
         return 1
     if shown.seconds_per_grid is None:

@@ -32,7 +32,8 @@ def shown_media(sample: Mapping[str, Any]) -> list[Media]:
 
 
 def told_media(sample: Mapping[str, Any]) -> list[tuple[int, Media]]:
-    """Those of `shown_media` that were told between turns, with their numbers in it, their places counted from the response."""
+    """The pictures of `shown_media` that were told between turns, with their numbers in it, their places counted from
+    the response."""
     start = len(sample.get("prompt_ids") or ())
     numbered = enumerate(shown_media(sample) if start else ())
     return [(number, media.moved(-start)) for number, media in numbered if media.place >= start]

@@ -1,4 +1,4 @@
-"""Which tokens of a stream show which pictures: each picture is computed once, however many tokens and turns show it."""
+"""The tokens of a stream that show pictures: each picture is computed once, however many tokens and turns show it."""
 
 from __future__ import annotations
 

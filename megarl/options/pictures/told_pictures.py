@@ -47,7 +47,7 @@ class PicturedText:
         return PicturedText(self.text[:characters], tuple(one for one in self.pictures if one[0] <= characters))
 
     def content(self, folder: Path) -> str | list[dict[str, Any]]:
-        """As the content of a chat message: text, or parts in which each picture is the path of its file in `folder`."""
+        """The content of a chat message: text, or parts in which each picture is the path of its file in `folder`."""
         if not self.pictures:
             return self.text
         return [

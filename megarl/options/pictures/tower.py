@@ -61,7 +61,7 @@ class SeeingModel(GPTModel):
         """What this rank's tokens show, on its device: set before the forward pass."""
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:
-        """As GPTModel's, `input_ids` `[1, S]`."""
+        """Run the model as GPTModel does, `input_ids` `[1, S]`."""
         if self.pre_process:
             hidden, added = self._with_pictures(self.embedding(input_ids=input_ids, position_ids=position_ids))
             kwargs |= {"decoder_input": hidden, "extra_block_kwargs": {"context": added}}

@@ -1,4 +1,4 @@
-"""How long a vision tower's forward passes take: by the clock, on a GPU by events that nobody waits for while it works."""
+"""Seconds of a vision tower's forward passes: by the clock, on a GPU by events that nobody waits for while it works."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def timed_frames_of(
 
 
 def chosen_frames(total: int, rate: float, fps: float, max_frames: int) -> list[int]:
-    """Which of `total` frames at `rate` a second are used: `fps` a second, at least 4, at most `max_frames`, evenly apart.
+    """Choose among `total` frames at `rate` a second: `fps` a second, at least 4, at most `max_frames`, evenly apart.
 
     Their number is even, as a patch shows two frames; a video of one frame keeps that.
     """

@@ -103,7 +103,7 @@ class Vision:
 
     @property
     def parameters(self) -> int:
-        """How many the tower has, projectors included."""
+        """Number that the tower has, projectors included."""
         return sum(map(prod, self.shapes.values()))
 
     @cached_property
@@ -123,7 +123,8 @@ class Vision:
 
 @dataclass(frozen=True)
 class TextConfig:
-    """Where a family's config has the decoder's fields: beside `vision_config` (transformers 4), or in `text_config` (5).
+    """The part of a family's config with the decoder's fields: beside `vision_config` (transformers 4), or in
+    `text_config` (5).
 
     `defaults` are those of transformers that differ from a text family's. `tied_in_text`: embeddings are also tied where only
     the text's config says so, as transformers before 5 wrote it.

@@ -1,4 +1,5 @@
-"""Where an SGLang server's draft has the weights of the policy's layer for multi-token prediction; runs inside the server.
+"""The places at which an SGLang server's draft has the weights of the policy's layer for multi-token prediction; runs
+inside the server.
 
 SGLang (0.5.23) has the layer as a model of its own beside the policy, with the policy's embedding and output layer, and calls
 the loader for the policy first, then for the draft, with the same payload. What is the draft's waits from the one to the other.
@@ -32,7 +33,7 @@ def draft_name(name: str) -> str:
 
 
 def is_draft(tensors: Mapping[str, Any]) -> bool:
-    """Whether these are the parameters of a draft."""
+    """Return whether these are the parameters of a draft."""
     return any(name in tensors for name in _PROJECTIONS)
 
 

@@ -52,7 +52,7 @@ class TrunkStates:
 
 
 class Speculation:
-    """How an engine drafts: what its batches share."""
+    """The drafting of an engine: what its batches share."""
 
     def __init__(
         self, num_steps: int, open_draft: Callable[[SamplingParams], Draft], states: TrunkStates | None = None
@@ -64,7 +64,8 @@ class Speculation:
 
     @classmethod
     def of(cls, settings: SpeculativeConfig, folder: str | Path, policy: Any, load: Callable[[str], Any]) -> Speculation | None:
-        """As a config says; None: tokens are sampled one by one. `load` reads the transformers model in a folder.
+        """Make the drafts that a config asks for; None: tokens are sampled one by one. `load` reads the transformers
+        model in a folder.
 
         Raises:
             ConfigError: as `check_drafts`.
@@ -127,7 +128,7 @@ def _config_of(folder: str | Path) -> Any:
 
 
 class SpeculativeBatch(DecodeBatch):
-    """As `DecodeBatch`, but that a call of `next_tokens` may give a row several tokens."""
+    """A `DecodeBatch` of which a call of `next_tokens` may give a row several tokens."""
 
     def __init__(
         self, model: Any, rows: list[OpenResponse], params: SamplingParams, recorder: RouteRecorder, speculation: Speculation

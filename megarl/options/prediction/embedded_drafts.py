@@ -1,4 +1,4 @@
-"""Where the embedded engine's drafts come from: the tokens so far, a small model, or the policy's own layer for prediction.
+"""Sources of the embedded engine's drafts: the tokens so far, a small model, or the policy's own layer for prediction.
 
 A draft may be anything: `drawing.verify` keeps what makes responses those of the policy. How good it is decides how many
 tokens a pass yields.
@@ -142,7 +142,7 @@ def cut_back(cache: DynamicCache, mask: Tensor, cut: Tensor) -> Tensor:
 
 
 def positions_of(mask: Tensor, columns: int) -> Tensor:
-    """Those of the last columns of a mask that begins with padding, int64 [B, columns]."""
+    """Positions of the last columns of a mask that begins with padding, int64 [B, columns]."""
     return (mask.cumsum(1) - 1).clamp(min=0)[:, mask.shape[1] - columns :]
 
 

@@ -162,7 +162,7 @@ class Prediction(MegatronModule):
         return torch.empty_like(gathered).index_copy_(0, share.layout.flatten(), gathered)
 
     def _of_tensor_rank(self, tokens: Tensor) -> Tensor:
-        """Of `[S/cp, H]` what this tensor rank's layers are given."""
+        """The part of `[S/cp, H]` that this tensor rank's layers are given."""
         if not self.config.sequence_parallel:
             return tokens
         group = parallel_state.get_tensor_model_parallel_group()

@@ -64,7 +64,7 @@ class PredictionLoss(torch.autograd.Function):
 
 
 def _log_sum(logits: Tensor, vocabulary: VocabularySlice) -> tuple[Tensor, Tensor]:
-    """Of `logits` `[n, V/tp]` the log of the sum of exponentials over all slices, `[n]`, and the largest."""
+    """The log for `logits` `[n, V/tp]` of the sum of exponentials over all slices, `[n]`, and the largest."""
     peak = largest_of_all(logits.amax(dim=1), vocabulary.group)
     return _summed((logits - peak[:, None]).exp_().sum(1), vocabulary).log() + peak, peak
 

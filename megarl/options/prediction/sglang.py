@@ -78,7 +78,7 @@ def check_drafts(config: Config, platform: str) -> None:
 
 
 def prediction_layers(hf_config: dict[str, Any]) -> int:
-    """How many layers for multi-token prediction a folder's config names."""
+    """Number of layers for multi-token prediction that a folder's config names."""
     return int(hf_config.get("num_nextn_predict_layers") or hf_config.get("mtp_num_hidden_layers") or 0)
 
 

@@ -33,6 +33,6 @@ def further_reward_weights(config: Config) -> dict[str, float]:
 
 
 def gives_step_rewards(config: Config) -> bool:
-    """Whether every step of a response has a reward of its own."""
+    """Return whether every step of a response has a reward of its own."""
     model = reward_model_of(config)
     return model.path is not None and model.per_step

@@ -38,7 +38,8 @@ class RoutingFigures:
         }
 
     def replayed(self, roles: Roles, batch: Batch) -> dict[str, float]:
-        """Of the step's passes: the share of replayed experts that the router would not choose, and of unknown choices."""
+        """Figures of the step's passes: the share of replayed experts that the router would not choose, and of unknown
+        choices."""
         if self.config.routing_replay == "none":
             return {}
         counts = roles.take_replay_counts()

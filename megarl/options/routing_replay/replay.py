@@ -77,7 +77,7 @@ class RoutingReplay:
             self._records = records
 
     def take_counts(self) -> ReplayCounts:
-        """Those since the last call."""
+        """The counts since the last call."""
         counts = [layer.counts for layer in self.layers if layer.counts is not None]
         for layer in self.layers:
             layer.counts = None

@@ -127,7 +127,7 @@ class RoutesOfRows:
         self._prompts = [agreed(given) for given in parts]
 
     def laid(self, prompts: Sequence[int], rows: Sequence[int], lengths: Sequence[int]) -> tuple[Routes, Routes]:
-        """Those of `prompts` and of the responses of `rows`, which have `lengths` tokens, each one behind the other."""
+        """Routes of `prompts` and of the responses of `rows`, which have `lengths` tokens, each one behind the other."""
         responses = (padded(self._responses[row], length) for row, length in zip(rows, lengths, strict=True))
         return (
             np.concatenate([self._nobody, *(self._prompts[prompt] for prompt in prompts)]),

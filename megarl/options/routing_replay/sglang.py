@@ -23,7 +23,7 @@ from megarl.options.routing_replay.routes import Routes, compact
 
 @dataclass(frozen=True)
 class ExpertLayers:
-    """Of a model's `layers` those that have `experts`, of which a token uses `top_k`."""
+    """The layers of a model's `layers` that have `experts`, of which a token uses `top_k`."""
 
     layers: int
     expert_layers: tuple[int, ...]
@@ -32,7 +32,7 @@ class ExpertLayers:
 
     @classmethod
     def of(cls, folder: str | Path) -> ExpertLayers | None:
-        """Those of the model in a Hugging Face folder; None if it has none."""
+        """The expert layers of the model in a Hugging Face folder; None if it has none."""
         shape = ModelShape.read(folder)
         return cls(shape.layers, tuple(sorted(shape.expert_layers)), shape.experts, shape.top_k) if shape.experts else None
 

@@ -21,7 +21,7 @@ ANSWER_S = 30.0
 
 @dataclass(frozen=True)
 class Container:
-    """How commands become containers."""
+    """The way in which commands become containers."""
 
     wrap: Sequence[str]
     """What stands before a command."""

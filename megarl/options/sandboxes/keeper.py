@@ -316,7 +316,7 @@ def _proportional_bytes(pid: int) -> int:
 
 
 def _deleted_bytes(pid: int) -> int:
-    """Of files that it has open and that are in no folder any more."""
+    """Bytes of files that it has open and that are in no folder any more."""
     total = 0
     with contextlib.suppress(OSError):
         for file in os.scandir(f"/proc/{pid}/fd"):

@@ -1,4 +1,4 @@
-"""Which roles of a run compute the tokens that sequences begin with alike once, and with which attention."""
+"""The roles of a run that compute the tokens that sequences begin with alike once, and with which attention."""
 
 from __future__ import annotations
 

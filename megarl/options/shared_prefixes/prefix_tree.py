@@ -20,7 +20,8 @@ Tokens = npt.NDArray[np.integer[Any]]
 
 
 class CommonPrefixes(NamedTuple):
-    """Of R responses: `order`, their numbers with common beginnings beside each other, and how many tokens each has in `common`
+    """Common beginnings of R responses: `order`, their numbers with common beginnings beside each other, and how many
+    tokens each has in `common`
     with the next in that order (R - 1 numbers; 0: it shares the prompt alone).
     """
 
@@ -28,7 +29,8 @@ class CommonPrefixes(NamedTuple):
     common: tuple[int, ...]
 
     def repeats(self, chosen: Iterable[int]) -> tuple[int, ...]:
-        """How many first tokens each of the responses `chosen` need not compute because another one of them does, if any."""
+        """Number of first tokens that each of the responses `chosen` need not compute because another one of them does,
+        if any."""
         if not self.common:
             return ()
         wanted, found = set(chosen), []
@@ -59,7 +61,7 @@ class Node(NamedTuple):
 
 
 def common_prefixes(responses: Sequence[Tokens]) -> CommonPrefixes:
-    """Which of the `responses` begin with the same tokens."""
+    """Find the `responses` that begin with the same tokens."""
     starts: dict[bytes, list[int]] = {}
     for number, tokens in enumerate(responses):
         key = _ordered(tokens[:LEAST_SHARED]) if len(tokens) >= LEAST_SHARED else b""

@@ -47,7 +47,7 @@ class AttentionPass:
 
     @property
     def longest(self) -> tuple[int, int]:
-        """Of the runs of queries, and of keys."""
+        """Lengths of the longest run of queries, and of keys."""
         return max(queries for queries, _ in self.lengths), max(keys for _, keys in self.lengths)
 
 

@@ -66,7 +66,8 @@ def open_endpoint(config: AnyConfig, state: RunState, *, is_continued: bool) -> 
 
 
 def targets_file(config: AnyConfig) -> Path:
-    """Where a run says where it listens: in one folder for all runs, as file discovery looks in one folder alone."""
+    """The file in which a run says where it listens: in one folder for all runs, as file discovery looks in one folder
+    alone."""
     return Path(config.run.folder) / TARGETS / f"{quote(config.run.name, safe='')}.json"
 
 

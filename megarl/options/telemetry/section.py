@@ -1,4 +1,4 @@
-"""Who is told of a run while it goes on: experiment trackers, Prometheus, OpenTelemetry (docs/watching.md)."""
+"""The section `trackers`: experiment trackers, Prometheus, OpenTelemetry (docs/watching.md)."""
 
 from __future__ import annotations
 

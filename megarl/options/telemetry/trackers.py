@@ -1,4 +1,5 @@
-"""Where metrics go besides `metrics.jsonl`: trackers that megarl has, and classes of the user's own, by one small interface.
+"""Destinations of metrics besides `metrics.jsonl`: trackers that megarl has, and classes of the user's own, by one small
+interface.
 
 One `Trackers.log(step, metrics)` writes to all of them. A tracker that fails is a line, and never the end of a run.
 """

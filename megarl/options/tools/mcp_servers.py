@@ -228,7 +228,7 @@ class _Connection:
             working.cancel()
 
     async def is_alive(self, client: Any) -> bool:
-        """Whether the server still answers."""
+        """Return whether the server still answers."""
         try:
             async with asyncio.timeout(SIGN_OF_LIFE_S):
                 await client.session.list_tools()

@@ -24,7 +24,8 @@ _FEWEST = 4
 
 
 class ToolProcesses:
-    """As many processes as cores (at least four), each with one call at a time; further calls wait for one to be free."""
+    """A pool of as many processes as cores (at least four), each with one call at a time; further calls wait for one to
+    be free."""
 
     def __init__(
         self, paths: Mapping[str, str], timeout_s: float, max_characters: int, pictures: PictureKeeper | None = None

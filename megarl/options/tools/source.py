@@ -1,4 +1,4 @@
-"""Where tools come from: functions, a sandbox, MCP servers."""
+"""Sources of tools: functions, a sandbox, MCP servers."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ WINDOWS = 2
 
 
 class Readable(NamedTuple):
-    """Where a registered buffer is; plain values, for a process on any machine.
+    """The address of a registered buffer; plain values, for a process on any machine.
 
     `metadata` is how NIXL reaches the process that has it, and all that this process has registered. `memory` is NIXL's name
     for the kind, `device` the number that the GPU has in that process (0 for main memory).
@@ -103,7 +103,7 @@ class RegisteredMemory:
             self._agent.deregister_memory(self._registered.pop(buffer.data_ptr()))
 
     def readable(self, buffer: Tensor) -> Readable:
-        """Where a registered buffer, or the beginning of one, is."""
+        """The address of a registered buffer, or of the beginning of one."""
         with self._lock:
             return Readable(self._agent.name, self._agent.get_agent_metadata(), buffer.data_ptr(), *_place(buffer))
 

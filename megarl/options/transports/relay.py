@@ -60,7 +60,7 @@ class Relay:
         return torch.distributed.P2POp(torch.distributed.isend, buffer, message.relay)
 
     def _expected(self, message: Message) -> tuple[Tensor, SendBatch]:
-        """Where a message is received, and the load that it is then."""
+        """The buffer in which a message is received, and the load that it is then."""
         empty = [
             WeightSlice(held, torch.empty(held.rows, held.cols, dtype=BY_ITEMSIZE[size], device="meta"))
             for held, size in self._plan.contents(message.buckets)

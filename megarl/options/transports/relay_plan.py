@@ -1,4 +1,5 @@
-"""How weights reach an engine's rank on another machine than their sender's, where engines open what ranks beside them staged.
+"""The way of weights to an engine's rank on another machine than their sender's, where engines open what ranks beside
+them staged.
 
 The sender hands them to a training rank on the engine rank's machine, its relay: the one on the same GPU, if there is one. Who
 sends what to which relay follows from the plan, so that both sides know it. Pure values, without torch.
@@ -26,7 +27,8 @@ class Machines:
 
     @classmethod
     def of(cls, placement: Placement, group: str = "policy") -> Machines:
-        """Those of a placement, seen from the ranks of `group`. Without GPUs all of an engine is where its first rank is."""
+        """The machines of a placement, seen from the ranks of `group`. Without GPUs all of an engine is where its first
+        rank is."""
         numbers = {name: number for number, name in enumerate(sorted(placement.machines))}
         on = [numbers[machine(bundle.node)] for bundle in placement.bundles]
         of_ranks = tuple(on[bundle] for bundle in placement.ranks[group])
@@ -48,7 +50,7 @@ class Machines:
         return cls(of_ranks, tuple(engines), tuple(relays))
 
     def beside(self, rank: int, engine: int, engine_rank: int) -> bool:
-        """Whether a training rank is on the machine of an engine's rank."""
+        """Return whether a training rank is on the machine of an engine's rank."""
         return self.ranks[rank] == self.engines[engine][engine_rank]
 
 

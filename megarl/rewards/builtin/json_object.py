@@ -135,7 +135,7 @@ def _parsed(text: str) -> Any:
 
 
 def _is_shallow(value: Any) -> bool:
-    """Whether at most `_DEEPEST` objects and lists of `value` are in one another."""
+    """Return whether at most `_DEEPEST` objects and lists of `value` are in one another."""
     level = [value]
     for _ in range(_DEEPEST + 1):
         level = [

@@ -1,4 +1,4 @@
-"""Where text that a model wrote is judged: processes that the kernel keeps from doing anything but compute.
+"""Judgement of text that a model wrote: processes that the kernel keeps from doing anything but compute.
 
 The children are run by path and import nothing of megarl.
 """

@@ -102,7 +102,7 @@ class _Child:
         return self._ask(json.dumps([question, left_s]), left_s + notices_s) if left_s > 0 else None
 
     def _is_ready(self, until: float) -> bool:
-        """Whether there is a process that answers; one that is still starting at `until` is kept for the next call."""
+        """Return whether there is a process that answers; one that is still starting at `until` is kept for the next call."""
         if self._process is None:
             self._start()
         if self._ready_until:
@@ -145,7 +145,7 @@ class _Child:
         return answer or None
 
     def _exit_code(self) -> int | None:
-        """Of a child that has closed its output; None if it has not ended for all that."""
+        """Exit code of a child whose output is closed, or None if it is still running."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(_END_S)

@@ -124,7 +124,8 @@ def written_number(text: Any, *, lowest_terms: bool = False) -> Fraction | None:
 
 
 def says_number(text: Any, gold: Fraction, *, lowest_terms: bool = False) -> bool:
-    """Whether an answer, as `x = 1/3` or `1/3 \\approx 0.333`, ends in a number and has none that is over 1 % from `gold`.
+    """Return whether an answer, as `x = 1/3` or `1/3 \\approx 0.333`, ends in a number and has none that is over 1 %
+    from `gold`.
 
     `lowest_terms` as for `written_number`: for a gold answer that is not written as a fraction.
     Whether it is the right one is for math-verify to say, which reads only one of them.

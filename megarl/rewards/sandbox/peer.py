@@ -220,7 +220,7 @@ class FarCallable(Far):
 
 
 def number_of(value: Any) -> int | None:
-    """Of a stand-in; None for everything else."""
+    """The number of a stand-in; None for everything else."""
     return object.__getattribute__(value, "_number") if issubclass(type(value), Far) else None
 
 
@@ -233,7 +233,7 @@ def _forward(kind: str) -> Callable[..., Any]:
 
 
 def _forward_swapped(kind: str) -> Callable[..., Any]:
-    """Of `other <operation> far`: the object on the other side is the second operand."""
+    """Forward `other <operation> far`: the object on the other side is the second operand."""
     return lambda far, other: object.__getattribute__(far, "_peer").ask(kind, other, far)
 
 

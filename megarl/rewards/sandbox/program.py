@@ -63,7 +63,7 @@ def run_program(code: str, stdin: str, limits: SandboxLimits, until: float) -> s
 
 
 def run_tests(code: str, tests: Sequence[str], limits: SandboxLimits, until: float) -> int:
-    """How many of `tests` pass of `code`, which runs in a process of its own; 0 if they are ended before all have run.
+    """Number of `tests` passed by `code`, which runs in a process of its own; 0 if they are ended before all have run.
 
     Raises as `run_program`.
     """

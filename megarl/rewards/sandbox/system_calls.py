@@ -86,7 +86,7 @@ Instruction = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Rules:
-    """What a filter lets through. Each system call is in one of the fields at most."""
+    """System calls that a filter lets through. Each system call is in one of the fields at most."""
 
     allowed: Mapping[str, Numbers]
     values: Sequence[tuple[Numbers, Sequence[tuple[int, Sequence[int]]]]] = ()

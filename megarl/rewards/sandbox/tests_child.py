@@ -113,7 +113,7 @@ class ProgramNames(dict[str, Any]):
         raise KeyError(name)
 
     def of_program(self, name: str) -> Any:
-        """What the program calls so; of a library's functions and classes this process's own."""
+        """The program's object of this name; of a library's functions and classes this process's own."""
         module = self._defined.get(name, "")
         if module.partition(".")[0] in {*sys.stdlib_module_names, *_OWN_COPIES.values()}:
             return getattr(importlib.import_module(module), name)

@@ -173,7 +173,7 @@ def take_over(old: Any, new: Any) -> None:
 
 
 def _is_same(mine: Any, theirs: Any) -> bool:
-    """Whether `mine`, perhaps after taking over `theirs`, may stay where it is."""
+    """Return whether `mine`, perhaps after taking over `theirs`, may stay where it is."""
     if type(mine) is type(theirs) and isinstance(mine, list | dict | set | bytearray | collections.deque):
         take_over(mine, theirs)
         return True

@@ -1,4 +1,4 @@
-"""How tokens are drawn from logits: temperature, top-k, top-p and min-p, and the acceptance rule of speculative decoding.
+"""Drawing of tokens from logits: temperature, top-k, top-p and min-p, and the acceptance rule of speculative decoding.
 
 Pure functions of tensors. A row's random numbers come from a generator of its own, so a draw does not depend on its batch.
 """
@@ -56,7 +56,7 @@ def sample(logits: Tensor, params: SamplingParams, generators: Sequence[torch.Ge
 
 
 class Proposals(NamedTuple):
-    """What a draft proposes to follow each row.
+    """Tokens that a draft proposes to follow each row.
 
     `tokens` int64 [B, K], of which the first `counts` int64 [B] of each row count; `probs` float64 [B, K, V] are the
     distributions that they were drawn from; None: they were not drawn, but follow from the tokens before them.
@@ -68,7 +68,8 @@ class Proposals(NamedTuple):
 
 
 def verify(weights: Tensor, proposals: Proposals, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Which proposals stay, and the token behind them, so that all are distributed as if drawn from `weights` one by one.
+    """Choose the proposals that stay, and the token behind them, so that all are distributed as if drawn from `weights`
+    one by one.
 
     A proposal x stays with probability min(1, p(x) / q(x)), p and q being the distributions of the policy and of the draft;
     behind the first that does not, a token is drawn from max(0, p - q), normalised; behind all of them, from p (Leviathan et

@@ -79,7 +79,8 @@ class DecodeBatch:
             self._prefill_turn(self._turns)
 
     def _prefill_turn(self, turns: TurnCache) -> None:
-        """As `_prefill`, of one row whose earlier turns may be kept. No layer of its cache forgets: it can be cut back."""
+        """Prefill, as `_prefill`, one row whose earlier turns may be kept. No layer of its cache forgets: it can be cut
+        back."""
         [row] = self.rows
         ids = [*row.prompt, *row.response]
         assert row.conversation is not None, "only conversations are kept"
@@ -195,7 +196,7 @@ class DecodeBatch:
             turns.keep(row.conversation, KeptTurn(ids[: self._cache.get_seq_length()], self._cache))
 
     def _computed(self, **inputs: Any) -> Any:
-        """What the model answers, its choices of experts taken down if they are asked for."""
+        """The model's answer, its choices of experts taken down if they are asked for."""
         self._recorder.is_on = self._params.routes
         try:
             return self._model(**inputs)
@@ -203,7 +204,7 @@ class DecodeBatch:
             self._recorder.is_on = False
 
     def _next_positions(self) -> torch.Tensor:
-        """Those of the tokens that were sampled last: int64 `[B, 1]`, or `[3, B, 1]` of a model that sees."""
+        """Positions of the tokens that were sampled last: int64 `[B, 1]`, or `[3, B, 1]` of a model that sees."""
         if self._sight is None:
             return self._mask.sum(1, keepdim=True) - 1
         last = [row.seen.positions_with(len(row.response))[:, -1:] for row in self.rows if row.seen is not None]

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 @dataclass(frozen=True)
 class KeptTurn:
-    """What the model computed for `ids`: a cache of one row, without padding."""
+    """The keys and values that the model computed for `ids`: a cache of one row, without padding."""
 
     ids: list[int]
     cache: DynamicCache
@@ -33,7 +33,8 @@ class TurnCache:
         return len(self._kept)
 
     def take(self, conversation: str, ids: Sequence[int]) -> KeptTurn | None:
-        """What there is of the tokens that `ids` begin with, all but one at most; None: nothing. It is then no longer kept."""
+        """Take what is kept of the tokens that `ids` begin with, all but one at most; None: nothing. It is then no
+        longer kept."""
         found = self._remove(conversation)
         if found is None:
             return None

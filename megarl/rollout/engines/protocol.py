@@ -1,4 +1,4 @@
-"""What every rollout engine is: the values that go in and come out, and the class that every engine derives from.
+"""The form of every rollout engine: the values that go in and come out, and the class that every engine derives from.
 
 Nothing here knows which engine it is.
 """
@@ -27,7 +27,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How responses are sampled.
+    """Parameters of sampling.
 
     `temperature` divides the logits, and log-probs are taken under it. `top_p` in (0, 1], `top_k` (0 or less: off) and
     `min_p` in [0, 1] limit what may be sampled, each judged by the full distribution, and not the log-probs, which are those
@@ -104,7 +104,7 @@ Begun = Sequence[Sequence[Generation | None]]
 
 @dataclass(frozen=True)
 class EnginePlace:
-    """Where one of a run's engines is: its number, the CPU threads it gets, the platform, and where its logs go.
+    """The place of one of a run's engines: its number, the CPU threads it gets, the platform, and where its logs go.
 
     `gpus` are its GPUs, one for each rank, by their numbers among those that every process of its node sees; none on a CPU.
     Of an engine on several nodes they are those of its first one; `other_nodes` has those of each further node, equally many.
@@ -121,7 +121,7 @@ class EnginePlace:
 
 
 class EngineProcess(Protocol):
-    """What `Engine.start_on_node` starts; ended by whoever asked for it."""
+    """A process that `Engine.start_on_node` starts; ended by whoever asked for it."""
 
     def wait(self) -> str:
         """Wait until it has ended; returns what is known of its end."""
@@ -237,12 +237,12 @@ class Engine(ABC):
 
     @property
     def served_model(self) -> ServedModel | None:
-        """Which model the engine serves, to be compared with the trainer's; None: any weights are the right ones."""
+        """The model that the engine serves, to be compared with the trainer's; None: any weights are the right ones."""
         return None
 
     @property
     def endpoint(self) -> ServerEndpoint | None:
-        """Where ranks send its weights directly; None: `apply_update` is called with them."""
+        """The server to which ranks send its weights directly; None: `apply_update` is called with them."""
         return None
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Which class a run's engines are: a kind that megarl has, or a class of the user's own by its import path."""
+"""The class of a run's engines: a kind that megarl has, or a class of the user's own by its import path."""
 
 from __future__ import annotations
 

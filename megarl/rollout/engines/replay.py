@@ -100,13 +100,13 @@ class ReplayEngine(Engine):
         self._version = version
 
     async def abandon_update(self) -> None:
-        """As after any failed update, there is no version until the next one."""
+        """Leave no version, as after any failed update, until the next one."""
 
     async def sleep(self) -> None:
         self._version = None
 
     async def wake(self) -> None:
-        """As after any wake, there is no version until the next update."""
+        """Leave no version, as after any wake, until the next update."""
 
     async def health(self) -> None:
         """Always able to answer."""

@@ -1,4 +1,4 @@
-"""What an episode is: an async function from a prompt to a Sample, and what it is given to sample with and to keep to.
+"""Episodes: an async function from a prompt to a Sample, and what it is given to sample with and to keep to.
 
 An episode asks its `SampleTokens` for tokens as often as it needs. It never asks for what it already has, never turns sampled
 ids into text and back, and marks every token that the policy did not sample.
@@ -40,7 +40,7 @@ class SampleTokens(Protocol):
 
 @dataclass
 class EpisodeContext:
-    """What all episodes of a run share; `open_episodes` makes it."""
+    """The things that all episodes of a run share; `open_episodes` makes it."""
 
     tokenizer: Any
     max_prompt_tokens: int
@@ -105,7 +105,7 @@ class ToolSet(Protocol):
         ...
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """What the tool called `name` answers to `arguments`, in an episode of this call's own."""
+        """Call the tool called `name` and give its answer to `arguments`, in an episode of this call's own."""
         ...
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from megarl.rollout.episodes.turns import TurnTemplate
 
 
 class EpisodeSettings(Protocol):
-    """What `open_episodes` reads of `rollout.episode`; options read their own sections of it."""
+    """The part that `open_episodes` reads of `rollout.episode`; options read their own sections of it."""
 
     @property
     def kind(self) -> str: ...
@@ -33,7 +33,7 @@ class EpisodeSettings(Protocol):
 
 @dataclass(frozen=True)
 class EpisodeOpening:
-    """What an option opens its part of a run's episodes with."""
+    """The values with which an option opens its part of a run's episodes."""
 
     settings: Any
     """The section `rollout.episode`."""
@@ -60,7 +60,7 @@ class Episodes:
         return self.context.tool_schemas
 
     def take_counts(self) -> dict[str, int]:
-        """How often what happened since the last call."""
+        """Counts of events since the last call."""
         return self.context.take_counts()
 
     def close(self) -> None:

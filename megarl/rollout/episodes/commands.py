@@ -1,4 +1,4 @@
-"""Where tools and agents run commands: a folder for each episode, whoever confines what happens in it."""
+"""Folders in which tools and agents run commands: a folder for each episode, whoever confines what happens in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class CommandResult:
-    """How a command ended. `exit_code` is minus the signal that ended it, 127 where it did not start.
+    """The end of a command. `exit_code` is minus the signal that ended it, 127 where it did not start.
 
     `ended_by` is what it used too much of (`time`, `memory`, `processes`, `disk`, `output`) or empty; `is_cut`: it printed more
     than is kept.
@@ -42,7 +42,7 @@ class CommandFolder(Protocol):
         timeout_s: float | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> CommandResult:
-        """How a command ended that ran in the folder."""
+        """Run a command in the folder and tell how it ended."""
         ...
 
 

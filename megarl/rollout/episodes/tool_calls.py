@@ -1,4 +1,4 @@
-"""What one turn of a policy is: what it thought, what it said, and which tools it calls, whatever format its family writes.
+"""One turn of a policy: what it thought, what it said, and which tools it calls, whatever format its family writes.
 
 | family | a call |
 |---|---|
@@ -75,7 +75,7 @@ def parse_tool_calls(said: str, tools: Tools = ()) -> list[ToolCall]:
 
 
 def _bodies(said: str, begin: str, end: str) -> Iterator[str]:
-    """What stands between the marks, one after the other; the last one may have no end.
+    """The texts between the marks, one after the other; the last one may have no end.
 
     Found by looking ahead once. A pattern would look to the end of the turn again from each mark, and a policy that writes
     thousands of marks without ends would stop the run.

@@ -69,7 +69,8 @@ class Transcript:
         self.turns.append({"role": "assistant", "content": text})
 
     def _take_routes(self, generation: Generation) -> None:
-        """Those of a turn are of everything before it, too; what was chosen first under the same weights stays."""
+        """Keep the routes of a turn, which are of everything before it, too; what was chosen first under the same
+        weights stays."""
         routes, before = generation.routes, self._routes
         version = generation.weight_versions[-1] if generation.weight_versions else self._routes_version
         if routes is not None and before is not None and version == self._routes_version:

@@ -1,4 +1,4 @@
-"""What a chat template writes between two turns of the policy, as token ids.
+"""Tokens that a chat template writes between two turns of the policy, as token ids.
 
 Only that piece is ever rendered and tokenised: the turns before it stay the ids that they are. A template may therefore
 write an earlier turn otherwise once more follows (thinking taken out, for one) without anything changing here.
@@ -32,7 +32,7 @@ CHARACTERS_PER_TOKEN = 32
 
 @dataclass(frozen=True)
 class ToldTokens:
-    """What the policy is told, as ids, and the pictures among them, their places counted from the first id."""
+    """Words told to the policy, as ids, and the pictures among them, their places counted from the first id."""
 
     ids: list[int]
     media: list[Media]

@@ -1,1 +1,1 @@
-"""Which prompt groups start, on which engine and under which weights; engines that fail are restarted."""
+"""The prompt groups that start, their engines and weights; engines that fail are restarted."""

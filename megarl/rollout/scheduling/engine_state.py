@@ -116,12 +116,12 @@ class EngineState:
 
     @property
     def is_up(self) -> bool:
-        """Whether it may be given weights: it neither sleeps nor is being started anew."""
+        """Return whether it may be given weights: it neither sleeps nor is being started anew."""
         return self.restarting is None and not self.rests
 
     @property
     def waits_for_weights(self) -> bool:
-        """Whether it is up, and an update is all that it needs."""
+        """Return whether it is up, and an update is all that it needs."""
         return self.version is None and self.is_up
 
     async def come_back(self, deadline_s: float) -> None:
@@ -146,7 +146,7 @@ class EngineState:
 
     @property
     def status(self) -> EngineStatus:
-        """What it is doing, as far as the scheduler knows; another thread may ask."""
+        """Its present activity, as far as the scheduler knows; another thread may ask."""
         version, condition = self.version, self._condition()
         return EngineStatus(self.number, condition, version, len(self.requests), self.failed_times)
 
@@ -288,7 +288,7 @@ async def cut_short(requests: Sequence[AskedGroups], deadline_s: float) -> None:
 
 
 def progress_text(engines: Sequence[EngineState]) -> str:
-    """What each engine does, as the end of a sentence."""
+    """Describe what each engine does, as the end of a sentence."""
     does = {
         engine.number: "sleeps" if engine.rests else "is down" if engine.version is None else f"works on {engine.load}"
         for engine in engines

@@ -23,7 +23,7 @@ class LoopThread:
 
     @property
     def is_open(self) -> bool:
-        """Whether the loop runs."""
+        """Return whether the loop runs."""
         return self.loop.is_running()
 
     def run(self, work: Coroutine[Any, Any, T], deadline_s: float = 60.0) -> T:

@@ -1,4 +1,4 @@
-"""What engines have answered to groups that are not finished, by turn, so that none of it is asked for again."""
+"""Turns that engines have answered to groups that are not finished, by turn, so that none of it is asked for again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PartialGroup:
         self._turns: dict[str, Generation] = {}
 
     def turn(self, name: str) -> Generation | None:
-        """What there is of a turn."""
+        """The kept part of a turn."""
         return self._turns.get(name)
 
     def keep(self, name: str, generation: Generation) -> None:
@@ -56,7 +56,7 @@ class PartialGroup:
 
     @classmethod
     def of_dict(cls, record: Mapping[str, Any]) -> PartialGroup:
-        """What `to_dict` wrote."""
+        """Read what `to_dict` wrote."""
         group = cls()
         for name, turn in record.items():
             routes = from_json(turn["routes"]) if turn["routes"] is not None else None
@@ -72,7 +72,7 @@ def turn_name(number: int, ids: Sequence[int], times: int = 0) -> str:
 
 
 class PartialGroups:
-    """Those of a scheduler, by number. Without `continues` they are there to be counted alone: none is gone on with."""
+    """Partial groups of a scheduler by group number. If `continues` is false they are only counted, never resumed."""
 
     def __init__(self, *, continues: bool) -> None:
         self.continues = continues
@@ -81,11 +81,11 @@ class PartialGroups:
         self._groups: dict[int, PartialGroup] = {}
 
     def of(self, number: int) -> PartialGroup:
-        """What there is of a group."""
+        """The kept part of a group."""
         return self._groups.setdefault(number, PartialGroup())
 
     def goes_on(self, number: int) -> bool:
-        """Whether there is something of a group that it can go on from."""
+        """Return whether there is something of a group that it can go on from."""
         return self.continues and number in self._groups and self._groups[number].tokens > 0
 
     def throw_away(self, number: int) -> None:
@@ -100,7 +100,7 @@ class PartialGroups:
             self.aborted_tokens += group.tokens - sum(sum(sample.sampled_mask) for sample in samples)
 
     def state_dict(self, finished: Container[int]) -> dict[str, Any]:
-        """What there is of groups that are not `finished` and will go on, JSON-able."""
+        """The kept part of groups that are not `finished` and will go on, JSON-able."""
         return {str(n): group.to_dict() for n, group in self._groups.items() if n not in finished and self.goes_on(n)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[int]:

@@ -202,7 +202,7 @@ class Scheduler:
         return self.thread.run(called(), deadline_s + 30)
 
     def failing(self, engines: Iterable[int]) -> dict[int, Exception]:
-        """Those of the engines that are not well, and why."""
+        """Engines that are not well, and why."""
         return failures(self.on_each(engines, lambda _, engine: engine.health(deadline_s=HEALTH_S), HEALTH_S))
 
     def hold(self, engines: Sequence[int]) -> None:
@@ -428,7 +428,8 @@ class Scheduler:
         self._dispatch()
 
     async def _restart(self, engine: EngineState) -> None:
-        """What cannot be mended ends the run; but it goes on without an engine that is lent GPUs."""
+        """Restart an engine. A failure that cannot be mended ends the run; but it goes on without an engine that is lent
+        GPUs."""
         try:
             if engine.failures > FAILURES:
                 raise EngineError(

@@ -1,4 +1,4 @@
-"""Which prompt groups may be started when, and which ones train next: bounded staleness as a pure state machine.
+"""Rules of which prompt groups may start and which train next: bounded staleness as a pure state machine.
 
 A *group* is one prompt with all of its responses, known here by its number: queued → in flight → finished → consumed. There is
 no clock, no thread and no engine here; whoever drives it says what happened and is told what may happen.
@@ -92,7 +92,7 @@ class StalenessManager:
 
     @property
     def room(self) -> int:
-        """How many more groups there may be use for before the next batch is taken."""
+        """Number of groups that may be of use before the next batch is taken."""
         wanted = self.due + self.staleness * self.batch_size + self.over_sample
         return max(0, wanted - len(self._groups))
 
@@ -104,7 +104,7 @@ class StalenessManager:
         return self._drop_older_than(version - self.staleness)
 
     def ready(self) -> bool:
-        """Whether a batch can be taken."""
+        """Return whether a batch can be taken."""
         return self._batch() is not None
 
     def pop_batch(self) -> ConsumedBatch:
@@ -137,7 +137,7 @@ class StalenessManager:
         return started
 
     def startable(self, version: int) -> int:
-        """How many queued groups `start` would put in flight under weights of `version` now."""
+        """Number of queued groups that `start` would put in flight under weights of `version` now."""
         at = (bisect_left(self._places, number) for number in self._queued)
         return sum(self._consumed_at(place) - version <= self.staleness for place in at)
 
@@ -180,7 +180,7 @@ class StalenessManager:
         return list(self._places)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep, JSON-able: what is in flight will have to be started again, what is finished not.
+        """State for a checkpoint, JSON-able: what is in flight will have to be started again, what is finished not.
 
         `finished` has number, version and order of each finished group.
         """
@@ -214,7 +214,7 @@ class StalenessManager:
         return self._places[: self.due + self.over_sample] if self.due else []
 
     def _batch(self) -> list[int] | None:
-        """Of the window: those passed over before, then the first that finished; None while too few have."""
+        """The batch in the window: groups passed over before, then the first that finished; None while too few have."""
         if not 0 < self.due <= self._counts["finished"]:
             return None
         window = self._window()

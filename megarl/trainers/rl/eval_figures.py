@@ -1,4 +1,4 @@
-"""What an evaluation says of responses: reward and accuracy, or avg@k, pass@j and maj@k with standard errors.
+"""Figures of an evaluation: reward and accuracy, or avg@k, pass@j and maj@k with standard errors.
 
 A figure is the mean over prompts, so its standard error is that of prompts: the responses to one prompt are no independent
 tries (Miller 2024, "Adding Error Bars to Evals", section 2.2).
@@ -26,7 +26,7 @@ def evaluation(samples: Sequence[Sample], scores: Sequence[float]) -> dict[str, 
 
 
 def is_right(sample: Sample) -> bool | None:
-    """Whether every function gave the response 1 or more; None if none was asked."""
+    """Return whether every function gave the response 1 or more; None if none was asked."""
     verdicts = [value >= 1 - 1e-9 for name, value in sample.rewards.items() if name != "reward_model"]
     return all(verdicts) if verdicts else None
 

@@ -51,7 +51,7 @@ COLUMNS_READ = {
 
 @dataclass(frozen=True)
 class RewardStatistics:
-    """What a step's rewards looked like: mean, standard deviation, and the share of groups whose rewards all agree."""
+    """Statistics of a step's rewards: mean, standard deviation, and the share of groups whose rewards all agree."""
 
     mean: float
     std: float
@@ -74,7 +74,8 @@ def group_rewards(samples: Sequence[Sample], rewards: Sequence[float]) -> list[l
 
 
 def is_tied(group: Sequence[tuple[Sample, float]], needed: EstimatorNeeds | None = None) -> bool:
-    """Whether all rewards of a group agree; with `needed`, those of each source or turn that this estimator compares, too."""
+    """Return whether all rewards of a group agree; with `needed`, those of each source or turn that this estimator
+    compares, too."""
     needed = needed or EstimatorNeeds()
     compared = {
         (
@@ -182,7 +183,7 @@ class Experience:
         return metrics | {"reward/shaped_mean": float(scores.mean())}
 
     def _estimated(self, needed: EstimatorNeeds, inputs: AdvantageInputs) -> AdvantageOutputs:
-        """What the estimator answers; zeros where rewards are only logged."""
+        """The estimator's answer; zeros where rewards are only logged."""
         algorithm = self.config.algorithm
         if not all(part.rewards_are_read for part in self.parts):
             return AdvantageOutputs(advantages=torch.zeros(inputs.mask.shape))
@@ -214,7 +215,7 @@ class Experience:
         return {"policy/entropy_coef": self.entropy_coef}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep, JSON-able."""
+        """State for a checkpoint, JSON-able."""
         kl = self.kl.state_dict() if self.kl is not None else None
         return {
             "baseline": asdict(self.baseline),
@@ -250,7 +251,8 @@ class Experience:
         return scores if shaping.clip is None else clip_rewards(scores, -shaping.clip, shaping.clip)
 
     def _turn_rewards(self, scores: Tensor, turns: Tensor, batch: Batch) -> Tensor:
-        """What each turn was given, at its last token `[B, T]`: by the environment, with its weight; all else is the last's."""
+        """The reward that each turn was given, at its last token `[B, T]`: by the environment, with its weight; all else
+        is the last's."""
         weights = self.config.reward_weights
         weight = sum(value for label, value in weights.items() if label.partition("#")[0] == REWARD)
         given = [[weight * gained for gained in sample.turn_rewards] if weight else [] for sample in batch.samples]
@@ -308,7 +310,7 @@ def state_numbers(samples: Sequence[Sample], turns: Tensor) -> Tensor:
 def estimated(
     name: str, needed: EstimatorNeeds, inputs: AdvantageInputs, arguments: Mapping[str, Any] | None = None
 ) -> AdvantageOutputs:
-    """What the estimator `name` answers to `inputs` and `arguments` of the config.
+    """Call the estimator `name` and give its answer to `inputs` and `arguments` of the config.
 
     A user's own may be wrong in ways that nothing later would name.
 

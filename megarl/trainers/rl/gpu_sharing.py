@@ -1,4 +1,5 @@
-"""Who has a device that trainer and engines share, all or lent ones: one state machine for offload, sleep, wake and updates.
+"""The turns on a device that trainer and engines share, all or lent ones: one state machine for offload, sleep, wake and
+updates.
 
                     update                       generate
     TRAINING ───────────────────▶ UPDATING ───────────────────▶ GENERATING
@@ -32,7 +33,7 @@ Kept = Literal["all", "policy", "none"]
 
 
 class Owner(Enum):
-    """Who has the device."""
+    """The user of the device."""
 
     SHARED = "trainer and engines"
     TRAINING = "the trainer"
@@ -41,7 +42,7 @@ class Owner(Enum):
 
 
 class Device(Protocol):
-    """What is moved from and to the device."""
+    """Things that are moved from and to the device."""
 
     def sleep(self) -> None:
         """Have all engines give up their memory, and their weights with it."""
@@ -106,7 +107,8 @@ class ColocatedDevice:
         self._deadlines, self._scheduler, self._roles = config.rollout.deadlines, scheduler, roles
 
     def sleep(self) -> None:
-        """What is under way is begun anew after the next update; engines that fail are restarted as ever."""
+        """Put engines to sleep: requests under way are begun anew after the next update; engines that fail are restarted
+        as ever."""
         scheduler = self._scheduler
         scheduler.stop_all()
         scheduler.empty()
@@ -140,7 +142,7 @@ class LentDevice:
         self._engines, self._roles = engines, roles
 
     def sleep(self) -> None:
-        """What is under way goes on on other engines, or later."""
+        """Put engines to sleep: requests under way go on on other engines, or later."""
         self._engines.rest()
 
     def wake(self) -> None:
@@ -148,14 +150,15 @@ class LentDevice:
         self._engines.wake()
 
     def keep(self, what: Kept) -> None:
-        """As `ColocatedDevice`."""
+        """Keep on the device as `ColocatedDevice` does."""
         self._roles.keep_on_device(what)
 
 
 def gpu_sharing_of(
     config: Config, scheduler: Scheduler, roles: Roles, lent: LentEngines | None = None
 ) -> GpuSharing | None:
-    """Who has the GPUs, for a run whose trainer and engines, all or those that are `lent`, take turns; None for any other."""
+    """The turns on the GPUs, for a run whose trainer and engines, all or those that are `lent`, take turns; None for any
+    other."""
     if lent is not None:
         return GpuSharing(LentDevice(lent, roles))
     if not takes_turns(config, roles.groups[POLICY].platform):

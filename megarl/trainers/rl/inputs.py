@@ -1,4 +1,4 @@
-"""What the user gave for reinforcement learning, read whole before anything is started: training, eval and generate read it."""
+"""The user's inputs for reinforcement learning, read whole before anything is started: training, eval and generate read it."""
 
 from __future__ import annotations
 

@@ -191,11 +191,11 @@ class Rollouts:
         self._updates.update_engines(behind, self.version)
 
     def take_sent_bytes(self) -> int:
-        """As `WeightUpdates`'; none where engines take no weights."""
+        """Bytes sent since the last call, as `WeightUpdates` counts them; none where engines take no weights."""
         return self._updates.take_sent_bytes() if self._updates is not None else 0
 
     def take_lending_figures(self) -> dict[str, float]:
-        """As `Lending.take_figures`; none where no GPUs are lent."""
+        """Figures of `Lending.take_figures`; none where no GPUs are lent."""
         return self._lending.take_figures() if self._lending is not None else {}
 
     def resume_after(self, version: int, groups: dict[str, Any] | None) -> None:
@@ -214,7 +214,7 @@ class Rollouts:
         return min(manager.count("finished"), manager.due), manager.due
 
     def engine_status(self) -> list[EngineStatus]:
-        """What every engine is doing; another thread may ask."""
+        """The activity of every engine; another thread may ask."""
         return [engine.status for engine in self.scheduler.engines]
 
     def state(self) -> dict[str, Any]:
@@ -262,7 +262,7 @@ class Rollouts:
 
     @property
     def answered(self) -> tuple[int, int]:
-        """Of the prompts that were asked last outside batches: those that are answered, and all."""
+        """Counts of the prompts that were asked last outside batches: those that are answered, and all."""
         done = sum(answer.done() for answer in self._asked) * self._per_request
         return min(done, self._prompts_asked), self._prompts_asked
 

@@ -167,7 +167,7 @@ class RlRun(Run):
         return self.parity.figures()
 
     def gate_bounds(self) -> dict[str, float]:
-        """What the figures are at most, where that is known."""
+        """Upper bounds of the figures, where that is known."""
         return bounds(self.config)
 
     def sync_weights(self) -> None:
@@ -423,7 +423,7 @@ class RlRun(Run):
             return list(zip(greedy, self._score(greedy), strict=True))
 
     def _take_log_probs(self, batch: Batch, log_probs: Mapping[int, torch.Tensor], *, are_old: bool) -> None:
-        """Those that an update computed: for the updates after it, or for `samples.jsonl`."""
+        """Keep the log-probs that an update computed: for the updates after it, or for `samples.jsonl`."""
         if not are_old:
             self._log_probs |= log_probs
             return

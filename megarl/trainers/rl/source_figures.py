@@ -23,7 +23,7 @@ class DataSources:
 
     @classmethod
     def of(cls, parts: Sequence[Sequence[Prompt]], key: str | None) -> DataSources:
-        """Those of the training prompts, by part of a mixture.
+        """The sources of the training prompts, by part of a mixture.
 
         Args:
             parts: prompts.
@@ -56,7 +56,7 @@ class DataSources:
         return cls({row_id: metric_name(value) for row_id, value in values.items()})
 
     def figures(self, samples: Sequence[Sample], rewards: Sequence[float]) -> dict[str, float]:
-        """Of a step's samples with their rewards before shaping, by source.
+        """Figures of a step's samples with their rewards before shaping, by source.
 
         `source/<name>/reward` (mean), `source/<name>/accuracy` (share of right responses, as in evaluations; not where only
         a reward model judges), `source/<name>/tokens_mean` (response length) and `source/<name>/samples` (number).

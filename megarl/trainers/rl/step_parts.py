@@ -108,7 +108,7 @@ class StepPart:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep, JSON-able."""
+        """State for a checkpoint, JSON-able."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -64,6 +64,6 @@ def older_tokens(batch: Batch, version: int, *, mask: bool) -> dict[str, float]:
 
 
 def loss_arguments(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """Those of `algorithm.policy_loss_args` that the loss itself takes, and not the choice of its tokens."""
+    """The `algorithm.policy_loss_args` that the loss itself takes; the choice of its tokens takes the others."""
     of_choice = {one.name for one in algorithm.loss_needs.choice}
     return {name: value for name, value in algorithm.policy_loss_args.items() if name not in of_choice}

@@ -102,7 +102,8 @@ class WeightUpdates:
         return taken
 
     def _moves(self, engines: Sequence[int]) -> bool:
-        """Whether an update of these engines moves what is on GPUs: not if none of them shares any, and the trainer has its."""
+        """Return whether an update of these engines moves what is on GPUs: not if none of them shares any, and the
+        trainer has its."""
         if self.sharing is None:
             return False
         trainer_is_there = self.sharing.now in (Owner.SHARED, Owner.TRAINING)

@@ -1,4 +1,4 @@
-"""What every kind of run has in common: its folder, its phases, when it evaluates and saves, how it resumes and ends.
+"""The common part of every kind of run: its folder, its phases, when it evaluates and saves, how it resumes and ends.
 
 Under Ray one driver runs this; under torchrun every rank does, and only rank 0 writes files.
 """
@@ -91,7 +91,8 @@ class Run(ABC):
         self._saved_at = time.monotonic()
 
     def count_epochs(self, config: OneConfig, rows: int, per_step: int) -> OneConfig:
-        """Where `run.epochs` is set, `config` with the steps that pass so often over `rows` rows, `per_step` in a step."""
+        """Give, where `run.epochs` is set, `config` with the steps that pass so often over `rows` rows, `per_step` in a
+        step."""
         run = config.run
         if run.epochs is None:
             return config
@@ -111,7 +112,7 @@ class Run(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must keep besides the roles, the step and the evaluations; JSON-able."""
+        """State for a checkpoint besides the roles, the step and the evaluations; JSON-able."""
 
     @abstractmethod
     def load_state(self, state: dict[str, Any]) -> None:
@@ -285,7 +286,7 @@ class Run(ABC):
             self.saving.finish(self.roles, wait=False)
 
     def _differences(self, checkpoint: Path | None) -> list[str]:
-        """How the code and the config that made the checkpoint differ from those that resume it."""
+        """Describe how the code and the config that made the checkpoint differ from those that resume it."""
         if checkpoint is None or not (checkpoint / CONFIG).exists():
             return []
         text = self.saving.config_text
@@ -304,7 +305,7 @@ class Run(ABC):
 
     @property
     def finished(self) -> bool:
-        """Whether the last step is done."""
+        """Return whether the last step is done."""
         return self.step >= self._settings.run.steps
 
     @contextmanager
@@ -463,7 +464,7 @@ class Run(ABC):
         return summary
 
     def _say_where(self, model: Path) -> None:
-        """Where the results are, and the command that shows them."""
+        """Say where the results are, and the command that shows them."""
         self.progress.say(f"done: {self.folder}; `megarl report {self.folder}` shows it")
         if newest := self.checkpoints.all()[-1:]:
             self.progress.say(f"newest checkpoint: {newest[0]}")

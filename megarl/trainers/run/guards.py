@@ -37,7 +37,7 @@ class Guards:
         self._names_are_checked = False
 
     def should_skip(self, metrics: Mapping[str, float]) -> bool:
-        """Whether a `skip` rule forbids the update by what is known before it."""
+        """Return whether a `skip` rule forbids the update by what is known before it."""
         self._known_before_update |= metrics.keys()
         rule = judge([rule for rule in self.rules if rule.action == "skip"], metrics)
         self.applied.update([rule] if rule is not None else ())
@@ -101,7 +101,7 @@ class Guards:
         return GuardCounts(dict(self.skipped), self.rollbacks, applied)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep, JSON-able."""
+        """State for a checkpoint, JSON-able."""
         return {
             "skipped": dict(self.skipped),
             "rollbacks": self.rollbacks,

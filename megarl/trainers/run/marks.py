@@ -1,4 +1,4 @@
-"""What a run writes of itself: `machine.json`, what it is computed on and by, and `end.json`, why it ended early.
+"""Records that a run writes of itself: `machine.json`, what it is computed on and by, and `end.json`, why it ended early.
 
 A run that finished has no `end.json`, and neither has one that was killed. Only the leading process writes.
 """

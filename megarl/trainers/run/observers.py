@@ -1,4 +1,4 @@
-"""What watches a run beside its steps, such as a second place of its files or a tracker: the events of a run, as methods."""
+"""Observers of a run beside its steps, such as a second place of its files or a tracker: the events of a run, as methods."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.option_list import functions
 
 @dataclass(frozen=True)
 class RunStart:
-    """What is known when a run starts. `resume_after_step`: None for a new run. `say` shows a line of progress."""
+    """Facts known when a run starts. `resume_after_step`: None for a new run. `say` shows a line of progress."""
 
     state: RunState
     resume_after_step: int | None

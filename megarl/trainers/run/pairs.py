@@ -31,7 +31,8 @@ def pair_losses(
     tokens: Tensor,
     settings: PreferenceSettings,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the preference loss `name` answers to the pairs of `both` `sides`; the others are log-probs and lengths `[R]`."""
+    """Compute what the preference loss `name` answers to the pairs of `both` `sides`; the others are log-probs and
+    lengths `[R]`."""
     chosen, rejected = both
     return PREFERENCE_LOSSES.resolve(name)(
         own[chosen],

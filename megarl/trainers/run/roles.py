@@ -65,7 +65,7 @@ def group_requests(config: AnyConfig) -> list[GroupRequest]:
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """Which model a role is: its Hugging Face folder, its head, and how it is trained (None: it only answers)."""
+    """The model of a role: its Hugging Face folder, its head, and how it is trained (None: it only answers)."""
 
     path: str
     head: Literal["log_probs", "value"]
@@ -179,11 +179,12 @@ class Roles:
         return core_attention(self.layer_spec, self.specs[role].path, platform, self.config.model.dtype, megatron)
 
     def _can_share(self, role: str) -> bool:
-        """Whether attention of `role` takes streams whose sequences share prefixes."""
+        """Return whether attention of `role` takes streams whose sequences share prefixes."""
         return self.layer_spec == "reference" or self._core_attention(role) == "segments"
 
     def _adapters(self, role: str) -> dict[str, Any]:
-        """Of `ModelOptions`, what says which adapters a role has, or that it is the policy without what they have learnt."""
+        """The fields of `ModelOptions` that say which adapters a role has, or that it is the policy without what they
+        have learnt."""
         trained, config = self.specs[role].trained, self.config
         if role == REFERENCE and config.reference.is_policy_as_it_began(config.policy, config.model.path):
             return {"begins": POLICY}
@@ -197,7 +198,7 @@ class Roles:
         }
 
     def describe(self) -> str:
-        """How the policy is computed and updated, for the start of a run."""
+        """Describe how the policy is computed and updated, for the start of a run."""
         model = self.config.model
         in_fp8 = f" in FP8 ({model.fp8}, {model.fp8_recipe})" if model.fp8 != "none" else ""
         untested = untested_pair(self.layer_spec, version("megatron-core"))

@@ -37,7 +37,7 @@ class Saving:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a checkpoint was begun and has not got its name."""
+        """Return whether a checkpoint was begun and has not got its name."""
         return self._pending is not None
 
     def begin(
@@ -111,7 +111,7 @@ class Saving:
 
     @contextmanager
     def _named(self, step: int) -> Iterator[None]:
-        """What goes wrong inside is said of this checkpoint, and nothing of it stays."""
+        """Name this checkpoint in what goes wrong inside, which is said of this checkpoint, and nothing of it stays."""
         try:
             yield
         except (CheckpointError, OSError) as error:

@@ -117,7 +117,7 @@ class ProcessRewardObjective:
 
 
 def _labelled(output: Tensor, stream: PackedStream) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each response `[R]` its log-prob, the reference's, and whether it is desirable."""
+    """For each response `[R]` its log-prob, the reference's, and whether it is desirable."""
     reference = per_response(stream.columns["reference_log_probs"], stream)
     return per_response(output[:, 0], stream), reference, first_of_each(stream.columns["labels"], stream).bool()
 

@@ -192,7 +192,8 @@ class SupervisedRun(Run):
         return {name: float(value) for name, value in figures.items()}
 
     def _scored(self, batch: Batch) -> torch.Tensor | None:
-        """Where a scalar head scores: at the last token of a response, or at the end of every step; None: log-probs."""
+        """The tokens at which a scalar head scores: at the last token of a response, or at the end of every step; None:
+        log-probs."""
         if self.objective.name == "reward_model":
             return batch.last_tokens
         return batch.mask if self.objective.name == "process_reward_model" else None

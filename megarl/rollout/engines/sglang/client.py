@@ -36,7 +36,7 @@ IDLE_S = 10.0  # how long a server has to end what was aborted
 
 
 class AskedServer(Protocol):
-    """What a client asks of the process behind its server."""
+    """Questions of a client of the process behind its server."""
 
     @property
     def url(self) -> str: ...
@@ -46,7 +46,7 @@ class AskedServer(Protocol):
     def alive(self) -> bool: ...
 
     def exit_report(self) -> str:
-        """How it ended, for error messages."""
+        """Describe its end, for error messages."""
         ...
 
 
@@ -244,7 +244,7 @@ class SglangClient:
             raise EngineError(f"{url} did not answer in time") from error
 
     async def _ended(self) -> bool:
-        """Whether the server's process is gone; its connections break a moment before it is."""
+        """Return whether the server's process is gone; its connections break a moment before it is."""
         deadline = asyncio.get_running_loop().time() + DYING_S
         while self.server.alive and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.05)
@@ -307,7 +307,7 @@ def _generation(answer: Mapping[str, Any], call: _GenerateCall, url: str) -> Gen
 
 
 def _prefill(answer: Mapping[str, Any], asked: AskedPrompt) -> PrefillCounts:
-    """What the server says it had of `asked`; nothing of a request that it never began."""
+    """Count the part of `asked` that the server says it had; nothing of a request that it never began."""
     info = answer.get("meta_info")
     cached = info.get("cached_tokens") if isinstance(info, dict) else None
     return PrefillCounts(len(asked.ids), cached) if isinstance(cached, int) else NO_PREFILLS

@@ -30,7 +30,7 @@ POLL_S = 0.5
 
 
 class ExternalServer:
-    """What an engine asks of its server, for one whose process is not ours."""
+    """Answers to an engine about its server, for one whose process is not ours."""
 
     alive = True
     """Nobody here knows; whether it answers is seen when it is asked."""
@@ -40,11 +40,11 @@ class ExternalServer:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every request to the server must bring."""
+        """Headers of every request to the server."""
         return bearer(self.token or None)
 
     def exit_report(self) -> str:
-        """What is known of its end."""
+        """Describe what is known of its end."""
         return f"the SGLang server at {self.url} is not this run's; look at its own log"
 
     def start(self) -> None:

@@ -44,7 +44,7 @@ _ADAPTERS = "--enable-lora"
 
 
 def _prepare_for_cpu(arguments: list[str]) -> None:
-    """What SGLang needs on a CPU before it is imported, and what makes it start and decode faster there."""
+    """Prepare what SGLang needs on a CPU before it is imported, and what makes it start and decode faster there."""
     from megarl.rollout.engines.sglang.on_cpu import cuda_only, quick_start, stand_ins
 
     model_path = _model_path(arguments)
@@ -65,7 +65,7 @@ def _model_path(arguments: list[str]) -> str:
 
 
 def _install(arguments: list[str]) -> None:
-    """What every process of the server needs before it makes the model."""
+    """Install what every process of the server needs before it makes the model."""
     repairs.install(_model_path(arguments))
     if _ADAPTERS in arguments:
         served_adapters.install()

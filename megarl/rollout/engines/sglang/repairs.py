@@ -29,7 +29,7 @@ def install(model_path: str) -> None:
 
 
 def architectures_of(model_path: str) -> list[str]:
-    """What the folder's config names; none where it cannot be read, so that SGLang says what is wrong with it."""
+    """Architectures that the folder's config names; none where it cannot be read, so that SGLang says what is wrong with it."""
     try:
         return json.loads((Path(model_path) / "config.json").read_text()).get("architectures") or []
     except (OSError, ValueError):

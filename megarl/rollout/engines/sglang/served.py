@@ -1,4 +1,4 @@
-"""What every engine on an SGLang server does alike, whoever runs the server: responses over HTTP, weights with a version."""
+"""The common part of engines on an SGLang server, whoever runs the server: responses over HTTP, weights with a version."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ServedEngine(Engine):
         return self._weights.version
 
     def _adapters(self) -> str | None:
-        """What the server calls the adapters that a request is to be answered with: a held one, with those that come."""
+        """The server's name for the adapters that a request is to be answered with: a held one, with those that come."""
         version = self._weights.version if self._weights.updating is None else self._weights.updating
         return named(version) if version is not None else None
 

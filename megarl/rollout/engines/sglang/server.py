@@ -45,7 +45,7 @@ KEEP_MEMORY = {
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What a server is started with.
+    """Options that a server is started with.
 
     `threads` are CPU cores per tensor-parallel rank (None: all cores shared by the ranks), bound to those of this process's
     affinity from the `first_core`-th on. `gpus` are the GPUs of the ranks on this node, evenly spaced, by their numbers
@@ -230,7 +230,7 @@ class SglangServer:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every request to the server must bring."""
+        """Headers of every request to the server."""
         return bearer(self.token)
 
     def _wait_until_it_answers(self, process: ServerProcess) -> None:
@@ -266,7 +266,8 @@ class SglangServer:
 
     @property
     def alive(self) -> bool:
-        """Whether the server's main process runs (it ends when one of its children, or its process on another node, ends)."""
+        """Return whether the server's main process runs (it ends when one of its children, or its process on another
+        node, ends)."""
         return self._process is not None and self._process.code is None
 
     @property
@@ -275,7 +276,7 @@ class SglangServer:
         return self._process.pid if self._process is not None else None
 
     def exit_report(self) -> str:
-        """How the server's main process ended and the last lines of its log, for error messages."""
+        """Describe the end of the server's main process and the last lines of its log, for error messages."""
         if self._lost is not None:
             return f"the SGLang server at {self.url} was stopped: {self._lost}"
         code = self._process.code if self._process is not None else None
@@ -305,11 +306,11 @@ class NodeProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id."""
         return self._process.pid
 
     def wait(self) -> str:
-        """As `OtherNode.wait`."""
+        """Wait as `OtherNode.wait` does."""
         return f"exit code {self._process.wait()}; {log_tail(self.log_file)}"
 
     def stop(self) -> None:

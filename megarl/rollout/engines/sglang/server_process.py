@@ -25,7 +25,8 @@ STOP_TIMEOUT_S = 10.0
 
 
 def host() -> str:
-    """Where servers listen: loopback, or the node's address in a run over several machines, whose ranks reach them there."""
+    """The address at which servers listen: loopback, or the node's address in a run over several machines, whose ranks
+    reach them there."""
     return os.environ.get("MEGARL_NODE_ADDRESS", "127.0.0.1")
 
 
@@ -58,16 +59,16 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id; it leads its process group."""
+        """Process id; it leads its process group."""
         return self._process.pid
 
     @property
     def code(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Exit code; None while it runs."""
         return self._process.poll()
 
     def wait(self) -> int:
-        """Its exit code, once it has ended (it ends itself when one of its children dies)."""
+        """Wait for the exit code, once it has ended (it ends itself when one of its children dies)."""
         return self._process.wait()
 
     def kill(self) -> None:

@@ -1,1 +1,1 @@
-"""What stands in for SGLang's CUDA kernels on a CPU. Loaded inside the server's processes only."""
+"""Stand-ins for SGLang's CUDA kernels on a CPU. Loaded inside the server's processes only."""

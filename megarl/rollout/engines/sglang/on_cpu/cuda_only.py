@@ -1,4 +1,5 @@
-"""What SGLang 0.5.23 has on CUDA only, for a CPU: expert parallelism, DP attention, the plain rope of DeepSeek-V3, several
+"""Parts that SGLang 0.5.23 has on CUDA only, for a CPU: expert parallelism, DP attention, the plain rope of DeepSeek-V3,
+several
 ranks that hold the same KV head, and the choices of experts that are kept beside the KV cache."""
 
 from __future__ import annotations

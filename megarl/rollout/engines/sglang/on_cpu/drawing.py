@@ -1,4 +1,4 @@
-"""How the SGLang server draws tokens on a CPU: one random number a row, instead of one for each token of the vocabulary.
+"""Drawing of tokens in the SGLang server on a CPU: one random number a row, instead of one for each token of the vocabulary.
 
 SGLang draws by a race of exponential variables: 64 x 49,152 of them for 64 requests of SmolLM2, made by one thread in 60 ms.
 By the inverse of the cumulative distribution it takes 8 ms. The distribution is the same.
