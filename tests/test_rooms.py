@@ -6,6 +6,7 @@ What import-linter cannot see; the import contracts themselves, and with them th
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -115,6 +116,20 @@ def test_nobody_compares_names_of_estimators_or_asks_a_config_for_its_kind() -> 
 def test_every_file_says_what_it_is_for() -> None:
     silent = [path for path in SOURCES if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))]
     assert [str(path.relative_to(ROOT)) for path in silent] == []
+
+
+UNCLEAR_OPENINGS = 97
+"""Docstrings that still begin with What, Whether, Which, Who or Its; the number may only fall."""
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    opening = re.compile(r"(What|Whether|Which|Who|Whose|Those|Of|As|That|Its?|How|Where)\b")
+    package = [path for path in SOURCES if "megarl" in path.relative_to(ROOT).parts]
+    nodes = [node for path in package for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
+    texts = [text for node in nodes if (text := ast.get_docstring(node))]
+    assert len(texts) > 1000, "no docstrings were seen"
+    assert sum(bool(opening.match(text)) for text in texts) <= UNCLEAR_OPENINGS
 
 
 def test_files_and_functions_stay_readable() -> None:

@@ -148,7 +148,7 @@ def local_shards(
 
 
 def adapter_shards(chunks: Sequence[torch.nn.Module], weight_map: WeightMap) -> dict[str, Tensor]:
-    """What this rank holds of adapters, by the weight map's names."""
+    """The shards of adapters on this rank, by the weight map's names."""
     rules = ((weight_map.rule_for(name), tensor) for name, tensor in global_tensors(chunks) if is_adapter(name))
     return {rule.megatron_name: plain(tensor) for rule, tensor in rules}
 
@@ -185,7 +185,7 @@ class Quantiser(Protocol):
         """Return whether the parameter is one that is quantised."""
 
     def rules(self, rule: BoundRule) -> list[BoundRule]:
-        """What is stored in the parameter's place, each with its own dtype."""
+        """Rules of what is stored in the parameter's place, each with its own dtype."""
 
     def __call__(
         self, rule: BoundRule, shard: Tensor, tp_rank: int, tp_size: int, exchange: Callable[[Tensor], None]

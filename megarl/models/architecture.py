@@ -1,4 +1,4 @@
-"""What an architecture's file provides: names, three functions of a Hugging Face config, and what others make of the family."""
+"""The contents of an architecture's file: names, three functions of a Hugging Face config, and what others make of the family."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HFConfig = dict[str, Any]
 
 @dataclass(frozen=True)
 class SglangFacts:
-    """What SGLang makes of a family, where it is not what it makes of most."""
+    """Differences of SGLang's implementation of a family from its default."""
 
     replicates_attention: bool = False
     """Whether an engine can hold several replicas of the attention (SGLang's DP attention)."""
@@ -34,7 +34,7 @@ class SglangFacts:
 
 @dataclass(frozen=True)
 class HubNames:
-    """What checkpoints on the hub call an expert's gate, up and down projection, and the block that holds the experts."""
+    """Names on the hub for an expert's gate, up and down projection, and the block that holds the experts."""
 
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     block: str = "mlp"
@@ -44,7 +44,7 @@ class HubNames:
 
 @dataclass(frozen=True)
 class DecoderTraits:
-    """What a family's decoder has that megatron-core's layers do not have by themselves; the defaults are Llama's."""
+    """Traits of a family's decoder that megatron-core's layers do not have by themselves; the defaults are Llama's."""
 
     pre_norms: bool = True
     """Whether there is a norm before attention and one before the MLP."""

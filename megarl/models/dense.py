@@ -1,4 +1,4 @@
-"""What all families share: a decoder of RMSNorm, attention with rotary positions and a gated SiLU MLP.
+"""The common part of all families: a decoder of RMSNorm, attention with rotary positions and a gated SiLU MLP.
 
 Reads a Hugging Face config (transformers 4 or 5 spelling), refuses what megatron-core cannot represent, and gives the
 common arguments and rules. An architecture's own file adds what is its own.

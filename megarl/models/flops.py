@@ -1,4 +1,4 @@
-"""What a decoder computes: multiply-adds of its matrices, and operations of a forward pass. Imports without torch.
+"""Operations of a decoder: multiply-adds of its matrices, and operations of a forward pass. Imports without torch.
 
 Of any model that `shape.py` describes: dense, with experts, with latent or linear attention; and what a vision tower computes.
 """

@@ -1,4 +1,4 @@
-"""What the families with experts share: which layers have them, the router's arguments and the experts' rules.
+"""The common part of families with experts: which layers have them, the router's arguments and the experts' rules.
 
 Routing must not move by itself while a policy is trained: megatron-core's auxiliary losses are off, as is its update of
 an expert bias; megarl's own are in `megatron/balance_losses.py`.

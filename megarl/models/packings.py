@@ -32,7 +32,7 @@ class Packing(Protocol):
         """The whole shape of each Hugging Face tensor."""
 
     def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
-        """What the shard of `tp_rank` is made of along the split axis (axis 0 if nothing is split)."""
+        """The runs that make up the shard of `tp_rank` along the split axis (axis 0 if nothing is split)."""
 
 
 @dataclass(frozen=True)

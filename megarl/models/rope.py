@@ -179,7 +179,7 @@ class LongRope:
 
 
 def rotary_scale(hf_config: dict[str, Any], head_dim: int) -> float:
-    """What cosines and sines are multiplied by: transformers' attention factor, 1.0 but for YaRN and LongRoPE.
+    """The factor of cosines and sines: transformers' attention factor, 1.0 but for YaRN and LongRoPE.
 
     Raises:
         ModelError: a parameter is missing or makes no sense.

@@ -112,7 +112,7 @@ class ModelShape:
 
     @property
     def divided_ffn(self) -> int | None:
-        """What tensor parallelism must divide of the feed-forward layers outside experts: the dense layers' width and that of
+        """Widths that tensor parallelism must divide of the feed-forward layers outside experts: the dense layers' width and that of
         the shared experts. None: there are neither."""
         widths = [self.ffn] if len(self.expert_layers) < self.layers else []
         widths += [self.shared_ffn] if self.shared_ffn else []
@@ -120,7 +120,7 @@ class ModelShape:
 
     @property
     def layout_sizes(self) -> dict[str, Any]:
-        """What `Layout.check_model` takes."""
+        """Arguments of `Layout.check_model`."""
         return {
             "num_layers": self.layers,
             "num_heads": self.heads,

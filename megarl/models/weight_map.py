@@ -105,7 +105,7 @@ class BoundRule:
         return dict(zip(self.hf_names, self.packing.hf_shapes, strict=True))
 
     def pieces(self, tp_rank: int, tp_size: int, padded_vocab: int | None = None) -> list[HFSlice]:
-        """What the shard of `tp_rank` is made of, in order along the split axis (axis 0 if nothing is split).
+        """The pieces of the shard of `tp_rank`, in order along the split axis (axis 0 if nothing is split).
 
         `padded_vocab` is the whole padded vocabulary, or None for no padding; only embedding and output layer use it.
 

@@ -13,7 +13,7 @@ from megarl.models.weight_map import BoundRule, HFSlice
 
 
 def kept_dtype(rule: BoundRule) -> torch.dtype | None:
-    """What the parameter keeps whatever the model's dtype is; None: nothing of its own."""
+    """The dtype that the parameter keeps whatever the model's dtype is; None: nothing of its own."""
     return getattr(torch, rule.dtype) if rule.dtype else None
 
 

@@ -1,4 +1,4 @@
-"""What a run tells: metrics, trackers, phase times, progress and the summary. Knows nothing of megatron, ray or sglang."""
+"""Words of a run: metrics, trackers, phase times, progress and the summary. Knows nothing of megatron, ray or sglang."""
 
 from megarl.observe.distributions import distributions
 from megarl.observe.metrics import MetricsFile, read_metrics

@@ -13,7 +13,7 @@ EXPERTS = "experts"
 
 
 class LayerRouting(NamedTuple):
-    """What one layer routed: sums over tokens, of which one counts once for each sequence that it belongs to.
+    """Routing of one layer: sums over tokens, of which one counts once for each sequence that it belongs to.
 
     `loads` are the tokens that each expert got, of `top_k * tokens` choices; `scores` the sums of its normalised scores.
     `entropy` is of these scores' distribution in nats, `z_loss` the squared log of the sum of exponentials of the logits.
@@ -66,7 +66,7 @@ def routing_figures(layers: Mapping[int, LayerRouting]) -> dict[str, float]:
 
 
 def experts_line(updates: Sequence[Mapping[int, LayerRouting]]) -> dict[str, Any]:
-    """What a step's updates routed together: `layers`, their `loads` over the mean load by expert, and `entropy` in nats."""
+    """Routing of a step's updates together: `layers`, their `loads` over the mean load by expert, and `entropy` in nats."""
     layers = sorted({layer for update in updates for layer in update})
     rows = [[update[layer] for update in updates if layer in update] for layer in layers]
     loads = [[sum(of_expert) for of_expert in zip(*(row.loads for row in of_layer), strict=True)] for of_layer in rows]

@@ -72,7 +72,8 @@ def write_page_apart(folders: Sequence[str | Path], file: str) -> None:
 
 
 def new_rows(runs: Sequence[RunRecord], at: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """What `runs` have beyond the (rows, samples) of `at`; `{"reload": True}` if a run has been put back or has too much."""
+    """Rows that `runs` have beyond the (rows, samples) of `at`; `{"reload": True}` if a run has been put back or has too
+    much."""
     if len(at) != len(runs):
         return {"reload": True}
     fresh = []
@@ -184,7 +185,7 @@ def _places(query: Mapping[str, list[str]]) -> list[tuple[int, int]]:
 
 
 def _marks(folder: Path) -> list[tuple[int, int] | None]:
-    """What changes when a run writes."""
+    """Marks that change when a run writes."""
     lines = ("metrics.jsonl", "samples.jsonl", "faults.jsonl")
     return [_mark(folder / name) for name in (*lines, "summary.json", "machine.json", "end.json")]
 

@@ -27,7 +27,7 @@ MEDIA = ("media", "boxes", "gold_boxes")
 
 
 def page_samples(run: RunRecord, pictures: PagePictures) -> list[dict[str, Any]]:
-    """What the page shows of the run's samples, oldest step first."""
+    """Samples that the page shows of the run's samples, oldest step first."""
     shown = shown_samples(run.samples)
     room, first_with_numbers = TOKENS, len(shown)
     for place in range(len(shown) - 1, -1, -1):

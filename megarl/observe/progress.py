@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: a live view on a terminal, a plain line per step elsewhere, a table at the end."""
+"""Display for the user while a run goes on: a live view on a terminal, a plain line per step elsewhere, a table at the end."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ class Progress:
         self._within[phase] = unit, progress
 
     def doing(self, what: str | None) -> None:
-        """What the phase that is on waits for from now on: shown behind it, and timed until the next call (None: nothing)."""
+        """Show what the phase that is on waits for from now on: shown behind it, and timed until the next call (None:
+        nothing)."""
         now = time.monotonic()
         if self._doing is not None:
             self._parts.append((self._doing, now - self._doing_since_s))

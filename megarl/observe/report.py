@@ -149,7 +149,7 @@ def _links(run: RunRecord, place: Path) -> list[dict[str, str]]:
 
 
 def _boxes_in(run: RunRecord) -> str:
-    """What the numbers of boxes are, by the config of the reward that compares them."""
+    """The coordinates of boxes, by the config of the reward that compares them."""
     boxes = [reward for reward in run.config.get("rewards") or () if reward.get("name") == "boxes"]
     return str((boxes[0].get("args") or {}).get("coordinates", "pixels")) if boxes else "pixels"
 

@@ -1,4 +1,4 @@
-"""What is known of a run at any moment: its last metrics, the phase that is on, and the state of ranks and engines.
+"""The state of a run at any moment: its last metrics, the phase that is on, and the state of ranks and engines.
 
 The driver writes; threads that watch read. Nothing here waits for the run, and what cannot be found out is left out.
 """
@@ -146,7 +146,7 @@ class RunState:
         )
 
     def _ask(self, what: str, supplier: Callable[[], T], instead: T) -> T:
-        """What `supplier` says; a failure is said once, and never reaches the run."""
+        """Ask `supplier`; a failure is said once, and never reaches the run."""
         try:
             return supplier()
         except Exception as error:  # noqa: BLE001 - whoever watches must not end what is watched

@@ -1,4 +1,4 @@
-"""What a run is, at a glance: its state, model, layout, hardware, results; the first part of the report page."""
+"""A run at a glance: its state, model, layout, hardware, results; the first part of the report page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan's seconds are scaled by: assumed shares of the peaks, and factors fitted to the phases that a run recorded."""
+"""Factors of a plan's seconds: assumed shares of the peaks, and factors fitted to the phases that a run recorded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Calibration:
     """Whether old log-probs are of a pass over all rows, as other trainers have it, and none are left to the first update."""
 
     def scale(self, phase: str) -> float:
-        """What the seconds of a phase are multiplied by."""
+        """The factor of the seconds of a phase."""
         return self.scales.get(phase, 1.0)
 
 

@@ -1,4 +1,5 @@
-"""What a search tries: layouts for training, how their passes are computed, and sizes of engines, as overrides of a config."""
+"""Choices that a search tries: layouts for training, how their passes are computed, and sizes of engines, as overrides
+of a config."""
 
 from __future__ import annotations
 

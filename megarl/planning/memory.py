@@ -298,7 +298,7 @@ def _communication(role: PlannedRole, stage: int, precision: Precision, work: Wo
 
 
 def plan_memory(run: RunShape, gpu: GpuSpec, lengths: Lengths) -> MemoryPlan:
-    """What every GPU of a run holds.
+    """Plan what every GPU of a run holds.
 
     Raises:
         LayoutError: a layout does not divide its model.

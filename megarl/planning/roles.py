@@ -53,7 +53,7 @@ class PlannedRole:
 
     @property
     def parameters(self) -> tuple[ParameterCounts, ...]:
-        """What a rank of each stage holds."""
+        """The parameters that a rank of each stage holds."""
         if self.shares_weights:
             return (NOTHING_HELD,) * self.layout.pp
         return stage_parameters(self.shape, self.layout, value_head=self.value_head, freeze=self.freeze)

@@ -1,4 +1,4 @@
-"""What a search found as lines for a terminal, whose overrides can be pasted, and as JSON."""
+"""The findings of a search as lines for a terminal, whose overrides can be pasted, and as JSON."""
 
 from __future__ import annotations
 

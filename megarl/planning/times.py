@@ -45,7 +45,7 @@ class PhaseTime:
 
     @property
     def bound(self) -> str:
-        """What takes longest."""
+        """The part that takes longest."""
         return max(self.parts, key=lambda part: self.parts[part]) if self.seconds else "nothing"
 
 

@@ -1,4 +1,4 @@
-"""What every platform answers. The rest of megarl asks these questions and never names torch.cuda.
+"""Answers of every platform. The rest of megarl asks these questions and never names torch.cuda.
 A platform holds no state of its own: two objects of the same class behave alike."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What Gloo cannot do, or does badly, and megatron asks of NCCL. With torch 2.13 it cannot gather tensors of unequal sizes,
+"""Collectives that megatron asks of NCCL and that Gloo cannot do, or does badly. With torch 2.13 it cannot gather
+tensors of unequal sizes,
 and each of megatron's dozens of groups brings a thread that wakes ninety times a second. Its reduce-scatter sums a copy of all
 on every rank: of the gradients of 135M parameters, two ranks on two cores had their halves after 1.6 s; each sending the other
 what it needs, they have them after 0.3 s, and sooner where they can read each other's memory.

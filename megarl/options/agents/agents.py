@@ -75,7 +75,7 @@ class Agent(Protocol):
 
 
 class Agents:
-    """What all episodes of agents share."""
+    """The things that all episodes of agents share."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Agents:
 
     @property
     def name(self) -> str:
-        """What the config calls the agent."""
+        """Name of the agent in the config."""
         return self._agent.name
 
     def renderer(self, tools: Sequence[Mapping[str, Any]]) -> ChatRenderer:

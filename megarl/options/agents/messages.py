@@ -99,7 +99,7 @@ def as_json(arguments: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What a client asks for: the next message after `messages`, with `tools` on offer, in at most `max_tokens` tokens.
+    """The request of a client: the next message after `messages`, with `tools` on offer, in at most `max_tokens` tokens.
 
     `tools` are OpenAI's `{"type": "function", "function": {…}}`. `ignored` are fields that were given and change nothing.
     """

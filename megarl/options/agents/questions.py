@@ -1,4 +1,4 @@
-"""What agents make of questions that are asked of every config."""
+"""Answers of agents to questions that are asked of every config."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def read_command(body: dict[str, Any]) -> tuple[str | list[str], str, float | No
 
 
 async def _read(session: AgentSession, read: Callable[..., T], *given: Any) -> T:
-    """What `read` makes of a request's body; pictures in it are decoded beside the endpoint's loop."""
+    """Read a request's body by `read`; pictures in it are decoded beside the endpoint's loop."""
     if session.pictures is None:
         return read(*given, None)
     return await asyncio.to_thread(read, *given, session.pictures)

@@ -29,7 +29,7 @@ REFUSALS = 32
 
 
 class ToldIds(Protocol):
-    """What a chat template wrote, as ids, and the pictures among them."""
+    """Ids that a chat template wrote, and the pictures among them."""
 
     @property
     def ids(self) -> list[int]: ...
@@ -60,7 +60,7 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """What one episode may ask for: `turns` of the policy, contexts of `context_tokens`, with `response_tokens` of them behind
+    """Limits of one episode: `turns` of the policy, contexts of `context_tokens`, with `response_tokens` of them behind
     the beginning that the chat template wrote."""
 
     turns: int
@@ -71,7 +71,7 @@ class SessionLimits:
 
 
 class _Told(NamedTuple):
-    """What the policy is told before a turn: tokens, and the pictures among them, placed from the first of these."""
+    """Words to the policy before a turn: tokens, and the pictures among them, placed from the first of these."""
 
     ids: list[int]
     media: Sequence[Media]
@@ -87,7 +87,7 @@ class _PendingTurn:
 
 
 class AgentSession:
-    """What one agent may ask, and has asked."""
+    """The session of one agent."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What an agent is given: where it may ask for turns, and what it is to do."""
+"""The task of an agent: where it may ask for turns, and what it is to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one agent was told and what the policy said, as a tree: histories that go on from the same tokens share them.
+"""The tree of what one agent was told and what the policy said: histories that go on from the same tokens share them.
 
 A turn is one generation. Its parent is the turn that its history goes on from, token for token; a history that begins
 otherwise (a sub-agent, a compacted context, an edited message) begins at a root of its own, or branches off where it differs.

@@ -94,7 +94,7 @@ class Curriculum(RowOrder):
         return sum(epoch <= last for last in self._left_out_through.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers, JSON-able."""
+        """The pass rates that it remembers, JSON-able."""
         return {"rates": dict(self._rates), "left_out_through": dict(self._left_out_through)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from megarl.algorithms import DistillationTerm, vocabulary_divergence
 
 @dataclass(frozen=True)
 class DistillationLoss:
-    """What is measured of the teacher, and a divergence to it over the tokens behind the first two columns of the output.
+    """Figures of the teacher, and a divergence to it over the tokens behind the first two columns of the output.
 
     Columns: `teacher_log_probs` (absent: nothing is measured); with `term` also `teacher_scored_log_probs`.
     """

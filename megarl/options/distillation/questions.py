@@ -1,4 +1,4 @@
-"""What teachers make of questions that are asked of every config."""
+"""Answers of teachers to questions that are asked of every config."""
 
 from __future__ import annotations
 

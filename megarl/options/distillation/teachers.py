@@ -1,4 +1,4 @@
-"""What a step asks of its teachers, and of the policy for them: log-probs of sampled tokens, and of the likeliest ones."""
+"""Questions of a step to its teachers, and of the policy for them: log-probs of sampled tokens, and of the likeliest ones."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Teachers(StepPart):
         return COLUMNS if self.distillation.coef else ()
 
     def token_term(self) -> DistillationLoss:
-        """What is measured of the teacher, and the divergence where it is in the loss."""
+        """Figures of the teacher, and the divergence where it is in the loss."""
         settings = self.distillation
         term = DistillationTerm(settings.coef, settings.divergence, settings.beta)
         return DistillationLoss(term if settings.in_loss else None)

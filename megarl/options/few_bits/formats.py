@@ -58,7 +58,7 @@ class WeightFormat:
         return is_linear_weight(megatron_name) and (self.name != "int4" or ".local_experts." in megatron_name)
 
     def parts(self, packing: Packing) -> tuple[StoredPart, ...]:
-        """What the weights of a parameter are stored as.
+        """Tensors as which the weights of a parameter are stored.
 
         Raises:
             ModelError: groups do not fit into its columns.
@@ -103,7 +103,7 @@ class WeightFormat:
         return replace(weight_map, rules=tuple(rules))
 
     def quantization_config(self, weight_map: WeightMap) -> dict[str, Any]:
-        """What config.json says of such weights; all tensors without scales stay as they are."""
+        """The section of config.json on such weights; all tensors without scales stay as they are."""
         if self.name == "int4":
             return {
                 "quant_method": "compressed-tensors",

@@ -61,7 +61,8 @@ class _Rounded(torch.autograd.Function):
 
 
 def fake_quantised(weight: Tensor, group: int) -> Tensor:
-    """What an engine computes with for `weight` `[R, C]`, in the weight's dtype, with the gradient of `weight` itself.
+    """The weights that an engine computes with for `weight` `[R, C]`, in the weight's dtype, with the gradient of
+    `weight` itself.
 
     The straight-through estimator (arXiv 1308.3432): rounding is taken for the identity in the backward pass.
     """

@@ -51,7 +51,7 @@ class FormatQuantiser:
         return self.format.applies_to(rule.megatron_name)
 
     def rules(self, rule: BoundRule) -> list[BoundRule]:
-        """What the parameter is stored as, each tensor of it as a parameter of its own."""
+        """Rules of the tensors as which the parameter is stored, each tensor of it as a parameter of its own."""
         found = []
         for part in self.format.parts(rule.packing):
             names = tuple(name + part.suffix for name in rule.hf_names)

@@ -23,12 +23,12 @@ def stored_rows(rows: Tensor, format: WeightFormat) -> tuple[Tensor, Tensor]:
 
 
 def main_suffix(format: WeightFormat) -> str:
-    """What is added to a weight's name for its values."""
+    """The suffix of a weight's name for its values."""
     return PACKED if format.name == "int4" else ""
 
 
 def scale_suffix(format: WeightFormat) -> str:
-    """What is added to a weight's name for its scales."""
+    """The suffix of a weight's name for its scales."""
     return GROUP_SCALE if format.name == "int4" else SCALE_SUFFIX
 
 

@@ -1,4 +1,4 @@
-"""What lending the trainer's GPUs would gain: seconds in which they would wait, against those that lending takes."""
+"""Gains of lending the trainer's GPUs: seconds in which they would wait, against those that lending takes."""
 
 from __future__ import annotations
 

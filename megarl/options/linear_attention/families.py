@@ -70,7 +70,7 @@ class DeltaSizes:
 
     @property
     def channels(self) -> int:
-        """What the convolution sees of a token: queries, keys and values."""
+        """Channels of the convolution for a token: queries, keys and values."""
         return 2 * self.keys_width + self.values_width
 
     @property

@@ -20,7 +20,7 @@ _MANAGER = "megarl_adapters"
 
 
 def named(version: object) -> str:
-    """What a request calls the adapters of a version."""
+    """The name of a version's adapters in a request."""
     return f"version-{version}"
 
 

@@ -68,7 +68,7 @@ class Adapter(torch.nn.Module):
             split.mark(parameter, weight, is_split=is_split)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """What is added to the output `[..., out]` of the layer whose input is `hidden` `[..., in]`."""
+        """Compute what is added to the output `[..., out]` of the layer whose input is `hidden` `[..., in]`."""
         split, a, b = self.split, self.A, self.B
         if split.kind == "rows":
             low = linear(hidden, copy_to_tensor_model_parallel_region(a, group=split.group) if split.of_expert else a)
@@ -112,7 +112,7 @@ class ExpertAdapters(torch.nn.Module):
         self.local_experts = torch.nn.ModuleList(adapters)
 
     def forward(self, hidden: Tensor, tokens_per_expert: Any) -> Tensor:
-        """What is added to the output; `hidden` holds the tokens of one expert after those of another."""
+        """Compute what is added to the output; `hidden` holds the tokens of one expert after those of another."""
         counts = tokens_per_expert.tolist() if isinstance(tokens_per_expert, Tensor) else list(tokens_per_expert)
         return torch.cat([adapter(part) for adapter, part in zip(self.local_experts, hidden.split(counts), strict=True)])
 
@@ -157,7 +157,7 @@ class Split:
 
 
 class AdapterSwitch:
-    """What the adapters of a role's chunks add to their layers: what they have learnt, or what they began with."""
+    """A switch for what the adapters of a role's chunks add to their layers: what they have learnt, or what they began with."""
 
     def __init__(self) -> None:
         self.on = True

@@ -1,4 +1,4 @@
-"""What a PEFT folder holds, by its config and the header of its tensors, checked against the model's config. Without torch.
+"""The content of a PEFT folder, by its config and the header of its tensors, checked against the model's config. Without torch.
 
 Tensors are called `base_model.model.`, the hub's name of the layer, `.lora_A.weight` `[rank, in]` or `.lora_B.weight`
 `[out, rank]`. Layers that the hub stores one below another have one adapter together; each expert has its own, as in PEFT for
@@ -94,7 +94,7 @@ class AdapterHeader:
         return [lora_b(part) for part in self.fused_rows.names_of(weight_of(name))]
 
     def _hub_name(self, stored: str) -> str:
-        """What the hub calls a tensor of the file, without the prefix."""
+        """The hub's name for a tensor of the file, without the prefix."""
         name = stored.removeprefix(PREFIX)
         for other, hub in self._family.other_names:
             if name.startswith(other):

@@ -1,4 +1,5 @@
-"""What low-rank adapters add to the activations of a rank, and spare there: layers that are not trained keep no inputs.
+"""Activations that low-rank adapters add to the activations of a rank, and spare there: layers that are not trained keep
+no inputs.
 
 As megarl's adapters compute (`options/lora/layers.py`): each keeps its layer's input, what A makes of it, and, beside
 layers that

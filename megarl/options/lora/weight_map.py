@@ -46,7 +46,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What B·A is multiplied by."""
+        """The factor of B·A."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def has_adapter(self, layer: str) -> bool:

@@ -30,7 +30,7 @@ _COPY = re.compile(rf"{CHECKPOINTS}/(?:{re.escape(HIDDEN_PREFIX)})?step_\d{{6,}}
 
 
 class Mirror:
-    """What a run has in its second place, and what goes there and comes back.
+    """The second place of a run, and what goes there and comes back.
 
     `keep` and `best` are as in `CheckpointFolder`. `go_on` is asked between blocks; it raises what ends a copy early.
     """
@@ -226,7 +226,7 @@ class Mirror:
             part.unlink(missing_ok=True)
 
     def _in_the_way(self, there: Mapping[str, int], name: str, area: str, files: Iterable[str]) -> list[str]:
-        """What earlier copies that came to nothing have left, and what the checkpoint `name` is to replace in its `area`.
+        """Leftovers of aborted copies, and files that the checkpoint `name` is to replace in its `area`.
 
         What makes it count comes first.
         """

@@ -94,7 +94,7 @@ class Mirroring(RunObserver):
         return {"checkpoint/mirrored_step": float(self._step), "checkpoint/mirror_failures": float(self._failures)}
 
     def take_lines(self) -> list[str]:
-        """What is to be said since the last call."""
+        """Lines to be said since the last call."""
         with self._lock:
             lines, self._said = self._said, []
         return lines

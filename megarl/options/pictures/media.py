@@ -43,7 +43,7 @@ class Media:
 
     @classmethod
     def of_json(cls, record: Mapping[str, Any]) -> Media:
-        """What `dataclasses.asdict` and JSON made of one."""
+        """Read what `dataclasses.asdict` and JSON made of one."""
         values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
         return cls(**values)
 

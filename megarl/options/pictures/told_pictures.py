@@ -63,7 +63,7 @@ class PicturedText:
 
     @classmethod
     def of_json(cls, record: Mapping[str, Any]) -> PicturedText:
-        """What `to_json` and JSON made of one."""
+        """Read what `to_json` and JSON made of one."""
         return cls(record["text"], tuple((at, KeptPicture(**picture)) for at, picture in record["pictures"]))
 
 
@@ -169,7 +169,7 @@ class PictureKeeper:
 
     @classmethod
     def of_json(cls, record: Mapping[str, Any]) -> PictureKeeper:
-        """What `to_json` and JSON made of one."""
+        """Read what `to_json` and JSON made of one."""
         rules: dict[str, Any] = {
             name: tuple(value) if isinstance(value, Sequence) else value for name, value in record["rules"].items()
         }

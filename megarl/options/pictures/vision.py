@@ -1,4 +1,4 @@
-"""What a family that sees adds to one that reads: a tower that makes features of patches, and positions of three axes.
+"""Additions of a family that sees to one that reads: a tower that makes features of patches, and positions of three axes.
 
 The decoder is a text family's, told by the text part of `config.json`. The tower is transformers' own module, whole on every
 tensor rank of the first pipeline stage (`options/pictures/tower.py`); here are its sizes and the names and shapes of its
@@ -62,7 +62,7 @@ class Mrope:
 
 @dataclass(frozen=True)
 class Vision:
-    """What a config says of its tower.
+    """The tower of a config.
 
     `tower` is its class in `transformers.models.<model_type>.modeling_<model_type>`, `shapes` are its tensors. A patch is a
     square of `patch` pixels in `temporal` frames of `channels` colours; `merge` by `merge` patches are one token, whose

@@ -55,7 +55,7 @@ class PtxExamples(StepPart):
         return self._loss
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep."""
+        """State for a checkpoint."""
         return self._sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a reward model makes of questions that are asked of every config."""
+"""Answers of a reward model to questions that are asked of every config."""
 
 from __future__ import annotations
 

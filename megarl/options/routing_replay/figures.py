@@ -1,4 +1,4 @@
-"""What a step says of routing replay: how much was replayed, how much it changed, and the mismatch that it takes away."""
+"""Figures of routing replay in a step: how much was replayed, how much it changed, and the mismatch that it takes away."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ Routes = npt.NDArray[Any]
 
 
 def unknown(dtype: npt.DTypeLike) -> int:
-    """What stands for a choice that is not known in routes of this type."""
+    """The number that stands for a choice that is not known in routes of this type."""
     return int(np.iinfo(dtype).max)
 
 

@@ -95,7 +95,7 @@ class Sandbox:
 
 
 class Sandboxes:
-    """What all sandboxes of a run share. `close` ends those that are open."""
+    """The common part of a run's sandboxes. `close` ends those that are open."""
 
     def __init__(self, settings: SandboxConfig, container: Container | None, port: int | None = None) -> None:
         """`container` None: the kernel confines commands. `port`: of this machine, to which they may connect."""

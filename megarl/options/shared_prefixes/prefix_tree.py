@@ -1,4 +1,4 @@
-"""What the responses to a prompt begin with in common: turns of one episode, branches of an agent's history. Pure arithmetic.
+"""Common beginnings of the responses to a prompt: turns of one episode, branches of an agent's history. Pure arithmetic.
 
 Tokens are computed once for all responses that have them, and the same tokens before them. A tree of prefixes says which these
 are: each node is a run of tokens behind those of its parent, the root's children stand behind the prompt.

@@ -14,7 +14,7 @@ from megarl.trainers.run.observers import RunObserver, RunStart
 
 
 class Telemetry(RunObserver):
-    """What the section `trackers` asks for."""
+    """The trackers, endpoint and export that the section `trackers` asks for."""
 
     trackers: Trackers | None = None
     endpoint: MetricsEndpoint | None = None

@@ -97,7 +97,7 @@ def open_trackers(config: AnyConfig, *, resume_after_step: int | None = None) ->
 
 
 def upload_commands(config: AnyConfig) -> list[str]:
-    """What a user types to upload what was written offline."""
+    """Commands that a user types to upload what was written offline."""
     folder = Path(config.run_folder)
     found = [("wandb", run) for run in sorted((folder / "wandb").glob("offline-run-*"))]
     found += [("swanlab", run) for run in sorted((folder / "swanlab").glob("run-*"))]

@@ -1,4 +1,4 @@
-"""What comes of a tool call: text and pictures for the policy, and how the call failed, if it did."""
+"""The answer of a tool call: text and pictures for the policy, and how the call failed, if it did."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Failure = Literal["tool_errors", "tool_timeouts"]
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """What the policy is told, and how the call failed, if it did. `told` may be the beginning of so many `characters`."""
+    """The words to the policy, and how the call failed, if it did. `told` may be the beginning of so many `characters`."""
 
     told: PicturedText
     characters: int
@@ -56,7 +56,7 @@ def _told(answer: Any, pictures: PictureKeeper | None) -> PicturedText:
 
 
 def failure_text(error: BaseException) -> str:
-    """What the policy is told of an exception."""
+    """Words to the policy about an exception."""
     return f"error: {type(error).__name__}: {error}"
 
 

@@ -54,7 +54,7 @@ class FunctionTools:
         yield self.call
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """What the tool called `name` answers to `arguments`, or what went wrong.
+        """Call the tool called `name` and give its answer to `arguments`, or what went wrong.
 
         Raises:
             EpisodeError: the process of the tools did not start, or the media folder cannot be written. Whatever a tool does is

@@ -47,7 +47,8 @@ class ToolProcesses:
         return self._setting["tools"].keys()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """What the tool called `name` answers, or that it raised, died or took longer than `timeout_s` and was killed.
+        """Call the tool called `name` and give its answer, or that it raised, died or took longer than `timeout_s` and
+        was killed.
 
         Raises:
             EpisodeError: no process could be started, or the media folder cannot be written.

@@ -48,7 +48,7 @@ class ToolBox:
             yield call
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """What the tool called `name` answers to `arguments`, or what went wrong, in an episode of this call's own.
+        """Call the tool called `name` and give its answer to `arguments`, or what went wrong, in an episode of this call's own.
 
         Raises:
             EpisodeError: a tool's process did not start, or the media folder cannot be written. Whatever a tool does is an

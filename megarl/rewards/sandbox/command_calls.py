@@ -53,7 +53,7 @@ _DATAGRAM = tuple(kind + 1 for kind in _STREAM)
 
 
 def rules(*, own_user: bool, signals: bool, network: Network) -> Rules:
-    """What a command may ask of the kernel.
+    """System calls that a command may ask of the kernel.
 
     Args:
         own_user: its user owns nothing but its folder.

@@ -49,7 +49,7 @@ _CAP_DAC_READ_SEARCH = 1 << 2
 
 @dataclass(frozen=True)
 class CommandLimits:
-    """What the commands of a folder may use; `processes` besides `others`, those that their user has already."""
+    """Limits of the commands of a folder; `processes` besides `others`, those that their user has already."""
 
     memory_bytes: int
     file_bytes: int

@@ -25,7 +25,7 @@ _START_S = 10.0
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What one run may use."""
+    """Limits of one run."""
 
     timeout_s: float = 10.0
     """Wall-clock seconds of the program; its CPU seconds are limited to one more."""
