@@ -79,7 +79,7 @@ class Clock:
 class SimulatedGroup:
     """Ranks that answer at once with what was made for them before: `answers` by data-parallel replica, pickled."""
 
-    name = POLICY
+    name, platform = POLICY, "cpu"
 
     def __init__(self, layout: Layout, clock: Clock) -> None:
         self.layout, self.clock = layout, clock
@@ -189,7 +189,7 @@ def step_seconds(world: int) -> dict[str, float]:
 def _forward(roles: Roles, role: str, batch: Batch) -> list[Any]:
     """`Roles.forward` without its last line, which is timed by itself."""
     found: list[Any] = []
-    with mock.patch.object(batch, "gather", lambda names, answers: found.extend(answers)):
+    with mock.patch.object(batch, "gather", lambda names, answers, wide, *, asked: found.extend(answers)):
         roles.forward(role, batch, [])
     return found
 
