@@ -12,11 +12,11 @@ from megarl.config.layout import Layout, closest, divisors
 from megarl.config.sections import ExpertsConfig, TrainedRole
 from megarl.errors import ConfigError, LayoutError, ModelError
 from megarl.models.parameter_patterns import check_patterns
-from megarl.options.lora.peft_header import lora_of
 from megarl.models.registry import architecture_for, load_hf_config, use_architecture
 from megarl.models.shape import ModelShape
-from megarl.options.few_bits.formats import WeightFormat, check_format, check_groups, int4, stored_format
 from megarl.models.windows import check_windows
+from megarl.options.few_bits.formats import WeightFormat, check_format, check_groups, int4, stored_format
+from megarl.options.lora.peft_header import lora_of
 
 A_MODEL = "a Hugging Face model folder, or ORG/NAME of the hub (hf://ORG/NAME where a folder ORG is here)"
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from megarl.errors import ModelError
 from megarl.models import dense, moe
-from megarl.options.prediction import weight_map as prediction
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse, refuse_biases, size
 from megarl.models.packings import FP8_BLOCK, Copy
 from megarl.models.rope import Rope, refuse_partial
 from megarl.models.weight_map import Rule, WeightMap
+from megarl.options.prediction import weight_map as prediction
 
 LATENT_NORM_EPS = 1e-6
 """transformers norms the latents with it, whatever `rms_norm_eps` says: Moonlight's other norms have 1e-5."""

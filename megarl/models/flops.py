@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.data.micro_batches import Grid
+from megarl.models.shape import ModelShape
 from megarl.options.linear_attention.families import DeltaSizes
 from megarl.options.lora.weight_map import is_adapter
-from megarl.models.shape import ModelShape
 from megarl.options.pictures.vision import Vision
 
 Length = TypeVar("Length", int, npt.NDArray[np.int64])
@@ -68,8 +68,10 @@ class FlopsModel:
 
     @classmethod
     def _of_prediction(cls, shape: ModelShape) -> FlopsModel:
-        """Operations of one layer with full attention, its projection, and an output row of each predicted token. The row's backward pass
-        is as long as its forward pass, and with soft targets a row of the policy's is computed again."""
+        """Operations of one layer with full attention, its projection, and an output row of each predicted token.
+
+        The row's backward pass is as long as its forward pass, and with soft targets a row of the policy's is computed again.
+        """
         experts = frozenset({0} if shape.experts else ())
         layer = cls.of(replace(shape, layers=1, expert_layers=experts, window_layers=frozenset(), linear=None, predicts=False))
         return replace(layer, per_token=layer.per_token + 2 * 2 * shape.hidden**2)
@@ -79,8 +81,8 @@ class FlopsModel:
     ) -> int:
         """Operations of a prompt computed once with responses that each attend to it and to themselves.
 
-        `grids` are those of all their pictures (`options/pictures/media.py`). `repeats`: so many first tokens of some responses are
-        computed with another's.
+        `grids` are those of all their pictures (`options/pictures/media.py`). `repeats`: so many first tokens of some responses
+        are computed with another's.
         """
         total = sum(response_tokens)
         pairs = self.attention(0, prompt_tokens) + sum(self.attention(prompt_tokens, r) for r in response_tokens)
@@ -130,7 +132,7 @@ FlashAttention 2, Transformer Engine 3. Not measured."""
 
 
 def sharing_pays(flops: FlopsModel, prompt_tokens: int, response_tokens: int, group: int) -> bool:
-    """Return whether a prompt computed once for its `group` of responses, with attention by segments, takes less than one for each."""
+    """Return whether a prompt computed once for its `group` of responses, with attention by segments, takes less."""
     responses = [response_tokens] * group
     attention = flops.attention(0, prompt_tokens) + group * flops.attention(prompt_tokens, response_tokens)
     shared = flops.cost(prompt_tokens, responses) + (SEGMENTS_PER_SPEC - 1) * attention

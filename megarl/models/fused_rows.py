@@ -22,7 +22,7 @@ class MatrixPlace:
 
 @dataclass(frozen=True)
 class FusedRows:
-    """Parts of each stored tensor, by what its name ends with: what the names of its parts end with in that place, and their rows.
+    """Parts of each stored tensor, by the end of its name: the ends of its parts' names in that place, and their rows.
 
     All have `columns` columns.
     """

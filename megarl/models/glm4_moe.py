@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.models import dense, moe
-from megarl.options.prediction import weight_map as prediction
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import size, with_defaults
 from megarl.models.rope import rope_refusal
 from megarl.models.weight_map import WeightMap
+from megarl.options.prediction import weight_map as prediction
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}
 """transformers' defaults that differ from those of other families."""

@@ -24,10 +24,10 @@ from megarl.errors import ModelError, nearest
 from megarl.models.expert_tensors import ExpertSlice, RowSlice, joined
 from megarl.models.fused_experts import ExpertPlace, FusedExperts
 from megarl.models.fused_rows import FusedRows, MatrixPlace
-from megarl.options.few_bits.mxfp4 import BLOCKS, SCALES, Mxfp4Tensor
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.safetensors_layout import Entry, read_entries, read_json_without_duplicates
 from megarl.models.weight_map import WeightMap
+from megarl.options.few_bits.mxfp4 import BLOCKS, SCALES, Mxfp4Tensor
 from megarl.system.atomic_files import whole_folder
 
 SINGLE_FILE = "model.safetensors"

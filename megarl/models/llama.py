@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.models import dense
-from megarl.options.prediction import weight_map as prediction
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse_biases
 from megarl.models.rope import rope_refusal
 from megarl.models.weight_map import WeightMap
+from megarl.options.prediction import weight_map as prediction
 
 
 def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:

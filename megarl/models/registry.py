@@ -10,16 +10,28 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ModelError, nearest
-from megarl.models import deepseek_v3, gemma3_text, glm4, glm4_moe, gpt_oss, granite, llama, mistral, mixtral, olmo2, olmo3, phi3, qwen2, qwen3, qwen3_moe, seed_oss, smollm3
-from megarl.options.pictures import glm4v_moe
-from megarl.options.pictures import qwen2_5_vl
-from megarl.options.pictures import qwen2_vl
-from megarl.options.linear_attention import qwen3_5_moe_text
-from megarl.options.linear_attention import qwen3_5_text
-from megarl.options.linear_attention import qwen3_next
-from megarl.options.pictures import qwen3_vl
-from megarl.options.pictures import qwen3_vl_moe
+from megarl.models import (
+    deepseek_v3,
+    gemma3_text,
+    glm4,
+    glm4_moe,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    seed_oss,
+    smollm3,
+)
 from megarl.models.architecture import Architecture
+from megarl.options.linear_attention import qwen3_5_moe_text, qwen3_5_text, qwen3_next
+from megarl.options.pictures import glm4v_moe, qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe
 from megarl.system.user_code import absolute_name, load_user_object
 
 ARCHITECTURES: tuple[Architecture, ...] = (

@@ -231,7 +231,7 @@ def rope_refusal(hf_config: dict[str, Any]) -> str | None:
 
 
 def _says_what_follows(rope: Rope, hf_config: dict[str, Any]) -> bool:
-    """Return whether a YaRN's `attention_factor` is the one that its factor gives, which SGLang computes, whatever a config says."""
+    """Return whether a YaRN's `attention_factor` is the one that its factor gives: SGLang computes it, whatever is said."""
     factor, said = Yarn.of(rope, hf_config).factor, rope.parameters.get("attention_factor")
     return isinstance(said, float) and math.isclose(said, 0.1 * math.log(factor) + 1.0, rel_tol=1e-12)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megarl.models.architecture import DecoderTraits
-from megarl.options.linear_attention.families import DeltaSizes
-from megarl.options.lora.weight_map import Lora, with_adapters
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.rope import exact_positions
-from megarl.options.pictures.vision import Vision
 from megarl.models.weight_map import WeightMap
+from megarl.options.linear_attention.families import DeltaSizes
+from megarl.options.lora.weight_map import Lora, with_adapters
+from megarl.options.pictures.vision import Vision
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class ModelShape:
 
     @property
     def divided_ffn(self) -> int | None:
-        """Widths that tensor parallelism must divide of the feed-forward layers outside experts: the dense layers' width and that of
-        the shared experts. None: there are neither."""
+        """Widths that tensor parallelism must divide of the feed-forward layers outside experts: the dense layers' width and
+        that of the shared experts. None: there are neither."""
         widths = [self.ffn] if len(self.expert_layers) < self.layers else []
         widths += [self.shared_ffn] if self.shared_ffn else []
         return math.gcd(*widths) if widths else None

@@ -11,13 +11,13 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.data.batch import Batch
-from megarl.options.pictures.media import Media
 from megarl.data.sample import Sample
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition
 from megarl.models.flops import FlopsModel, picture_flops
 from megarl.models.shape import shape_of
 from megarl.models.update_flops import UpdateFlops, update_flops
+from megarl.options.pictures.media import Media
 from megarl.planning.gpus import gpu_called, gpu_named
 from megarl.trainers.run.timeline import throughput
 from megarl.workers.rank_calls import RankRecord

@@ -17,10 +17,10 @@ from megarl.errors import ConfigError, ModelError
 from megarl.megatron.attention import ReferenceAttention
 from megarl.models.check_layouts import _check_layout
 from megarl.models.hf_folder import HFFolder
-from megarl.options.few_bits.mxfp4 import Mxfp4Tensor, dequantised
 from megarl.models.registry import architecture_for
 from megarl.models.rope_frequencies import inverse_frequencies
 from megarl.models.shape import shape_of
+from megarl.options.few_bits.mxfp4 import Mxfp4Tensor, dequantised
 from tests.families import hub_tensors, hugging_face
 from tests.models.megatron_models import load_and_write
 from tests.world import World

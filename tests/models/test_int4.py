@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.options.few_bits.int4 import dequantise_rows, fake_quantised, packed, quantise_rows, unpacked
 from megarl.options.few_bits.formats import INT4_WEIGHTS, int4
+from megarl.options.few_bits.int4 import dequantise_rows, fake_quantised, packed, quantise_rows, unpacked
 
 
 def rows_of(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
