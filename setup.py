@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "megarl/__init__.py").read_text(), re.M).group(1)
+VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "megarl/version.py").read_text(), re.M).group(1)
 
 REQUIRES = [
     # any build of torch: `make venv` installs one first, so that pip does not choose a build for the user

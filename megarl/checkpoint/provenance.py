@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from megarl import __version__
 from megarl.config.yaml_tree import load_text, tree_leaves
+from megarl.version import __version__
 
 CONFIG = "config.yaml"
 _LIBRARIES = ("torch", "megatron-core")

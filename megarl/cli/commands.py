@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
-from megarl import __version__
 from megarl.cli.convert import add_convert
 from megarl.cli.doctor import add_doctor
 from megarl.cli.episodes import add_episodes
@@ -31,6 +30,7 @@ from megarl.cli.rewards import add_rewards
 from megarl.cli.submit import add_submit
 from megarl.config.secrets import redacted
 from megarl.errors import ConfigError, MegarlError, RunInterrupted, RunStopped, nearest, written_out
+from megarl.version import __version__
 
 if TYPE_CHECKING:
     from megarl.config.reference import ConfigField

@@ -29,8 +29,8 @@ PROCEDURAL_ROWS = 1000
 """Rows of a procedural source whose `limit` is null."""
 
 
-def check_fields_agree(config: Config) -> None:
-    """Raise ConfigError for the first pair of fields that contradict each other."""
+def check_fields_agree(config: Config, *, is_judged: bool = True) -> None:
+    """Raise ConfigError for the first pair of fields that contradict each other, or, if it `is_judged`, without a reward."""
     check_algorithm(config)
     check_megatron_sections(config)
     check_rollout(config)
@@ -48,7 +48,8 @@ def check_fields_agree(config: Config) -> None:
     for check in functions("checks", "check"):
         check(config)
     check_profile(config.profile, config.run.known_steps, [*config.layouts.values()])
-    if not config.reward_weights and not any(needs_none(config) for needs_none in functions("questions", "needs_no_reward")):
+    needs_none = not is_judged or any(needs_none(config) for needs_none in functions("questions", "needs_no_reward"))
+    if not config.reward_weights and not needs_none:
         raise ConfigError("a run needs a source of reward: set rewards, or set reward_model.path")
     trained = {"policy": config.policy, "critic": config.critic}
     for name, role in trained.items():

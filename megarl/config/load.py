@@ -62,10 +62,10 @@ def parse_any(tree: dict[str, Any]) -> AnyConfig:
     return parse_supervised_config(tree) if "objective" in tree else parse_config(tree)
 
 
-def parse_config(tree: dict[str, Any]) -> Config:
-    """Make a Config from a plain tree; raises ConfigError as `load_any` does."""
+def parse_config(tree: dict[str, Any], *, is_judged: bool = True) -> Config:
+    """Make a Config from a plain tree; raises ConfigError as `load_any` does. Unless it `is_judged`, it may lack rewards."""
     config = _parse(tree, Config)
-    check_fields_agree(config)
+    check_fields_agree(config, is_judged=is_judged)
     return config
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from megarl import __version__
 from megarl.errors import ConfigError
 from megarl.launch.cluster_profile import ClusterProfile
 from megarl.launch.job import START_S, Job, checkpoint_bytes, seconds_to_save
+from megarl.version import __version__
 
 SUBMIT_WITH = {"slurm": "sbatch", "pbs": "qsub", "lsf": "bsub <"}
 """The batch systems that there is a template for, and what each takes a script by."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from megarl.megatron.rng_state import initial_seed, reseed, restore_rng_state, s
 from megarl.megatron.router_watch import RouterWatch
 from megarl.megatron.routers import Routers
 from megarl.megatron.shards import Shards, objects_of, shards_of
-from megarl.megatron.step import LossFunction, PassProgress, forward, forward_backward
+from megarl.megatron.step import LossFunction, PassProgress, add_metrics, forward, forward_backward, reduce_gradients
 from megarl.megatron.update_guard import WatchedLoss, refusal
 from megarl.megatron.weights import Quantiser, export_weights, load_weights, role_map
 from megarl.models.hf_folder import HFFolder
@@ -47,6 +47,14 @@ from megarl.options.prediction.layer import MTP_LOSS
 from megarl.options.routing_replay.replay import RoutingReplay
 from megarl.options.routing_replay.routes import RecordedRoutes, ReplayCounts
 from megarl.platform.deterministic import make_deterministic
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """Passes whose gradients no optimizer step has applied: their metric sums, and whether their losses were finite."""
+
+    metrics: dict[str, Any] = field(default_factory=dict)
+    is_finite: bool = True
 
 
 class RankModel:
@@ -68,6 +76,7 @@ class RankModel:
         self.average = MovingAverage()
         self.replay = RoutingReplay(self.chunks, options) if options.replays_routes else None
         self.optimizer: Any = None
+        self._gathered: _Gathered | None = None
         self.watch: RouterWatch | None = None
         if optimizer is not None:
             if self.weight_map.num_experts:
@@ -132,17 +141,66 @@ class RankModel:
         Returns metric sums of this rank on reporting ranks; `grad_norm`, `lr`, `skipped` and `non_finite` on rank 0; what
         layers with experts routed under `EXPERTS`, on the leading rank of their stage.
         """
+        self._gathered = None
+        metrics, is_finite = self._backward(micro_batches, loss_function, position)
+        return self._apply(metrics, is_finite=is_finite)
+
+    def accumulate(
+        self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, *, position: ScorePosition = ScorePosition.NEXT
+    ) -> dict[str, Any]:
+        """Add the gradients of the summed loss of `micro_batches` to those since the last optimizer step; `step` applies them.
+
+        Losses that keep experts in balance are those of each pass. Returns this pass's metric sums on reporting ranks.
+        """
+        before = self._gathered or _Gathered()
+        metrics, is_finite = self._backward(
+            micro_batches, loss_function, position, adds=self._gathered is not None, reduces=False
+        )
+        add_metrics(before.metrics, metrics)
+        self._gathered = _Gathered(before.metrics, is_finite=before.is_finite and is_finite)
+        if self.watch is not None:
+            self.watch.set_aside()
+        return metrics
+
+    def step(self) -> dict[str, Any]:
+        """Apply what `accumulate` gathered; returns what `update` does, without the metric sums."""
+        assert self._gathered is not None, "accumulate comes before step"
+        gathered, self._gathered = self._gathered, None
+        reduce_gradients(self.chunks)
+        applied = self._apply(dict(gathered.metrics), is_finite=gathered.is_finite)
+        return {name: value for name, value in applied.items() if name not in gathered.metrics}
+
+    def _backward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss_function: LossFunction,
+        position: ScorePosition,
+        *,
+        adds: bool = False,
+        reduces: bool = True,
+    ) -> tuple[dict[str, Any], bool]:
+        """One pass with gradients: its metric sums on reporting ranks, and whether its losses on this rank were finite."""
         for chunk in self.chunks:
             chunk.train()
         watched = WatchedLoss(loss_function)
-        laid = self._placed(micro_batches)
-        routers = Routers(self.replay, self.watch)
-        chunks, progress = self.chunks, self.progress
-        totals = forward_backward(chunks, self.options, laid, watched, position=position, progress=progress, routers=routers)
-        metrics: dict[str, Any] = totals if self.reports else {}
+        totals = forward_backward(
+            self.chunks,
+            self.options,
+            self._placed(micro_batches),
+            watched,
+            position=position,
+            progress=self.progress,
+            routers=Routers(self.replay, self.watch),
+            adds=adds,
+            reduces=reduces,
+        )
+        metrics = totals if self.reports else {}
+        return metrics, watched.is_finite and math.isfinite(metrics.get(MTP_LOSS, 0.0))
+
+    def _apply(self, metrics: dict[str, Any], *, is_finite: bool) -> dict[str, Any]:
+        """The optimizer step by the reduced gradients, unless `update_guard.refusal` refuses it; see `update`."""
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
-        is_finite = watched.is_finite and math.isfinite(metrics.get(MTP_LOSS, 0.0))
         refused = refusal(metrics, grad_norm, loss_is_finite=is_finite, rules=self.skip_rules)
         routed = self.watch.take() if self.watch is not None else {}
         if not refused["skipped"]:

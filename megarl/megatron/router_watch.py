@@ -49,6 +49,8 @@ class RouterWatch:
         width = 2 * self.experts + len(_FIGURES)
         device = torch.cuda.current_device()
         self.sums = torch.zeros(len(self.routers), width, dtype=torch.float64, device=device)
+        self.aside = torch.zeros_like(self.sums)
+        """Sums of earlier passes that the next `take` tells together with the last one's."""
         self.loads = torch.zeros(len(self.routers), self.experts, dtype=torch.float64, device=device)
         """Of the whole batch, where a loss must know them before the backward pass."""
         self.totals = torch.zeros(2, dtype=torch.float32, device=device)
@@ -95,9 +97,16 @@ class RouterWatch:
         self._reduce()
         self.loads = self.sums[:, : self.experts].clone()
 
+    def set_aside(self) -> None:
+        """Keep what the pass counted for the `take` after a later one."""
+        self.aside += self.sums
+        self.sums.zero_()
+
     def take(self) -> dict[int, LayerRouting]:
-        """By layer what all ranks of this stage routed in the pass, on its leading rank; collective over the stage."""
+        """By layer what all ranks of this stage routed in the pass and in those set aside, on its leading rank; collective."""
         self._trains = False
+        self.sums += self.aside
+        self.aside.zero_()
         self._reduce()
         at = self.layout.coords(torch.distributed.get_rank())
         if not self.routers or at.tp or at.cp or at.dp:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -108,26 +109,60 @@ def forward_backward(
     position: ScorePosition = ScorePosition.NEXT,
     progress: PassProgress | None = None,
     routers: Routers = NO_ROUTERS,
-) -> dict[str, float]:
+    adds: bool = False,
+    reduces: bool = True,
+) -> dict[str, Any]:
     """Accumulate and reduce the gradients of the summed loss; returns the metric sums of this rank's last stage.
 
-    What routers decide is counted by `routers.watch`, which adds the losses that keep experts in balance.
+    What routers decide is counted by `routers.watch`, which adds the losses that keep experts in balance. With `adds` the
+    gradients join those that are there. Without `reduces` they stay this rank's own, until `reduce_gradients`.
     """
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
+    if not adds:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
     totals: dict[str, Any] = {}
     run = partial(_run, chunks, options, micro_batches, position=position, progress=progress, routers=routers)
     if routers.watch is not None and routers.watch.counts_first:
         with torch.no_grad():
             run(_no_loss, forward_only=True)
         routers.watch.keep_loads()
-    for metrics in metrics_on_host(run(loss_function, forward_only=False)):
-        for name, value in metrics.items():
-            if isinstance(value, dict):
-                totals[name] = totals.get(name, {}) | value
-            else:
-                totals[name] = max(totals.get(name, value), value) if name.endswith("_max") else totals.get(name, 0) + value
+    with nullcontext() if reduces else _unreduced(chunks):
+        of_micro_batches = run(loss_function, forward_only=False)
+    for metrics in metrics_on_host(of_micro_batches):
+        add_metrics(totals, metrics)
     return totals
+
+
+def add_metrics(totals: dict[str, Any], metrics: Mapping[str, Any]) -> None:
+    """Add the metric sums of a further part of a batch to `totals`; of those called `_max` the largest stays."""
+    for name, value in metrics.items():
+        if isinstance(value, dict):
+            totals[name] = totals.get(name, {}) | value
+        else:
+            totals[name] = max(totals.get(name, value), value) if name.endswith("_max") else totals.get(name, 0) + value
+
+
+@contextmanager
+def _unreduced(chunks: Sequence[Any]) -> Iterator[None]:
+    """Meanwhile megatron-core's schedule leaves every rank its own gradients."""
+    config = get_model_config(chunks[0])
+    before = config.finalize_model_grads_func, config.no_sync_func
+    config.finalize_model_grads_func, config.no_sync_func = None, nullcontext
+    try:
+        with ExitStack() as stack:
+            for chunk in chunks:
+                stack.enter_context(chunk.no_sync())
+            yield
+    finally:
+        config.finalize_model_grads_func, config.no_sync_func = before
+
+
+def reduce_gradients(chunks: Sequence[Any]) -> None:
+    """Sum the gradients of all ranks, as the last micro-batch of a pass that `reduces` does; collective over the world."""
+    if chunks[0].ddp_config.overlap_grad_reduce:  # else the reduction begins where it is waited for
+        for chunk in chunks:
+            chunk.start_grad_sync()
+    get_model_config(chunks[0]).finalize_model_grads_func([*chunks])
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:

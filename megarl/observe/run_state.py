@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from megarl import __version__
 from megarl.config import AnyConfig
 from megarl.observe.metrics import numbers
+from megarl.version import __version__
 
 T = TypeVar("T")
 EngineCondition = Literal["up", "updating", "waiting", "asleep", "restarting", "dead"]

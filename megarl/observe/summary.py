@@ -15,10 +15,10 @@ from typing import Any
 
 import psutil
 
-from megarl import __version__
 from megarl.config import AnyConfig
 from megarl.observe.phases import Phases
 from megarl.system.atomic_files import write_text_atomically
+from megarl.version import __version__
 
 PACKAGES = (
     "torch",

@@ -19,6 +19,9 @@ from typing import Any
 
 from megarl.errors import MegarlError, nearest
 
+GIVEN = "given:"
+"""How the name of a function begins that a program handed over (`give`), which no other process has."""
+_given: dict[str, Callable[..., Any]] = {}
 FORMS = "'package.module:function' or 'path/to/file.py:function'"
 """How a function is named, as sentences say it."""
 CLASS_FORMS = "'package.module:Class' or 'path/to/file.py:Class'"
@@ -33,6 +36,15 @@ def load_user_function(name: str, error: Error) -> Callable[..., Any]:
     return found
 
 
+def give(function: Callable[..., Any]) -> str:
+    """Name a function so that a config of this process may call it by that name."""
+    plain = getattr(function, "__name__", type(function).__name__)
+    names = [f"{GIVEN}{plain}", *(f"{GIVEN}{plain}#{number}" for number in range(2, len(_given) + 3))]
+    name = next(name for name in names if _given.get(name, function) is function)
+    _given[name] = function
+    return name
+
+
 def load_user_object(name: str, error: Error, what: str, is_wanted: Callable[[Any], bool]) -> Any:
     """Import what is called `name`: a `what` for which `is_wanted` holds.
 
@@ -42,6 +54,10 @@ def load_user_object(name: str, error: Error, what: str, is_wanted: Callable[[An
     Raises:
         error: the name has no colon, the module cannot be imported, or it has nothing of that name that is wanted.
     """
+    if name.startswith(GIVEN):
+        if name not in _given:
+            raise error(f"'{name}' is a function that a program handed to megarl.train or megarl.open; run that program again")
+        return _given[name]
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
         raise error(f"'{name}' names no {what}; it must be {FORMS.replace('function', what)}")

@@ -55,8 +55,9 @@ def free_address() -> tuple[str, int]:
 
 
 @timed(
-    "add_role", "forward", "update", "open_senders", "push_weights", "keep_on_device", "export_role", "save_role", "load_role"
-)
+    "add_role", "forward", "update", "accumulate", "optimizer_step", "open_senders", "push_weights", "keep_on_device",
+    "export_role", "save_role", "load_role",
+)  # fmt: skip
 class Rank(RankCalls):
     """Rank `rank` of a world that runs `layout`."""
 
@@ -125,6 +126,13 @@ class Rank(RankCalls):
     def update(self, role: str, shares: Sequence[Share], loss_function: Any, position: ScorePosition) -> dict[str, float]:
         with record_function(f"update {role}"):
             return self.roles[role].update([*chain(*shares)], loss_function, position=position)
+
+    def accumulate(self, role: str, shares: Sequence[Share], loss_function: Any, position: ScorePosition) -> dict[str, float]:
+        with record_function(f"accumulate {role}"):
+            return self.roles[role].accumulate([*chain(*shares)], loss_function, position=position)
+
+    def optimizer_step(self, role: str) -> dict[str, float]:
+        return self.roles[role].step()
 
     def copy_role(self, source: str, target: str, share: float) -> None:
         self.roles[target].copy_weights_from(self.roles[source], share)

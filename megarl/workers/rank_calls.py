@@ -66,6 +66,14 @@ class RankCalls(ABC):
         """One optimizer step on the micro-batches of all `shares`; metric sums of this rank."""
 
     @abstractmethod
+    def accumulate(self, role: str, shares: Sequence[Share], loss_function: Any, position: ScorePosition) -> dict[str, float]:
+        """Gradients of the micro-batches of all `shares`, added to those since the last step; metric sums of this rank."""
+
+    @abstractmethod
+    def optimizer_step(self, role: str) -> dict[str, float]:
+        """One optimizer step by what was accumulated; `grad_norm`, `lr` and whether it was skipped, on rank 0."""
+
+    @abstractmethod
     def copy_role(self, source: str, target: str, share: float) -> None:
         """`target` ← share·`source` + (1 − share)·`target`; both have the same layout and head. 1: copy."""
 

@@ -81,7 +81,10 @@ def objective(output: torch.Tensor, stream: Any) -> tuple[torch.Tensor, dict[str
     return loss, {"tokens": float(len(output))}
 
 
-def run_role(rank: int, world_size: int, path: str, layout: Layout, spec: str, save_to: str | None) -> dict[str, Any]:
+def run_role(
+    rank: int, world_size: int, path: str, layout: Layout, spec: str, save_to: str | None, accumulates: bool = False
+) -> dict[str, Any]:
+    """`accumulates`: every update is a pass for each micro-batch, and a step by what these gathered."""
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
@@ -92,12 +95,21 @@ def run_role(rank: int, world_size: int, path: str, layout: Layout, spec: str, s
     role = RankModel(options, settings)
     mine = micro_batches(layout.dp)[layout.coords(rank).dp]
     before = role.forward(mine)
-    updates = [role.update(mine, objective) for _ in range(UPDATES - 1)]
+
+    def update() -> dict[str, Any]:
+        if not accumulates:
+            return role.update(mine, objective)
+        for micro_batch in mine:
+            role.accumulate([micro_batch], objective)
+            role.forward(mine)  # leaves the gradients alone
+        return role.step()
+
+    updates = [update() for _ in range(UPDATES - 1)]
     if save_to is not None:
         save_role(role, save_to)
         role = RankModel(options, settings)
         role.load(save_to)
-    updates.append(role.update(mine, objective))
+    updates.append(update())
     exported = {name: tensor.clone() for name, tensor in role.export()}
     return {"before": before, "updates": updates, "exported": exported}
 
@@ -157,6 +169,15 @@ def test_every_layout_trains_llama_like_hugging_face(
 ) -> None:
     """The last update runs in a role that was saved and loaded, so the checkpoint carries weights and Adam's moments."""
     arguments = (str(folders["llama"]), layout, "reference", str(tmp_path / "checkpoint"))
+    check(world.call(run_role, *arguments, size=layout.world_size), layout, folders["llama"])
+
+
+@pytest.mark.parametrize("name", ["one", "dp2·pp2", "tp2+sp"])
+def test_gradients_gathered_over_several_passes_make_the_same_updates(
+    world: World, folders: dict[str, Path], name: str, tmp_path: Path
+) -> None:
+    layout = LAYOUTS[name]
+    arguments = (str(folders["llama"]), layout, "reference", str(tmp_path / "checkpoint"), True)
     check(world.call(run_role, *arguments, size=layout.world_size), layout, folders["llama"])
 
 

@@ -16,9 +16,9 @@ from megarl.planning.gpus import PROCESS_BYTES
 from megarl.planning.turns import bytes_beside_engines, takes_turns
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import SamplingParams
-from megarl.trainers.rl import run as run_module
+from megarl.trainers.rl import session as session_module
 from megarl.trainers.rl.gpu_sharing import GpuSharing, Kept, Owner
-from megarl.trainers.rl.run import RlRun
+from megarl.trainers.rl.session import Session
 from tests.rollout.tiny import TINY, load, save_tiny, sync, weights_of
 
 CALLS = ("train", "update", "generate")
@@ -167,6 +167,12 @@ def test_engines_that_share_gpus_start_and_sleep_before_anything_is_loaded(
         def __getattr__(self, name: str) -> Any:
             return MagicMock()
 
+        def __enter__(self) -> Recorded:
+            return self
+
+        def __exit__(self, *raised: object) -> None:
+            """Nothing was started."""
+
         def load(self, role: str) -> None:
             calls.append(role)
 
@@ -176,10 +182,9 @@ def test_engines_that_share_gpus_start_and_sleep_before_anything_is_loaded(
         def finish_start(self, starting: list[Any], roles: Any) -> None:
             calls.append("engines")
 
-    for name in ("open_cluster", "open_roles", "Rollouts", "SamplesFile", "MetricsFile", "check_transport"):
-        monkeypatch.setattr(run_module, name, lambda *_, **__: Recorded())
-    run = MagicMock(config=config_of("colocated", "sync"), inputs=MagicMock(overlap=0))
-    RlRun.start(run)
+    for name in ("open_cluster", "open_roles", "Rollouts", "check_transport"):
+        monkeypatch.setattr(session_module, name, lambda *_, **__: Recorded())
+    Session(config_of("colocated", "sync"), MagicMock(parts=[])).start(tmp_path)
     assert calls == (["engines", "policy"] if first == "engines" else ["policy", "engines"])
 
 

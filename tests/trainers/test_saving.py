@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 
-from megarl import __version__
 from megarl.checkpoint import CheckpointFolder, background
 from megarl.checkpoint.background import BackgroundWriter
 from megarl.checkpoint.dist_writer import Written, join_shards, write_shards
@@ -30,6 +29,7 @@ from megarl.megatron.shards import ShardBox, Shards
 from megarl.observe.run_state import RankCondition
 from megarl.trainers.run.base import Run
 from megarl.trainers.run.saving import Saving, unwritable
+from megarl.version import __version__
 from megarl.weights.placement import Bundle, Placement
 
 WHOLE = torch.arange(24.0).view(6, 4)

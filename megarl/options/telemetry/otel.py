@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from megarl import __version__
 from megarl.config import AnyConfig
 from megarl.errors import ConfigError
 from megarl.observe.trace import DRIVER
 from megarl.options.telemetry.section import trackers_of
+from megarl.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

@@ -21,6 +21,7 @@ from megarl.algorithms import (
     value_loss,
 )
 from megarl.data.stream import PackedStream, ScoredValues
+from megarl.errors import MegarlError
 from megarl.trainers.rl.step_parts import MixedLoss, StreamLoss, TokenTerm
 from megarl.trainers.run.update_metrics import LOG_PROBS
 
@@ -118,6 +119,38 @@ class PolicyObjective:
         further = {name: entropy if name == "entropy" else columns[name] for name in self.also_given} | dict(self.arguments)
         loss_function: Callable[..., tuple[Tensor, dict[str, Tensor]]] = POLICY_LOSSES.resolve(self.name, self.arguments)
         return loss_function(log_probs, old, columns["advantages"], response=response, settings=self.settings, **further)
+
+
+TokenFunction = Callable[[Tensor, Mapping[str, Tensor]], Tensor | tuple[Tensor, Mapping[str, Any]]]
+"""(log-probs `[N]` of the sampled tokens, columns `[N]` by name) → the loss of each token `[N]`, or that and sums by name."""
+
+
+def cross_entropy(log_probs: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+    """Negative log-likelihood of each token: what supervised training minimises."""
+    return -log_probs
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """A function of a user as the loss: the sum of the tokens' losses by the column `weights`. It sees `entropy` too."""
+
+    function: TokenFunction
+
+    def __call__(self, output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, Any]]:
+        """`output` float32 `[N, C]`: log-prob and entropy first → (loss, sums).
+
+        Raises:
+            MegarlError: the function returned something else than one loss per token.
+        """
+        log_probs, columns = output[:, 0], {**stream.columns, "entropy": output[:, 1]}
+        answer = self.function(log_probs, columns)
+        per_token, sums = answer if isinstance(answer, tuple) else (answer, {})
+        if not isinstance(per_token, Tensor) or per_token.shape != log_probs.shape:
+            is_a = f"a tensor {[*per_token.shape]}" if isinstance(per_token, Tensor) else f"a {type(per_token).__name__}"
+            name = getattr(self.function, "__name__", "loss")
+            raise MegarlError(f"loss '{name}' returned {is_a}; it must return a loss per token, a tensor {[*log_probs.shape]}")
+        loss = (columns["weights"] * per_token).sum()
+        return loss, {"policy/loss": loss.detach(), "tokens": float(len(log_probs)), **sums}
 
 
 @dataclass(frozen=True)

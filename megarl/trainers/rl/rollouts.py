@@ -105,7 +105,7 @@ class Rollouts:
         return Scheduler(
             [EngineCalls(engine, number) for number, engine in enumerate(self.engines)],
             StalenessManager(rollout.prompts_per_step, staleness, schedule.over_sample, continues=schedule.continues),
-            self._respond(self._params(greedy=False), rollout.samples_per_prompt),
+            self._respond(self.params(), rollout.samples_per_prompt),
             groups_per_request=at_once,
             groups_per_engine=at_most,
             restart_deadline_s=self.config.resources.deadlines.start_s + GRACE_S,
@@ -244,12 +244,12 @@ class Rollouts:
 
     def generate(self, prompts: Sequence[Prompt], *, greedy: bool = False) -> list[Sample]:
         """`samples_per_prompt` responses to each prompt, or the single greedy one, grouped by prompt in order."""
-        return self._ask(prompts, self._params(greedy=greedy), 1 if greedy else self.config.rollout.samples_per_prompt)
+        return self.ask(prompts, self.params(greedy=greedy), 1 if greedy else self.config.rollout.samples_per_prompt)
 
     def sample(self, prompts: Sequence[Prompt], settings: EvaluationConfig) -> list[Sample]:
         """The responses that an evaluation set asks for, grouped by prompt in order."""
         params = replace(
-            self._params(greedy=False),
+            self.params(),
             greedy=not settings.temperature,
             routes=False,
             temperature=settings.temperature or 1.0,
@@ -258,7 +258,7 @@ class Rollouts:
             min_p=settings.min_p,
             max_new_tokens=settings.max_new_tokens or self.config.rollout.max_new_tokens,
         )
-        return self._ask(prompts, params, settings.samples_per_prompt)
+        return self.ask(prompts, params, settings.samples_per_prompt)
 
     @property
     def answered(self) -> tuple[int, int]:
@@ -266,7 +266,8 @@ class Rollouts:
         done = sum(answer.done() for answer in self._asked) * self._per_request
         return min(done, self._prompts_asked), self._prompts_asked
 
-    def _ask(self, prompts: Sequence[Prompt], params: SamplingParams, n: int) -> list[Sample]:
+    def ask(self, prompts: Sequence[Prompt], params: SamplingParams, n: int) -> list[Sample]:
+        """`n` responses to each prompt under `params`, grouped by prompt in order."""
         per_request = max(1, self.scheduler.groups_per_request * self.config.rollout.samples_per_prompt // n)
         self._asked = answers = self.scheduler.ask(prompts, self._respond(params, n), per_request)
         self._prompts_asked, self._per_request = len(prompts), per_request
@@ -285,7 +286,8 @@ class Rollouts:
                 raise next(filter(None, errors), None) or EngineError(f"engines {engines} have no weights, and nothing trains")
             self._updates.update_engines(engines, self.version if version is None else version)
 
-    def _params(self, *, greedy: bool) -> SamplingParams:
+    def params(self, *, greedy: bool = False) -> SamplingParams:
+        """Sampling parameters of the section `rollout`."""
         rollout = self.config.rollout
         return SamplingParams(
             max_new_tokens=rollout.max_new_tokens,

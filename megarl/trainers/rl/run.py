@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from megarl.algorithms import LossSettings
 from megarl.config import Config
 from megarl.config.doubtful import doubtful_choices
 from megarl.data.batch import Batch
-from megarl.data.branches import JoinedEpisodes, first_branches, spread_rewards
-from megarl.data.mixture import mixture_weights, place_of_row
+from megarl.data.branches import JoinedEpisodes, first_branches
 from megarl.data.prefills import prefill_figures
 from megarl.data.sample import Sample
-from megarl.data.sampler import build_sampler, order_by
 from megarl.observe import MetricsFile, distributions
 from megarl.observe.progress import SHOWN, rows_line
 from megarl.options.prediction.drafts import draft_figures
 from megarl.options.routing_replay.figures import RoutingFigures
-from megarl.system.user_code import absolute_name
-from megarl.trainers.rl.eval_figures import evaluation, pass_rates
+from megarl.trainers.rl.eval_figures import pass_rates
 from megarl.trainers.rl.experience import (
-    Experience,
     group_rewards,
     is_tied,
     mini_batch_rows,
@@ -32,18 +26,16 @@ from megarl.trainers.rl.experience import (
     set_loss_weights,
 )
 from megarl.trainers.rl.inputs import read_inputs
-from megarl.trainers.rl.objectives import PolicyObjective, ValueObjective
+from megarl.trainers.rl.objectives import ValueObjective
 from megarl.trainers.rl.parity_checks import ParityChecks, bounds
-from megarl.trainers.rl.rollouts import Rollouts
 from megarl.trainers.rl.samples_file import SamplesFile
+from megarl.trainers.rl.session import Session
 from megarl.trainers.rl.source_figures import DataSources
 from megarl.trainers.rl.step_parts import ChosenRows
-from megarl.trainers.rl.step_tokens import TOKEN_COLUMNS, loss_arguments, older_tokens, set_token_columns
+from megarl.trainers.rl.step_tokens import TOKEN_COLUMNS, older_tokens, set_token_columns
 from megarl.trainers.run.base import Run
-from megarl.trainers.run.roles import CRITIC, POLICY, REFERENCE, group_requests
-from megarl.trainers.run.start import open_cluster, open_roles
+from megarl.trainers.run.roles import CRITIC, POLICY, REFERENCE
 from megarl.trainers.run.update_metrics import LOG_PROBS
-from megarl.weights.run_plan import check_transport
 
 TRAINING = ("log_probs", "update", "sync")
 """Phases in which the training ranks work."""
@@ -54,7 +46,6 @@ class RlRun(Run):
 
     shown: ClassVar = SHOWN
     # made by `start`, with the processes
-    rollouts: Rollouts
     samples_file: SamplesFile
     distributions: MetricsFile
 
@@ -66,16 +57,8 @@ class RlRun(Run):
         config = self.count_epochs(config, sum(map(len, self.inputs.train)), config.rollout.prompts_per_step)
         self.config = config
         self.sources = DataSources.of(self.inputs.train, config.data.source_key)
-        self.sampler = build_sampler(
-            self.inputs.train,
-            mixture_weights(config.data.train),
-            config.run.seed,
-            order_by(config.data),
-            config.rollout.prompts_per_step,
-            partial(place_of_row, source=config.data.train),
-        )
-        self.parts = self.inputs.parts
-        self.experience = Experience(config, self.parts)
+        self.session = Session(config, self.inputs)
+        self.sampler, self.experience, self.parts = self.session.sampler, self.session.experience, self.inputs.parts
         self.parity = ParityChecks()
         self.routing = RoutingFigures(config)
         self._updates: list[dict[str, float]] = []
@@ -107,42 +90,22 @@ class RlRun(Run):
         self.samples_file = SamplesFile(self.folder / "samples.jsonl", logged, after, self.inputs.tokenizer)
         self.distributions = MetricsFile(self.folder / "distributions.jsonl", resume_after_step=after)
         self._stack.callback(self.distributions.close)
-        self.progress.doing("Ray")
-        cluster = open_cluster(config, group_requests(config), self.folder / "logs")
-        self._stack.enter_context(cluster)
-        self.tell_placement(cluster.placement)
-        check_transport(config, cluster.placement, cluster.platform.name)
-        self.rollouts = Rollouts(config, cluster, self.inputs.tokenizer, self.inputs.episodes, self.progress.say)
-        self._stack.callback(self.rollouts.close)
-        self.progress.doing("ranks")
-        starting = self.rollouts.begin_start()
-        self.roles = open_roles(config, cluster.start_groups(config.run.seed))
-        if self.rollouts.takes_turns:  # engines size their caches by what is free, and sleep before anything is loaded
-            self.progress.doing("engines")
-            self.rollouts.finish_start(starting, self.roles)
-        self.progress.doing(POLICY)
-        self.roles.load(POLICY)
-        for role in config.roles[1:]:
-            self.progress.doing(role.name)
-            self.roles.load(role.name)
-        if not self.rollouts.takes_turns:
-            self.progress.doing("engines")
-            self.rollouts.finish_start(starting, self.roles)
+        self._stack.callback(self.session.close)
+        self.session.start(self.folder / "logs", doing=self.progress.doing, say=self.progress.say, placed=self.tell_placement)
+        self.roles, self.rollouts = self.session.roles, self.session.rollouts
         self.timeline.others["engine"] = self.rollouts.scheduler.take_spans
         self.watching.engines = self.rollouts.engine_status
         self.progress.within("generate", "groups", self.rollouts.progress)
         for phase in ("log_probs", "update"):
             self.progress.within(phase, "micro-batches", self.roles.groups[POLICY].progress)
-        self.progress.say(f"{self.roles.describe()}, platform {cluster.platform.name}, engine {config.rollout.engine}")
+        platform = self.session.cluster.platform.name
+        self.progress.say(f"{self.roles.describe()}, platform {platform}, engine {config.rollout.engine}")
 
     def state(self) -> dict[str, Any]:
         """The sampler's position, the engines' version, the prompts under way, and what shaping and controllers remember."""
         return {
-            "sampler": self.sampler.state_dict(),
-            "weight_version": self.rollouts.version,
-            "engines_are_behind": self.rollouts.stale,
+            **self.session.state(),
             "groups": self.rollouts.state(),
-            "experience": self.experience.state_dict(),
             "guards": self.guards.state_dict(),
             "gates": self.parity.figures(),
             **{part.state_name: part.state_dict() for part in self.parts if part.state_name},
@@ -176,7 +139,7 @@ class RlRun(Run):
             with self.phases("generate"):
                 self.rollouts.finish_step_ahead(self.sampler.next)
             with self.phases("sync"):
-                self.rollouts.update_weights()
+                self.session.sync_weights()
 
     def generate(self, groups: int | None = None) -> list[Sample]:
         """A group of responses to each of the next prompts in the sampler's order (None: a step's)."""
@@ -189,7 +152,7 @@ class RlRun(Run):
     def score(self, samples: list[Sample]) -> list[float]:
         """One reward per sample: the weighted sum of all sources, the reward model among them."""
         with self.phases("reward"):
-            rewards = self._score(samples)
+            rewards = self.session.reward(samples)
         if self.sampler.takes_pass_rates:
             self.sampler.record(pass_rates(first_branches(samples)))
             self.metrics["curriculum/left_out"] = self.sampler.left_out
@@ -225,15 +188,10 @@ class RlRun(Run):
             if self._first_update_is_a_pass:
                 self._forward_later_rows(batch)
             elif config.needs_old_log_probs:
-                limited = ["kept_log_probability"] if config.rollout.sampling_limits else []
-                names = ["old_log_probs", "old_entropy", *limited, *(["old_collision"] if config.needs_collision else [])]
-                more = {name: value for part in self.parts for name, value in part.asked_of_policy().items()}
-                self.roles.forward(POLICY, batch, names, **more)
+                self.session.old_log_probs(batch)
                 if config.routing_replay == "old_policy":
                     recorded = self.roles.recorded_routes()
                     batch.take_routes([recorded.get(row) for row in range(len(batch))])
-                for name in limited:  # the engine's are over all tokens
-                    batch.columns["rollout_log_probs"] = batch.columns["rollout_log_probs"] - batch.columns[name]
             self.metrics |= self.routing.compare(self.roles, batch, self.step)
             if config.uses_reference:
                 self.reset_reference_if_due()
@@ -334,7 +292,11 @@ class RlRun(Run):
                 absent = ["old_log_probs"] if computes_old else []
                 columns = [name for name in wanted if name in batch.columns and name not in absent]
                 mixed_in = next(filter(None, (part.mixed_in() for part in self.parts)), None)
-                loss = self._policy_objective(batch, shown_rows=len(batch) if computes_old else None)
+                shown = 0 if "old_log_probs" in batch.columns else config.run.log_samples
+                loss = self.session.policy_objective(
+                    shown_rows=len(batch) if computes_old else shown,
+                    stream_loss=next(filter(None, (part.stream_loss() for part in self.parts)), None),
+                )
                 together = self._chosen is not None
                 update = self.roles.start_update(POLICY, batch, rows, columns, loss, keep_groups=together, mixed_in=mixed_in)
                 running.append(update)
@@ -399,20 +361,7 @@ class RlRun(Run):
         if not self.config.evaluates:
             return None
         self.sync_weights()
-        figures: dict[str, float] = {}
-        if self.inputs.held_out:
-            samples = self.rollouts.generate(self.inputs.held_out, greedy=True)
-            figures |= evaluation(samples, self._score(samples))
-        return figures | self.inputs.measure_sets(self.rollouts.sample)
-
-    def _score(self, samples: list[Sample]) -> list[float]:
-        if not self.config.rewards_by_branch and any(sample.branch_of for sample in samples):
-            return spread_rewards(samples, self._score(first_branches(samples)))
-        rewards = self.inputs.rewards.score(samples)
-        for part in self.parts:
-            if (further := part.score(self.roles, samples)) is not None:
-                rewards = [reward + more for reward, more in zip(rewards, further, strict=True)]
-        return rewards
+        return self.session.evaluate()
 
     def _scored_greedy(self) -> list[tuple[Sample, float]] | None:
         """The greedy responses with their rewards, where the advantage compares with them."""
@@ -420,7 +369,7 @@ class RlRun(Run):
             return None
         greedy, self._greedy = self._greedy, []
         with self.phases("reward"):
-            return list(zip(greedy, self._score(greedy), strict=True))
+            return list(zip(greedy, self.session.reward(greedy), strict=True))
 
     def _take_log_probs(self, batch: Batch, log_probs: Mapping[int, torch.Tensor], *, are_old: bool) -> None:
         """Keep the log-probs that an update computed: for the updates after it, or for `samples.jsonl`."""
@@ -429,30 +378,3 @@ class RlRun(Run):
             return
         for row, values in log_probs.items():
             batch.columns["old_log_probs"][row, : len(values)] = values
-
-    def _policy_objective(self, batch: Batch, shown_rows: int | None) -> PolicyObjective:
-        if shown_rows is None:
-            shown_rows = self.config.run.log_samples if "old_log_probs" not in batch.columns else 0
-        algorithm = self.config.algorithm
-        return PolicyObjective(
-            absolute_name(algorithm.policy_loss),
-            LossSettings(
-                clip_low=algorithm.clip_low,
-                clip_high=algorithm.clip_high,
-                dual_clip=algorithm.dual_clip,
-                kl_coef=self.experience.old_policy_kl,
-            ),
-            kl_coef=algorithm.kl.coef if algorithm.kl.apply_to == "loss" else 0.0,
-            kl_estimator=algorithm.kl.estimator,
-            kl_unbiased=algorithm.kl.unbiased,
-            entropy_coef=self.experience.entropy_coef,
-            nll_coef=algorithm.positive_nll.coef,
-            terms=tuple(filter(None, (part.token_term() for part in self.parts))),
-            limited=bool(self.config.rollout.sampling_limits),
-            mixed=tuple(filter(None, (part.mixed_loss() for part in self.parts))),
-            shown_rows=shown_rows,
-            bypass=algorithm.bypasses_old_log_probs,
-            also_given=algorithm.loss_needs.further,
-            arguments=loss_arguments(algorithm),
-            of_stream=next(filter(None, (part.stream_loss() for part in self.parts)), None),
-        )

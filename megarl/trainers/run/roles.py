@@ -293,10 +293,12 @@ class Roles:
         at: Tensor | None = None,
         keep_groups: bool = False,
         mixed_in: tuple[Batch, Sequence[str]] | None = None,
+        applies: bool = True,
     ) -> Any:
         """Begin one optimizer step of `role` on `rows`; give the result to `finish_updates`.
 
-        `at` is as in `forward`. `keep_groups`: no group is split over micro-batches, since the loss compares its members.
+        Unless it `applies`, it gathers gradients alone, for `optimizer_step`. `at` is as in `forward`. `keep_groups`: no group
+        is split over micro-batches, since the loss compares its members.
         `mixed_in`: a further batch, all of whose rows join the step in micro-batches of their own, and its columns.
         """
         self.before_use()
@@ -316,7 +318,7 @@ class Roles:
                 tower_passes=1 if "vision" in self.config.policy.freeze else PASSES,
             )
         arguments = [(role, shares, loss, position) for shares in group.per_rank(replicas)]
-        return group, group.submit(RankCalls.update, arguments)
+        return group, group.submit(RankCalls.update if applies else RankCalls.accumulate, arguments)
 
     def finish_updates(self, updates: Sequence[Any]) -> list[dict[str, Any]]:
         """Wait for updates and return each one's metrics (see `combine`)."""
@@ -325,6 +327,12 @@ class Roles:
             answers = group.wait(references, phase=f"{group.name} update", deadline_s=self._deadlines.step_s)
             results.append(combine(answers))
         return results
+
+    def optimizer_step(self, role: str) -> dict[str, Any]:
+        """Apply the gradients of the updates of `role` that did not; metrics as of an update, without the loss's."""
+        self.before_use()
+        phase, deadline_s = f"{role} optimizer step", self._deadlines.step_s
+        return combine(self.group_of(role).call(RankCalls.optimizer_step, role, phase=phase, deadline_s=deadline_s))
 
     def copy_weights(self, source: str, target: str, share: float = 1.0) -> None:
         """`target` ← share·`source` + (1 − share)·`target`; both must live in the same ranks and layout."""

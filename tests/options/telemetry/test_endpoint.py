@@ -15,13 +15,13 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as prometheus
 
-from megarl import __version__
 from megarl.config import Config, parse_config
 from megarl.errors import ConfigError
 from megarl.observe import Phases
 from megarl.observe.run_state import EngineStatus, GuardCounts, RunState
 from megarl.options.telemetry.endpoint import TOKEN_VARIABLE, MetricsEndpoint, health, open_endpoint
 from megarl.options.telemetry.prometheus import OF_THE_RUN, exposition, prometheus_name
+from megarl.version import __version__
 from tests.observe.documented import documented
 
 TOKEN = "0123456789abcdef-token"
