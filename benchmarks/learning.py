@@ -3,7 +3,7 @@
     make tiny-model && python benchmarks/learning.py --out benchmarks/results/learning.json
 
 The mean reward of the last five steps is compared with a threshold of 0.9; what misses it is written down as such.
-Writes the JSON file, the tables in docs/evidence/learning.md and the picture beside it. Needs matplotlib (pip install matplotlib).
+Writes the JSON file, the tables in docs/evidence/learning.md and their picture. Needs matplotlib (pip install matplotlib).
 Runs that the file has already are kept, each with its date: to repeat all, name a file that is not there.
 """
 
