@@ -4,7 +4,7 @@
 
 The student answers half of the sums right, the teacher all of them. The mean reward of the last five steps is compared with the
 chance that the teacher's sampled answer is right: a student must come within three points of it. Writes the JSON file, and
-prints the table of docs/learning.md.
+prints the table of docs/evidence/learning.md.
 """
 
 from __future__ import annotations

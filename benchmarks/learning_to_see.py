@@ -4,7 +4,7 @@
 
 The runs are `megarl train` of examples/vision/count.yaml and digits.yaml with SGLang on two ranks, three seeds each, one after
 the other, about three minutes each. Writes the JSON file after every run and leaves out runs that are in it already. Then draws
-the curves, beside pictures that the models were shown, and prints the table that is in docs/vision.md.
+the curves, beside pictures that the models were shown, and prints the table that is in docs/evidence/learning.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`megarl plan` against steps that others measured on GPUs (benchmarks/published): predicted, measured, ratio, by phase.
 
-python benchmarks/planner.py [--leave-one-out] [--page docs/planning.md] [--json FILE]
+python benchmarks/planner.py [--leave-one-out] [--page docs/evidence/plans.md] [--json FILE]
 """
 
 from __future__ import annotations

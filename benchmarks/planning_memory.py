@@ -1,7 +1,7 @@
 """Planned bytes of a training rank against what a real rank's tensors sum to, for the layouts of tests/planning/test_memory.py
 and, with pictures, of tests/planning/test_tower_memory.py.
 
-    python benchmarks/planning_memory.py --out benchmarks/results/planning_memory.json --docs docs/planning.md
+    python benchmarks/planning_memory.py --out benchmarks/results/planning_memory.json --docs docs/evidence/plans.md
 
 Real ranks are processes under Gloo. Of every stage the fullest rank is compared. --docs writes the table into the document,
 between its markers.

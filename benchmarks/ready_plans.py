@@ -1,6 +1,6 @@
 """What `megarl plan` says of the ready plans in examples/plans: step, tokens per second, memory by turn, and what bounds each.
 
-python benchmarks/ready_plans.py [--page docs/planning.md]
+python benchmarks/ready_plans.py [--page docs/evidence/plans.md]
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from tests.world import World
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--parity-report docs/parallelism.md` writes what tests/themes/parallel measured into that document."""
+    """`--parity-report docs/evidence/parity.md` writes what tests/themes/parallel measured into that document."""
     parser.addoption("--parity-report", type=Path, default=None, help="document that gets the parity matrix's table")
 
 

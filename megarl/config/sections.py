@@ -157,7 +157,7 @@ class RoutingConfig(Section):
 
 
 class MtpConfig(Section):
-    """The layer for multi-token prediction that a model may have, which engines draft tokens with (docs/mtp.md)."""
+    """The layer for multi-token prediction that a model may have, which engines draft tokens with (docs/speculative.md)."""
 
     train: bool = False
     """Train the layer beside the policy, which it does not change. Off: an export has it as it is in `model.path`."""

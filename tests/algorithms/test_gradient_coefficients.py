@@ -1,5 +1,5 @@
-"""One gradient for all objectives (docs/methods.md#one-gradient): minus the gradient of each loss with respect to every token's
-log-prob is its weight times its gradient coefficient GC, on random tensors in float64.
+"""One gradient for all objectives (docs/evidence/methods.md#one-gradient): minus the gradient of each loss with respect to
+every token's log-prob is its weight times its gradient coefficient GC, on random tensors in float64.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Each known mistake, written out beside the right formula; the code must be the one and not the other.
 
-Formulas and sources: docs/methods.md#known-mistakes.
+Formulas and sources: docs/evidence/methods.md#known-mistakes.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Block:
 
 def pages() -> list[Path]:
     """All pages of the site."""
-    return sorted(DOCS.glob("*.md"))
+    return sorted(DOCS.rglob("*.md"))
 
 
 def blocks(page: Path) -> list[Block]:

@@ -1,4 +1,4 @@
-"""Every line of docs/bugs_that_cannot_happen.md has a thread, a mechanism in the code, and tests that there are."""
+"""Every line of docs/evidence/bugs_that_cannot_happen.md has a thread, a mechanism in the code, and tests that there are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.docs.pages import DOCS, ROOT
 
-PAGE = DOCS / "bugs_that_cannot_happen.md"
+PAGE = DOCS / "evidence/bugs_that_cannot_happen.md"
 THREAD = re.compile(r"\[([\w-]+)#(\d+)\]\(https://github\.com/[\w-]+/([\w-]+)/(?:issues|pull)/(\d+)\)")
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 CODE = re.compile(r"`((?!tests/)[\w/]+\.py)`")

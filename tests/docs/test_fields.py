@@ -96,7 +96,7 @@ def test_the_report_s_page_names_every_box_of_the_charts() -> None:
     script = (ROOT / "megarl/observe/page/overview.js").read_text().partition("function chartOptions()")[2].partition("\n}")[0]
     boxes = re.findall(r'"([a-z ]+)"(?:, [a-z]+)?\)', script.rpartition("return ")[2])
     assert [box.strip() for box in boxes] == ["axis", "smoothing", "log scale"]
-    told = (ROOT / "docs/report.md").read_text()
+    told = (ROOT / "docs/watching.md").read_text()
     assert [box for box in boxes if box.strip() not in told] == []
 
 

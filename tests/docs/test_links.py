@@ -13,7 +13,7 @@ from tests.docs.pages import DOCS, ROOT, anchors, links, pages
 
 pytest.importorskip("material", reason="needs mkdocs-material (pip install 'megarl[docs]')")
 
-MENTION = re.compile(r"docs/([\w-]+\.md)(?:#([\w-]+))?")
+MENTION = re.compile(r"docs/((?:evidence/)?[\w-]+\.md)(?:#([\w-]+))?")
 TEXTS = ("*.py", "*.md", "*.yaml", "*.yml", "*.sh", "Makefile")
 
 
@@ -81,7 +81,7 @@ def in_navigation(entry: object) -> Iterator[str]:
 
 def test_every_page_stands_in_the_navigation_once() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    assert sorted(in_navigation(site["nav"])) == [page.name for page in pages()]
+    assert sorted(in_navigation(site["nav"])) == sorted(page.relative_to(DOCS).as_posix() for page in pages())
 
 
 def test_every_page_begins_with_who_needs_it() -> None:

@@ -26,9 +26,9 @@ RUNNABLE = (
     "add_an_episode.md",
     "add_an_estimator.md",
     "from_one_gpu_to_a_cluster.md",
-    "mtp.md",
     "own_data.md",
     "run_that_does_not_learn.md",
+    "speculative.md",
 )
 
 

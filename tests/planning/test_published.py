@@ -26,7 +26,7 @@ NAMES = [
 ]
 """Those kept apart are larger: their weight updates take seconds to plan."""
 MISSED = {"rl-deepseek-v3-256xh100", "async-qwen30b-32xh100-v0.4"}
-"""Kept apart, and planned more than a fifth too fast: docs/planning.md says why."""
+"""Kept apart, and planned more than a fifth too fast: docs/evidence/plans.md says why."""
 OF_STEP, OF_PHASE, OF_MEMORY = 0.20, 0.30, 0.12
 
 
