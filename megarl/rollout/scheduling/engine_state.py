@@ -230,10 +230,6 @@ class AskedGroups:
             finally:
                 self.under_way = [asked for asked in self.under_way if asked is not request]
 
-    async def end_conversations(self, names: Sequence[str]) -> None:
-        """These have no further turn."""
-        await self.engine.end_conversations(names)
-
     @property
     def keys_under_way(self) -> list[str]:
         """Keys of the prompts that the engine works on now."""

@@ -82,7 +82,7 @@ def episode_groups(kind: Episodes, params: SamplingParams, n: int, deadline_s: f
     async def generate_groups(groups: AskedGroups) -> list[list[Sample]]:
         async def episode(place: int, number: int) -> list[Sample]:
             made = await kind.branches(groups.prompts[place], number, sampler(groups, place, number))
-            await groups.end_conversations([f"{_key(groups.prompts[place])}/{number}"])
+            await groups.engine.end_conversations([f"{_key(groups.prompts[place])}/{number}"])
             return made
 
         places = [(place, number) for place in range(len(groups.prompts)) for number in range(n)]
@@ -92,7 +92,7 @@ def episode_groups(kind: Episodes, params: SamplingParams, n: int, deadline_s: f
         except BaseException:
             for task in tasks:
                 task.cancel()  # one failed, or nobody waits any more
-            await groups.end_conversations([f"{_key(groups.prompts[place])}/{number}" for place, number in places])
+            await groups.engine.end_conversations([f"{_key(groups.prompts[place])}/{number}" for place, number in places])
             raise
         of_groups = (samples[start : start + n] for start in range(0, len(samples), n))
         return [[branch for branches in group for branch in branches] for group in of_groups]

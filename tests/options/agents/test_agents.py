@@ -9,7 +9,9 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import aiohttp
 import psutil
@@ -171,14 +173,12 @@ def test_what_is_asked_again_because_it_did_not_come_is_drawn_as_the_first_time(
 
     class Asked:
         prompts = (PROMPT,)
+        engine = SimpleNamespace(end_conversations=AsyncMock())
 
         async def generate(self, request: EngineRequest, **turns: Any) -> list[list[Generation]]:
             keys.extend(request.keys or ())
             await asyncio.sleep(0.01)
             return [[await hello([*request.prompts[0]], 4)]]
-
-        async def end_conversations(self, names: Any) -> None:
-            """There is nothing to end."""
 
     class Episode:
         async def branches(self, prompt: Prompt, number: int, sample: Any) -> list[Any]:
