@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 from megarl.data.prefills import NO_PREFILLS
 from megarl.data.sample import Prompt
 from megarl.rollout.engines.embedded import EmbeddedEngine
-from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from megarl.rollout.scheduling.requests import single_turns
 from megarl.rollout.scheduling.scheduler import Scheduler
 from megarl.rollout.scheduling.staleness_manager import StalenessManager
@@ -130,7 +130,7 @@ async def conversations(model: Path, turn_cache_bytes: int) -> dict[str, Any]:
         begun = time.process_time()
         for turn in range(TURNS):
             key = f"{number}/{turn}"
-            [[answer]] = await engine.generate([ids], params, keys=[key], conversation=str(number))
+            [[answer]] = await engine.generate(EngineRequest([ids], params, keys=[key], conversation=str(number)))
             said.append(answer.response_ids)
             ids = [*ids, *answer.response_ids, *((11 * turn + i) % 2000 for i in range(TOLD))]
             prefill += answer.prefill

@@ -20,7 +20,7 @@ from typing import Any
 from transformers import AutoTokenizer
 from workload import MODEL, NEW_TOKENS, PROMPTS, SAMPLES, machine, medians, run_megarl, write_prompts
 
-from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions, SglangServer
 
@@ -39,7 +39,7 @@ def generation_against_bare_server(prompts_file: Path, work: Path, rounds: int) 
 
     async def through_the_engine(engine: SglangEngine, batch: list[list[int]]) -> None:
         params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-        answer = await engine.generate(batch, params, n=SAMPLES)
+        answer = await engine.generate(EngineRequest(batch, params, n=SAMPLES))
         assert all(len(one.response_ids) == NEW_TOKENS for group in answer for one in group)
 
     def bare(server: SglangServer, batch: list[list[int]]) -> None:

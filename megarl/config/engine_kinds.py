@@ -42,9 +42,10 @@ class EngineCapabilities:
     routes: bool = False
     """Says which experts each token went to, if it is asked (`SamplingParams.routes`)."""
     continues: bool = False
-    """Cuts responses short when it is told to (`Engine.cut`), and goes on with those that were (`begun`)."""
+    """Cuts responses short when it is told to (`Engine.cut`), and goes on with those that were (`EngineRequest.begun`)."""
     keeps_turns: bool = False
-    """Keeps what it computed of a conversation until its next turn (`conversation`), in `rollout.episode.turn_cache_bytes`."""
+    """Keeps what it computed of a conversation until its next turn (`EngineRequest.conversation`), at most
+    `rollout.episode.turn_cache_bytes` bytes."""
     starts_elsewhere: bool = False
     """May serve a folder of its own (`rollout.servers.model_path`), in which weights are stored otherwise."""
     drafts: tuple[str, ...] = ()

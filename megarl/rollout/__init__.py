@@ -4,6 +4,6 @@ Importing this module does not load SGLang.
 """
 
 from megarl.config.engine_kinds import EngineCapabilities
-from megarl.rollout.engines.protocol import Engine, EnginePlace, Generation, SamplingParams
+from megarl.rollout.engines.protocol import Engine, EnginePlace, EngineRequest, Generation, SamplingParams
 
-__all__ = ["Engine", "EngineCapabilities", "EnginePlace", "Generation", "SamplingParams"]
+__all__ = ["Engine", "EngineCapabilities", "EnginePlace", "EngineRequest", "Generation", "SamplingParams"]

@@ -10,8 +10,7 @@ from typing import Any, Concatenate, ParamSpec
 import ray
 
 from megarl.errors import DeadlineError, MegarlError, WorkerError
-from megarl.options.pictures.media import Media
-from megarl.rollout.engines.protocol import Begun, Engine, Generation, SamplingParams
+from megarl.rollout.engines.protocol import Engine, EngineRequest, Generation
 
 P = ParamSpec("P")
 
@@ -65,23 +64,9 @@ class EngineCalls:
     def __init__(self, actor: Any, number: int) -> None:
         self.actor, self.number = actor, number
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        n: int,
-        keys: Sequence[str],
-        deadline_s: float,
-        media: Sequence[Sequence[Media]] | None = None,
-        begun: Begun | None = None,
-        conversation: str | None = None,
-    ) -> list[list[Generation]]:
-        """The engine is told its deadline, too, and given a moment to say itself that it has passed."""
-        given = {"media": media, "begun": begun, "conversation": conversation}
-        more: dict[str, Any] = {name: value for name, value in given.items() if value is not None}  # an engine need not know
-        reference = submit(self.actor, Engine.generate, prompts, params, n=n, keys=keys, deadline_s=deadline_s, **more)
-        return await self._answer(reference, "generate", deadline_s + GRACE_S)
+    async def generate(self, request: EngineRequest) -> list[list[Generation]]:
+        """The engine knows its deadline, too, and is given a moment to say itself that it has passed."""
+        return await self._answer(submit(self.actor, Engine.generate, request), "generate", request.deadline_s + GRACE_S)
 
     async def cut(self, keys: Sequence[str], *, deadline_s: float) -> None:
         await self._answer(submit(self.actor, Engine.cut, keys), "cut", deadline_s + GRACE_S)

@@ -15,7 +15,7 @@ from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for
 from megarl.models.transformers_names import config_in_transformers, hub_tensors
 from megarl.rollout.engines.embedded import EmbeddedEngine
-from megarl.rollout.engines.protocol import Engine, SamplingParams
+from megarl.rollout.engines.protocol import Engine, EngineRequest, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
 from tests.families import FAMILIES, VARIANTS, build_folder
@@ -99,7 +99,7 @@ def test_after_an_update_log_probs_are_those_of_transformers_with_these_weights(
     before, after = (loaded(folder) for folder in (folders[family], tmp_path / "sent"))
     engine = EmbeddedEngine(folders[family])
     asyncio.run(update(engine, weights))
-    groups = asyncio.run(engine.generate(PROMPTS, SamplingParams(max_new_tokens=10, ignore_eos=True), n=3))
+    groups = asyncio.run(engine.generate(EngineRequest(PROMPTS, SamplingParams(max_new_tokens=10, ignore_eos=True), n=3)))
     assert largest_difference(after, PROMPTS, groups) < 1e-5
     assert largest_difference(before, PROMPTS, groups) > 1e-2
 

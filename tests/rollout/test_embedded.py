@@ -12,7 +12,7 @@ import torch
 from megarl.errors import EngineError
 from megarl.rollout.engines.drawing import sample
 from megarl.rollout.engines.embedded import EmbeddedEngine
-from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from tests.rollout.tiny import PROMPTS
 
 PARAMS = SamplingParams(max_new_tokens=10, temperature=0.9)
@@ -20,7 +20,7 @@ PARAMS = SamplingParams(max_new_tokens=10, temperature=0.9)
 
 def responses(engine: EmbeddedEngine, prompts: list[list[int]], keys: list[str], n: int) -> list[list[list[int]]]:
     """Token ids of what the engine samples."""
-    groups = asyncio.run(engine.generate(prompts, PARAMS, n=n, keys=keys))
+    groups = asyncio.run(engine.generate(EngineRequest(prompts, PARAMS, n=n, keys=keys)))
     return [[one.response_ids for one in group] for group in groups]
 
 

@@ -14,7 +14,7 @@ from megarl.errors import EngineError
 from megarl.models.transformers_names import config_in_transformers
 from megarl.options.lora.weight_map import LORA_B, Lora
 from megarl.rollout.engines.embedded import EmbeddedEngine
-from megarl.rollout.engines.protocol import Generation, SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from tests.adapters import LORA, tensors, with_adapters
 from tests.families import build_folder
 from tests.rollout.tiny import Weights, largest_difference
@@ -41,7 +41,7 @@ async def update(engine: EmbeddedEngine, version: int, base: int | None, adapter
 
 
 def answers(engine: EmbeddedEngine) -> list[list[Generation]]:
-    return asyncio.run(engine.generate(PROMPTS, GREEDY))
+    return asyncio.run(engine.generate(EngineRequest(PROMPTS, GREEDY)))
 
 
 def peft_model(folder: Path, lora: Lora, scale: float) -> Any:

@@ -18,7 +18,7 @@ from megarl.models.transformers_names import hub_tensors
 from megarl.options.routing_replay.routes import compact, known
 from megarl.options.routing_replay.sglang import ExpertLayers
 from megarl.rollout.engines.embedded import EmbeddedEngine
-from megarl.rollout.engines.protocol import Generation, SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from megarl.rollout.episodes.transcript import Transcript
 from tests.families import build_folder
 from tests.rollout.routed import chosen_experts
@@ -37,12 +37,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_the_experts_of_every_token_are_those_that_the_model_chooses(folder: Path) -> None:
     engine, model = EmbeddedEngine(folder, initial_version=0), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    groups = asyncio.run(engine.generate(PROMPTS, PARAMS, n=2))
+    groups = asyncio.run(engine.generate(EngineRequest(PROMPTS, PARAMS, n=2)))
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for one in group:
             assert one.routes is not None
             np.testing.assert_array_equal(np.sort(one.routes), chosen_experts(model, [*prompt, *one.response_ids[:-1]]))
-    [[plain]] = asyncio.run(engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=2)))
+    [[plain]] = asyncio.run(engine.generate(EngineRequest(PROMPTS[:1], SamplingParams(max_new_tokens=2))))
     assert plain.routes is None
 
 
@@ -67,7 +67,7 @@ class TurningEngine(EmbeddedEngine):
 
 def test_a_response_under_two_versions_keeps_the_choices_of_the_last_one_alone(folder: Path) -> None:
     engine = TurningEngine(folder, initial_version=0)
-    groups = asyncio.run(engine.generate(PROMPTS, PARAMS))
+    groups = asyncio.run(engine.generate(EngineRequest(PROMPTS, PARAMS)))
     for prompt, [one] in zip(PROMPTS, groups, strict=True):
         assert one.weight_versions == [0, 0, 0, 1, 1, 1, 1]
         assert one.routes is not None

@@ -10,7 +10,7 @@ import pytest
 from megarl.errors import EngineError
 from megarl.options.pictures.media import Media
 from megarl.rollout.engines.embedded import EmbeddedEngine
-from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from tests import seeing
 from tests.models.test_transformers_names import other_values, stored, update
 from tests.rollout.test_sglang_seeing import difference, served_folder, with_values
@@ -30,11 +30,11 @@ def test_answers_are_transformers_also_after_updates(family: str, tmp_path: Path
     tower = [(name, value if "visual" in name else original[name]) for name, value in everything]
 
     async def scenario() -> None:
-        groups = await engine.generate(prompts, params, n=3, media=media)
+        groups = await engine.generate(EngineRequest(prompts, params, n=3, media=media))
         assert difference(seeing.hugging_face(family), family, folder, units, groups) < 1e-5
         for version, weights in ((1, tower), (2, everything)):
             await update(engine, weights, version)
-            groups = await engine.generate(prompts, params, n=2, media=media)
+            groups = await engine.generate(EngineRequest(prompts, params, n=2, media=media))
             model = with_values(folder, weights, tmp_path / str(version))
             assert difference(model, family, folder, units, groups) < 1e-5
             assert max(len(answer.response_ids) for group in groups for answer in group) > 1
@@ -49,7 +49,7 @@ def test_what_cannot_be_shown_is_one_sentence(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(
         EngineError, match=r"^a prompt shows a video as one; the embedded engine is shown its frames as pictures$"
     ):
-        asyncio.run(seeing_engine.generate([[1, 2, 3]], params, media=[[video]]))
+        asyncio.run(seeing_engine.generate(EngineRequest([[1, 2, 3]], params, media=[[video]])))
     reading_engine = EmbeddedEngine(tiny_path, initial_version=0)
     with pytest.raises(EngineError, match=r"^a prompt shows pictures, but the model takes none$"):
-        asyncio.run(reading_engine.generate([[1, 2, 3]], params, media=[[video]]))
+        asyncio.run(reading_engine.generate(EngineRequest([[1, 2, 3]], params, media=[[video]])))

@@ -16,7 +16,7 @@ from megarl.options.prediction import embedded as embedded_speculative
 from megarl.options.prediction.embedded_drafts import looked_up
 from megarl.rollout.engines import drawing
 from megarl.rollout.engines.embedded import EmbeddedEngine
-from megarl.rollout.engines.protocol import DraftCounts, Generation, SamplingParams
+from megarl.rollout.engines.protocol import DraftCounts, EngineRequest, Generation, SamplingParams
 from tests.rollout.drafted import END, exact_distribution, load, p_value, predicted, write_model
 from tests.rollout.routed import chosen_experts
 from tests.rollout.tiny import largest_difference
@@ -52,7 +52,7 @@ def drawn(
     folder: Path, speculative: SpeculativeConfig, params: SamplingParams, n: int = DRAWS, prompt: list[int] = PROMPT
 ) -> list[Generation]:
     engine = EmbeddedEngine(folder, seed=11, initial_version=0, max_batch_samples=2500, speculative=speculative)
-    [responses] = asyncio.run(engine.generate([prompt], params, n=n, keys=["a"]))
+    [responses] = asyncio.run(engine.generate(EngineRequest([prompt], params, n=n, keys=["a"])))
     return responses
 
 
@@ -145,7 +145,7 @@ WAYS = [
 def test_greedy_texts_are_those_of_plain_decoding(wider: dict[str, Path], policy: str, algorithm: str) -> None:
     greedy = SamplingParams(max_new_tokens=40, greedy=True, ignore_eos=True)
     plain, speculative = (
-        asyncio.run(opened(wider[policy], kind, wider).generate(PROMPTS, greedy)) for kind in ("none", algorithm)
+        asyncio.run(opened(wider[policy], kind, wider).generate(EngineRequest(PROMPTS, greedy))) for kind in ("none", algorithm)
     )
     assert [one.response_ids for [one] in speculative] == [one.response_ids for [one] in plain]
     for [one], [other] in zip(speculative, plain, strict=True):
@@ -159,7 +159,7 @@ def test_log_probs_and_experts_are_those_of_whole_passes(wider: dict[str, Path],
     has_experts = policy != "gpt_oss" and engine._recorder.num_experts > 0
     for ignores_ends in (True, False):
         params = SamplingParams(max_new_tokens=24, ignore_eos=ignores_ends, temperature=0.7, routes=has_experts)
-        groups = asyncio.run(engine.generate(PROMPTS, params, n=4))
+        groups = asyncio.run(engine.generate(EngineRequest(PROMPTS, params, n=4)))
         assert largest_difference(model, PROMPTS, groups, 0.7) < 1e-5
         for prompt, group in zip(PROMPTS, groups, strict=True):
             for one in group:
@@ -175,9 +175,11 @@ def test_log_probs_and_experts_are_those_of_whole_passes(wider: dict[str, Path],
 
 @pytest.mark.parametrize(("policy", "algorithm"), [("llama", "standalone:window"), ("glm4_moe", "mtp"), ("llama", "ngram")])
 def test_a_sample_does_not_depend_on_its_batch(wider: dict[str, Path], policy: str, algorithm: str) -> None:
-    together = asyncio.run(opened(wider[policy], algorithm, wider).generate(PROMPTS, LONG, n=3, keys=["a", "b", "c"]))
+    together = asyncio.run(
+        opened(wider[policy], algorithm, wider).generate(EngineRequest(PROMPTS, LONG, n=3, keys=["a", "b", "c"]))
+    )
     small = opened(wider[policy], algorithm, wider, max_batch_samples=2)
-    [alone] = asyncio.run(small.generate(PROMPTS[1:2], LONG, n=3, keys=["b"]))
+    [alone] = asyncio.run(small.generate(EngineRequest(PROMPTS[1:2], LONG, n=3, keys=["b"])))
     assert [one.response_ids for one in alone] == [one.response_ids for one in together[1]]
     assert [one.drafts for one in alone] == [one.drafts for one in together[1]]
 
@@ -189,7 +191,7 @@ def test_the_prediction_layer_drafts_what_whole_passes_of_its_formula_predict(fo
         SamplingParams(max_new_tokens=30, greedy=True, ignore_eos=True),
         [[1, 2, 3, 3, 2], [2], [3, 1, 1, 2, 0, 2, 3]],
     )
-    groups = asyncio.run(opened(folders[policy], "mtp", folders).generate(prompts, greedy))
+    groups = asyncio.run(opened(folders[policy], "mtp", folders).generate(EngineRequest(prompts, greedy)))
     assert [(one.response_ids, one.drafts) for [one] in groups] == [predicted(folders[policy], ids, 30, 3) for ids in prompts]
     drafts = [one.drafts for [one] in groups]
     assert any(0 < one.accepted < one.drafted for one in drafts), drafts
@@ -197,7 +199,7 @@ def test_the_prediction_layer_drafts_what_whole_passes_of_its_formula_predict(fo
 
 def test_all_that_the_policy_itself_drafts_stays(wider: dict[str, Path]) -> None:
     """One token behind the prompt, then four a pass."""
-    [[one]] = asyncio.run(opened(wider["llama"], "standalone:llama", wider).generate(PROMPTS[:1], LONG))
+    [[one]] = asyncio.run(opened(wider["llama"], "standalone:llama", wider).generate(EngineRequest(PROMPTS[:1], LONG)))
     assert one.drafts == DraftCounts(passes=6, drafted=3 * 5 + 2, accepted=3 * 5 + 2)
 
 
@@ -235,7 +237,7 @@ def test_each_token_has_the_version_and_log_prob_of_the_weights_that_verified_it
     routed = policy == "glm4_moe"
     params = SamplingParams(max_new_tokens=24, ignore_eos=True, temperature=0.7, routes=routed)
     engine = TurningEngine(wider[policy], seed=3, initial_version=0, speculative=settings(algorithm, wider, steps=3))
-    groups = asyncio.run(engine.generate(PROMPTS, params))
+    groups = asyncio.run(engine.generate(EngineRequest(PROMPTS, params)))
     for prompt, [one] in zip(PROMPTS, groups, strict=True):
         turn = one.weight_versions.index(1)
         assert one.weight_versions == [0] * turn + [1] * (24 - turn)

@@ -15,7 +15,7 @@ from megarl.config.rollout import SpeculativeConfig
 from megarl.data.prefills import PrefillCounts
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.embedded_turns import KeptTurn, TurnCache
-from megarl.rollout.engines.protocol import Generation, SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from tests.rollout.tiny import PROMPTS, load, reference_log_probs, sync, weights_of
 
 PARAMS = SamplingParams(max_new_tokens=24, temperature=0.9, ignore_eos=True)
@@ -24,7 +24,7 @@ KEYS = ["a", "b", "c"]
 
 async def cut_after(engine: EmbeddedEngine, tokens: int, cut: list[str], begun: Any = None, n: int = 2) -> Any:
     """What the engine answers to the prompts if it is told to cut those called `cut` when it has `tokens` of each response."""
-    asked = asyncio.create_task(engine.generate(PROMPTS, PARAMS, n=n, keys=KEYS, begun=begun))
+    asked = asyncio.create_task(engine.generate(EngineRequest(PROMPTS, PARAMS, n=n, keys=KEYS, begun=begun)))
     while not engine._under_way or min(len(row.response) for row in engine._under_way[0].rows) < tokens:
         await asyncio.sleep(0)
     await engine.cut(cut)
@@ -36,13 +36,13 @@ def test_a_response_that_is_cut_goes_on_as_if_it_had_not_been(tiny_path: Path) -
 
     async def scenario() -> None:
         engine = EmbeddedEngine(tiny_path, seed=3, initial_version=0)
-        whole = await engine.generate(PROMPTS, PARAMS, n=2, keys=KEYS)
+        whole = await engine.generate(EngineRequest(PROMPTS, PARAMS, n=2, keys=KEYS))
         first = await cut_after(engine, 3, ["a", "c", "nobody's"])
         assert [one.finish_reason for group in first for one in group] == ["abort"] * 2 + ["length"] * 2 + ["abort"] * 2
         assert [one.response_ids for one in first[1]] == [one.response_ids for one in whole[1]]
         second = await cut_after(engine, 9, KEYS, first)
         assert second[1] == first[1]
-        third = await engine.generate(PROMPTS, PARAMS, n=2, keys=KEYS, begun=second)
+        third = await engine.generate(EngineRequest(PROMPTS, PARAMS, n=2, keys=KEYS, begun=second))
         for prompt, of_whole, of_first, of_second, of_third in zip(PROMPTS, whole, first, second, third, strict=True):
             for uncut, one, two, three in zip(of_whole, of_first, of_second, of_third, strict=True):
                 assert len(one.response_ids) >= 3
@@ -65,7 +65,7 @@ def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(tiny_path: P
         engine = EmbeddedEngine(tiny_path, seed=3, initial_version=0)
         begun = await cut_after(engine, 4, KEYS)
         await sync(engine, weights_of(models[1]), 1)
-        return await engine.generate(PROMPTS, PARAMS, n=2, keys=KEYS, begun=begun)
+        return await engine.generate(EngineRequest(PROMPTS, PARAMS, n=2, keys=KEYS, begun=begun))
 
     for prompt, group in zip(PROMPTS, asyncio.run(scenario()), strict=True):
         for one in group:
@@ -85,7 +85,7 @@ def test_drafts_do_not_keep_a_response_from_going_on(tiny_path: Path, draft: Any
         engine = EmbeddedEngine(tiny_path, seed=3, initial_version=0, speculative=settings)
         begun = await cut_after(engine, 4, KEYS)
         assert all(one.finish_reason == "abort" for group in begun for one in group)
-        whole = await engine.generate(PROMPTS, PARAMS, n=2, keys=KEYS, begun=begun)
+        whole = await engine.generate(EngineRequest(PROMPTS, PARAMS, n=2, keys=KEYS, begun=begun))
         for group, of_begun in zip(whole, begun, strict=True):
             for one, cut in zip(group, of_begun, strict=True):
                 assert one.response_ids[: len(cut.response_ids)] == cut.response_ids
@@ -111,7 +111,7 @@ async def converse(engine: EmbeddedEngine, name: str | None, between: Step | Non
     ids, turns = list(PROMPTS[1]), []
     for number, told in enumerate([[], *TOLD]):
         ids += told
-        [[turn]] = await engine.generate([ids], TURN, keys=[f"{name}/{len(ids)}"], conversation=name)
+        [[turn]] = await engine.generate(EngineRequest([ids], TURN, keys=[f"{name}/{len(ids)}"], conversation=name))
         turns.append((list(ids), turn))
         ids += turn.response_ids
         if between is not None:
@@ -165,13 +165,13 @@ def test_an_update_in_the_middle_of_a_turn_leaves_nothing_of_the_old_weights(tin
         engine = EmbeddedEngine(tiny_path, seed=3, initial_version=0, turn_cache_bytes=2**20)
         [(ids, first), *_] = await converse(engine, "one")
         told = [*ids, *first.response_ids, 9]
-        asked = asyncio.create_task(engine.generate([told], PARAMS, keys=["x"], conversation="one"))
+        asked = asyncio.create_task(engine.generate(EngineRequest([told], PARAMS, keys=["x"], conversation="one")))
         while not engine._under_way or len(engine._under_way[0].rows[0].response) < 4:
             await asyncio.sleep(0)
         await sync(engine, weights_of(models[1]), 1)
         [[turn]] = await asked
         later = [*told, *turn.response_ids, 8]
-        [[last]] = await engine.generate([later], TURN, keys=["y"], conversation="one")
+        [[last]] = await engine.generate(EngineRequest([later], TURN, keys=["y"], conversation="one"))
         assert last.prefill == PrefillCounts(len(later), len(told) + 23)
         return [(told, turn), (later, last)]
 
@@ -187,13 +187,13 @@ def test_a_history_that_was_changed_goes_on_from_what_is_left_of_it(tiny_path: P
         engine = EmbeddedEngine(tiny_path, seed=3, initial_version=0, turn_cache_bytes=2**20)
         [(ids, first), *_] = await converse(engine, "one")
         changed = [*ids, *first.response_ids[:3], 200, 201]
-        [[turn]] = await engine.generate([changed], TURN, keys=["x"], conversation="one")
+        [[turn]] = await engine.generate(EngineRequest([changed], TURN, keys=["x"], conversation="one"))
         assert turn.prefill == PrefillCounts(len(changed), len(ids) + 3)
         expected = reference_log_probs(load(tiny_path), changed, turn.response_ids, 1.0)
         assert (torch.tensor(turn.log_probs) - expected).abs().max() < 1e-5
-        [[again]] = await engine.generate([ids], TURN, keys=["z"], conversation="one")
+        [[again]] = await engine.generate(EngineRequest([ids], TURN, keys=["z"], conversation="one"))
         assert again.prefill == PrefillCounts(len(ids), len(ids) - 1), "the last token is computed again, for its logits"
-        [[other]] = await engine.generate([ids], TURN, keys=["z"], conversation="two")
+        [[other]] = await engine.generate(EngineRequest([ids], TURN, keys=["z"], conversation="two"))
         assert other.prefill == PrefillCounts(len(ids), 0)
         assert other.log_probs == pytest.approx(again.log_probs, abs=1e-5)
 
@@ -208,14 +208,14 @@ def test_what_ended_is_freed_and_what_is_used_least_makes_room(tiny_path: Path) 
         turns = engine._turns
         assert turns is not None
         for name, size in (("a", 4), ("b", 9), ("a", 4)):
-            await engine.generate([[5] * size], TURN, keys=[name], conversation=name)
+            await engine.generate(EngineRequest([[5] * size], TURN, keys=[name], conversation=name))
         assert (len(turns), turns.nbytes) == (2, (4 + 6 + 9 + 6) * token)
-        await engine.generate([[6] * 4], TURN, keys=["c"], conversation="c")
+        await engine.generate(EngineRequest([[6] * 4], TURN, keys=["c"], conversation="c"))
         assert turns.take("b", [5] * 9) is None, "it was used longest ago"
         assert turns.nbytes == 20 * token
         await engine.end_conversations(["a", "nobody"])
         assert (len(turns), turns.nbytes) == (1, 10 * token)
-        await engine.generate([[6] * 40], TURN, keys=["d"], conversation="d")
+        await engine.generate(EngineRequest([[6] * 40], TURN, keys=["d"], conversation="d"))
         assert (len(turns), turns.nbytes) == (0, 0), "larger than all there is room for"
         await engine.sleep()
 

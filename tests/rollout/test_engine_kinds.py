@@ -22,7 +22,7 @@ class Stub(Engine):
     capabilities = EngineCapabilities(concurrent=True)
     @property
     def weight_version(self): return 0
-    async def generate(self, prompts, params, *, n=1, keys=None, deadline_s=0.0): return []
+    async def generate(self, request): return []
     async def health(self): pass
     async def stop(self): pass
     async def begin_update(self, version, base=None): pass

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megarl.errors import DeadlineError, EngineError
-from megarl.rollout.engines.protocol import Engine, SamplingParams
+from megarl.rollout.engines.protocol import Engine, EngineRequest, SamplingParams
 from tests.rollout.tiny import PROMPTS, halves, largest_difference, load, sync, weights_of, weights_that_never_end
 
 TOLERANCE = 1e-5
@@ -23,7 +24,7 @@ def test_log_probs_are_those_of_hugging_face(engine: Engine, tiny_path: Path, te
         model = load(tiny_path)
         await sync(engine, weights_of(model), 3)
         params = SamplingParams(max_new_tokens=12, temperature=temperature)
-        groups = await engine.generate(PROMPTS, params, n=4)
+        groups = await engine.generate(EngineRequest(PROMPTS, params, n=4))
         assert [len(group) for group in groups] == [4, 4, 4]
         assert largest_difference(model, PROMPTS, groups, temperature) < TOLERANCE
         for one in (one for group in groups for one in group):
@@ -38,7 +39,7 @@ def test_greedy_takes_the_likeliest_token_of_hugging_face(engine: Engine, tiny_p
     async def scenario() -> None:
         model = load(tiny_path)
         await sync(engine, weights_of(model), 1)
-        groups = await engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, greedy=True))
+        groups = await engine.generate(EngineRequest(PROMPTS, SamplingParams(max_new_tokens=8, greedy=True)))
         for prompt, (one,) in zip(PROMPTS, groups, strict=True):
             expected = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, pad_token_id=0)
             assert one.response_ids == expected[0, len(prompt) :].tolist()
@@ -51,7 +52,7 @@ def test_top_k_limits_what_is_drawn_but_not_the_log_probs(engine: Engine, tiny_p
     async def scenario() -> None:
         model = load(tiny_path)
         await sync(engine, weights_of(model), 1)
-        groups = await engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=1, top_k=2), n=12)
+        groups = await engine.generate(EngineRequest(PROMPTS[:1], SamplingParams(max_new_tokens=1, top_k=2), n=12))
         with torch.no_grad():
             likeliest = model(torch.tensor([PROMPTS[0]])).logits[0, -1].topk(2).indices.tolist()
         assert {one.response_ids[0] for one in groups[0]} <= set(likeliest)
@@ -63,15 +64,17 @@ def test_top_k_limits_what_is_drawn_but_not_the_log_probs(engine: Engine, tiny_p
 def test_a_response_ends_with_a_stop_token_unless_told_to_go_on(engine: Engine, tiny_path: Path) -> None:
     async def scenario() -> None:
         await sync(engine, weights_of(load(tiny_path)), 1)
-        free = await engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=6, greedy=True))
+        free = await engine.generate(EngineRequest(PROMPTS[:1], SamplingParams(max_new_tokens=6, greedy=True)))
         third = free[0][0].response_ids[2]
         first = free[0][0].response_ids.index(third)
-        stopped = await engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=6, greedy=True, stop_token_ids=(third,)))
+        stopped = await engine.generate(
+            EngineRequest(PROMPTS[:1], SamplingParams(max_new_tokens=6, greedy=True, stop_token_ids=(third,)))
+        )
         assert stopped[0][0].response_ids == free[0][0].response_ids[: first + 1]
         assert stopped[0][0].finish_reason == "stop"
         assert free[0][0].finish_reason == "length"
         going_on = SamplingParams(max_new_tokens=6, greedy=True, stop_token_ids=(third,), ignore_eos=True)
-        went_on = await engine.generate(PROMPTS[:1], going_on)
+        went_on = await engine.generate(EngineRequest(PROMPTS[:1], going_on))
         assert went_on[0][0].response_ids == free[0][0].response_ids
         assert went_on[0][0].finish_reason == "length"
 
@@ -85,9 +88,9 @@ def test_after_an_update_every_token_is_sampled_by_the_new_weights(engine: Engin
         old, new = load(tiny_path), load(tiny_path, seed=1)
         params = SamplingParams(max_new_tokens=8, temperature=0.7)
         await sync(engine, weights_of(old), 1)
-        before = await engine.generate(PROMPTS, params, n=2)
+        before = await engine.generate(EngineRequest(PROMPTS, params, n=2))
         await sync(engine, weights_of(new), 2)
-        after = await engine.generate(PROMPTS, params, n=2)
+        after = await engine.generate(EngineRequest(PROMPTS, params, n=2))
         assert largest_difference(old, PROMPTS, before, 0.7) < TOLERANCE
         assert largest_difference(new, PROMPTS, after, 0.7) < TOLERANCE
         assert largest_difference(old, PROMPTS, after, 0.7) > 0.1  # the check can tell the two apart
@@ -103,7 +106,7 @@ def test_a_response_under_way_continues_under_new_weights_and_says_so(engine: En
         changed = 0
         for wait_s in (0.3, 1.0, 4.0):  # a busy machine may take this long to sample a first token
             await sync(engine, old, 5)
-            under_way = asyncio.create_task(engine.generate(PROMPTS[:1], LONG))
+            under_way = asyncio.create_task(engine.generate(EngineRequest(PROMPTS[:1], LONG)))
             await asyncio.sleep(wait_s)
             await sync(engine, weights_of(new), 6)
             ((one,),) = await under_way
@@ -128,9 +131,11 @@ def test_what_is_not_complete_by_the_deadline_is_stopped(engine: Engine, tiny_pa
         await sync(engine, weights_that_never_end(tiny_path), 1)
         begun = time.monotonic()
         with pytest.raises(DeadlineError, match=r"not complete after 0\.\d+ s: \d+ of 6 responses"):
-            await engine.generate(PROMPTS, LONG, n=2, deadline_s=0.3)
+            await engine.generate(EngineRequest(PROMPTS, LONG, n=2, deadline_s=0.3))
         assert time.monotonic() - begun < 5
-        quick = await asyncio.wait_for(engine.generate(PROMPTS, SamplingParams(max_new_tokens=2), deadline_s=30), 30)
+        quick = await asyncio.wait_for(
+            engine.generate(EngineRequest(PROMPTS, SamplingParams(max_new_tokens=2), deadline_s=30)), 30
+        )
         assert [len(group) for group in quick] == [1, 1, 1]
 
     asyncio.run(scenario())
@@ -142,14 +147,14 @@ def test_no_answer_without_weights_of_a_known_version(engine: Engine, tiny_path:
         await sync(engine, weights, 1)
         await engine.sleep()
         with pytest.raises(EngineError, match="no weights of a known version"):
-            await engine.generate(PROMPTS, SamplingParams(max_new_tokens=2))
+            await engine.generate(EngineRequest(PROMPTS, SamplingParams(max_new_tokens=2)))
         with pytest.raises(EngineError, match="sleeps"):
             await engine.begin_update(2)
         await engine.wake()
         with pytest.raises(EngineError, match="no weights of a known version"):
-            await engine.generate(PROMPTS, SamplingParams(max_new_tokens=2))
+            await engine.generate(EngineRequest(PROMPTS, SamplingParams(max_new_tokens=2)))
         await sync(engine, weights, 2)
-        assert len(await engine.generate(PROMPTS, SamplingParams(max_new_tokens=2))) == 3
+        assert len(await engine.generate(EngineRequest(PROMPTS, SamplingParams(max_new_tokens=2)))) == 3
 
     asyncio.run(scenario())
 
@@ -163,7 +168,7 @@ def test_an_update_that_lacks_a_weight_is_refused_by_name(engine: Engine, tiny_p
             await engine.end_update(7)
         assert engine.weight_version is None
         with pytest.raises(EngineError, match="no weights of a known version"):
-            await engine.generate(PROMPTS, SamplingParams(max_new_tokens=2))
+            await engine.generate(EngineRequest(PROMPTS, SamplingParams(max_new_tokens=2)))
         await sync(engine, weights, 8)  # a complete update mends it
         assert engine.weight_version == 8
 
@@ -196,13 +201,6 @@ def test_updates_out_of_order_are_refused(engine: Engine, tiny_path: Path) -> No
         ([[1]], {"keys": ["a", "b"]}, "2 keys for 1 prompts"),
     ],
 )
-def test_requests_that_cannot_be_answered_are_named(
-    engine: Engine, tiny_path: Path, prompts: list[list[int]], arguments: dict[str, object], message: str
-) -> None:
-    async def scenario() -> None:
-        if engine.weight_version is None:
-            await sync(engine, weights_of(load(tiny_path)), 1)
-        with pytest.raises(EngineError, match=message):
-            await engine.generate(prompts, SamplingParams(max_new_tokens=2), **arguments)  # type: ignore[arg-type]
-
-    asyncio.run(scenario())
+def test_requests_that_cannot_be_answered_are_named(prompts: list[list[int]], arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        EngineRequest(prompts, SamplingParams(max_new_tokens=2), **arguments)

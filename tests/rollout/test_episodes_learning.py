@@ -17,7 +17,7 @@ from megarl.data.batch import Batch
 from megarl.data.sample import Prompt, Sample
 from megarl.data.stream import pack
 from megarl.rollout.engines.embedded import EmbeddedEngine
-from megarl.rollout.engines.protocol import Generation, SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from megarl.trainers.rl.experience import Experience, set_loss_weights
 from megarl.trainers.rl.objectives import PolicyObjective, ValueObjective
 from megarl.trainers.rl.step_tokens import loss_arguments, set_token_columns
@@ -155,7 +155,7 @@ def test_an_engine_s_episode_has_the_log_probs_of_the_whole_conversation(tmp_pat
 
     async def sample(ids: list[int], max_new_tokens: int, media: Any = None, /) -> Generation:
         params = SamplingParams(max_new_tokens=max_new_tokens, stop_token_ids=stops)
-        return (await engine.generate([ids], params, keys=[f"{len(ids)}"]))[0][0]
+        return (await engine.generate(EngineRequest([ids], params, keys=[f"{len(ids)}"])))[0][0]
 
     result = asyncio.run(episode(Prompt("r", "g", [5], ""), 0, sample, context))
     assert len(result.turns) == 5

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.errors import EngineError
 from megarl.models.registry import load_hf_config
-from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.external import ExternalEngine
 from megarl.weights.model_compatibility import ServedModel
@@ -28,14 +28,14 @@ def test_a_running_server_answers_under_the_weights_of_the_folder_that_it_was_gi
         server = sglang_engine.server
         engine = await ExternalEngine.at(server.url, server.token, facts(tiny_path), 30.0)
         with pytest.raises(EngineError, match="no weights of a known version"):
-            await engine.generate(PROMPTS, SamplingParams(max_new_tokens=2))
+            await engine.generate(EngineRequest(PROMPTS, SamplingParams(max_new_tokens=2)))
         for version, seed in ((1, 11), (2, 12)):
             model = load(tiny_path, seed=seed)
             model.save_pretrained(tmp_path / str(version))
             await engine.begin_update(version)
             await engine.load_update(str(tmp_path / str(version)))
             await engine.end_update(version)
-            groups = await engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, temperature=0.7), n=2)
+            groups = await engine.generate(EngineRequest(PROMPTS, SamplingParams(max_new_tokens=8, temperature=0.7), n=2))
             assert largest_difference(model, PROMPTS, groups, 0.7) < 1e-5
             assert {v for group in groups for one in group for v in one.weight_versions} == {version}
         await engine.begin_update(3)
@@ -43,7 +43,7 @@ def test_a_running_server_answers_under_the_weights_of_the_folder_that_it_was_gi
             await engine.load_update(str(tmp_path / "nowhere"))
         await engine.abandon_update()
         with pytest.raises(EngineError, match="no weights of a known version"):
-            await engine.generate(PROMPTS, SamplingParams(max_new_tokens=2))
+            await engine.generate(EngineRequest(PROMPTS, SamplingParams(max_new_tokens=2)))
         await engine.stop()
         assert server.alive  # it is not ours to end
         await sync(sglang_engine, weights_of(load(tiny_path)), 90)  # for the tests that share it

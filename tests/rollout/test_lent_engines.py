@@ -15,6 +15,7 @@ import pytest
 from megarl.data.sample import Prompt
 from megarl.errors import EngineError
 from megarl.options.lending.engines import LentEngines
+from megarl.rollout.engines.protocol import EngineRequest, Generation
 from megarl.rollout.episodes import EpisodeContext, Episodes
 from megarl.rollout.scheduling.requests import episode_groups, single_turns
 from megarl.rollout.scheduling.scheduler import Scheduler
@@ -37,9 +38,9 @@ class SleepingEngine(ContinuingEngine):
     def has_memory(self) -> bool:
         return not self.sleeps and not self.is_dead
 
-    async def generate(self, *prompts: Any, **keywords: Any) -> Any:
+    async def generate(self, request: EngineRequest) -> list[list[Generation]]:
         assert not self.sleeps
-        return await super().generate(*prompts, **keywords)
+        return await super().generate(request)
 
     async def sleep(self, *, deadline_s: float) -> None:
         self._check()

@@ -18,7 +18,7 @@ from megarl.data.prefills import PrefillCounts
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError
 from megarl.options.prediction.drafts import DraftCounts
-from megarl.rollout.engines.protocol import Generation, SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from megarl.rollout.episodes import EpisodeContext, Episodes
 from megarl.rollout.scheduling.partial_groups import PartialGroup, PartialGroups, turn_name
 from megarl.rollout.scheduling.requests import episode_groups, single_turns
@@ -57,22 +57,13 @@ class ContinuingEngine(FakeEngine):
         self._check()
         self.ended += names
 
-    async def generate(  # type: ignore[override]
-        self,
-        prompts: Any,
-        params: SamplingParams,
-        *,
-        n: int,
-        keys: Sequence[str],
-        deadline_s: float,
-        begun: Any = None,
-        conversation: str | None = None,
-    ) -> Any:
+    async def generate(self, request: EngineRequest) -> list[list[Generation]]:
+        keys, begun = request.keys or (), request.begun
         self.cut_keys -= {*keys}
         self.now.update(keys)
         rows = [
-            [self._row(prompt, number, params, begun[place][number] if begun else None) for number in range(n)]
-            for place, prompt in enumerate(prompts)
+            [self._row(prompt, number, request.params, begun[place][number] if begun else None) for number in range(request.n)]
+            for place, prompt in enumerate(request.prompts)
         ]
         try:
             while any(row.finish_reason is None for group in rows for row in group):

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.data.sample import Sample
 from megarl.errors import EngineError
-from megarl.rollout import SamplingParams
+from megarl.rollout import EngineRequest, SamplingParams
 from megarl.rollout.engines.replay import ReplayEngine
 
 PARAMS = SamplingParams(max_new_tokens=4)
@@ -45,7 +45,7 @@ def ask(file: Path, prompts: list[list[int]], keys: list[str] | None, n: int = 2
         engine = await ReplayEngine.start("no-model-needed", replay_from=file)
         await engine.begin_update(0)
         await engine.end_update(0)
-        return await engine.generate(prompts, PARAMS, n=n, keys=keys)
+        return await engine.generate(EngineRequest(prompts, PARAMS, n=n, keys=keys))
 
     return asyncio.run(scenario())
 

@@ -14,7 +14,7 @@ import pytest
 
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import DeadlineError, EngineError, EpisodeError, WorkerError
-from megarl.rollout.engines.protocol import Generation, SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from megarl.rollout.episodes import EpisodeContext, Episodes
 from megarl.rollout.scheduling.requests import episode_groups, single_turns
 from megarl.rollout.scheduling.scheduler import Scheduler
@@ -51,7 +51,9 @@ class FakeEngine:
         if self.is_dead:
             raise EngineError("the server ended with exit code -9")
 
-    async def generate(self, prompts: Any, params: SamplingParams, *, n: int, keys: Sequence[str], deadline_s: float) -> Any:
+    async def generate(self, request: EngineRequest) -> list[list[Generation]]:
+        assert request.begun is None, "it does not continue"
+        length, keys = request.params.max_new_tokens, request.keys or ()
         self._check()
         if self.refuses:
             raise EngineError("prompt 0 has no tokens")
@@ -59,8 +61,8 @@ class FakeEngine:
         self.most = max(self.most, sum(self.now.values()))
         versions: list[int] = []
         try:
-            for _ in range(params.max_new_tokens):
-                await asyncio.sleep(self.seconds() / params.max_new_tokens)
+            for _ in range(length):
+                await asyncio.sleep(self.seconds() / length)
                 while self.version is None:  # it does not sample during an update
                     await asyncio.sleep(0.0005)
                 self._check()
@@ -71,8 +73,8 @@ class FakeEngine:
         finally:
             self.now.subtract(keys)
         self.answered += keys
-        length = params.max_new_tokens
-        return [[Generation([self.number] * length, [0.0] * length, versions, "length") for _ in range(n)] for _ in prompts]
+        answer = Generation([self.number] * length, [0.0] * length, versions, "length")
+        return [[answer] * request.n for _ in request.prompts]
 
     def _check(self) -> None:
         if self.is_dead:

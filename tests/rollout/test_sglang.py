@@ -20,7 +20,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megarl.data.prefills import PrefillCounts
 from megarl.errors import EngineError
-from megarl.rollout.engines.protocol import Generation, SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions, SglangServer
 from megarl.rollout.engines.sglang.server_process import host
@@ -94,7 +94,7 @@ def test_several_processes_send_the_weights_of_one_update(sglang_engine: SglangE
         await sglang_engine.apply_update(mine)
         printed, _ = await asyncio.wait_for(other.communicate(), 120)
         await sglang_engine.end_update(4, pickle.loads(bytes.fromhex(printed.decode())))
-        groups = await sglang_engine.generate(PROMPTS, SamplingParams(max_new_tokens=8), n=2)
+        groups = await sglang_engine.generate(EngineRequest(PROMPTS, SamplingParams(max_new_tokens=8), n=2))
         assert largest_difference(new, PROMPTS, groups) < 1e-5
 
     asyncio.run(scenario())
@@ -113,7 +113,7 @@ def test_weights_over_a_process_group_are_the_senders_values(sglang_engine: Sgla
         for version in (11, 12):  # the group is made and destroyed each time
             await sglang_engine.begin_update(version)
             await sglang_engine.end_update(version, await asyncio.to_thread(send))
-        groups = await sglang_engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, temperature=0.7), n=2)
+        groups = await sglang_engine.generate(EngineRequest(PROMPTS, SamplingParams(max_new_tokens=8, temperature=0.7), n=2))
         assert largest_difference(new, PROMPTS, groups, 0.7) < 1e-5
         assert {version for group in groups for one in group for version in one.weight_versions} == {12}
 
@@ -130,9 +130,9 @@ def test_responses_that_are_cut_go_on_under_new_weights_and_hits_of_the_cache_ar
     async def scenario() -> tuple[list[Generation], list[Generation]]:
         await sync(sglang_engine, weights_of(old), 20)
         shorter, begun_at = SamplingParams(max_new_tokens=60, ignore_eos=True), time.monotonic()
-        await sglang_engine.generate([PROMPTS[0]], shorter, keys=["how fast the machine is"])
-        asked = asyncio.create_task(sglang_engine.generate([prompt], params, n=2, keys=["a"]))
-        beside = asyncio.create_task(sglang_engine.generate([PROMPTS[0]], shorter, keys=["b"]))
+        await sglang_engine.generate(EngineRequest([PROMPTS[0]], shorter, keys=["how fast the machine is"]))
+        asked = asyncio.create_task(sglang_engine.generate(EngineRequest([prompt], params, n=2, keys=["a"])))
+        beside = asyncio.create_task(sglang_engine.generate(EngineRequest([PROMPTS[0]], shorter, keys=["b"])))
         await asyncio.sleep(time.monotonic() - begun_at)
         while not asked.done():
             await sglang_engine.cut(["a"])
@@ -141,8 +141,8 @@ def test_responses_that_are_cut_go_on_under_new_weights_and_hits_of_the_cache_ar
         [[other]] = await beside
         assert (other.finish_reason, len(other.response_ids)) == ("length", 60), "it was not to be cut"
         await sync(sglang_engine, weights_of(new), 21)
-        [whole] = await sglang_engine.generate([prompt], params, n=2, keys=["a"], begun=[cut])
-        assert await sglang_engine.generate([prompt], params, n=2, keys=["a"], begun=[whole]) == [whole]
+        [whole] = await sglang_engine.generate(EngineRequest([prompt], params, n=2, keys=["a"], begun=[cut]))
+        assert await sglang_engine.generate(EngineRequest([prompt], params, n=2, keys=["a"], begun=[whole])) == [whole]
         return cut, whole
 
     cut, whole = asyncio.run(scenario())
@@ -175,13 +175,13 @@ def test_a_later_turn_finds_the_one_before_in_the_cache_and_nothing_of_other_wei
 
     async def scenario() -> None:
         await sync(sglang_engine, weights_of(load(tiny_path, seed=7)), 30)
-        [[first]] = await sglang_engine.generate([PROMPTS[1]], params, keys=["a"])
+        [[first]] = await sglang_engine.generate(EngineRequest([PROMPTS[1]], params, keys=["a"]))
         told = [*PROMPTS[1], *first.response_ids, 31, 32]
-        [[second]] = await sglang_engine.generate([told], params, keys=["b"])
+        [[second]] = await sglang_engine.generate(EngineRequest([told], params, keys=["b"]))
         assert first.prefill == PrefillCounts(len(PROMPTS[1]), 0)
         assert second.prefill == PrefillCounts(len(told), len(told) - 3), "all but the last token of a turn, and what was told"
         await sync(sglang_engine, weights_of(load(tiny_path, seed=8)), 31)
-        [[again]] = await sglang_engine.generate([told], params, keys=["b"])
+        [[again]] = await sglang_engine.generate(EngineRequest([told], params, keys=["b"]))
         assert again.prefill == PrefillCounts(len(told), 0)
 
     asyncio.run(scenario())
@@ -229,7 +229,7 @@ def test_weights_in_another_dtype_arrive_rounded_to_the_engines(sglang_engine: S
         rounded = load(tiny_path)
         rounded.load_state_dict({name: weight.float() for name, weight in weights}, strict=False)
         await sync(sglang_engine, weights, 22)
-        groups = await sglang_engine.generate(PROMPTS, SamplingParams(max_new_tokens=8))
+        groups = await sglang_engine.generate(EngineRequest(PROMPTS, SamplingParams(max_new_tokens=8)))
         assert largest_difference(rounded, PROMPTS, groups) < 1e-5
 
     asyncio.run(scenario())
@@ -252,7 +252,7 @@ def test_a_group_shares_one_prefill(sglang_engine: SglangEngine, tiny_path: Path
 
         client._post = watching  # type: ignore[method-assign]
         try:
-            await sglang_engine.generate([list(range(3, 103))], SamplingParams(max_new_tokens=2), n=4)
+            await sglang_engine.generate(EngineRequest([list(range(3, 103))], SamplingParams(max_new_tokens=2), n=4))
         finally:
             del client._post  # type: ignore[method-assign]
         assert cached == [99] * 4
@@ -262,7 +262,7 @@ def test_a_group_shares_one_prefill(sglang_engine: SglangEngine, tiny_path: Path
 
 async def holds_what_was_sent(engine: SglangEngine, model: Any) -> None:
     """The engine's log-probs are those of `model`."""
-    groups = await engine.generate(PROMPTS, SamplingParams(max_new_tokens=8), n=2)
+    groups = await engine.generate(EngineRequest(PROMPTS, SamplingParams(max_new_tokens=8), n=2))
     assert largest_difference(model, PROMPTS, groups) < 1e-5
 
 
@@ -380,7 +380,7 @@ def test_a_server_that_died_is_named_leaves_nothing_and_starts_again_without_wei
             await sync(engine, weights_that_never_end(tiny_path), 1)
             assert engine.server.pid is not None
             tree = tree_of(engine.server.pid)
-            under_way = asyncio.create_task(engine.generate(PROMPTS, SamplingParams(max_new_tokens=400), n=4))
+            under_way = asyncio.create_task(engine.generate(EngineRequest(PROMPTS, SamplingParams(max_new_tokens=400), n=4)))
             await asyncio.sleep(0.3)
             psutil.Process(engine.server.pid).kill()
             with pytest.raises(
@@ -393,7 +393,7 @@ def test_a_server_that_died_is_named_leaves_nothing_and_starts_again_without_wei
                 await engine.health()
             engine = await SglangEngine.open(options)
             with pytest.raises(EngineError, match="no weights of a known version"):
-                await engine.generate(PROMPTS, SamplingParams(max_new_tokens=2))
+                await engine.generate(EngineRequest(PROMPTS, SamplingParams(max_new_tokens=2)))
             model = load(tiny_path, seed=6)
             await sync(engine, weights_of(model), 1)
             await holds_what_was_sent(engine, model)

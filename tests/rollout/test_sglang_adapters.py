@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from megarl.errors import EngineError
 from megarl.models.hf_folder import HFFolder
 from megarl.options.lora.weight_map import LORA_A, LORA_B, Lora
-from megarl.rollout.engines.protocol import Generation, SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
 from megarl.weights.model_compatibility import ServedModel
@@ -60,7 +60,7 @@ async def send(engine: SglangEngine, version: int, base: int | None, weights: We
 
 
 async def answers(engine: SglangEngine) -> list[list[Generation]]:
-    return await engine.generate(PROMPTS, GREEDY, n=2)
+    return await engine.generate(EngineRequest(PROMPTS, GREEDY, n=2))
 
 
 async def goes_through_updates(folder: Path, lora: Lora, log: Path, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from megarl.errors import EngineError
 from megarl.models.deepseek_v3 import READ_BY_SGLANG
 from megarl.models.hf_folder import HFFolder, write_hf_folder
-from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions, SglangServer
 from megarl.weights.checksums import EngineLayout, check_model
@@ -98,7 +98,7 @@ def test_after_an_update_log_probs_are_those_of_transformers_with_these_weights(
             sampling = SamplingParams(max_new_tokens=8, ignore_eos=True)
             for version, (weights, send) in enumerate(((first, update), (second, update_by_group)), 1):
                 await send(engine, weights, version)
-                groups = await engine.generate(PROMPTS, sampling, n=2)
+                groups = await engine.generate(EngineRequest(PROMPTS, sampling, n=2))
                 differences = [largest_difference(reference, PROMPTS, groups) for reference in references]
                 assert differences[version - 1] < 1e-5
                 assert differences[2 - version] > 1e-2

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from megarl.errors import EngineError
-from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
 from megarl.weights.pusher import Pusher
@@ -37,7 +37,7 @@ def test_an_engine_killed_in_the_middle_of_an_update_answers_again_only_after_a_
     )
 
     async def agrees(engine: SglangEngine, model: Any, version: int) -> None:
-        groups = await engine.generate(PROMPTS, SAMPLING, n=2)
+        groups = await engine.generate(EngineRequest(PROMPTS, SAMPLING, n=2))
         assert largest_difference(model, PROMPTS, groups, 0.7) < 1e-5
         assert {v for group in groups for one in group for v in one.weight_versions} == {version}
 
@@ -79,7 +79,7 @@ def test_an_engine_killed_in_the_middle_of_an_update_answers_again_only_after_a_
                     victim = await SglangEngine.open(options)
                 assert victim.weight_version is None
                 with pytest.raises(EngineError, match="no weights of a known version"):
-                    await victim.generate(PROMPTS, SAMPLING)
+                    await victim.generate(EngineRequest(PROMPTS, SAMPLING))
             await asyncio.to_thread(connect, pusher, 1, victim)
             again = await update({1: victim}, pusher, new, 31)
             await victim.end_update(31, again[1].checksums)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from megarl.errors import EngineError
-from megarl.rollout.engines.protocol import EngineProcess, SamplingParams
+from megarl.rollout.engines.protocol import EngineProcess, EngineRequest, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import NodeProcess, ServerOptions
 from megarl.system.process_tree import tree_of
@@ -56,7 +56,7 @@ def test_an_engine_over_two_nodes_answers_like_the_model_it_was_sent_and_ends_wi
         for bucket in halves(weights_of(new)):
             await engine.apply_update(bucket)
         await engine.end_update(version)
-        groups = await engine.generate(PROMPTS, SamplingParams(max_new_tokens=8), n=2)
+        groups = await engine.generate(EngineRequest(PROMPTS, SamplingParams(max_new_tokens=8), n=2))
         assert largest_difference(new, PROMPTS, groups) < 1e-5
 
     async def scenario() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from megarl.errors import EngineError
 from megarl.options.transports.rdma import Readable, RegisteredMemory
-from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.weights.pusher import Pusher
 from megarl.weights.sglang_senders import ReadSender
@@ -52,7 +52,7 @@ async def update(engine: SglangEngine, pusher: Pusher, model: Any, version: int,
 
 async def agrees(engine: SglangEngine, model: Any, version: int) -> None:
     """The engine samples under these weights, whose checksums were compared; the bound is for float32 sums in another order."""
-    groups = await engine.generate(PROMPTS, SAMPLING, n=2)
+    groups = await engine.generate(EngineRequest(PROMPTS, SAMPLING, n=2))
     assert largest_difference(model, PROMPTS, groups, 0.7) < 1e-4
     assert {v for group in groups for one in group for v in one.weight_versions} == {version}
 
@@ -120,7 +120,7 @@ def test_a_rank_that_is_lost_fails_the_update_in_a_sentence_and_the_engine_takes
         assert re.fullmatch(sentence, pushed[0].error)
         await sglang_engine.abandon_update()
         with pytest.raises(EngineError, match="no weights of a known version"):
-            await sglang_engine.generate(PROMPTS, SAMPLING)
+            await sglang_engine.generate(EngineRequest(PROMPTS, SAMPLING))
         await update(sglang_engine, pusher, model, 51)
         await agrees(sglang_engine, model, 51)
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from megarl.data.sample import Prompt
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.options.routing_replay.routes import known, unknown
-from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from megarl.rollout.engines.sglang.engine import RETURNS_ROUTES, SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
 from megarl.rollout.episodes.transcript import Transcript
@@ -57,7 +57,7 @@ def test_the_experts_of_every_token_are_those_that_the_model_chooses(
     async def scenario() -> None:
         engine = await SglangEngine.open(options, 0)
         try:
-            groups = await engine.generate(PROMPTS, params, n=2)
+            groups = await engine.generate(EngineRequest(PROMPTS, params, n=2))
             for prompt, group in zip(PROMPTS, groups, strict=True):
                 for one in group:
                     ids = [*prompt, *one.response_ids]
@@ -66,21 +66,21 @@ def test_the_experts_of_every_token_are_those_that_the_model_chooses(
             turns = Transcript(Prompt("r", "g", PROMPTS[0], ""), 100)
             turns.append_turn(groups[0][0], "")
             turns.append_observation([50, 51, 52], [])
-            [[second]] = await engine.generate([turns.ids], params)
+            [[second]] = await engine.generate(EngineRequest([turns.ids], params))
             turns.append_turn(second, "")
             whole = turns.sample(Prompt("r", "g", PROMPTS[0], ""), 0, "stop")
             assert whole.routes is not None
             assert second.routes is not None
             assert known(whole.routes)[:-1].all()
             np.testing.assert_array_equal(np.sort(whole.routes[:-1]), chosen_experts(before, turns.ids[:-1]))
-            plain = await engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=2))
+            plain = await engine.generate(EngineRequest(PROMPTS[:1], SamplingParams(max_new_tokens=2)))
             assert plain[0][0].routes is None
 
             long = SamplingParams(max_new_tokens=400, ignore_eos=True, routes=True)
             began = time.monotonic()
-            await engine.generate(PROMPTS, long)
+            await engine.generate(EngineRequest(PROMPTS, long))
             seconds = time.monotonic() - began
-            waiting = asyncio.ensure_future(engine.generate(PROMPTS, long))
+            waiting = asyncio.ensure_future(engine.generate(EngineRequest(PROMPTS, long)))
             await asyncio.sleep(seconds / 2)
             await update(engine, weights, 1)
             for prompt, [one] in zip(PROMPTS, await waiting, strict=True):

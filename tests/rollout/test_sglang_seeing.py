@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 from megarl.data.stream import Unit
 from megarl.errors import EngineError
 from megarl.models.hf_folder import HFFolder, write_hf_folder
-from megarl.rollout.engines.protocol import Generation, SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
 from megarl.weights.checksums import EngineLayout, check_model
@@ -109,15 +109,15 @@ def test_answers_are_transformers_also_after_updates_and_for_pictures_asked_befo
     async def scenario() -> None:
         engine = await SglangEngine.open(options, 0)
         try:
-            groups = await engine.generate(prompts, params, n=3, media=media)
+            groups = await engine.generate(EngineRequest(prompts, params, n=3, media=media))
             assert difference(seeing.hugging_face(family), family, folder, units, groups) < 1e-5
             # whatever is sampled ends it, as a placeholder does
             cut = replace(params, cut_token_ids=tuple(range(seeing.hf_config(family).text_config.vocab_size)))
-            for answer in await engine.generate(prompts, cut, media=media):
+            for answer in await engine.generate(EngineRequest(prompts, cut, media=media)):
                 assert (len(answer[0].response_ids), answer[0].finish_reason) == (1, "length")
             for version, weights in ((1, tower), (2, everything)):  # the tower alone, then the decoder
                 await update(engine, weights, version)
-                groups = await engine.generate(prompts, params, n=2, media=media)
+                groups = await engine.generate(EngineRequest(prompts, params, n=2, media=media))
                 assert difference(with_values(folder, weights, tmp_path / str(version)), family, folder, units, groups) < 1e-5
             name = next(name for name, _ in everything if "visual" in name and "blocks.1.mlp" in name)
             with pytest.raises(EngineError, match=f"nobody sent {name}@"):

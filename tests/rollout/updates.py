@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.errors import EngineError
-from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
 from tests.models.test_transformers_names import update
@@ -28,7 +28,7 @@ async def holds_what_was_sent(
     engine = await SglangEngine.open(ServerOptions(str(folder), log, **sizes, **options))
     try:
         await update(engine, weights)
-        groups = await engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True), n=2)
+        groups = await engine.generate(EngineRequest(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True), n=2))
         assert largest_difference(after, PROMPTS, groups) < 1e-5
         with pytest.raises(EngineError, match=rf"0 differ, {missing} missing.*nobody sent {left_out}@"):
             await update(engine, [pair for pair in weights if pair[0] != left_out], 2)

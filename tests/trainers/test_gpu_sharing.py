@@ -15,7 +15,7 @@ from megarl.errors import EngineError
 from megarl.planning.gpus import PROCESS_BYTES
 from megarl.planning.turns import bytes_beside_engines, takes_turns
 from megarl.rollout.engines.embedded import EmbeddedEngine
-from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from megarl.trainers.rl import session as session_module
 from megarl.trainers.rl.gpu_sharing import GpuSharing, Kept, Owner
 from megarl.trainers.rl.session import Session
@@ -128,7 +128,7 @@ def test_an_engine_answers_in_no_turn_before_it_was_given_weights(tmp_path: Path
     turns, weights = GpuSharing(OneEngine(engine)), weights_of(load(tmp_path / "model", seed=1))
 
     def answers() -> set[int]:
-        (group,) = asyncio.run(engine.generate([[5, 6]], SamplingParams(max_new_tokens=2)))
+        (group,) = asyncio.run(engine.generate(EngineRequest([[5, 6]], SamplingParams(max_new_tokens=2))))
         return set(group[0].weight_versions)
 
     def refuses() -> bool:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
-from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from megarl.rollout.engines.replay import ReplayEngine
 from megarl.trainers.rl.objectives import PolicyObjective
 from megarl.trainers.rl.samples_file import SamplesFile, pieces
@@ -61,7 +61,7 @@ def test_the_replay_engine_reads_it_back(tmp_path) -> None:
     file = SamplesFile(tmp_path / "s.jsonl", 2, None, Letters())
     file.write(1, batch(), [0.0, 0.0], {})
     engine = ReplayEngine(file.path, initial_version=0)
-    ((answer,),) = asyncio.run(engine.generate([[5, 6]], SamplingParams(max_new_tokens=4), keys=["p"]))
+    ((answer,),) = asyncio.run(engine.generate(EngineRequest([[5, 6]], SamplingParams(max_new_tokens=4), keys=["p"])))
     assert answer.response_ids == [1, 2, 3]
 
 

@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 from megarl.errors import EngineError
 from megarl.rollout.engines.embedded import EmbeddedEngine
-from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions, SglangServer
 from megarl.weights.checksums import UNCHECKED, EngineLayout, digest
@@ -146,9 +146,9 @@ async def follows_the_model(engine: Any, weights: Any, checksums: dict[str, str]
         assert engine.weight_version == model.version, calls
         if model.version is None:
             with pytest.raises(EngineError, match="no weights of a known version"):
-                await engine.generate([[3]], SamplingParams(max_new_tokens=1))
+                await engine.generate(EngineRequest([[3]], SamplingParams(max_new_tokens=1)))
     if model.version is not None:
-        (((one,),),) = (await engine.generate([[3]], SamplingParams(max_new_tokens=1)),)
+        (((one,),),) = (await engine.generate(EngineRequest([[3]], SamplingParams(max_new_tokens=1))),)
         assert one.weight_versions == [model.version]
 
 

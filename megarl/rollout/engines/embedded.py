@@ -36,7 +36,7 @@ from megarl.options.routing_replay.embedded import RouteRecorder
 from megarl.rollout.engines.drawing import random_numbers
 from megarl.rollout.engines.embedded_batch import DecodeBatch, OpenResponse
 from megarl.rollout.engines.embedded_turns import TurnCache
-from megarl.rollout.engines.protocol import Begun, Engine, EnginePlace, Generation, SamplingParams, check_request
+from megarl.rollout.engines.protocol import Engine, EnginePlace, EngineRequest, Generation, SamplingParams, check_version
 from megarl.weights.checksums import compare, digest
 from megarl.weights.model_compatibility import ServedModel, check_same_model
 from megarl.weights.run_plan import sent_adapters
@@ -48,16 +48,15 @@ from megarl.weights.weight_state import WeightState
 class _Call:
     """One call of `generate`. `cut` are the keys of prompts whose responses are to end with what they have."""
 
+    request: EngineRequest
     rows: list[OpenResponse]
-    params: SamplingParams
     begun_at: float
-    deadline_s: float
     cancelled: threading.Event = field(default_factory=threading.Event)
     cut: set[str] = field(default_factory=set)
 
     @property
     def deadline(self) -> float:
-        return self.begun_at + self.deadline_s
+        return self.begun_at + self.request.deadline_s
 
 
 class EmbeddedEngine(Engine):
@@ -170,33 +169,23 @@ class EmbeddedEngine(Engine):
 
     # generation ---------------------------------------------------------------------------------------------------
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        n: int = 1,
-        keys: Sequence[str] | None = None,
-        deadline_s: float = 1800.0,
-        media: Sequence[Sequence[Media]] | None = None,
-        begun: Begun | None = None,
-        conversation: str | None = None,
-    ) -> list[list[Generation]]:
-        check_request(prompts, n, keys, self.weight_version)
-        shown = media if media is not None else [()] * len(prompts)
+    async def generate(self, request: EngineRequest) -> list[list[Generation]]:
+        check_version(self.weight_version)
+        prompts, n = request.prompts, request.n
+        shown = request.media if request.media is not None else [()] * len(prompts)
         if self._sight is None and any(shown):
             raise EngineError("a prompt shows pictures, but the model takes none")
         self._calls += 1
-        keys = keys or [f"call-{self._calls}-prompt-{i}" for i in range(len(prompts))]
-        given = begun if begun is not None else [[None] * n] * len(prompts)
+        keys = request.keys or [f"call-{self._calls}-prompt-{i}" for i in range(len(prompts))]
+        given = request.begun if request.begun is not None else [[None] * n] * len(prompts)
         rows = [
             self._open(key, index, prompt, of_prompt, of_group[index])
             for prompt, key, of_prompt, of_group in zip(prompts, keys, shown, given, strict=True)
             for index in range(n)
         ]
-        if len(rows) == 1 and self._turns is not None and not params.routes:  # routes of what is kept are not known
-            rows[0].conversation = conversation
-        call = _Call(rows, params, time.monotonic(), deadline_s)
+        if len(rows) == 1 and self._turns is not None and not request.params.routes:  # routes of what is kept are not known
+            rows[0].conversation = request.conversation
+        call = _Call(request, rows, time.monotonic())
         self._under_way.append(call)
         work = asyncio.create_task(asyncio.to_thread(self._run, call))
         try:
@@ -242,7 +231,7 @@ class EmbeddedEngine(Engine):
         rows = [row for row in call.rows if row.finish_reason is None]
         for start in range(0, len(rows), self._max_batch_samples):
             part = rows[start : start + self._max_batch_samples]
-            batch = self._open_batch(part, call.params)
+            batch = self._open_batch(part, call.request.params)
             epoch = -1
             while batch.rows:
                 with self._turn:
@@ -256,7 +245,8 @@ class EmbeddedEngine(Engine):
                     if time.monotonic() > call.deadline:
                         done = sum(row.finish_reason is not None for row in call.rows)
                         raise DeadlineError(
-                            f"generation was not complete after {call.deadline_s:.3g} s: {done} of {len(call.rows)} responses"
+                            f"generation was not complete after {call.request.deadline_s:.3g} s: "
+                            f"{done} of {len(call.rows)} responses"
                         )
                     if epoch != self._weights_epoch:
                         epoch = self._weights_epoch

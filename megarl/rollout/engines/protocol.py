@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -103,6 +103,46 @@ Begun = Sequence[Sequence[Generation | None]]
 
 
 @dataclass(frozen=True)
+class EngineRequest:
+    """A request to an engine: `n` responses to each of `P` prompts, passed on as one value from the scheduler to the engine.
+
+    Raises:
+        EngineError: a prompt has no tokens, `n` is below 1, or there is not one key per prompt.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    """`[P][tokens]`: token ids; each prompt has one or more."""
+    params: SamplingParams
+    """Parameters of sampling, the same for all responses."""
+    _: KW_ONLY
+    n: int = 1
+    """Responses to each prompt."""
+    keys: Sequence[str] | None = None
+    """`[P]`: names of the prompts; None: they have none. Seeded and replaying engines identify a sample by (key, sample index),
+    and `Engine.cut` names prompts by their keys."""
+    deadline_s: float = 1800.0
+    """Seconds until the answer must be complete, counted from the call of `Engine.generate`."""
+    media: Sequence[Sequence[Media]] | None = None
+    """`[P][pictures]`: the pictures of each prompt, in the order of their places among its ids; None: there are none. Engines
+    whose capabilities do not say `sees` are asked for no prompt with pictures."""
+    begun: Begun | None = None
+    """`[P][n]`: responses to go on with under the present weights, where they ended with `abort`; others are given back. None:
+    all begin anew, as they always do on engines whose capabilities do not say `continues`."""
+    conversation: str | None = None
+    """The name of the conversation that a single prompt goes on with; None: the prompts stand for themselves. An engine whose
+    capabilities say `keeps_turns` may keep what it computed for the next turn; others ignore the name."""
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise EngineError(f"n is {self.n}; it must be at least 1")
+        empty = [i for i, prompt in enumerate(self.prompts) if not len(prompt)]
+        if empty:
+            raise EngineError(f"prompt {empty[0]} has no tokens")
+        if self.keys is not None and len(self.keys) != len(self.prompts):
+            raise EngineError(f"{len(self.keys)} keys for {len(self.prompts)} prompts; there must be one key per prompt")
+
+
+@dataclass(frozen=True)
 class EnginePlace:
     """The place of one of a run's engines: its number, the CPU threads it gets, the platform, and where its logs go.
 
@@ -184,35 +224,12 @@ class Engine(ABC):
         """Version of the weights it would sample with; None while they are of no known version."""
 
     @abstractmethod
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        n: int = 1,
-        keys: Sequence[str] | None = None,
-        deadline_s: float = 1800.0,
-        media: Sequence[Sequence[Media]] | None = None,
-        begun: Begun | None = None,
-        conversation: str | None = None,
-    ) -> list[list[Generation]]:
-        """Sample `n` responses to each prompt of token ids; the answer is `[prompt][sample]`.
-
-        `media` are the pictures of each prompt, in the order of their places among its ids. None, and not given to engines
-        whose capabilities do not say `sees`: there are none.
-
-        `begun` `[prompt][sample]` are responses to go on with under the present weights, where they ended with `abort`; others
-        are given back. None, and not given to engines whose capabilities do not say `continues`: all begin anew.
-
-        `conversation` names the one that a single prompt goes on with: the engine may keep what it computed for its next turn.
-        None, and not given to engines whose capabilities do not say `keeps_turns`: the prompts stand for themselves.
-
-        `keys` names the prompts (one each); seeded and replaying engines identify a sample by (key, sample index).
-        Cancelling the call stops the engine's work on it.
+    async def generate(self, request: EngineRequest) -> list[list[Generation]]:
+        """Sample what `request` asks for; the answer is `[prompt][sample]`. Cancelling the call stops the engine's work on it.
 
         Raises:
             EngineError: the engine is not able to answer, or answered something that is no generation.
-            DeadlineError: not complete after `deadline_s` seconds; the engine's work on it has been stopped.
+            DeadlineError: not complete after `request.deadline_s` seconds; the engine's work on it has been stopped.
         """
 
     async def cut(self, keys: Sequence[str]) -> None:
@@ -285,19 +302,8 @@ class Engine(ABC):
         raise EngineError(f"{type(self).__name__} has not given up its memory")
 
 
-def check_request(prompts: Sequence[Sequence[int]], n: int, keys: Sequence[str] | None, version: int | None) -> int:
-    """Refuse what no engine can answer; returns the version of the weights that will sample.
-
-    Raises:
-        EngineError: no known weights, an empty prompt, `n` below 1, or not one key per prompt.
-    """
+def check_version(version: int | None) -> int:
+    """The version of the weights that will sample; raises EngineError if it is not known."""
     if version is None:
         raise EngineError("the engine has no weights of a known version; send it weights before generating")
-    if n < 1:
-        raise EngineError(f"n is {n}; it must be at least 1")
-    empty = [i for i, prompt in enumerate(prompts) if not len(prompt)]
-    if empty:
-        raise EngineError(f"prompt {empty[0]} has no tokens")
-    if keys is not None and len(keys) != len(prompts):
-        raise EngineError(f"{len(keys)} keys for {len(prompts)} prompts; there must be one key per prompt")
     return version

@@ -14,8 +14,7 @@ from megarl.config import Config
 from megarl.config.engine_kinds import REPLAY
 from megarl.data.sample import Sample, read_record
 from megarl.errors import EngineError, nearest
-from megarl.options.pictures.media import Media
-from megarl.rollout.engines.protocol import Begun, Engine, EnginePlace, Generation, SamplingParams, check_request
+from megarl.rollout.engines.protocol import Engine, EnginePlace, EngineRequest, Generation, check_version
 from megarl.weights.staging import NamedTensors
 
 
@@ -57,22 +56,12 @@ class ReplayEngine(Engine):
     def weight_version(self) -> int | None:
         return self._version
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        n: int = 1,
-        keys: Sequence[str] | None = None,
-        deadline_s: float = 1800.0,
-        media: Sequence[Sequence[Media]] | None = None,
-        begun: Begun | None = None,
-        conversation: str | None = None,
-    ) -> list[list[Generation]]:
-        check_request(prompts, n, keys, self._version)
-        if keys is None:
+    async def generate(self, request: EngineRequest) -> list[list[Generation]]:
+        check_version(self._version)
+        if request.keys is None:
             raise EngineError("the replay engine finds recorded responses by key; generate needs keys")
-        return [[self._recorded(key, index, prompt) for index in range(n)] for prompt, key in zip(prompts, keys, strict=True)]
+        asked = zip(request.keys, request.prompts, strict=True)
+        return [[self._recorded(key, index, prompt) for index in range(request.n)] for key, prompt in asked]
 
     def _recorded(self, key: str, index: int, prompt: Sequence[int]) -> Generation:
         samples = self._groups.get(key)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import DeadlineError, EngineError, WorkerError
 from megarl.observe.run_state import EngineCondition, EngineStatus
 from megarl.observe.trace import BusySpans
-from megarl.options.pictures.media import Media
-from megarl.rollout.engines.protocol import Begun, Generation, SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, Generation
 from megarl.rollout.scheduling.partial_groups import PartialGroup
 
 CUT_POLL_S = 0.02
@@ -33,18 +31,7 @@ class EngineHandle(Protocol):
     Every method raises what the engine raised, WorkerError if its process is gone, or DeadlineError.
     """
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        n: int,
-        keys: Sequence[str],
-        deadline_s: float,
-        media: Sequence[Sequence[Media]] | None = None,
-        begun: Begun | None = None,
-        conversation: str | None = None,
-    ) -> list[list[Generation]]: ...
+    async def generate(self, request: EngineRequest) -> list[list[Generation]]: ...
 
     async def cut(self, keys: Sequence[str], *, deadline_s: float) -> None: ...
 
@@ -161,25 +148,11 @@ class EngineState:
             return "waiting"
         return "up" if self.is_open.is_set() else "updating"
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        n: int,
-        keys: Sequence[str],
-        deadline_s: float,
-        media: Sequence[Sequence[Media]],
-        begun: Begun | None = None,
-        conversation: str | None = None,
-    ) -> list[list[Generation]]:
-        """`Engine.generate`, with what this engine need know alone."""
-        more: dict[str, Any] = {"media": media} if any(media) else {}  # engines that do not see need not know of pictures
-        more |= {"begun": begun} if begun is not None else {}
-        more |= {"conversation": conversation} if conversation is not None and self.keeps_turns else {}
+    async def generate(self, request: EngineRequest) -> list[list[Generation]]:
+        """`Engine.generate`; notes when the engine was busy with it, and how many tokens it sampled."""
         with self.busy:
-            answers = await self.handle.generate(prompts, params, n=n, keys=keys, deadline_s=deadline_s, **more)
-        had = sum(len(one.response_ids) for own in begun or () for one in own if one is not None)
+            answers = await self.handle.generate(request)
+        had = sum(len(one.response_ids) for own in request.begun or () for one in own if one is not None)
         self.sampled_tokens += sum(len(one.response_ids) for own in answers for one in own) - had
         return answers
 
@@ -224,25 +197,16 @@ class AskedGroups:
     prompts: Sequence[Prompt]
     partial: Sequence[PartialGroup] | None = None
     is_cut: bool = False
-    asked_keys: list[Sequence[str]] = field(default_factory=list)
-    """Keys of the calls of the engine that are under way."""
+    under_way: list[EngineRequest] = field(default_factory=list)
+    """Requests that the engine works on now."""
 
     async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        names: Sequence[Sequence[str]],
-        groups: Sequence[int],
-        keys: Sequence[str],
-        deadline_s: float,
-        media: Sequence[Sequence[Media]],
-        conversation: str | None = None,
+        self, request: EngineRequest, *, names: Sequence[Sequence[str]], groups: Sequence[int]
     ) -> list[list[Generation]]:
         """`Engine.generate` under the engine's next open moment; what was sampled before is not asked for again.
 
         `names` `[prompt][sample]` are the turns (`turn_name`), and `groups` the places of the prompts' groups. Responses that
-        end with `abort` are gone on with; but where this request was cut it never returns: what there is has been kept, and
+        end with `abort` are gone on with; but where these groups were cut it never returns: what there is has been kept, and
         whoever waits is cancelled.
         """
         partial = self.partial
@@ -251,25 +215,25 @@ class AskedGroups:
             whole = [[one for one in own if one is not None and one.finish_reason != "abort"] for own in kept]
             if all(len(own) == len(of_prompt) for own, of_prompt in zip(whole, names, strict=True)):
                 return whole
-            await self.engine.wait_until_open(deadline_s)
+            await self.engine.wait_until_open(request.deadline_s)
             if self.is_cut:
                 await asyncio.get_running_loop().create_future()
             begun = kept if any(one is not None for own in kept for one in own) else None
-            more: dict[str, Any] = {"media": media, "begun": begun, "conversation": conversation}
-            self.asked_keys.append(keys)
+            self.under_way.append(request)
             try:
-                answers = await self.engine.generate(prompts, params, n=len(names[0]), keys=keys, deadline_s=deadline_s, **more)
+                answers = await self.engine.generate(replace(request, begun=begun))
                 if partial is None:
                     return answers
                 for group, own, of_prompt in zip(groups, names, answers, strict=True):
                     for name, answer in zip(own, of_prompt, strict=True):
                         partial[group].keep(name, answer)
             finally:
-                self.asked_keys = [asked for asked in self.asked_keys if asked is not keys]
+                self.under_way = [asked for asked in self.under_way if asked is not request]
 
-    async def end_conversations(self, names: Sequence[str]) -> None:
-        """These have no further turn."""
-        await self.engine.end_conversations(names)
+    @property
+    def keys_under_way(self) -> list[str]:
+        """Keys of the prompts that the engine works on now."""
+        return [key for request in self.under_way for key in request.keys or ()]
 
 
 async def cut_short(requests: Sequence[AskedGroups], deadline_s: float) -> None:
@@ -281,8 +245,8 @@ async def cut_short(requests: Sequence[AskedGroups], deadline_s: float) -> None:
         request.is_cut = True
     loop = asyncio.get_running_loop()
     ends_at = loop.time() + deadline_s
-    while (working := [request for request in requests if request.asked_keys]) and loop.time() < ends_at:
-        calls = [one.engine.handle.cut([*chain(*one.asked_keys)], deadline_s=deadline_s) for one in working]
+    while (working := [request for request in requests if request.under_way]) and loop.time() < ends_at:
+        calls = [one.engine.handle.cut(one.keys_under_way, deadline_s=deadline_s) for one in working]
         await asyncio.gather(*calls, return_exceptions=True)  # an engine that failed has nothing to give
         await asyncio.sleep(CUT_POLL_S)  # again: the engine may have got the request after this
 

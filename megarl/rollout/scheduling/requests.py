@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.data.sample import Prompt, Sample
 from megarl.options.pictures.media import Media
-from megarl.rollout.engines.protocol import Generation, SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from megarl.rollout.episodes import Episodes, SampleTokens
 from megarl.rollout.episodes.single import single_sample
 from megarl.rollout.scheduling.engine_state import AskedGroups, GenerateGroups
@@ -29,17 +29,18 @@ class RolloutBatch:
 def single_turns(params: SamplingParams, n: int, deadline_s: float, tokenizer: Any) -> GenerateGroups:
     """`n` responses to each prompt."""
 
-    async def generate_groups(request: AskedGroups) -> list[list[Sample]]:
-        prompts = request.prompts
-        answers = await request.generate(
+    async def generate_groups(groups: AskedGroups) -> list[list[Sample]]:
+        prompts = groups.prompts
+        request = EngineRequest(
             [prompt.prompt_ids for prompt in prompts],
             params,
-            names=[[turn_name(number, prompt.prompt_ids) for number in range(n)] for prompt in prompts],
-            groups=range(len(prompts)),
+            n=n,
             keys=[_key(prompt) for prompt in prompts],
             deadline_s=deadline_s,
             media=[prompt.media for prompt in prompts],
         )
+        names = [[turn_name(number, prompt.prompt_ids) for number in range(n)] for prompt in prompts]
+        answers = await groups.generate(request, names=names, groups=range(len(prompts)))
         return [
             [single_sample(prompt, number, generation, tokenizer) for number, generation in enumerate(group)]
             for prompt, group in zip(prompts, answers, strict=True)
@@ -52,8 +53,8 @@ def episode_groups(kind: Episodes, params: SamplingParams, n: int, deadline_s: f
     """`n` episodes for each prompt, all at once, the branches of each behind one another; `params` are those of every turn but
     for its number of tokens."""
 
-    def sampler(request: AskedGroups, place: int, number: int) -> SampleTokens:
-        prompt = request.prompts[place]
+    def sampler(groups: AskedGroups, place: int, number: int) -> SampleTokens:
+        prompt = groups.prompts[place]
         asked: dict[int | str, set[int]] = {}
 
         async def sample(token_ids: list[int], max_new_tokens: int, media: Sequence[Media] | None = None, /) -> Generation:
@@ -61,16 +62,15 @@ def episode_groups(kind: Episodes, params: SamplingParams, n: int, deadline_s: f
             of_length, of_same = asked.setdefault(length, set()), asked.setdefault(same, set())
             own, again = _taken(of_length), _taken(of_same)  # branches of an agent may be equally long, or equal
             try:
-                answer = await request.generate(
+                request = EngineRequest(
                     [token_ids],
                     replace(params, max_new_tokens=max_new_tokens),
-                    names=[[turn_name(number, token_ids, again)]],
-                    groups=[place],
                     keys=[f"{_key(prompt)}/{number}/{length}{f'/{own}' if own else ''}"],  # a seeded engine draws by it
                     deadline_s=deadline_s,
                     media=[prompt.media if media is None else media],
                     conversation=f"{_key(prompt)}/{number}",
                 )
+                answer = await groups.generate(request, names=[[turn_name(number, token_ids, again)]], groups=[place])
             except BaseException:
                 of_length.discard(own)  # whoever asks again for what has not come draws the same
                 of_same.discard(again)
@@ -79,20 +79,20 @@ def episode_groups(kind: Episodes, params: SamplingParams, n: int, deadline_s: f
 
         return sample
 
-    async def generate_groups(request: AskedGroups) -> list[list[Sample]]:
+    async def generate_groups(groups: AskedGroups) -> list[list[Sample]]:
         async def episode(place: int, number: int) -> list[Sample]:
-            made = await kind.branches(request.prompts[place], number, sampler(request, place, number))
-            await request.end_conversations([f"{_key(request.prompts[place])}/{number}"])
+            made = await kind.branches(groups.prompts[place], number, sampler(groups, place, number))
+            await groups.engine.end_conversations([f"{_key(groups.prompts[place])}/{number}"])
             return made
 
-        places = [(place, number) for place in range(len(request.prompts)) for number in range(n)]
+        places = [(place, number) for place in range(len(groups.prompts)) for number in range(n)]
         tasks = [asyncio.ensure_future(episode(*where)) for where in places]
         try:
             samples = await asyncio.gather(*tasks)
         except BaseException:
             for task in tasks:
                 task.cancel()  # one failed, or nobody waits any more
-            await request.end_conversations([f"{_key(request.prompts[place])}/{number}" for place, number in places])
+            await groups.engine.end_conversations([f"{_key(groups.prompts[place])}/{number}" for place, number in places])
             raise
         of_groups = (samples[start : start + n] for start in range(0, len(samples), n))
         return [[branch for branches in group for branch in branches] for group in of_groups]

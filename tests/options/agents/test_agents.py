@@ -9,7 +9,9 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import aiohttp
 import psutil
@@ -20,7 +22,7 @@ from megarl.config.sources import SourceConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError, EpisodeError
 from megarl.options.agents.section import AgentConfig
-from megarl.rollout.engines.protocol import Generation, SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from megarl.rollout.episodes import Episodes, open_episodes
 from megarl.rollout.scheduling.requests import episode_groups
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer, ids_of
@@ -171,14 +173,12 @@ def test_what_is_asked_again_because_it_did_not_come_is_drawn_as_the_first_time(
 
     class Asked:
         prompts = (PROMPT,)
+        engine = SimpleNamespace(end_conversations=AsyncMock())
 
-        async def generate(self, prompts: Any, params: Any, **given: Any) -> list[list[Generation]]:
-            keys.extend(given["keys"])
+        async def generate(self, request: EngineRequest, **turns: Any) -> list[list[Generation]]:
+            keys.extend(request.keys or ())
             await asyncio.sleep(0.01)
-            return [[await hello(prompts[0], 4)]]
-
-        async def end_conversations(self, names: Any) -> None:
-            """There is nothing to end."""
+            return [[await hello([*request.prompts[0]], 4)]]
 
     class Episode:
         async def branches(self, prompt: Prompt, number: int, sample: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.rollout import Engine, EngineCapabilities, EnginePlace, Generation, SamplingParams
+from megarl.rollout import Engine, EngineCapabilities, EnginePlace, EngineRequest, Generation
 
 
 def guess(key: str, number: int) -> int:
@@ -39,18 +39,10 @@ class DigitEngine(Engine):
     def weight_version(self) -> int | None:
         return self._version
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        n: int = 1,
-        keys: Sequence[str] | None = None,
-        deadline_s: float = 1800.0,
-    ) -> list[list[Generation]]:
+    async def generate(self, request: EngineRequest) -> list[list[Generation]]:
         assert self._version is not None
-        assert keys is not None
-        return [[self._answer(guess(key, number), self._version) for number in range(n)] for key in keys]
+        assert request.keys is not None
+        return [[self._answer(guess(key, number), self._version) for number in range(request.n)] for key in request.keys]
 
     def _answer(self, digit: int, version: int) -> Generation:
         ids = [self._vocabulary[str(digit)], self._end]

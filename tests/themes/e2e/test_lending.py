@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from megarl.config import Config
 from megarl.options.lending.engines import LentEngines
 from megarl.options.lending.rule import LendingRule
-from megarl.rollout.engines.protocol import Generation
+from megarl.rollout.engines.protocol import EngineRequest, Generation
 from megarl.rollout.scheduling.engine_state import EngineState
 from megarl.rollout.scheduling.scheduler import Scheduler
 from megarl.trainers.rl.rollouts import Rollouts
@@ -57,8 +57,8 @@ def answers_of_lent(monkeypatch: pytest.MonkeyPatch) -> list[Generation]:
     found: list[Generation] = []
     generate = EngineState.generate
 
-    async def generate_and_tell(engine: EngineState, *arguments: Any, **more: Any) -> list[list[Generation]]:
-        answers = await generate(engine, *arguments, **more)
+    async def generate_and_tell(engine: EngineState, request: EngineRequest) -> list[list[Generation]]:
+        answers = await generate(engine, request)
         if engine.is_lent:
             found.extend(one for group in answers for one in group)
         return answers

@@ -43,9 +43,10 @@ async def opened(folder: Path, log_file: Path, *, memory_saver: bool = False) ->
 
 async def sampled(engine: Any) -> list[list[Any]]:
     """Four responses of 32 tokens to each of two prompts."""
-    from megarl.rollout.engines.protocol import SamplingParams
+    from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 
-    answers: list[list[Any]] = await engine.generate(PROMPTS, SamplingParams(max_new_tokens=32, ignore_eos=True), n=4)
+    request = EngineRequest(PROMPTS, SamplingParams(max_new_tokens=32, ignore_eos=True), n=4)
+    answers: list[list[Any]] = await engine.generate(request)
     return answers
 
 

@@ -18,9 +18,8 @@ from megarl.errors import EngineError, RewardError
 from megarl.options.environments.openenv import OpenEnvError, OpenEnvironment
 from megarl.options.environments.section import OpenEnvConfig
 from megarl.rewards import RewardSources, build_rewards
-from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from megarl.rollout.engines.sglang import client
-from megarl.rollout.engines.sglang.asked_prompt import AskedPrompt
 from megarl.rollout.engines.sglang.client import SglangClient
 from megarl.rollout.engines.sglang.external import ExternalEngine, ExternalServer
 from megarl.weights.checksums import EngineLayout
@@ -149,7 +148,7 @@ JSON = {"Content-Type": "application/json"}
 
 def _generate(url: str) -> None:
     asked = SglangClient(ExternalServer(url, TOKEN, 1.0))
-    asyncio.run(asked.generate([AskedPrompt([1, 2])], SamplingParams(4), n=1, version=1, deadline_s=60))
+    asyncio.run(asked.generate(EngineRequest([[1, 2]], SamplingParams(4), deadline_s=60), 1))
 
 
 @pytest.mark.parametrize(

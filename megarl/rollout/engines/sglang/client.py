@@ -11,6 +11,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import aiohttp
@@ -19,7 +20,7 @@ from megarl.data.prefills import NO_PREFILLS, PrefillCounts
 from megarl.errors import DeadlineError, EngineError
 from megarl.options.prediction.drafts import DraftCounts
 from megarl.options.routing_replay.sglang import ExpertLayers
-from megarl.rollout.engines.protocol import Begun, Generation, SamplingParams, behind
+from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams, behind
 from megarl.rollout.engines.sglang.asked_prompt import AskedPrompt
 from megarl.system.http_requests import MAX_ANSWER_BYTES, AnswerError, parsed, read_unpacked
 
@@ -58,43 +59,37 @@ class SglangClient:
         server: AskedServer,
         expert_layers: ExpertLayers | None = None,
         adapters: Callable[[], str | None] | None = None,
+        media_folder: Path | None = None,
     ) -> None:
         """`expert_layers`: those of the model it serves; None: it has none, or its choices are not asked for.
 
-        `adapters` says what the server calls those to answer with now; None: the model has none.
+        `adapters` says what the server calls those to answer with now; None: the model has none. `media_folder` has the
+        pictures that prompts show; the server must see it, too.
         """
-        self.server, self.expert_layers, self._adapters = server, expert_layers, adapters
+        self.server, self.expert_layers, self._adapters, self._media_folder = server, expert_layers, adapters, media_folder
         self._request_ids = (f"{os.getpid():x}-{i:08x}" for i in itertools.count())
         self._under_way: dict[str, str] = {}  # keys of prompts by request
 
-    async def generate(
-        self,
-        prompts: Sequence[AskedPrompt],
-        params: SamplingParams,
-        *,
-        n: int,
-        version: int,
-        deadline_s: float,
-        keys: Sequence[str] | None = None,
-        begun: Begun | None = None,
-    ) -> list[list[Generation]]:
+    async def generate(self, request: EngineRequest, version: int) -> list[list[Generation]]:
         """`Engine.generate`; `version` is that of tokens for which the server names none."""
-        ids = [[next(self._request_ids) for _ in range(n)] for _ in prompts]
-        begun = begun or [[None] * n for _ in prompts]
-        under_way = {rid: key for key, group in zip(keys or (), ids, strict=False) for rid in group}
+        shown = request.media if request.media is not None else [()] * len(request.prompts)
+        prompts = [AskedPrompt.seeing(*both, self._media_folder) for both in zip(request.prompts, shown, strict=True)]
+        ids = [[next(self._request_ids) for _ in range(request.n)] for _ in prompts]
+        begun = request.begun or [[None] * request.n for _ in prompts]
+        under_way = {rid: key for key, group in zip(request.keys or (), ids, strict=False) for rid in group}
         self._under_way |= under_way
         async with self._session(None) as session:
-            call = _GenerateCall(session, params, version)
+            call = _GenerateCall(session, request.params, version)
             groups = zip(prompts, ids, begun, strict=True)
             work = asyncio.gather(*(self._group(call, prompt, group, of_group) for prompt, group, of_group in groups))
             try:
-                return await asyncio.wait_for(work, deadline_s)
+                return await asyncio.wait_for(work, request.deadline_s)
             except BaseException as error:
                 await asyncio.shield(self._abort(itertools.chain.from_iterable(ids)))
                 if isinstance(error, TimeoutError):
                     raise DeadlineError(
-                        f"generation was not complete after {deadline_s:g} s: {call.answered} of {len(prompts) * n} "
-                        f"responses had come from {self.server.url}"
+                        f"generation was not complete after {request.deadline_s:g} s: {call.answered} of "
+                        f"{len(prompts) * request.n} responses had come from {self.server.url}"
                     ) from error
                 raise
             finally:

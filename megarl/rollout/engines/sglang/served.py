@@ -7,10 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.options.lora.adapter_place import named
-from megarl.options.pictures.media import Media
 from megarl.options.routing_replay.sglang import ExpertLayers
-from megarl.rollout.engines.protocol import Begun, Engine, Generation, SamplingParams, check_request
-from megarl.rollout.engines.sglang.asked_prompt import AskedPrompt
+from megarl.rollout.engines.protocol import Engine, EngineRequest, Generation, check_version
 from megarl.rollout.engines.sglang.client import AskedServer, SglangClient
 from megarl.weights.weight_state import WeightState
 
@@ -31,8 +29,7 @@ class ServedEngine(Engine):
 
         `adds_adapters`: every request must say of which version the adapters are that it is to be answered with.
         """
-        self._client = SglangClient(server, expert_layers, self._adapters if adds_adapters else None)
-        self.media_folder = media_folder
+        self._client = SglangClient(server, expert_layers, self._adapters if adds_adapters else None, media_folder)
         self._weights = WeightState(initial_version)
 
     @property
@@ -44,22 +41,8 @@ class ServedEngine(Engine):
         version = self._weights.version if self._weights.updating is None else self._weights.updating
         return named(version) if version is not None else None
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        n: int = 1,
-        keys: Sequence[str] | None = None,
-        deadline_s: float = 1800.0,
-        media: Sequence[Sequence[Media]] | None = None,
-        begun: Begun | None = None,
-        conversation: str | None = None,
-    ) -> list[list[Generation]]:
-        version = check_request(prompts, n, keys, self.weight_version)
-        shown = media if media is not None else [()] * len(prompts)
-        asked = [AskedPrompt.seeing(*both, self.media_folder) for both in zip(prompts, shown, strict=True)]
-        return await self._client.generate(asked, params, n=n, version=version, deadline_s=deadline_s, keys=keys, begun=begun)
+    async def generate(self, request: EngineRequest) -> list[list[Generation]]:
+        return await self._client.generate(request, check_version(self.weight_version))
 
     async def cut(self, keys: Sequence[str]) -> None:
         await self._client.cut(keys)
