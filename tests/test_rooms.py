@@ -222,7 +222,7 @@ IMPORTS_OF_OPTIONS: dict[str, int] = {
     "agents": 0,
     "sandboxes": 0,
     "lending": 5,
-    "transports": 14,
+    "transports": 0,
     "distillation": 0,
     "online_pairs": 0,
     "ptx": 0,

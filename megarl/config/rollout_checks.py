@@ -7,6 +7,7 @@ from megarl.config.option_sections import absent_kind
 from megarl.config.rollout import RolloutConfig, ServersConfig, SpeculativeConfig
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
+from megarl.option_list import part
 
 
 def check_rollout(config: Config, engine: EngineCapabilities | None = None) -> None:
@@ -27,7 +28,8 @@ def check_rollout(config: Config, engine: EngineCapabilities | None = None) -> N
         raise ConfigError.of("rollout.tp", rollout.tp, reason, allowed="1")
     _check_engine_args(config, engine)
     _check_servers(config, engine)
-    _check_transport(config, engine)
+    if rollout.weight_transport == "rdma":
+        part("transports", "checks", "rollout.weight_transport = 'rdma'").check_rdma(config, engine)
     _check_schedule(config, engine)
     _check_partial_responses(config, engine)
     _check_sampling_limits(config)
@@ -150,17 +152,6 @@ def _check_servers(config: Config, engine: EngineCapabilities) -> None:
     if rollout.delta_every:
         reason = "rollout.weight_transport = 'folder' cannot do: it sends whole folders"
         raise ConfigError.of("rollout.delta_every", rollout.delta_every, reason, allowed="0")
-
-
-def _check_transport(config: Config, engine: EngineCapabilities) -> None:
-    if config.rollout.weight_transport != "rdma":
-        return
-    if engine.weights != "slices":
-        remedy = "set rollout.engine, or choose another rollout.weight_transport"
-        raise ConfigError.needs("rollout.weight_transport = 'rdma'", "rollout.engine = 'sglang'", remedy)
-    if config.resources.placement == "colocated":
-        reason = "is for engines with GPUs of their own, but resources.placement is 'colocated'"
-        raise ConfigError.of("rollout.weight_transport", "rdma", reason, allowed="'shared_memory'")
 
 
 def _check_schedule(config: Config, engine: EngineCapabilities) -> None:

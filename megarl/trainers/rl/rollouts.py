@@ -18,7 +18,6 @@ from megarl.models.registry import architecture_for, load_hf_config
 from megarl.observe.run_state import EngineStatus
 from megarl.options.lending.engines import LentEngines
 from megarl.options.lending.rule import Lending
-from megarl.options.transports.relay_plan import Machines
 from megarl.planning.turns import bytes_beside_engines, takes_turns
 from megarl.rollout.engines.protocol import EnginePlace, SamplingParams
 from megarl.rollout.engines.registry import check_engine, engine_path
@@ -29,6 +28,7 @@ from megarl.rollout.scheduling.scheduler import FAILURES, Scheduler
 from megarl.rollout.scheduling.staleness_manager import StalenessManager
 from megarl.trainers.rl.weight_updates import WeightUpdates
 from megarl.trainers.run.roles import Roles
+from megarl.weights.machines import Machines
 from megarl.workers.cluster import Cluster
 from megarl.workers.engine_calls import EngineCalls, is_lost, wait_for_actor
 from megarl.workers.group import wait_for

@@ -11,12 +11,12 @@ from megarl.config import Config
 from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import EngineError, MegarlError
 from megarl.options.lending.engines import LentEngines
-from megarl.options.transports.relay_plan import Machines
 from megarl.rollout.scheduling.engine_state import failures
 from megarl.rollout.scheduling.scheduler import Scheduler
 from megarl.trainers.rl.gpu_sharing import Owner, gpu_sharing_of
 from megarl.trainers.run.roles import POLICY, Roles
 from megarl.weights.delta import base_for
+from megarl.weights.machines import Machines
 from megarl.workers.group import wait_for
 
 ABANDON_S = 10.0
