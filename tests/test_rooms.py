@@ -221,7 +221,7 @@ IMPORTS_OF_OPTIONS: dict[str, int] = {
     "tools": 0,
     "agents": 0,
     "sandboxes": 0,
-    "lending": 5,
+    "lending": 0,
     "transports": 0,
     "distillation": 0,
     "online_pairs": 0,

@@ -93,7 +93,7 @@ def target_of_run(rollout: RolloutConfig) -> EngineTarget:
         raise ConfigError(f"rollout.engine is '{rollout.engine}', which takes no weights; it must be 'sglang' or 'embedded'")
     if weights == "folder":
         raise ConfigError("rollout.weight_transport is 'folder', by which weights travel as a folder, without a reshard plan")
-    return replace(engine_target(rollout.tp, rollout.engine_args), engines=rollout.engines + rollout.schedule.lent_engines)
+    return replace(engine_target(rollout.tp, rollout.engine_args), engines=rollout.engines + rollout.lent_engines)
 
 
 def engine_target(ranks: int, engine_args: Mapping[str, Any]) -> EngineTarget:
