@@ -20,6 +20,7 @@ OPTION_OF_FIELD = {
     "rollout.episode.mcp": "tools",
     "rollout.episode.openenv": "environments",
     "rollout.episode.sandbox": "sandboxes",
+    "rollout.schedule.lent_engines": "lending",
     "run.mirror": "mirror",
     "teacher": "distillation",
     "trackers": "telemetry",
@@ -67,4 +68,4 @@ def absent_option(field: str) -> str | None:
     option = OPTION_OF_FIELD.get(field)
     if option is None or option in OPTIONS:
         return None
-    return f"section `{field.rpartition('.')[2]}` needs the option {option}, which this installation does not have ({field})"
+    return f"{field} needs the option {option}, which this installation does not have"

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from megarl.config.option_sections import with_options
 from megarl.config.section import ClassPath, Count, Positive, Seconds, Section
+from megarl.option_list import functions
 
 
 @with_options
@@ -27,10 +28,6 @@ class ScheduleConfig(Section):
     they have under new weights."""
     mask_older_tokens: bool = False
     """With `continue` in `sync` mode: leave tokens that older weights sampled out of the loss."""
-    lent_engines: Count = 0
-    """Further engines, on the trainer's GPUs: they sleep while it works and generate while it waits for samples. Needs `async`
-    and `resources.placement: separate` (docs/rollouts.md). 0: none."""
-
     @property
     def continues(self) -> bool:
         """Return whether what was sampled is gone on with under new weights."""
@@ -157,6 +154,11 @@ class RolloutConfig(Section):
     def places(self) -> int:
         """Devices that the engines take of this run's; none if they are servers that run already."""
         return 0 if self.weight_transport == "folder" else self.engines * self.tp
+
+    @property
+    def lent_engines(self) -> int:
+        """Further engines, that share GPUs with the trainer where `engines` have their own."""
+        return sum(lent(self.schedule) for lent in functions("questions", "lent_engines"))
 
     @property
     def groups_per_engine(self) -> int:

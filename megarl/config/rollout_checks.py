@@ -7,6 +7,7 @@ from megarl.config.option_sections import absent_kind
 from megarl.config.rollout import RolloutConfig, ServersConfig, SpeculativeConfig
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
+from megarl.option_list import functions, part
 
 
 def check_rollout(config: Config, engine: EngineCapabilities | None = None) -> None:
@@ -27,7 +28,8 @@ def check_rollout(config: Config, engine: EngineCapabilities | None = None) -> N
         raise ConfigError.of("rollout.tp", rollout.tp, reason, allowed="1")
     _check_engine_args(config, engine)
     _check_servers(config, engine)
-    _check_transport(config, engine)
+    if rollout.weight_transport == "rdma":
+        part("transports", "checks", "rollout.weight_transport = 'rdma'").check_rdma(config, engine)
     _check_schedule(config, engine)
     _check_partial_responses(config, engine)
     _check_sampling_limits(config)
@@ -35,7 +37,8 @@ def check_rollout(config: Config, engine: EngineCapabilities | None = None) -> N
     _check_routing(config, engine)
     _check_speculative(rollout, engine)
     _check_adapters(config, engine)
-    _check_lending(config, engine)
+    for check in functions("checks", "check_engines"):
+        check(config, engine)
 
 
 def _check_engine_args(config: Config, engine: EngineCapabilities) -> None:
@@ -74,55 +77,13 @@ def _check_adapters(config: Config, engine: EngineCapabilities) -> None:
         raise ConfigError.of("rollout.delta_every", config.rollout.delta_every, reason, allowed="0")
 
 
-def with_lent_engines(config: Config, count: int) -> Config | None:
-    """The config with so many lent engines; None: it cannot have any."""
-    schedule = config.rollout.schedule.model_copy(update={"lent_engines": count})
-    lending = config.model_copy(update={"rollout": config.rollout.model_copy(update={"schedule": schedule})})
-    try:
-        _check_lending(lending, declared_capabilities(config.rollout))
-    except ConfigError:
-        return None
-    return lending if count else None
-
-
-def _check_lending(config: Config, engine: EngineCapabilities) -> None:
-    rollout, field = config.rollout, "rollout.schedule.lent_engines"
-    if not rollout.schedule.lent_engines:
-        return
-    if config.resources.placement != "separate":
-        remedy = f"set resources.placement to 'separate', or remove {field}: colocated engines have the trainer's GPUs already"
-        raise ConfigError.needs(field, "a trainer with GPUs of its own", remedy)
-    if rollout.schedule.mode != "async":
-        remedy = f"set rollout.schedule.mode to 'async', or remove {field}: in other modes no response spans two engines"
-        raise ConfigError.needs(field, "responses that go on elsewhere when the trainer takes its GPUs back", remedy)
-    why, trainers = "", sum(layout.world_size for layout in config.layouts.values())
-    if not (engine.lent and engine.continues):
-        why = f"asks engines to sleep and to go on with what was cut, which rollout.engine = '{rollout.engine}' cannot do"
-        why += " on servers that run already" if engine.weights == "folder" else ""
-    elif rollout.weight_transport != "shared_memory":
-        why = f"are sent weights on their own GPU, and rollout.weight_transport is '{rollout.weight_transport}'"
-    elif rollout.engine_args.get("enable_memory_saver") is False:
-        why = "give up memory, which rollout.engine_args.enable_memory_saver = false forbids"
-    elif config.sends_adapters:
-        why = "wake up without the weights that adapters are added to (policy.lora.sync = 'adapters')"
-    elif rollout.speculative.algorithm != "none" and not engine.in_process:
-        why = "cannot tell which tokens of a draft they had looked at when they were cut (rollout.speculative.algorithm)"
-    elif rollout.episode.kind == "agent":
-        why = "would have an agent's episode begin anew whenever the trainer takes its GPUs back"
-    elif rollout.schedule.lent_engines * rollout.tp > trainers:
-        why = f"of rollout.tp = {rollout.tp} have no room on the trainer's {trainers} GPUs"
-    if why:
-        most = trainers // rollout.tp if rollout.schedule.lent_engines * rollout.tp > trainers else 0
-        raise ConfigError.of(field, rollout.schedule.lent_engines, why, allowed=f"at most {most}" if most else "0")
-
-
 def _check_servers(config: Config, engine: EngineCapabilities) -> None:
     rollout, servers = config.rollout, config.rollout.servers
     of_sglang = [name for name in ServersConfig.model_fields if name != "model_path" or not engine.starts_elsewhere]
     if rollout.engine != "sglang" and (given := [name for name in of_sglang if getattr(servers, name)]):
         remedy = f"set rollout.engine, or remove rollout.servers.{given[0]}"
         raise ConfigError.needs(f"rollout.servers.{given[0]}", "rollout.engine = 'sglang'", remedy)
-    last = 65536 - rollout.engines - rollout.schedule.lent_engines
+    last = 65536 - rollout.engines - rollout.lent_engines
     if servers.port is not None and servers.port > last:
         reason = f"leaves too few ports for {65536 - last} engines"
         raise ConfigError.of("rollout.servers.port", servers.port, reason, allowed=f"from 1 to {last}")
@@ -150,17 +111,6 @@ def _check_servers(config: Config, engine: EngineCapabilities) -> None:
     if rollout.delta_every:
         reason = "rollout.weight_transport = 'folder' cannot do: it sends whole folders"
         raise ConfigError.of("rollout.delta_every", rollout.delta_every, reason, allowed="0")
-
-
-def _check_transport(config: Config, engine: EngineCapabilities) -> None:
-    if config.rollout.weight_transport != "rdma":
-        return
-    if engine.weights != "slices":
-        remedy = "set rollout.engine, or choose another rollout.weight_transport"
-        raise ConfigError.needs("rollout.weight_transport = 'rdma'", "rollout.engine = 'sglang'", remedy)
-    if config.resources.placement == "colocated":
-        reason = "is for engines with GPUs of their own, but resources.placement is 'colocated'"
-        raise ConfigError.of("rollout.weight_transport", "rdma", reason, allowed="'shared_memory'")
 
 
 def _check_schedule(config: Config, engine: EngineCapabilities) -> None:

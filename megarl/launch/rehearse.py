@@ -18,7 +18,7 @@ from megarl.config import AnyConfig
 from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import ConfigError
 from megarl.launch.small_run import small_run
-from megarl.options.transports.relay_plan import Machines
+from megarl.option_list import part
 from megarl.platform import REHEARSAL
 from megarl.weights.communicators import Communicators
 from megarl.weights.cost import ClusterRates, cost_of
@@ -124,15 +124,8 @@ def weights_way(config: AnyConfig, placement: Placement) -> dict[str, Any]:
             "members": groups.members,
         }
     elif rollout.weight_transport == "shared_memory" and len(placement.machines) > 1:
-        machines = Machines.of(placement)
-        relayed = sum(
-            bucket.nbytes
-            for engine in range(plan.target.engines)
-            for engine_rank in range(plan.target.ranks)
-            for bucket in plan.receives(engine, engine_rank)
-            if not machines.beside(bucket.rank, engine, engine_rank)
-        )
-        found["bytes_by_relays"] = relayed
+        relays = part("transports", "relay_plan", "rollout.weight_transport")
+        found["bytes_by_relays"] = relays.relayed_bytes(plan, placement)
     return found
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megarl.config import AnyConfig
-from megarl.config.rollout_checks import with_lent_engines
 from megarl.errors import ConfigError
 from megarl.models.shape import ModelShape
-from megarl.options.lending.plan import LendingPlan, plan_lending
+from megarl.option_list import functions
 from megarl.options.pictures.plan_pictures import pictures_of
 from megarl.planning.calibration import Calibration
 from megarl.planning.gpu_memory import MemoryPlan
@@ -50,27 +49,9 @@ class CapacityPlan:
     def times(self) -> TimePlan:
         """Seconds by phase."""
         times = plan_times(self.run, self.gpu, self.memory, self.lengths, self.calibration)
-        lending = plan_lending(self.run, self.gpu, self.memory, times, self.calibration)
-        return times if lending is None else replace(times, lent_step_s=lending.step_s)
-
-    @property
-    def lending(self) -> LendingPlan | None:
-        """What lending the trainer's GPUs gains, or would gain with as many engines as have room there.
-
-        None: the run cannot lend them, or they would not hold the engines.
-        """
-        config, run = self.run.config, self.run
-        if config.sampling is None or run.engines is None:
-            return None
-        if not config.rollout.schedule.lent_engines:
-            trainers = sum(layout.world_size for layout in run.groups.values())
-            lending = with_lent_engines(config, trainers // run.engines.target.ranks)
-            if lending is None:
-                return None
-            config = lending
-        plan = make_plan(config, self.gpu, lengths=self.lengths, calibration=self.calibration)
-        times = plan_times(plan.run, self.gpu, plan.memory, self.lengths, self.calibration)
-        return plan_lending(plan.run, self.gpu, plan.memory, times, self.calibration) if plan.memory.fits else None
+        for shortened in functions("times", "shortened"):
+            times = shortened(self, times)
+        return times
 
     @property
     def times_without_sync(self) -> float:

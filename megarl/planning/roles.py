@@ -191,9 +191,9 @@ class RunShape:
     def lent(self) -> Engines | None:
         """The engines that GPUs of the trainer are lent to, which are counted as having the first; None: there are none."""
         sampling = self.config.sampling
-        if self.engines is None or sampling is None or not sampling.schedule.lent_engines:
+        if self.engines is None or sampling is None or not sampling.lent_engines:
             return None
-        return replace(self.engines, target=replace(self.engines.target, engines=sampling.schedule.lent_engines))
+        return replace(self.engines, target=replace(self.engines.target, engines=sampling.lent_engines))
 
     @property
     def colocated(self) -> bool:

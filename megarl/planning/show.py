@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from megarl.option_list import functions
 from megarl.planning.measured import Measured, compare
 from megarl.planning.memory import MOMENTARY, STATIC
 from megarl.planning.plan import CapacityPlan
@@ -67,14 +68,8 @@ def as_json(plan: CapacityPlan, search: Mapping[str, Any] | None = None, measure
             "phases": {phase.name: {"seconds": phase.seconds, "parts": dict(phase.parts)} for phase in times.phases},
         },
     }
-    if (lending := plan.lending) is not None:
-        tree["times"]["lending"] = {
-            "engines": lending.engines,
-            "idle_s": lending.idle_s,
-            "cost_s": lending.cost_s,
-            "step_s": lending.step_s,
-            "without_s": lending.without_s,
-        }
+    for more in functions("times", "times_as_json"):
+        tree["times"] |= more(plan)
     if measured is not None:
         tree["against"] = {
             "name": measured.name,
@@ -184,24 +179,5 @@ def _times(plan: CapacityPlan) -> list[Table | str]:
         *([""] if of_towers else []),
         f"{times.tokens / step / plan.run.gpus:,.0f} tokens/s of each GPU",
     )
-    lending = _lending(plan)
-    return [table, *([lending] if lending else []), f"Seconds are estimates, by {plan.calibration.source}"]
-
-
-def _lending(plan: CapacityPlan) -> str | None:
-    """What lending the trainer's GPUs gains, or would gain; None: nothing is to be said."""
-    lending, sampling = plan.lending, plan.run.config.sampling
-    if lending is None or sampling is None:
-        return None
-    if not lending.idle_s:
-        return "The trainer never waits: lent engines would be left asleep" if sampling.schedule.lent_engines else None
-    waits = f"The trainer waits {lending.idle_s:,.3g} s of a step of {lending.without_s:,.3g} s"
-    takes = f"lending its GPUs takes {lending.cost_s:,.3g} s"
-    shorter = f"{lending.step_s:,.3g} s, {lending.gain:.0%} less ({takes})"
-    if sampling.schedule.lent_engines:
-        return f"{waits} without rollout.schedule.lent_engines; a step with them takes " + (
-            shorter if lending.pays else f"as long: they are left asleep, because {takes}"
-        )
-    if lending.pays:
-        return f"{waits}; with rollout.schedule.lent_engines={lending.engines} a step would take {shorter}"
-    return f"{waits}; rollout.schedule.lent_engines would not shorten it: {takes}"
+    more = [line for stated in functions("times", "stated") for line in stated(plan)]
+    return [table, *more, f"Seconds are estimates, by {plan.calibration.source}"]

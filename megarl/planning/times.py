@@ -53,19 +53,19 @@ class PhaseTime:
 class TimePlan:
     """The phases of a step. `takes_turns`: one after the other; else generation runs beside the rest.
 
-    `lent_step_s`: seconds of a step of a run that lends the trainer's GPUs, which is shorter; None: of no such run.
+    `step_s`: seconds of a step that is shorter than its phases say; None: they say it.
     """
 
     phases: tuple[PhaseTime, ...]
     takes_turns: bool
     tokens: float
-    lent_step_s: float | None = None
+    step_s: float | None = None
 
     @property
     def step_seconds(self) -> float:
         """Seconds of a whole step."""
-        if self.lent_step_s is not None:
-            return self.lent_step_s
+        if self.step_s is not None:
+            return self.step_s
         generation, rest = self.seconds("generate"), self.trainer_seconds
         return generation + rest if self.takes_turns else max(generation, rest)
 

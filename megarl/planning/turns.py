@@ -52,7 +52,7 @@ def takes_turns(config: AnyConfig, platform: str) -> bool:
 
 def lends(config: AnyConfig, platform: str) -> bool:
     """Return whether engines take turns with the trainer on GPUs that it lends them, where all others have their own."""
-    return platform == "cuda" and config.sampling is not None and config.sampling.schedule.lent_engines > 0
+    return platform == "cuda" and config.sampling is not None and config.sampling.lent_engines > 0
 
 
 def bytes_beside_engines(config: AnyConfig) -> int:

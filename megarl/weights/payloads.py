@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed
 
-from megarl.options.transports.rdma import Readable
 from megarl.weights.engine_group import EngineGroup
 from megarl.weights.rank_plan import SliceKey
 
@@ -24,12 +23,12 @@ OPEN, JOIN, RECEIVE, READ, CHECK = "open", "join", "receive", "read", "check"
 
 def opening(shared: Sequence[Any], pieces: Iterable[Any]) -> list[tuple[Any, Any]]:
     """The payload by which a rank opens a buffer on a GPU (`cuda_ipc.shared`) and takes pieces as `receiving` has them."""
-    return [((OPEN, (tuple(shared), list(pieces))), _NoTensor())]
+    return [((OPEN, (tuple(shared), list(pieces))), NoTensor())]
 
 
 def joining(group: EngineGroup, rank: int) -> list[tuple[Any, Any]]:
     """The payload by which `rank` joins its engine's group with the senders."""
-    return [((JOIN, (tuple(group), rank)), _NoTensor())]
+    return [((JOIN, (tuple(group), rank)), NoTensor())]
 
 
 def receiving(
@@ -39,27 +38,10 @@ def receiving(
 
     A message is a list of pieces, `(*held, dtype, start, stop)`, of which the last ends where the message does.
     """
-    return [((RECEIVE, (group.name, sender, call, rank, {"checked": checked}, list(content))), _NoTensor())]
+    return [((RECEIVE, (group.name, sender, call, rank, {"checked": checked}, list(content))), NoTensor())]
 
 
-Store = tuple[str, int]
-"""Host and port of an engine's store."""
-
-
-def reading(
-    source: Readable, store: Store, key: str, timeout_s: float, parts: Iterable[Any], *, checked: bool = False
-) -> list[tuple[Any, Any]]:
-    """The payload by which a rank reads parts (`staging.parts_to_read`) of a registered buffer, in at most `timeout_s` seconds.
-
-    It then sets `key` in the store, to why it could not if it could not: SGLang answers for its first rank alone. `checked`: as
-    of `receiving`.
-    """
-    plain = [([tuple(one) for one in ranges], list(pieces)) for ranges, pieces in parts]  # SGLang takes no other classes
-    options = {"timeout_s": timeout_s, "checked": checked}
-    return [((READ, (tuple(source), store, key, options, plain)), _NoTensor())]
-
-
-class _NoTensor:
+class NoTensor:
     """A stand-in where a payload must have a tensor; unlike one, it arrives on another machine too."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -75,7 +57,7 @@ def checking(boxes: Iterable[tuple[SliceKey, str]], where: tuple[str, int], key:
 
     The rank answers as `key` in the store at `where`.
     """
-    return [((CHECK, ([(tuple(box), dtype) for box, dtype in boxes], where, key)), _NoTensor())]
+    return [((CHECK, ([(tuple(box), dtype) for box, dtype in boxes], where, key)), NoTensor())]
 
 
 def read_answer(answer: bytes) -> tuple[list[str], list[str]]:

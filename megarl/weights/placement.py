@@ -58,7 +58,7 @@ class PlacementRequest:
         engines = config.sampling.engines if config.sampling is not None else 0
         engine_tp = config.engine_places // engines if engines else 0
         over_nodes = config.sampling is None or capabilities_of(config.sampling).over_nodes
-        lent = config.sampling.schedule.lent_engines if config.sampling is not None else 0
+        lent = config.sampling.lent_engines if config.sampling is not None else 0
         return cls(config.layouts, engines, engine_tp, config.resources.placement == "colocated", over_nodes, lent)
 
     @property

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from megarl.options.transports.relay_plan import Machines
 from megarl.weights.plan import ReshardPlan, TransferBucket
 from megarl.weights.sglang_targets import EVERY_RANK
 from megarl.weights.tensors import as_matrix
@@ -69,16 +68,18 @@ class RankPlan:
 
     A load has buckets for the ranks of an engine that the rank sends to, in turn, so that they copy at the same time; it has at
     most `plan.load_bytes`. `single_batch`: what goes to the same engines is one load; for senders that stage nothing.
-    With `machines` loads are for the engines' ranks on this rank's machine; `relays.py` has the others.
+    `buckets`: those that are sent; None: all that the plan has the rank send.
     """
 
-    def __init__(self, plan: ReshardPlan, rank: int, *, single_batch: bool = False, machines: Machines | None = None) -> None:
+    def __init__(
+        self, plan: ReshardPlan, rank: int, *, single_batch: bool = False, buckets: Iterable[TransferBucket] | None = None
+    ) -> None:
         self._plan = plan
         held = plan.all_slices
         self._keys = held.tensor * (plan.target.ranks + 1) + held.engine_rank - EVERY_RANK
         limit = math.inf if single_batch else plan.load_bytes
-        sends = plan.sends(rank) if machines is None else _beside(plan.sends(rank), rank, machines)
-        self._loads = [(engines, list(self._boxes(buckets))) for engines, buckets in _batches(sends, limit)]
+        batches = _batches(plan.sends(rank) if buckets is None else buckets, limit)
+        self._loads = [(engines, list(self._boxes(of_batch))) for engines, of_batch in batches]
 
     @property
     def load_bytes(self) -> int:
@@ -121,15 +122,7 @@ class RankPlan:
                 yield held, t.parameter, t.source_row, t.source_col
 
 
-def _beside(buckets: Iterator[TransferBucket], rank: int, machines: Machines) -> Iterator[TransferBucket]:
-    """The buckets with those of their engines whose rank is on the machine of `rank`; without those that have none."""
-    for bucket in buckets:
-        near = tuple(engine for engine in bucket.engines if machines.beside(rank, engine, bucket.engine_rank))
-        if near:
-            yield replace(bucket, engines=near)
-
-
-def _batches(buckets: Iterator[TransferBucket], limit_bytes: float) -> Iterator[tuple[frozenset[int], list[TransferBucket]]]:
+def _batches(buckets: Iterable[TransferBucket], limit_bytes: float) -> Iterator[tuple[frozenset[int], list[TransferBucket]]]:
     """The buckets of one source for the same engines, in turn one for each rank of these, as many as `limit_bytes` hold."""
     for (_, engines), group in groupby(buckets, key=lambda bucket: (bucket.source, frozenset(bucket.engines))):
         of_ranks: dict[int, list[TransferBucket]] = {}

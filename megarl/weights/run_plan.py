@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import ConfigError, LayoutError, describe_value
 from megarl.models.registry import load_hf_config
+from megarl.option_list import part
 from megarl.options.few_bits.formats import engine_format
 from megarl.options.lora.peft_header import lora_of
 from megarl.options.lora.weight_map import Lora
-from megarl.options.transports.relay_plan import check_relays
 from megarl.weights.communicators import check_communicators
 from megarl.weights.plan import LOAD_BYTES, ReshardPlan, bucket_of_load, plan_reshard
 from megarl.weights.sglang_targets import EngineTarget
@@ -70,14 +70,16 @@ def check_transport(config: Config, placement: Placement, platform: str = "cuda"
     """Refuse a way of the weights to SGLang's servers that the placement does not have.
 
     Raises:
-        ConfigError: shared memory would have to reach a machine without a training rank, or a rank would be in too many groups.
+        ConfigError: shared memory would have to reach a machine without a training rank, or relays are not installed; or a rank
+            would be in too many groups.
     """
     if config.rollout.engine != "sglang":
         return
     if config.rollout.weight_transport == "process_group":
         check_communicators(config, plan_of_run(config, platform))
     elif config.rollout.weight_transport == "shared_memory" and len(placement.machines) > 1:
-        check_relays(plan_of_run(config, platform), placement)
+        relays = part("transports", "relay_plan", "rollout.weight_transport = 'shared_memory' on several machines")
+        relays.check_relays(plan_of_run(config, platform), placement)
 
 
 def target_of_run(rollout: RolloutConfig) -> EngineTarget:
@@ -91,7 +93,7 @@ def target_of_run(rollout: RolloutConfig) -> EngineTarget:
         raise ConfigError(f"rollout.engine is '{rollout.engine}', which takes no weights; it must be 'sglang' or 'embedded'")
     if weights == "folder":
         raise ConfigError("rollout.weight_transport is 'folder', by which weights travel as a folder, without a reshard plan")
-    return replace(engine_target(rollout.tp, rollout.engine_args), engines=rollout.engines + rollout.schedule.lent_engines)
+    return replace(engine_target(rollout.tp, rollout.engine_args), engines=rollout.engines + rollout.lent_engines)
 
 
 def engine_target(ranks: int, engine_args: Mapping[str, Any]) -> EngineTarget:

@@ -11,21 +11,21 @@ import re
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed
 
-from megarl.errors import EngineError
+from megarl.option_list import part
 from megarl.options.lora.adapter_place import is_adapter_tensor, tensors_of
 from megarl.options.prediction.draft_weights import SHARED, Waiting, draft_name, is_draft, of_the_draft
-from megarl.options.transports.rdma import ByteRange, Readable, RemoteReader
 from megarl.weights.checksums import digest
 from megarl.weights.copying import copy, in_threads
 from megarl.weights.cuda_ipc import opened
 from megarl.weights.engine_group import EngineGroup, Groups, Turns, leave, start_receiving
-from megarl.weights.payloads import CHECK, JOIN, OPEN, READ, RECEIVE, Store, send_answer
+from megarl.weights.payloads import CHECK, JOIN, OPEN, READ, RECEIVE, send_answer
 from megarl.weights.rank_plan import SliceKey
 from megarl.weights.received import ReceivedDigests
 from megarl.weights.sglang_targets import EVERY_RANK
@@ -101,6 +101,11 @@ class ModelParameters:
     of_draft: tuple[str, ...] = ()
     """What names begin with that are not this model's, but its draft's."""
 
+    @property
+    def device(self) -> torch.device:
+        """The device of all of them."""
+        return next(iter(self.tensors.values())).device
+
     @classmethod
     def of(cls, model: Any) -> ModelParameters:
         """The parameters of a model of SGLang's (0.5.23: layers/moe/fused_moe_triton/layer.py says how its experts lie).
@@ -150,22 +155,30 @@ def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
             _join(parameters, *content)
             continue
         if name == READ:
-            pieces = _read_by_rdma(model, parameters, *content)
+            read = part("transports", "reader", "rollout.weight_transport").read
+            pieces = read(partial(_take, model, parameters), parameters.device, *content)
         elif name == RECEIVE:
             _load_whole(model, _receive(parameters, *content))
             pieces = list(chain.from_iterable(content[-1]))
         elif name == OPEN:
             shared, pieces = content
-            _load_whole(model, _read(parameters, pieces, opened(shared)))
+            _take(model, parameters, pieces, opened(shared))
         else:
             _kept[name], (pieces, checked) = buffer, content
-            _load_whole(model, _read(parameters, pieces, buffer, checked=checked))
+            _take(model, parameters, pieces, buffer, checked=checked)
         changed = {tensor for tensor, *_ in pieces if DERIVED_FROM in tensor and not tensor.startswith(parameters.of_draft)}
         if changed:
             model.post_load_weights(weight_names=changed)
             _received.forget_all()
         if name == OPEN:
             torch.cuda.current_stream().synchronize()  # the sender fills its buffer again as soon as it is answered
+
+
+def _take(
+    model: Any, parameters: ModelParameters, pieces: Sequence[Any], buffer: torch.Tensor, *, checked: bool = False
+) -> None:
+    """Copy what lies in a buffer to where it belongs. `checked`: its digests will be asked for."""
+    _load_whole(model, _read(parameters, pieces, buffer, checked=checked))
 
 
 def _load_whole(model: Any, whole: Whole) -> None:
@@ -244,8 +257,7 @@ def _join(parameters: ModelParameters, group: tuple[Any, ...], rank: int) -> Non
         leave(_groups.popitem()[1][2])
     store = wanted.store()
     store.set(wanted.joining(rank), "")
-    device = next(iter(parameters.tensors.values())).device
-    joined = wanted.join(store, wanted.senders + rank, device)
+    joined = wanted.join(store, wanted.senders + rank, parameters.device)
     _groups[wanted.name] = wanted, store, joined
 
 
@@ -256,7 +268,7 @@ def _receive(
     known, store, groups = _groups[name]
     turns = Turns(groups)
     store.set(known.ready(sender, call, rank), "")
-    device = next(iter(parameters.tensors.values())).device
+    device = parameters.device
     under_way: deque[tuple[Any, torch.Tensor, Any, bool]] = deque()
     copied, whole = 0, []
 
@@ -283,36 +295,6 @@ def _receive(
     while under_way:
         finish_one()
     return whole
-
-
-_readers: dict[Store, tuple[RemoteReader, torch.distributed.TCPStore]] = {}
-"""What this process reads with and where it says how that went, by the engine's store; NIXL is imported when it first reads."""
-
-
-def _read_by_rdma(
-    model: Any,
-    parameters: ModelParameters,
-    source: tuple[Any, ...],
-    where: Store,
-    key: str,
-    options: dict[str, Any],
-    parts: Any,
-) -> list[Any]:
-    """Read what is this rank's of a sender's buffer to where it belongs; gives the pieces that came."""
-    if where not in _readers:
-        device = next(iter(parameters.tensors.values())).device
-        _readers[where] = RemoteReader(device), torch.distributed.TCPStore(*where, is_master=False)
-    reader, store = _readers[where]
-    ranges = [[ByteRange(*one) for one in of_part] for of_part, _ in parts]
-    came, why = [], ""
-    try:
-        for window, (_, pieces) in zip(reader.read(Readable(*source), ranges, options["timeout_s"]), parts, strict=True):
-            _load_whole(model, _read(parameters, pieces, window, checked=options["checked"]))
-            came += pieces
-    except EngineError as error:
-        why = str(error)
-    store.set(key, why)
-    return came
 
 
 def _held(piece: tuple[Any, ...]) -> SliceKey:

@@ -1,7 +1,7 @@
 """The trainer's side of a weight update into an SGLang server, for the processes that hold the weights.
 
 The driver opens the update with `SglangEngine.begin_update`; each sender then sends its buckets from its own process; the
-driver closes it with `end_update(version, checksums of all senders)`. Synchronous, no SGLang import on a CPU.
+driver closes it with `endupdate_request(version, checksums of all senders)`. Synchronous, no SGLang import on a CPU.
 """
 
 from __future__ import annotations
@@ -16,35 +16,30 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from datetime import timedelta
 from http.client import HTTPException
-from itertools import count, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
 
 from megarl.config.secrets import bearer
 from megarl.errors import EngineError
-from megarl.options.transports.rdma import check_installed
 from megarl.system.http_requests import AnswerError, open_url, parsed, read_answer
 from megarl.weights.checksums import UNCHECKED, EngineLayout
 from megarl.weights.engine_group import EngineGroup, Groups, Sending, Turns, leave
-from megarl.weights.payloads import SELECTORS, joining, reading, receiving
+from megarl.weights.payloads import SELECTORS, joining, receiving
 from megarl.weights.rank_plan import SliceKey, WeightSlice
 from megarl.weights.sglang_targets import EVERY_RANK
 from megarl.weights.staging import (
     BUFFERS,
     SLICED,
     NamedTensors,
-    RegisteredStaging,
     StagedSlices,
     Staging,
     ZeroCopy,
     dtype_name,
     pack,
     packed_starts,
-    parts_to_read,
     serialize,
 )
 
@@ -61,8 +56,6 @@ On a CPU they are read where they lie, and a sender that must wait before it giv
 a GPU what has arrived is looked for every `engine_group.POLL_S`, in which NVLink moves up to half a gigabyte: an estimate, not
 measured.
 """
-READ_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
-"""By device what an engine's rank reads by RDMA into one of its windows, at most, beside larger pieces. On CUDA an estimate."""
 COPIED_BYTES = 64 * 2**20
 """How many of these bytes may be copies made on the way, which take memory: a rank may send to many engines at once."""
 SMALL_BYTES, TOGETHER_BYTES = {"cpu": 2**16, "cuda": 2**20}, 8 * 2**20
@@ -85,7 +78,7 @@ class ServerEndpoint:
     """Where its owner keeps the store by which process groups with its ranks are made."""
 
 
-class _ServerSender:
+class ServerSender:
     """The common part of all transports: `send` for one caller, `deliver` for a caller that stages and hashes for many
     engines."""
 
@@ -137,7 +130,7 @@ class _ServerSender:
         """Give back what this process holds for the connection."""
 
 
-def _update(endpoint: ServerEndpoint, payloads: list[str]) -> tuple[str, dict[str, Any]]:
+def update_request(endpoint: ServerEndpoint, payloads: list[str]) -> tuple[str, dict[str, Any]]:
     """The request, path and body, by which an engine's ranks load their payloads."""
     return "update_weights_from_tensor", {
         "serialized_named_tensors": payloads,
@@ -155,79 +148,17 @@ def checksums_of(staged: StagedSlices, *, values: bool = True) -> dict[SliceKey,
     }
 
 
-class TensorSender(_ServerSender):
+class TensorSender(ServerSender):
     """Sends weights through shared memory (CPU) or CUDA IPC to a server on the same machine, each rank its own slices."""
 
     in_flight = 2  # the server takes one after the other, in any order, and need not wait for the next to come
 
     def deliver(self, staged: StagedSlices) -> None:
         """Tell the engine where the staged weights are; returns when it has read them, or raises EngineError."""
-        call(self.endpoint, *_update(self.endpoint, staged.payloads(self.endpoint.layout.target.ranks)), self.timeout_s)
+        call(self.endpoint, *update_request(self.endpoint, staged.payloads(self.endpoint.layout.target.ranks)), self.timeout_s)
 
 
-class ReadSender(_ServerSender):
-    """Has each rank of an engine, on whatever machine, read its own slices from this process's registered buffers (NIXL)."""
-
-    in_flight = 2  # as TensorSender
-    _calls = count()
-    """Of all senders of this process: an engine that was lost may have left keys of its calls."""
-
-    def __init__(self, endpoint: ServerEndpoint, timeout_s: float = 300.0) -> None:
-        """Raises EngineError where NIXL cannot be imported."""
-        super().__init__(endpoint, timeout_s)
-        check_installed()
-        self._store: TCPStore | None = None
-
-    def staging(self, name: str, buffers: int = BUFFERS) -> Staging | ZeroCopy:
-        """Registered buffers."""
-        return RegisteredStaging(buffers, name)
-
-    def join(self) -> None:
-        """Connect with the store in which the engine's ranks say how their reads went."""
-        if self._store is not None:
-            return
-        try:
-            self._store = TCPStore(*self.endpoint.store, is_master=False, timeout=timedelta(seconds=self.timeout_s))
-        except RuntimeError as error:
-            raise EngineError(f"the store of {self.endpoint.url} does not answer: {error}") from error
-
-    def deliver(self, staged: StagedSlices) -> None:
-        """Tell every rank where its weights are; returns when all have read them, or raises EngineError."""
-        self.join()
-        assert self._store is not None, "it has joined"
-        assert staged.buffer is not None, "these pieces are in no buffer"
-        assert staged.memory is not None, "the buffer is registered"
-        source, call = staged.memory.readable(staged.buffer), next(self._calls)
-        payloads, keys = [], []
-        for rank, specs in enumerate(staged.specs(self.endpoint.layout.target.ranks)):
-            if not specs:
-                payloads.append(serialize([]))
-                continue
-            keys.append(f"{source.agent}/read/{call}/{rank}")
-            parts = parts_to_read(specs, READ_BYTES[staged.buffer.device.type])
-            told = reading(source, self.endpoint.store, keys[-1], self.timeout_s, parts, checked=staged.checked)
-            payloads.append(serialize(told))
-        loading = _CallUnderWay(self.endpoint, *_update(self.endpoint, payloads), self.timeout_s)
-        while not loading.ended_within(POLL_S):
-            staged.memory.progress()
-        loading.raise_if_failed()
-        self._raise_if_a_rank_failed(self._store, keys)
-
-    def _raise_if_a_rank_failed(self, store: TCPStore, keys: Sequence[str]) -> None:
-        """Each rank says how it went before SGLang, which waits for all of them, answers."""
-        try:
-            if not store.check(list(keys)):
-                raise EngineError(f"{self.endpoint.url} answered an update before all its ranks had read their weights")
-            reasons = [store.get(key).decode() for key in keys]
-            for key in keys:
-                store.delete_key(key)
-        except RuntimeError as error:
-            raise EngineError(f"the store of {self.endpoint.url} does not answer: {error}") from error
-        for why in filter(None, reasons):
-            raise EngineError(f"{self.endpoint.url} could not take the weights: {why}")
-
-
-class GroupSender(_ServerSender):
+class GroupSender(ServerSender):
     """Sends each rank of an engine its own slices over the engine's process group, which all of its senders are in.
 
     The values go from where they lie to where the rank holds them; small ones and columns cut from a matrix are copied.
@@ -274,7 +205,7 @@ class GroupSender(_ServerSender):
         asked = None
         if self._number == 0:
             payloads = [serialize(joining(group, rank)) for rank in ranks]
-            asked = _CallUnderWay(self.endpoint, *_update(self.endpoint, payloads), self.timeout_s)
+            asked = CallUnderWay(self.endpoint, *update_request(self.endpoint, payloads), self.timeout_s)
         try:
             self._wait_for([group.joining(rank) for rank in ranks], asked)
         except EngineError as error:
@@ -288,7 +219,7 @@ class GroupSender(_ServerSender):
         if asked is not None:
             asked.result()
 
-    def _wait_for(self, keys: Sequence[str], asked: _CallUnderWay | None) -> None:
+    def _wait_for(self, keys: Sequence[str], asked: CallUnderWay | None) -> None:
         """Wait until the engine's ranks have set `keys` in the store, in answer to this process or to another sender.
 
         Raises:
@@ -316,7 +247,7 @@ class GroupSender(_ServerSender):
                 pieces.setdefault(rank, []).append(piece)
         of_ranks = {rank: list(_messages(some)) for rank, some in pieces.items()}
         announced = [self._announced(rank, of_ranks.get(rank, []), checked=staged.checked) for rank in range(ranks)]
-        loading = _CallUnderWay(self.endpoint, *_update(self.endpoint, announced), self.timeout_s)
+        loading = CallUnderWay(self.endpoint, *update_request(self.endpoint, announced), self.timeout_s)
         keys = [self._wanted.ready(self._number, self._calls, rank) for rank in of_ranks]
         self._wait_for(keys, loading)
         for key in keys:
@@ -462,7 +393,7 @@ def call(server: ServerEndpoint, what: str, body: dict[str, Any], timeout_s: flo
     return found if isinstance(found, dict) else {"text": answer.decode(errors="replace")}
 
 
-class _CallUnderWay:
+class CallUnderWay:
     """A request under way in a thread, for calls that the engine answers only after this process has done its part."""
 
     def __init__(self, server: ServerEndpoint, what: str, body: dict[str, Any], timeout_s: float) -> None:

@@ -1,8 +1,7 @@
 """Weights as bytes that an SGLang server can read, made without importing SGLang.
 
-A request carries only a handle; the values lie in shared memory (CPU), are reached over CUDA IPC, come over a process group or
-are read by RDMA, in the format that `sglang_loader.load` reads inside the server: where each piece lies, and where in a
-parameter it belongs.
+A request carries only a handle; the values lie in shared memory (CPU), are reached over CUDA IPC or come another way, in the
+format that `sglang_loader.load` reads inside the server: where each piece lies, and where in a parameter it belongs.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ import base64
 import io
 from collections.abc import Sequence
 from concurrent.futures import Future
+from copy import copy as shallow_copy
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from megarl.options.transports.rdma import ByteRange, RegisteredMemory
 from megarl.platform.shared_memory import sharing_by_file
 from megarl.weights.checksums import digest
 from megarl.weights.copying import copy, copy_hashed
@@ -36,7 +35,7 @@ BUFFERS = 2  # one is filled while the engine reads the other
 class StagedSlices:
     """Pieces where engines can read them: in a buffer that other processes open, or just where the sender holds them.
 
-    `name` is the buffer's: another under this name has replaced it. `memory` is what it is registered with, if it is.
+    `name` is the buffer's: another under this name has replaced it.
     """
 
     def __init__(
@@ -44,18 +43,17 @@ class StagedSlices:
         pieces: Sequence[WeightSlice],
         buffer: torch.Tensor | None = None,
         name: str = "",
-        memory: RegisteredMemory | None = None,
         digests: dict[SliceKey, str] | None = None,
     ) -> None:
-        self.pieces, self.buffer, self.name, self.memory = pieces, buffer, name, memory
+        self.pieces, self.buffer, self.name = pieces, buffer, name
         self.readers: list[Future[Any]] = []
         self.checked = False  # whether engines will be asked for the checksums
         self._digests = {} if digests is None else digests
 
-    def only(self, pieces: Sequence[WeightSlice]) -> StagedSlices:
+    def only(self, pieces: Sequence[WeightSlice]) -> Self:
         """The same, but only these pieces are to be read."""
-        part = type(self)(pieces, self.buffer, self.name, self.memory, self._digests)
-        part.checked = self.checked
+        part = shallow_copy(self)
+        part.pieces, part.readers = pieces, []
         return part
 
     def digest(self, piece: WeightSlice) -> str:
@@ -192,32 +190,6 @@ class Staging:
                 buffer.share_memory_()
 
 
-class RegisteredStaging(Staging):
-    """Buffers that processes on any machine read from, kept and registered from update to update, on a GPU too."""
-
-    _reads_where_they_lie = False
-
-    def __init__(self, buffers: int = BUFFERS, name: str = "") -> None:
-        """Raises EngineError where NIXL cannot be imported."""
-        super().__init__(buffers, name)
-        self._memory = RegisteredMemory(name)
-
-    def stage(self, pieces: Sequence[WeightSlice], *, hashed: bool = True) -> StagedSlices:
-        staged = super().stage(pieces, hashed=hashed)
-        staged.memory = self._memory
-        if staged.buffer is not None and staged.buffer.is_cuda:  # who reads it does not know of the stream that fills it
-            torch.cuda.current_stream(staged.buffer.device).synchronize()
-        return staged
-
-    def free_on_gpu(self) -> None:
-        """Keep them: to register memory takes longer than to fill it."""
-
-    def _share(self, buffer: torch.Tensor, old: torch.Tensor | None) -> None:
-        if old is not None:
-            self._memory.forget(old)
-        self._memory.register(buffer)
-
-
 def _can_be_opened(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_shared() and tensor.is_contiguous()
 
@@ -234,29 +206,6 @@ def packed_starts(pieces: Sequence[WeightSlice]) -> list[int]:
         starts.append(-(-end // ALIGN_BYTES) * ALIGN_BYTES)
         end = starts[-1] + tensor.nbytes
     return [*starts, end]
-
-
-def parts_to_read(specs: Sequence[Spec], most_bytes: int) -> list[tuple[list[ByteRange], list[Spec]]]:
-    """The parts of a buffer that a rank takes, in parts of at most `most_bytes`, or one larger piece.
-
-    Of each part: the bytes to read, ranges that follow each other in the buffer as one, and the pieces where they are in the
-    window then.
-    """
-    parts: list[tuple[list[ByteRange], list[Spec]]] = []
-    end = 0
-    for *what, start, stop in specs:
-        at = -(-end // ALIGN_BYTES) * ALIGN_BYTES
-        if not parts or at + stop - start > most_bytes:
-            parts.append(([], []))
-            at = 0
-        ranges, pieces = parts[-1]
-        if ranges and start - ranges[-1].start == at - ranges[-1].at:  # as far apart in the buffer as in the window
-            ranges[-1] = ranges[-1]._replace(stop=stop)
-        else:
-            ranges.append(ByteRange(start, stop, at))
-        end = at + stop - start
-        pieces.append((*what, at, end))
-    return parts
 
 
 def pack(pieces: Sequence[WeightSlice], buffer: torch.Tensor, name: str = "", *, hashed: bool = False) -> StagedSlices:

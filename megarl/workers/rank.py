@@ -34,10 +34,11 @@ from megarl.megatron.rank_model import RankModel
 from megarl.megatron.weights import Quantiser, adapter_shards, local_shards
 from megarl.models.registry import load_hf_config
 from megarl.observe.trace import take_spans, timed
+from megarl.option_list import part
 from megarl.options.routing_replay.routes import RecordedRoutes, ReplayCounts
-from megarl.options.transports.relay_plan import Machines
 from megarl.platform.base import Platform
 from megarl.platform.shared_memory import share
+from megarl.weights.machines import Machines
 from megarl.weights.model_compatibility import ServedModel, check_same_model
 from megarl.weights.plan import LOAD_BYTES
 from megarl.weights.pusher import Pushed, Pusher, merge
@@ -188,8 +189,11 @@ class Rank(RankCalls):
         device = self.platform.device(self.gpu)
         plans = senders.plans_for(one, trainer, self.layout, engines, self.load_bytes)
         for plan in plans:
-            relayed = machines if plan is plans[-1] else None  # of the others nothing is sent
-            self.parts.append(PlannedPart(plan, self.rank, relayed, device, single_batch=self.sends_in_place))
+            if machines is not None and plan is plans[-1]:  # of the others nothing is sent
+                relayed = part("transports", "relay", "rollout.weight_transport").RelayedPart
+                self.parts.append(relayed(plan, self.rank, machines, device))
+            else:
+                self.parts.append(PlannedPart(plan, self.rank, single_batch=self.sends_in_place))
 
     def push_weights(
         self, role: str, bases: Mapping[int, int | None] | None = None, version: int | None = None, verify: bool = True

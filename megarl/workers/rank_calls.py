@@ -16,7 +16,7 @@ from megarl.data.stream import ScorePosition, TopK
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.observe.trace import Span
 from megarl.options.routing_replay.routes import RecordedRoutes, ReplayCounts
-from megarl.options.transports.relay_plan import Machines
+from megarl.weights.machines import Machines
 from megarl.weights.pusher import Pushed
 
 

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from megarl.config.layout import Layout
 from megarl.errors import EngineError
+from megarl.option_list import part
 from megarl.options.few_bits.quantise import FormatQuantiser
 from megarl.rollout.engines.protocol import Engine
 from megarl.weights.model_compatibility import ServedModel
 from megarl.weights.plan import ReshardPlan, bucket_of_load, plan_of_map, plan_reshard
 from megarl.weights.pusher import Sender
 from megarl.weights.rank_plan import SliceKey, WeightSlice
-from megarl.weights.sglang_senders import GroupSender, ReadSender, ServerEndpoint, TensorSender
+from megarl.weights.sglang_senders import GroupSender, ServerEndpoint, TensorSender
 from megarl.weights.staging import StagedSlices, Staging
 from megarl.workers.engine_calls import submit
 
@@ -99,7 +100,8 @@ def open_sender(target: SendTarget, transport: str, member: Membership, timeout_
     if transport == "shared_memory":
         return TensorSender(target, timeout_s)
     if transport == "rdma":
-        return ReadSender(target, timeout_s)
+        sender: Sender = part("transports", "sender", "rollout.weight_transport").ReadSender(target, timeout_s)
+        return sender
     return GroupSender(target, **vars(member), timeout_s=timeout_s)
 
 

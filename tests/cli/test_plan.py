@@ -76,13 +76,6 @@ def test_over_a_process_group_too_every_rank_is_sent_its_own_slices(capsys: pyte
     assert re.search(r"communicators \d+( to \d+)? of a training rank, 1 of an engine's rank, of at most \d+ members", out)
 
 
-def test_by_rdma_ranks_stage_what_engines_read_and_no_process_group_is_made(capsys: pytest.CaptureFixture[str]) -> None:
-    out = planned(capsys, "rollout.weight_transport=rdma", "resources.placement=separate")
-    assert "redundancy 1.000 bytes" in out
-    assert "peak staging 2.15 GB on a sending rank" in out
-    assert "communicators none: engines read what is staged" in out
-
-
 def test_engines_that_serve_an_fp8_model_are_sent_half_of_the_linear_layers_bytes_and_scales(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

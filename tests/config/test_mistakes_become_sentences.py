@@ -93,17 +93,6 @@ def test_a_wrong_field_is_named_with_what_it_may_be(override: str, parts: list[s
         (["rollout.engine_args={max_total_tokens: 100}"], ["rollout.engine_args.max_total_tokens is 100", "at least 768"]),
         (["rollout.engine_args={tp_size: 2}"], ["tp_size", "set by rollout.tp"]),
         (["rollout.weight_transport=folder"], ["rollout.weight_transport = 'folder' needs servers that already run"]),
-        (
-            ["rollout.weight_transport=rdma"],
-            [
-                "rollout.weight_transport is 'rdma', which is for engines with GPUs of their own, but resources.placement is",
-                "it must be 'shared_memory'",
-            ],
-        ),
-        (
-            ["rollout.weight_transport=rdma", "rollout.engine=embedded", "resources.placement=separate"],
-            ["rollout.weight_transport = 'rdma' needs rollout.engine = 'sglang': set rollout.engine"],
-        ),
         (["rollout.servers={urls: [http://a:1]}"], ["rollout.servers.urls needs rollout.weight_transport = 'folder'"]),
         (
             ["rollout.weight_transport=folder", "rollout.servers={urls: [http://a:1]}", "rollout.engines=2"],

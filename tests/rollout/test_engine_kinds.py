@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -180,23 +179,6 @@ def test_a_server_leaves_room_on_its_gpus_for_what_the_trainer_keeps(tmp_path: P
     assert fraction(0) is None, "SGLang takes what is free"
     with pytest.raises(EngineError, match=r"of the 79.6 GiB of a GPU the trainer keeps 75.0 and .* works in 10: none is left"):
         fraction(75 * 2**30)
-
-
-@pytest.mark.parametrize("is_installed", [True, False])
-def test_rdma_without_nixl_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch, is_installed: bool) -> None:
-    monkeypatch.setattr("megarl.rollout.engines.sglang.engine.check_model", lambda *_: None)
-    monkeypatch.setattr("megarl.rollout.engines.sglang.engine.find_spec", lambda name: name if is_installed else None)
-    check = load_engine(CLASSES["sglang"]).check
-    config = config_of(engine="sglang", weight_transport="rdma", placement="separate")
-    if is_installed:
-        check(config, "cpu")
-        return
-    sentence = (
-        "rollout.weight_transport = 'rdma' needs NIXL, which is not installed: pip install 'megarl[rdma]', or choose another"
-    )
-    with pytest.raises(ConfigError, match=re.escape(sentence)):
-        check(config, "cpu")
-    check(config_of(engine="sglang", weight_transport="process_group"), "cpu")
 
 
 def test_two_processes_on_one_gpu_cannot_share_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

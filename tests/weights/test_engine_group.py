@@ -84,7 +84,7 @@ def sends(number: int, address: tuple[str, int]) -> int:
         return Answered()
 
     made = 0
-    with mock.patch.object(sglang_senders, "check_alive"), mock.patch.object(sglang_senders, "_CallUnderWay", call):
+    with mock.patch.object(sglang_senders, "check_alive"), mock.patch.object(sglang_senders, "CallUnderWay", call):
         for connection in range(2):
             before = c10d._world.group_count
             with GroupSender(endpoint(address), connection=connection, number=number, senders=2, timeout_s=30) as sender:
@@ -191,7 +191,7 @@ def send_to_one(address: tuple[str, int], boxes: list[WeightSlice]) -> None:
     whole = [WeightSlice(SliceKey.whole("x.other.weight", EXPERT), EXPERT)]
     with (
         mock.patch.object(sglang_senders, "check_alive"),
-        mock.patch.object(sglang_senders, "_CallUnderWay", call),
+        mock.patch.object(sglang_senders, "CallUnderWay", call),
         mock.patch.object(sglang_senders, "SMALL_BYTES", {"cpu": 0}),
         GroupSender(to, senders=1, timeout_s=30) as sender,
     ):
@@ -255,7 +255,7 @@ def test_an_engine_that_fails_while_weights_are_sent_is_not_waited_for() -> None
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with (
         mock.patch.object(sglang_senders, "check_alive"),
-        mock.patch.object(sglang_senders, "_CallUnderWay", return_value=Refused()),
+        mock.patch.object(sglang_senders, "CallUnderWay", return_value=Refused()),
         mock.patch.object(sglang_senders, "Sending", return_value=mock.Mock(wait=never.wait, nbytes=1)),
     ):
         sender = GroupSender(endpoint(("127.0.0.1", store.port)), timeout_s=30)
@@ -272,7 +272,7 @@ def test_every_sender_hears_why_the_engine_did_not_join() -> None:
     to = endpoint(("127.0.0.1", store.port))
     with (
         mock.patch.object(sglang_senders, "check_alive"),
-        mock.patch.object(sglang_senders, "_CallUnderWay", return_value=Refused()),
+        mock.patch.object(sglang_senders, "CallUnderWay", return_value=Refused()),
         ThreadPoolExecutor(2) as pool,
     ):
         senders = [GroupSender(to, number=number, senders=2, timeout_s=30) for number in (1, 0)]
@@ -285,7 +285,7 @@ def test_an_engine_that_answers_without_asking_for_the_weights_is_an_error() -> 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with (
         mock.patch.object(sglang_senders, "check_alive"),
-        mock.patch.object(sglang_senders, "_CallUnderWay", return_value=Answered(already=True)),
+        mock.patch.object(sglang_senders, "CallUnderWay", return_value=Answered(already=True)),
         GroupSender(endpoint(("127.0.0.1", store.port)), timeout_s=30) as sender,
         pytest.raises(EngineError, match="http://engine answered an update before it had asked for the weights"),
     ):

@@ -8,7 +8,6 @@ import pickle
 import shutil
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from megarl.platform.shared_memory import share
 from megarl.weights.checksums import digest
 from megarl.weights.rank_plan import SliceKey, WeightSlice
 from megarl.weights.sglang_loader import load
-from megarl.weights.staging import RegisteredStaging, SharedSlices, Staging
+from megarl.weights.staging import SharedSlices, Staging
 from tests.weights.test_sglang_loader import Model
 
 SHAPES = {"a.weight": (6, 5), "b.weight": (4, 5), "c.bias": (7,)}
@@ -105,7 +104,7 @@ def test_each_rank_of_an_engine_is_told_of_its_own_pieces_only() -> None:
     assert told == [["a.weight", "c.bias"], ["b.weight"], []]
 
 
-@pytest.mark.parametrize("what", ["columns", "one tensor that is not shared", "memory registered for RDMA"])
+@pytest.mark.parametrize("what", ["columns", "one tensor that is not shared"])
 def test_anything_else_is_copied(what: str) -> None:
     tensors = parameters()
     share(tensors.values())
@@ -114,9 +113,6 @@ def test_anything_else_is_copied(what: str) -> None:
     if what.startswith("one"):
         tensors["c.bias"] = torch.randn(7)
     staging = Staging()
-    if what.startswith("memory"):
-        with mock.patch("megarl.weights.staging.RegisteredMemory"):
-            staging = RegisteredStaging()
     staged = staging.stage(pieces(tensors))
     assert staging.bytes > 0
     assert not isinstance(staged, SharedSlices)

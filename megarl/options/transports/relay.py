@@ -1,21 +1,26 @@
 """Weights between training ranks: what a sender hands to the relay beside an engine's rank, over the trainer's own world.
 
-Who hands what to whom is in `options/transports/relay_plan.py`. The sender takes the checksums, so that they cover this
-way, too.
+Who hands what to whom is in `relay_plan.py`. The sender takes the checksums, so that they cover this way, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 
 import torch
 import torch.distributed
 from torch import Tensor
 
 from megarl.options.transports.relay_plan import Message, RelayPlan
+from megarl.weights.machines import Machines
+from megarl.weights.plan import ReshardPlan, TransferBucket
+from megarl.weights.pusher import Pushed, Pusher, merge
 from megarl.weights.rank_plan import RankPlan, SendBatch, SliceKey, WeightSlice
 from megarl.weights.sglang_senders import checksums_of
 from megarl.weights.staging import pack, packed_starts
+from megarl.workers.planned_part import PlannedPart
 
 BY_ITEMSIZE = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
 """What engines hold, by the bytes of an element."""
@@ -75,3 +80,38 @@ def _views(buffer: Tensor, starts: Sequence[int], pieces: Sequence[WeightSlice])
         WeightSlice(piece.held, buffer[start : start + piece.tensor.nbytes].view(piece.tensor.dtype).view(piece.tensor.shape))
         for piece, start in zip(pieces, starts[:-1], strict=True)
     ]
+
+
+class RelayedPart(PlannedPart):
+    """A rank's share of a plan whose engines' ranks on other machines are reached by relays, on `device`."""
+
+    def __init__(self, plan: ReshardPlan, rank: int, machines: Machines, device: torch.device) -> None:
+        super().__init__(plan, rank, single_batch=False)
+        self._beside = RankPlan(plan, rank, buckets=beside(plan.sends(rank), rank, machines))
+        self._relay = Relay(self._beside, RelayPlan(plan, rank, machines, plan.load_bytes), device)
+
+    @property
+    def engines(self) -> set[int]:
+        return self._beside.engines | self._relay.engines
+
+    def push(
+        self,
+        pusher: Pusher,
+        shards: Mapping[str, Tensor],
+        mine: Mapping[int, int | None],
+        engines: Collection[int],
+        version: int | None,
+        *,
+        verify: bool,
+    ) -> dict[int, Pushed]:
+        loads = chain(self._beside.loads(shards, mine), self._relay.exchange(shards, engines, verify=verify))
+        pushed = pusher.push_loads(loads, mine, version, verify=verify)
+        return merge([pushed, {engine: Pushed(checksums) for engine, checksums in self._relay.sent.items()}])
+
+
+def beside(buckets: Iterable[TransferBucket], rank: int, machines: Machines) -> Iterator[TransferBucket]:
+    """The buckets with those of their engines whose rank is on the machine of `rank`; without those that have none."""
+    for bucket in buckets:
+        near = tuple(engine for engine in bucket.engines if machines.beside(rank, engine, bucket.engine_rank))
+        if near:
+            yield replace(bucket, engines=near)

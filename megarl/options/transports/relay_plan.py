@@ -9,49 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from megarl.errors import ConfigError
-from megarl.weights.placement import Placement, machine
+from megarl.weights.machines import Machines
+from megarl.weights.placement import Placement
 from megarl.weights.plan import ReshardPlan, TransferBucket
-
-
-@dataclass(frozen=True)
-class Machines:
-    """Machines by number: of each training rank and of each engine's ranks; and the relay of each of these (-1: none there)."""
-
-    ranks: tuple[int, ...]
-    engines: tuple[tuple[int, ...], ...]
-    relays: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, placement: Placement, group: str = "policy") -> Machines:
-        """The machines of a placement, seen from the ranks of `group`. Without GPUs all of an engine is where its first
-        rank is."""
-        numbers = {name: number for number, name in enumerate(sorted(placement.machines))}
-        on = [numbers[machine(bundle.node)] for bundle in placement.bundles]
-        of_ranks = tuple(on[bundle] for bundle in placement.ranks[group])
-        at = {bundle: rank for rank, bundle in enumerate(placement.ranks[group])}
-        beside: dict[int, list[int]] = defaultdict(list)
-        for rank, number in enumerate(of_ranks):
-            beside[number].append(rank)
-        engines, relays = [], []
-        for engine in range(len(placement.engines)):
-            bundles = placement.engines[engine]
-            where = [on[bundle] for of_node in placement.engine_nodes(engine) for bundle in [of_node[0]] * len(of_node)]
-            others = [beside.get(number, [-1]) for number in where]
-            found = [
-                at[bundle] if on[bundle] == number and bundle in at else ranks[place % len(ranks)]
-                for place, (bundle, number, ranks) in enumerate(zip(bundles, where, others, strict=True))
-            ]
-            engines.append(tuple(where))
-            relays.append(tuple(found))
-        return cls(of_ranks, tuple(engines), tuple(relays))
-
-    def beside(self, rank: int, engine: int, engine_rank: int) -> bool:
-        """Return whether a training rank is on the machine of an engine's rank."""
-        return self.ranks[rank] == self.engines[engine][engine_rank]
 
 
 class Message(NamedTuple):
@@ -80,7 +43,7 @@ class RelayPlan:
     def __init__(self, plan: ReshardPlan, rank: int, machines: Machines, message_bytes: int) -> None:
         self._world = plan.layout.world_size
         sent, received = list[Message](), list[Message]()
-        for engine, of_engine in enumerate(machines.relays):
+        for engine, of_engine in enumerate(machines.nearest):
             for engine_rank, relay in enumerate(of_engine):
                 by_sender: dict[int, list[TransferBucket]] = defaultdict(list)
                 for bucket in plan.receives(engine, engine_rank):
@@ -140,7 +103,7 @@ def check_relays(plan: ReshardPlan, placement: Placement) -> None:
         ConfigError: as said.
     """
     machines = Machines.of(placement)
-    for engine, relays in enumerate(machines.relays):
+    for engine, relays in enumerate(machines.nearest):
         for engine_rank, relay in enumerate(relays):
             if relay >= 0:
                 continue
@@ -152,3 +115,15 @@ def check_relays(plan: ReshardPlan, placement: Placement) -> None:
                 "policy has no rank"
             )
             raise ConfigError.of("rollout.weight_transport", "shared_memory", reason, allowed="'process_group' or 'rdma'")
+
+
+def relayed_bytes(plan: ReshardPlan, placement: Placement) -> int:
+    """Bytes of an update that go by relays."""
+    machines = Machines.of(placement)
+    return sum(
+        bucket.nbytes
+        for engine in range(plan.target.engines)
+        for engine_rank in range(plan.target.ranks)
+        for bucket in plan.receives(engine, engine_rank)
+        if not machines.beside(bucket.rank, engine, engine_rank)
+    )

@@ -19,6 +19,7 @@ from megarl.config.evaluations import EvaluationConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import CheckpointError, ConfigError
 from megarl.observe import evaluation_line, read_metrics
+from megarl.option_list import functions
 from megarl.system.atomic_files import write_text_atomically
 from megarl.trainers.rl.eval_figures import evaluation, is_right
 from megarl.trainers.rl.inputs import RlInputs, read_inputs
@@ -203,9 +204,9 @@ def answering(config: Config, checkpoint: str | None, *, train: bool) -> Iterato
         raise ConfigError.needs(
             field, "a checkpoint whose weights the engines get first", f"name one with --checkpoint, or remove {field}"
         )
-    schedule = config.rollout.schedule.model_copy(update={"lent_engines": 0})  # nothing trains that could lend GPUs
-    folder, rollout = None, config.rollout.model_copy(update={"schedule": schedule})
-    config = config.model_copy(update={"rollout": rollout})
+    for without_training in functions("questions", "without_training"):
+        config = without_training(config)
+    folder = None
     if checkpoint is not None:
         folder = CheckpointFolder(config.run_folder).resolve(str(checkpoint_in(checkpoint) or checkpoint), "--checkpoint")
     inputs = read_inputs(config, train=train)

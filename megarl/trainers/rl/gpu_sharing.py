@@ -1,4 +1,4 @@
-"""The turns on a device that trainer and engines share, all or lent ones: one state machine for offload, sleep, wake and
+"""The turns on a device that trainer and engines share, all or some of these: one state machine for offload, sleep, wake and
 updates.
 
                     update                       generate
@@ -16,15 +16,16 @@ itself, too (`weights/weight_state.py`). Memory is always given up before other 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, Protocol
 
 from megarl.config import Config
 from megarl.errors import EngineError
-from megarl.options.lending.engines import LentEngines
+from megarl.option_list import functions
 from megarl.planning.turns import takes_turns
-from megarl.rollout.scheduling.engine_state import EngineHandle, failures
+from megarl.rollout.scheduling.engine_state import EngineHandle, PendingResult, failures
 from megarl.rollout.scheduling.scheduler import Scheduler
 from megarl.trainers.run.roles import POLICY, Roles
 
@@ -135,32 +136,36 @@ class ColocatedDevice:
         return {engine: error for engine, error in failed.items() if engine not in unwell}
 
 
-class LentDevice:
-    """`Device` of a run that lends the trainer's GPUs: the engines on them, and all of the trainer's ranks."""
+@dataclass(frozen=True)
+class GpuTurns:
+    """The turns that engines, by number, take with the trainer by way of `sharing`.
 
-    def __init__(self, engines: LentEngines, roles: Roles) -> None:
-        self._engines, self._roles = engines, roles
+    `before_use` is called before the trainer works; `before_wait`, with the version of the weights, before the driver waits for
+    answers (None: for the batch that is due). `take_figures` gives metrics since its last call.
+    """
 
-    def sleep(self) -> None:
-        """Put engines to sleep: requests under way go on on other engines, or later."""
-        self._engines.rest()
+    sharing: GpuSharing
+    engines: Sequence[int]
+    before_use: Callable[[], None]
+    before_wait: Callable[[int, Sequence[PendingResult] | None], None] = lambda version, answers: None
+    take_figures: Callable[[], dict[str, float]] = dict
 
-    def wake(self) -> None:
-        """All of them that are well; the others are started anew."""
-        self._engines.wake()
-
-    def keep(self, what: Kept) -> None:
-        """Keep on the device as `ColocatedDevice` does."""
-        self._roles.keep_on_device(what)
+    def moves(self, engines: Sequence[int]) -> bool:
+        """Return whether an update of these engines moves what is on GPUs: not if none of them shares any, and the
+        trainer has its."""
+        trainer_is_there = self.sharing.now in (Owner.SHARED, Owner.TRAINING)
+        return not trainer_is_there or any(engine in self.engines for engine in engines)
 
 
-def gpu_sharing_of(
-    config: Config, scheduler: Scheduler, roles: Roles, lent: LentEngines | None = None
-) -> GpuSharing | None:
-    """The turns on the GPUs, for a run whose trainer and engines, all or those that are `lent`, take turns; None for any
-    other."""
-    if lent is not None:
-        return GpuSharing(LentDevice(lent, roles))
+def turns_of(
+    config: Config, scheduler: Scheduler, roles: Roles, update: Callable[[Sequence[int], int], None]
+) -> GpuTurns | None:
+    """The turns of trainer and engines on GPUs, of a run that has such; `update` gives engines the weights of a version."""
+    for take_turns in functions("turns", "take_turns"):
+        turns: GpuTurns | None = take_turns(config, scheduler, roles, update)
+        if turns is not None:
+            return turns
     if not takes_turns(config, roles.groups[POLICY].platform):
         return None
-    return GpuSharing(ColocatedDevice(config, scheduler, roles))
+    sharing = GpuSharing(ColocatedDevice(config, scheduler, roles))
+    return GpuTurns(sharing, range(len(scheduler.engines)), sharing.train)

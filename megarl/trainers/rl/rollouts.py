@@ -16,19 +16,18 @@ from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError, WorkerError
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.observe.run_state import EngineStatus
-from megarl.options.lending.engines import LentEngines
-from megarl.options.lending.rule import Lending
-from megarl.options.transports.relay_plan import Machines
 from megarl.planning.turns import bytes_beside_engines, takes_turns
 from megarl.rollout.engines.protocol import EnginePlace, SamplingParams
 from megarl.rollout.engines.registry import check_engine, engine_path
 from megarl.rollout.episodes import Episodes
 from megarl.rollout.scheduling.engine_state import GenerateGroups, PendingResult
 from megarl.rollout.scheduling.requests import RolloutBatch, episode_groups, single_turns
-from megarl.rollout.scheduling.scheduler import FAILURES, Scheduler
+from megarl.rollout.scheduling.scheduler import Scheduler
 from megarl.rollout.scheduling.staleness_manager import StalenessManager
+from megarl.trainers.rl.gpu_sharing import GpuTurns
 from megarl.trainers.rl.weight_updates import WeightUpdates
 from megarl.trainers.run.roles import Roles
+from megarl.weights.machines import Machines
 from megarl.workers.cluster import Cluster
 from megarl.workers.engine_calls import EngineCalls, is_lost, wait_for_actor
 from megarl.workers.group import wait_for
@@ -70,7 +69,7 @@ class Rollouts:
         threads = rollout.threads or max(1, cores // beside_each_other)
         self._machines = Machines.of(at) if len(at.machines) > 1 else None
         platform = cluster.platform.name
-        self.lent = range(rollout.engines, rollout.engines + rollout.schedule.lent_engines)
+        self.lent = range(rollout.engines, rollout.engines + rollout.lent_engines)
         """Numbers of the engines that the trainer's GPUs are lent to."""
         self.takes_turns = takes_turns(config, platform) or bool(self.lent)
         """Whether engines sleep while the trainer works: all, or those that are lent."""
@@ -86,7 +85,7 @@ class Rollouts:
         self._say = say or (lambda line: None)
         self.scheduler = self._schedule(say)
         self._updates: WeightUpdates | None = None
-        self._lending: Lending | None = None
+        self._turns: GpuTurns | None = None
         self._taken: list[RolloutBatch] = []
         self._counted = (0, 0, 0, 0)
         self._asked: Sequence[PendingResult] = ()
@@ -151,14 +150,8 @@ class Rollouts:
             self._connect(roles)
 
     def _connect(self, roles: Roles) -> None:
-        deadlines, lent = self.config.rollout.deadlines, None
-        if self.lent:
-            restart_s = (FAILURES + 1) * self.scheduler.restart_deadline_s
-            lent = LentEngines(self.scheduler, self.lent, restart_s=restart_s, call_s=deadlines.update_s)
-        self._updates = WeightUpdates(self.config, self.scheduler, self.engines, roles, self._machines, lent)
-        if lent is not None and self._updates.sharing is not None:
-            self._lending = Lending(lent, self._updates.sharing, self._updates.update_engines)
-            roles.before_use = self._lending.take_back
+        self._updates = WeightUpdates(self.config, self.scheduler, self.engines, roles, self._machines)
+        self._turns = self._updates.turns
 
     def close(self) -> None:
         """Stop whatever is under way; the engines themselves belong to the cluster."""
@@ -194,9 +187,9 @@ class Rollouts:
         """Bytes sent since the last call, as `WeightUpdates` counts them; none where engines take no weights."""
         return self._updates.take_sent_bytes() if self._updates is not None else 0
 
-    def take_lending_figures(self) -> dict[str, float]:
-        """Figures of `Lending.take_figures`; none where no GPUs are lent."""
-        return self._lending.take_figures() if self._lending is not None else {}
+    def take_figures_of_turns(self) -> dict[str, float]:
+        """Metrics since the last call of the turns that engines take with the trainer; none where they take none."""
+        return self._turns.take_figures() if self._turns is not None else {}
 
     def resume_after(self, version: int, groups: dict[str, Any] | None) -> None:
         """Continue where the engines had `version` and `state()` was `groups` (None: nothing was under way).
@@ -277,8 +270,8 @@ class Rollouts:
     def _wait(self, answers: Sequence[PendingResult] | None = None, version: int | None = None) -> None:
         """Wait for `answers`, or for the batch that is due; engines that come back meanwhile are given the policy."""
         ends_at = time.monotonic() + self.config.rollout.deadlines.generate_s
-        if self._lending is not None:
-            self._lending.wait(self.version if version is None else version, answers)
+        if self._turns is not None:
+            self._turns.before_wait(self.version if version is None else version, answers)
         while not self.scheduler.wait(ends_at - time.monotonic(), answers):
             engines = self.scheduler.without_weights
             if self._updates is None:

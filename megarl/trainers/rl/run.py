@@ -337,7 +337,7 @@ class RlRun(Run):
             "speed/sync_bytes": self.rollouts.take_sent_bytes(),
             "speed/trainer_busy": sum(times.phase_s.get(phase, 0.0) for phase in TRAINING) / times.wall_s,
         }
-        metrics |= self.rollouts.take_lending_figures()
+        metrics |= self.rollouts.take_figures_of_turns()
         metrics |= self.routing.replayed(self.roles, batch)
         if not self.metrics["staleness/max"]:  # else trainer and engine are meant to differ
             self.parity.record(self.step, metrics, self._updates[0], synced=self.metrics["rollout/weight_version"] > 0)

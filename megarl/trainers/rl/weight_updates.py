@@ -10,13 +10,12 @@ from typing import Any
 from megarl.config import Config
 from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import EngineError, MegarlError
-from megarl.options.lending.engines import LentEngines
-from megarl.options.transports.relay_plan import Machines
 from megarl.rollout.scheduling.engine_state import failures
 from megarl.rollout.scheduling.scheduler import Scheduler
-from megarl.trainers.rl.gpu_sharing import Owner, gpu_sharing_of
+from megarl.trainers.rl.gpu_sharing import turns_of
 from megarl.trainers.run.roles import POLICY, Roles
 from megarl.weights.delta import base_for
+from megarl.weights.machines import Machines
 from megarl.workers.group import wait_for
 
 ABANDON_S = 10.0
@@ -32,17 +31,14 @@ class WeightUpdates:
         engines: Sequence[Any],
         roles: Roles,
         machines: Machines | None = None,
-        lent: LentEngines | None = None,
     ) -> None:
-        """`engines` are Ray's handles, by the scheduler's numbers; `machines`: where they and the ranks are, if not on one.
-        `lent`: those that share GPUs with the trainer, where the others do not."""
+        """`engines` are Ray's handles, by the scheduler's numbers; `machines`: where they and the ranks are, if not on one."""
         self.machines = machines
         self.rollout, self.scheduler, self.engines, self.roles = config.rollout, scheduler, engines, roles
         self.folder = Path(config.run_folder).resolve() / "weights"
-        self.sharing = gpu_sharing_of(config, scheduler, roles, lent)
-        self._sharers = range(len(engines)) if lent is None else lent.numbers
-        if self.sharing is not None:
-            roles.before_use = self.sharing.train
+        self.turns = turns_of(config, scheduler, roles, self.update_engines)
+        if self.turns is not None:
+            roles.before_use = self.turns.before_use
         self._by_folder = capabilities_of(config.rollout).weights == "folder"
         self._sends_adapters = config.sends_adapters
         self._connected: set[int] = set()
@@ -58,7 +54,7 @@ class WeightUpdates:
             EngineError: an engine is well, and yet its weights are not those that were sent.
         """
         scheduler, deadline_s = self.scheduler, self.rollout.deadlines.update_s
-        sharing = self.sharing if self._moves(engines) else None
+        sharing = self.turns.sharing if self.turns is not None and self.turns.moves(engines) else None
         if sharing is not None:
             sharing.update()
             engines = [engine for engine in engines if scheduler.engines[engine].is_up]
@@ -100,14 +96,6 @@ class WeightUpdates:
         """Bytes of weights and adapters that ranks have sent to engines since the last call; not those written as folders."""
         taken, self._sent_bytes = self._sent_bytes, 0
         return taken
-
-    def _moves(self, engines: Sequence[int]) -> bool:
-        """Return whether an update of these engines moves what is on GPUs: not if none of them shares any, and the
-        trainer has its."""
-        if self.sharing is None:
-            return False
-        trainer_is_there = self.sharing.now in (Owner.SHARED, Owner.TRAINING)
-        return not trainer_is_there or any(engine in self._sharers for engine in engines)
 
     def _base_for(self, engine: int, version: int) -> int | None:
         """The version on which an engine's update builds; None: it is sent, or must show that it has, all weights."""

@@ -43,9 +43,9 @@ from megarl.models.update_flops import PASSES, UpdateFlops, update_flops
 from megarl.options.lora.peft_header import lora_of
 from megarl.options.routing_replay.routes import ReplayCounts, Routes, joined
 from megarl.options.shared_prefixes.choice import core_attention, shares_prefixes
-from megarl.options.transports.relay_plan import Machines
 from megarl.planning.gpus import gpu_called
 from megarl.trainers.run.update_metrics import combine
+from megarl.weights.machines import Machines
 from megarl.weights.pusher import Pushed, merge
 from megarl.workers.cluster import GroupRequest
 from megarl.workers.group import RankGroup

@@ -56,7 +56,7 @@ def open_cluster(config: AnyConfig, requests: Sequence[GroupRequest], log_folder
         engines=rollout.engines if rollout is not None else 0,
         engine_tp=rollout.places // rollout.engines if rollout is not None else 1,
         colocated=config.resources.placement == "colocated",
-        lent=rollout.schedule.lent_engines if rollout is not None else 0,
+        lent=rollout.lent_engines if rollout is not None else 0,
         over_nodes=rollout is not None and capabilities_of(rollout).over_nodes,
         ray_address=config.resources.ray_address,
         log_folder=str(log_folder),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from megarl.config import Config
 from megarl.config.engine_kinds import SGLANG
 from megarl.errors import ConfigError, EngineError
 from megarl.models.registry import load_hf_config
+from megarl.option_list import part
 from megarl.options.few_bits.formats import engine_format
 from megarl.options.few_bits.sglang import check_weight_layout
 from megarl.options.lora.adapter_place import making_place
@@ -83,9 +83,8 @@ class SglangEngine(ServedEngine):
         check_drafts(config, platform)
         if (lora := sent_adapters(config)) is not None:
             check_adapters(config, lora, platform)
-        if config.rollout.weight_transport == "rdma" and find_spec("nixl") is None:
-            remedy = "pip install 'megarl[rdma]', or choose another rollout.weight_transport"
-            raise ConfigError.needs("rollout.weight_transport = 'rdma'", "NIXL, which is not installed", remedy)
+        if config.rollout.weight_transport == "rdma":
+            part("transports", "checks", "rollout.weight_transport").check_nixl()
         by_group = config.rollout.weight_transport == "process_group"
         if platform == "cuda" and by_group and config.resources.placement == "colocated":
             reason = "NCCL cannot use between two processes on one GPU (resources.placement is 'colocated')"

@@ -13,7 +13,9 @@ from megarl.config import Config, parse_config
 from megarl.config.layout import Layout
 from megarl.errors import ConfigError
 from megarl.models.registry import load_hf_config
-from megarl.options.transports.relay_plan import Machines, Message, RelayPlan
+from megarl.options.transports.relay import beside
+from megarl.options.transports.relay_plan import Message, RelayPlan
+from megarl.weights.machines import Machines
 from megarl.weights.placement import PlacementRequest, place, planned_bundles
 from megarl.weights.plan import ReshardPlan, plan_reshard
 from megarl.weights.rank_plan import RankPlan
@@ -21,7 +23,7 @@ from megarl.weights.run_plan import check_transport
 from megarl.weights.sglang_targets import EngineTarget
 from tests.families import build_folder
 
-MODELS = Path(__file__).parents[2] / "examples" / "models"
+MODELS = Path(__file__).parents[3] / "examples" / "models"
 BUCKET, MESSAGE = 2**27, 2**30
 
 
@@ -49,11 +51,11 @@ def test_every_bucket_reaches_every_rank_of_an_engine_from_one_rank_on_its_machi
     reached: Counter[tuple[int, int, int]] = Counter()
     messages: list[Counter[Message]] = [Counter(), Counter()]
     for rank in range(layout.world_size):
-        beside = RankPlan(plan, rank, machines=machines)
+        near = RankPlan(plan, rank, buckets=beside(plan.sends(rank), rank, machines))
         for bucket in plan.sends(rank):
             for engine in bucket.engines:
                 if machines.beside(rank, engine, bucket.engine_rank):
-                    assert engine in beside.engines
+                    assert engine in near.engines
                     reached[engine, bucket.engine_rank, bucket.number] += 1
         for step in RelayPlan(plan, rank, machines, MESSAGE).steps(range(target.engines)):
             for counted, message, side in zip(messages, step, ("sender", "relay"), strict=True):
@@ -108,8 +110,8 @@ def test_the_relay_is_the_rank_on_the_same_gpu_or_one_on_the_same_machine() -> N
     assert sorted(machines.engines) == [(0, 0, 0, 0), (1, 1, 1, 1)]
     first = machines.engines.index((0, 0, 0, 0))
     ranks = placement.ranks["policy"]
-    assert [ranks[relay] for relay in machines.relays[first]] == list(placement.engines[first])
-    assert machines.relays[1 - first] == (-1, -1, -1, -1)
+    assert [ranks[relay] for relay in machines.nearest[first]] == list(placement.engines[first])
+    assert machines.nearest[1 - first] == (-1, -1, -1, -1)
 
 
 def config_of(layout: dict[str, int], folder: Path, resources: dict[str, Any] | None = None, **rollout: Any) -> Config:

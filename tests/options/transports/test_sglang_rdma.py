@@ -17,10 +17,10 @@ import pytest
 
 from megarl.errors import EngineError
 from megarl.options.transports.rdma import Readable, RegisteredMemory
+from megarl.options.transports.sender import ReadSender
 from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.weights.pusher import Pusher
-from megarl.weights.sglang_senders import ReadSender
 from megarl.weights.staging import StagedSlices
 from megarl.workers.senders import Membership, open_sender
 from tests.rollout.tiny import PROMPTS, largest_difference, load, weights_of

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megarl import cli
 from megarl.config import load_config
+from megarl.options.lending.times import lending_of
 from megarl.planning.gpus import gpu_named
 from megarl.planning.plan import CapacityPlan, make_plan
 from megarl.planning.turns import ALL_AT_ONCE, ASLEEP_BYTES, GENERATING, TRAINING, UPDATING
 from tests.planning.printed import planned
 
+ROOT = Path(__file__).parents[3]
 PLAN = (
     "examples/plans/llama-3.1-8b-grpo-8xh100.yaml", "resources.placement=separate", "rollout.schedule.mode=async",
     "policy.layout={tp: 4, dp: 1, sequence_parallel: true}", "rollout.engines=2", "rollout.schedule.lent_engines=4",
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
 
 
 def plan_of(*overrides: str) -> CapacityPlan:
@@ -35,7 +44,7 @@ def step_of_sums(generation: float, rest: float, cost: float, more: float) -> fl
 @pytest.mark.parametrize("engines", [1, 2])
 def test_a_step_ends_when_all_engines_together_have_made_its_responses(engines: int) -> None:
     plan = plan_of(f"rollout.engines={engines}")
-    lending, times = plan.lending, plan.times
+    lending, times = lending_of(plan), plan.times
     assert lending is not None
     assert lending.pays
     assert 0 < lending.cost_s < lending.idle_s
@@ -46,7 +55,7 @@ def test_a_step_ends_when_all_engines_together_have_made_its_responses(engines: 
 
 
 def test_where_the_trainer_does_not_wait_for_longer_than_lending_takes_nothing_changes() -> None:
-    lending = plan_of("rollout.engines=6").lending
+    lending = lending_of(plan_of("rollout.engines=6"))
     assert lending is not None
     assert not lending.pays
     assert (lending.gain, lending.step_s) == (0.0, lending.without_s)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, parse_config
-from megarl.config.rollout_checks import with_lent_engines
 from megarl.errors import ConfigError
+from megarl.options.lending.checks import with_lent_engines
 
 ASYNC = {"mode": "async"}
 
@@ -63,8 +63,8 @@ def test_what_lent_engines_do_not_go_with_is_refused(rollout: dict[str, Any], se
 
 
 def test_as_many_as_have_room_are_allowed_whatever_the_engine_that_can_sleep() -> None:
-    assert config_of(4).rollout.schedule.lent_engines == 4
-    assert config_of(rollout={"engine": "embedded", "schedule": ASYNC | {"lent_engines": 1}}).rollout.schedule.lent_engines == 1
+    assert config_of(4).rollout.lent_engines == 4
+    assert config_of(rollout={"engine": "embedded", "schedule": ASYNC | {"lent_engines": 1}}).rollout.lent_engines == 1
     assert config_of(rollout={"engine": "own.py:Engine", "schedule": ASYNC | {"lent_engines": 1}})
     drafts = {"engine": "embedded", "speculative": {"algorithm": "ngram"}, "schedule": ASYNC | {"lent_engines": 1}}
     assert config_of(rollout=drafts).rollout.speculative.algorithm == "ngram"
@@ -74,7 +74,7 @@ def test_whether_a_run_could_lend_is_told_without_changing_it() -> None:
     config = config_of(0)
     lending = with_lent_engines(config, 4)
     assert lending is not None
-    assert (config.rollout.schedule.lent_engines, lending.rollout.schedule.lent_engines) == (0, 4)
+    assert (config.rollout.lent_engines, lending.rollout.lent_engines) == (0, 4)
     assert with_lent_engines(config, 0) is None
     assert with_lent_engines(config, 5) is None
     assert with_lent_engines(config_of(0, {"schedule": {"mode": "sync"}}), 4) is None

@@ -10,18 +10,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from importlib.util import find_spec
 from itertools import pairwise
+from threading import Thread
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megarl.errors import EngineError
-from megarl.options.transports import rdma
+from megarl.options.transports import rdma, sender
 from megarl.options.transports.rdma import ByteRange, Readable, RemoteReader
+from megarl.options.transports.sender import parts_to_read
+from megarl.platform.shared_memory import share
 from megarl.weights.rank_plan import SliceKey, WeightSlice
-from megarl.weights.staging import StagedSlices, Staging, parts_to_read
+from megarl.weights.staging import SharedSlices, StagedSlices, Staging
 
 needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="needs NIXL: pip install 'megarl[rdma]'")
 
@@ -30,7 +35,7 @@ STAGES = """
 import pickle, select, sys
 import torch
 from megarl.weights.rank_plan import SliceKey, WeightSlice
-from megarl.weights.staging import RegisteredStaging, parts_to_read
+from megarl.options.transports.sender import RegisteredStaging, parts_to_read
 staging = RegisteredStaging(1, "rank-0")
 while True:
     while not select.select([sys.stdin], [], [], 0.001)[0]:
@@ -210,3 +215,28 @@ def test_where_nixl_is_not_installed_the_sentence_says_how_to_install_it(monkeyp
         rdma.check_installed()
     with pytest.raises(EngineError, match="needs NIXL"):
         list(RemoteReader(torch.device("cpu")).read(Readable("a", b"", 0, "DRAM", 0), [[ByteRange(0, 1, 0)]], 1.0))
+
+
+def test_weights_in_shared_memory_are_copied_into_registered_buffers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = mock.Mock()
+    monkeypatch.setattr(sender, "RegisteredMemory", lambda name: memory)
+    weight = torch.randn(6, 5)
+    share([weight])
+    pieces = [WeightSlice(SliceKey.whole(name, weight)._replace(engine_rank=0), weight) for name in ("a", "b")]
+    staging = sender.RegisteredStaging()
+    staged = staging.stage(pieces)
+    assert not isinstance(staged, SharedSlices)
+    assert staging.bytes > 0
+    assert all(torch.equal(copied.tensor, weight) for copied in staged.pieces)
+    part = staged.only(staged.pieces[1:])
+    assert part.memory is staged.memory is memory
+    assert [piece.held.tensor for piece in part.pieces] == ["b"]
+    reader: Future[None] = Future()
+    staged.readers.append(reader)
+    filled_again = Thread(target=lambda: [staging.stage(pieces) for _ in range(2)], daemon=True)
+    filled_again.start()
+    filled_again.join(0.2)
+    assert filled_again.is_alive(), "the first buffer is read still"
+    reader.set_result(None)
+    filled_again.join(30)
+    assert not filled_again.is_alive()
