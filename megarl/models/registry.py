@@ -1,6 +1,7 @@
 """The architectures, and finding that of a Hugging Face model folder.
 
 A new one is a file beside this and an entry in `ARCHITECTURES`, or a file of the user's own that `model.architecture` names.
+Options bring theirs in the file `families.py`.
 """
 
 from __future__ import annotations
@@ -10,16 +11,28 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ModelError, nearest
-from megarl.models import deepseek_v3, gemma3_text, glm4, glm4_moe, gpt_oss, granite, llama, mistral, mixtral, olmo2, olmo3, phi3, qwen2, qwen3, qwen3_moe, seed_oss, smollm3
-from megarl.options.pictures import glm4v_moe
-from megarl.options.pictures import qwen2_5_vl
-from megarl.options.pictures import qwen2_vl
-from megarl.options.linear_attention import qwen3_5_moe_text
-from megarl.options.linear_attention import qwen3_5_text
-from megarl.options.linear_attention import qwen3_next
-from megarl.options.pictures import qwen3_vl
-from megarl.options.pictures import qwen3_vl_moe
+from megarl.models import (
+    deepseek_v3,
+    gemma3_text,
+    glm4,
+    glm4_moe,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    seed_oss,
+    smollm3,
+)
 from megarl.models.architecture import Architecture
+from megarl.option_list import OPTIONS, parts
+from megarl.options.pictures import glm4v_moe, qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe
 from megarl.system.user_code import absolute_name, load_user_object
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -29,9 +42,6 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     qwen3.ARCHITECTURE,
     mixtral.ARCHITECTURE,
     qwen3_moe.ARCHITECTURE,
-    qwen3_next.ARCHITECTURE,
-    qwen3_5_text.ARCHITECTURE,
-    qwen3_5_moe_text.ARCHITECTURE,
     deepseek_v3.ARCHITECTURE,
     glm4_moe.ARCHITECTURE,
     glm4.ARCHITECTURE,
@@ -48,6 +58,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     qwen3_vl.ARCHITECTURE,
     qwen3_vl_moe.ARCHITECTURE,
     glm4v_moe.ARCHITECTURE,
+    *(architecture for module in parts("families") for architecture in module.ARCHITECTURES),
 )
 
 _LLAMA4 = (
@@ -68,6 +79,13 @@ REFUSED = {
     "gemma2": _GEMMA2,
 }
 """By `model_type`, why a family that users ask for is not there."""
+OPTION_OF_FAMILY = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "linear_attention")
+"""The option that brings a family, also where an installation lacks it: for the sentence that says so."""
+REFUSED |= {
+    family: f"it needs the option {option}, which this installation does not have"
+    for family, option in OPTION_OF_FAMILY.items()
+    if option not in OPTIONS
+}
 
 
 CLASSIFIER = "ForSequenceClassification"
