@@ -32,7 +32,6 @@ from megarl.models import (
 )
 from megarl.models.architecture import Architecture
 from megarl.option_list import OPTIONS, parts
-from megarl.options.pictures import glm4v_moe, qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe
 from megarl.system.user_code import absolute_name, load_user_object
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -53,11 +52,6 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     seed_oss.ARCHITECTURE,
     granite.ARCHITECTURE,
     gpt_oss.ARCHITECTURE,
-    qwen2_vl.ARCHITECTURE,
-    qwen2_5_vl.ARCHITECTURE,
-    qwen3_vl.ARCHITECTURE,
-    qwen3_vl_moe.ARCHITECTURE,
-    glm4v_moe.ARCHITECTURE,
     *(architecture for module in parts("families") for architecture in module.ARCHITECTURES),
 )
 
@@ -79,7 +73,10 @@ REFUSED = {
     "gemma2": _GEMMA2,
 }
 """By `model_type`, why a family that users ask for is not there."""
-OPTION_OF_FAMILY = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "linear_attention")
+OPTION_OF_FAMILY = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "linear_attention"),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe"), "pictures"),
+}
 """The option that brings a family, also where an installation lacks it: for the sentence that says so."""
 REFUSED |= {
     family: f"it needs the option {option}, which this installation does not have"
