@@ -214,7 +214,7 @@ IMPORTS_OF_OPTIONS: dict[str, int] = {
     "lora": 36,
     "prediction": 21,
     "routing_replay": 21,
-    "shared_prefixes": 7,
+    "shared_prefixes": 0,
     "few_bits": 20,
     "linear_attention": 0,
     "environments": 0,

@@ -74,6 +74,15 @@ def variant_of(config: TransformerConfig) -> ModuleType | None:
     return None if name is None else next(module for module in parts("attention_variant") if name == module.NAME)
 
 
+def core_attention_called(name: str) -> ModuleType:
+    """The core attention that an option has for the layers of any spec: the `core_attention.py` with this `NAME`.
+
+    `MODULE` is its class, `attention_of(stream, share, windows)` makes what its `forward` is given as `packed_seq_params`, and
+    `check(device, dtype)` raises ConfigError where it computes something else.
+    """
+    return next(module for module in parts("core_attention") if name == module.NAME)
+
+
 @dataclass(frozen=True)
 class QueryRange:
     """Queries at places `first` to `last` (excluded) of their segment; they look at its path and at places below `last`."""

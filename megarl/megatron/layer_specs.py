@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megarl.errors import LayoutError
-from megarl.megatron.attention import ReferenceAttention, variant_of
+from megarl.megatron.attention import ReferenceAttention, core_attention_called, variant_of
 from megarl.megatron.branches import BranchLayer
 from megarl.megatron.latent_attention import LatentSelfAttention
 from megarl.megatron.model_config import has_experts
@@ -37,7 +37,6 @@ from megarl.models.deepseek_v3 import LATENT_NORM_EPS
 from megarl.models.layer_ropes import LayerRope
 from megarl.models.windows import check_windows
 from megarl.options.pictures.tower import DeepstackLayer
-from megarl.options.shared_prefixes.segment_attention import SegmentAttention
 
 PLAIN = DecoderTraits()
 
@@ -90,11 +89,11 @@ def block_spec(
     traits: DecoderTraits = PLAIN,
     rope: LayerRope | None = None,
     *,
-    by_segments: bool = False,
+    core_attention: str = "spec",
 ) -> TransformerBlockSubmodules:
     """The spec of a model chunk that holds `layers` (global, zero-based) under the layer spec called `name`.
 
-    With `by_segments` their attention is that of `segment_attention.py`. Behind the model's first `deepstack` layers features
+    Their core attention is the spec's, or the one that is called `core_attention`. Behind the model's first `deepstack` layers features
     of a vision tower are added. The layers of `rope` rotate as it says.
 
     Raises:
@@ -113,7 +112,7 @@ def block_spec(
     ]
 
     def make(kind: tuple[bool, bool, int | None]) -> ModuleSpec:
-        layer = _layer(name, config, with_experts=kind[0], variant=variant if kind[1] else None, by_segments=by_segments)
+        layer = _layer(name, config, with_experts=kind[0], variant=variant if kind[1] else None, core_attention=core_attention)
         return _with_rotary_set(_with_traits(layer, traits), kind[2])
 
     specs = {kind: make(kind) for kind in set(kinds)}
@@ -125,9 +124,9 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=of_layers, layer_norm=block_norm(name))
 
 
-def prediction_spec(name: str, config: TransformerConfig, *, by_segments: bool = False) -> ModuleSpec:
+def prediction_spec(name: str, config: TransformerConfig, *, core_attention: str = "spec") -> ModuleSpec:
     """The spec of the layer in a layer for multi-token prediction: full attention, and experts if the model has any."""
-    return _layer(name, config, with_experts=True, variant=None, by_segments=by_segments)
+    return _layer(name, config, with_experts=True, variant=None, core_attention=core_attention)
 
 
 def block_norm(name: str) -> Any:
@@ -243,7 +242,7 @@ _MAKE: dict[str, Callable[[TransformerConfig, int | None], ModuleSpec]] = {
 
 
 def _layer(
-    name: str, config: TransformerConfig, *, with_experts: bool, variant: ModuleType | None, by_segments: bool
+    name: str, config: TransformerConfig, *, with_experts: bool, variant: ModuleType | None, core_attention: str
 ) -> ModuleSpec:
     """A layer of the spec called `name`, with experts if the model has any; its attention is that of `variant`, or full."""
     layer = _MAKE[name](config, config.num_moe_experts if with_experts else None)
@@ -253,6 +252,6 @@ def _layer(
         return layer
     if config.attention_output_gate:
         attention.module = GatedSelfAttention
-    if by_segments:
-        attention.submodules.core_attention = SegmentAttention
+    if core_attention != "spec":
+        attention.submodules.core_attention = core_attention_called(core_attention).MODULE
     return layer

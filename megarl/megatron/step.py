@@ -33,7 +33,7 @@ from megarl.data.stream import (
     split_shared_prompts,
 )
 from megarl.data.stream_sequences import TokenSequences
-from megarl.megatron.attention import PackedSequences, stream_attention, variant_of, windows_of
+from megarl.megatron.attention import PackedSequences, core_attention_called, stream_attention, variant_of, windows_of
 from megarl.megatron.context_parallel import gather_scored
 from megarl.megatron.heads import HeadRequest
 from megarl.megatron.model_config import DTYPES
@@ -45,7 +45,6 @@ from megarl.options.pictures.stream_media import StreamMedia
 from megarl.options.pictures.tower import SeeingModel
 from megarl.options.prediction.layer import PredictionInputs, prediction_of, share_embedding
 from megarl.options.prediction.stream import shifted
-from megarl.options.shared_prefixes.segment_attention import segment_attention
 
 LossFunction = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, Any]]]
 """(model output `[N, C]`, stream) → (scalar loss already divided by its global denominator, metric sums).
@@ -368,7 +367,7 @@ def _forward_step(
     rotary = getattr(core, "rotary_pos_emb", None)  # megatron-core gives models with latent attention none
     if isinstance(rotary, PackedRotaryEmbedding):
         # Of the whole stream's angles Transformer Engine's layers pick their rank's themselves.
-        whole = options.layer_spec == "transformer_engine" and not options.by_segments
+        whole = options.layer_spec == "transformer_engine" and options.core_attention == "spec"
         rotary.positions = (stream.position_ids if whole else position_ids, laid.positions)
     if isinstance(core, SeeingModel):
         core.seen = laid.seen
@@ -414,8 +413,9 @@ def _attention_inputs(
 
     They are made in main memory, where `stream` and `share` are, and copied to `device`.
     """
-    if options.by_segments:
-        return None, on_device(segment_attention(stream, share, windows), device)
+    if options.core_attention != "spec":
+        attention_of = core_attention_called(options.core_attention).attention_of
+        return None, on_device(attention_of(stream, share, windows), device)
     if options.layer_spec == "reference":
         attention = stream_attention(stream, share, DTYPES[options.dtype], windows)
         return None, on_device(attention, device)

@@ -123,19 +123,6 @@ def _parts(length: int, most: int) -> list[int]:
     return [min(most, length - start) for start in range(0, length, most)]
 
 
-SEGMENTS_PER_SPEC = 2.0
-"""How much longer attention by segments is assumed to take than Transformer Engine's own, pair for pair: torch has
-FlashAttention 2, Transformer Engine 3. Not measured."""
-
-
-def sharing_pays(flops: FlopsModel, prompt_tokens: int, response_tokens: int, group: int) -> bool:
-    """Return whether a prompt computed once for its `group` of responses, with attention by segments, takes less than one for each."""
-    responses = [response_tokens] * group
-    attention = flops.attention(0, prompt_tokens) + group * flops.attention(prompt_tokens, response_tokens)
-    shared = flops.cost(prompt_tokens, responses) + (SEGMENTS_PER_SPEC - 1) * attention
-    return shared < group * flops.cost(prompt_tokens, [response_tokens])
-
-
 def _attention_products(shape: ModelShape) -> tuple[int, int]:
     """Multiply-adds of one layer's attention: (per token in its matrices, per pair of a token and one it attends to)."""
     hidden, heads = shape.hidden, shape.heads
