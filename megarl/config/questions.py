@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from megarl.config.rollout import RolloutConfig
     from megarl.config.sections import TrainedRole
 
+MEAN_SHARE = 0.5
+"""Of the longest prompt and response and the largest picture, where nobody says how long or large they are."""
+
 
 @dataclass(frozen=True)
 class ConfiguredRole:

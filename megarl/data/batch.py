@@ -19,12 +19,12 @@ from torch import Tensor
 
 from megarl.data.answers import Answers
 from megarl.data.micro_batches import Assignment, UnitPart, UnitSize
+from megarl.data.prefix_tree import NOTHING_SHARED, CommonPrefixes, common_prefixes
 from megarl.data.sample import Sample
 from megarl.data.shares import Integers, Share, starts_of
 from megarl.data.stream import MicroBatch
 from megarl.options.pictures.media import Media
 from megarl.options.routing_replay.routes import Routes, RoutesOfRows
-from megarl.options.shared_prefixes.prefix_tree import NOTHING_SHARED, CommonPrefixes, common_prefixes
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from megarl.options.shared_prefixes.prefix_tree import NOTHING_SHARED, CommonPrefixes
+from megarl.data.prefix_tree import NOTHING_SHARED, CommonPrefixes
 
 UnitPart = tuple[int, tuple[int, ...]]
 """Unit index, and the places of its responses in ascending order."""

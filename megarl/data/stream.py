@@ -1,9 +1,8 @@
 """From prompts and responses to one token stream that a Megatron model can run, and back to responses.
 
 A *unit* is one prompt with the responses to it. Its prompt is laid into the stream once, and so is what several responses begin
-with (`options/shared_prefixes/prefix_tree.py`); each response attends to the tokens before its own, at the positions it
-would have alone, so the
-result is that of running prompt + response separately while what sequences share is computed a single time. The last token of a
+with (`prefix_tree.py`); each response attends to the tokens before its own, at the positions it would have alone, so the result
+is that of running prompt + response separately while what sequences share is computed a single time. The last token of a
 response predicts nothing and is left out, unless a role (a reward model) scores at the tokens themselves. Pure tensor code, one
 process.
 """
@@ -22,9 +21,9 @@ import torch
 from torch import Tensor
 
 from megarl.data.answers import Answers
+from megarl.data.prefix_tree import Node, common_prefixes, prefix_tree
 from megarl.options.pictures.media import Media
 from megarl.options.pictures.stream_media import StreamMedia, laid_media
-from megarl.options.shared_prefixes.prefix_tree import Node, common_prefixes, prefix_tree
 
 SCORED_IDS = "scored_ids"
 """The column `[N, k]` of ids, as floats, whose log-probs a log-prob head gives beside that of the sampled token."""

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from megarl.data.stream import PackedStream, Segment, StreamShard
-from megarl.options.linear_attention.recurrence import Recurrence
+from megarl.option_list import parts
 
 
 @dataclass
@@ -42,16 +43,44 @@ class AttentionCall:
 
 
 @dataclass
-class StreamAttention(PackedSeqParams):
+class PackedSequences(PackedSeqParams):
     """The value that travels to the attention as megatron-core's `packed_seq_params`, so that a recomputed layer sees the same.
 
+    `order` is for layers with an attention variant: its `order_of` the stream's tokens.
+    """
+
+    order: Any = None
+
+
+@dataclass
+class StreamAttention(PackedSequences):
+    """The attention of a stream's tokens, for layers that are told who attends to whom.
+
     `calls` are what the core attention of a layer needs, by its window in tokens (None: it attends to all). `position_ids`
-    int64 `[S/cp]` are those of this rank's tokens. `recurrence` is for layers with linear attention.
+    int64 `[S/cp]` are those of this rank's tokens.
     """
 
     calls: Mapping[int | None, tuple[Any, ...]] = field(default_factory=dict)
     position_ids: Tensor | None = None
-    recurrence: Recurrence | None = None
+
+
+def variant_of(config: TransformerConfig) -> ModuleType | None:
+    """The attention that some layers have in place of the other: an option's `attention_variant.py`; None: no layer has any.
+
+    Its `NAME` is megatron-core's `experimental_attention_variant`, `put_into(layer, layer_spec)` puts it into the spec of a
+    layer, and `order_of(stream, config)` is what its layers must know of a stream.
+    """
+    name = config.experimental_attention_variant
+    return None if name is None else next(module for module in parts("attention_variant") if name == module.NAME)
+
+
+def core_attention_called(name: str) -> ModuleType:
+    """The core attention that an option has for the layers of any spec: the `core_attention.py` with this `NAME`.
+
+    `MODULE` is its class, `attention_of(stream, share, windows)` makes what its `forward` is given as `packed_seq_params`, and
+    `check(device, dtype)` raises ConfigError where it computes something else.
+    """
+    return next(module for module in parts("core_attention") if name == module.NAME)
 
 
 @dataclass(frozen=True)
@@ -74,7 +103,6 @@ def stream_attention(
     stream: PackedStream,
     share: StreamShard,
     dtype: torch.dtype,
-    recurrence: Recurrence | None = None,
     windows: Collection[int | None] = (None,),
 ) -> StreamAttention:
     """The attention of `share`'s tokens, on its device, for queries of type `dtype` and layers with these windows.
@@ -94,7 +122,7 @@ def stream_attention(
         for kind in [partial(QueryRange.call, window=window)]
     }
     positions = stream.position_ids[..., share.positions]
-    return StreamAttention(qkv_format="sbhd", calls=calls, position_ids=positions, recurrence=recurrence)
+    return StreamAttention(qkv_format="sbhd", calls=calls, position_ids=positions)
 
 
 def gathered_places(share: StreamShard) -> tuple[Tensor, int]:

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.config.layout import Layout
 from megarl.errors import ModelError
 from megarl.megatron import layer_specs
+from megarl.megatron.attention import core_attention_called
 from megarl.megatron.chosen_parameters import freeze
 from megarl.megatron.heads import LogProbHead, ValueHead
 from megarl.megatron.model_config import DTYPES, ddp_config, fuses_gradient_accumulation, refused, transformer_config
@@ -32,7 +33,6 @@ from megarl.options.pictures.pixels import Pictures
 from megarl.options.pictures.tower import SeeingModel, build_tower
 from megarl.options.pictures.vision import Vision
 from megarl.options.prediction.layer import Prediction
-from megarl.options.shared_prefixes.segment_check import check_kernels
 from megarl.platform import cuda_present
 
 LINEAR = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
@@ -63,8 +63,9 @@ def build_model(options: ModelOptions, folder: HFFolder, switch: AdapterSwitch |
     hf_config = folder.config
     architecture = architecture_for(hf_config)
     config = transformer_config(options, hf_config)
-    if options.by_segments:
-        check_kernels(torch.device(torch.cuda.current_device()), config.params_dtype)
+    if options.core_attention != "spec":
+        device = torch.device(torch.cuda.current_device())
+        core_attention_called(options.core_attention).check(device, config.params_dtype)
     try:
         chunks = [_build_chunk(options, folder, config, stage) for stage in _stages(options)]
     except (ValueError, AssertionError) as error:
@@ -79,7 +80,7 @@ def build_model(options: ModelOptions, folder: HFFolder, switch: AdapterSwitch |
             architecture.text_config(hf_config),
             mrope,
             architecture.layer_rope(hf_config),
-            counts_itself=options.layer_spec == "transformer_engine" and not options.by_segments,
+            counts_itself=options.layer_spec == "transformer_engine" and options.core_attention == "spec",
         )
         if config.multi_latent_attention:
             layer_specs.set_latent_norm_epsilon(chunk)
@@ -171,7 +172,7 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
     kwargs |= {
         "config": config,
         "transformer_layer_spec": layer_specs.block_spec(
-            options.layer_spec, config, layers, deepstack, traits, rope, by_segments=options.by_segments
+            options.layer_spec, config, layers, deepstack, traits, rope, core_attention=options.core_attention
         ),
         "vocab_size": padded_vocab(vocab_size, layout.tp),
         "pre_process": pre_process,
@@ -208,7 +209,7 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
                 overlaps=options.trainable and ddp_config(options).overlap_grad_reduce,
             )
         if options.prediction is not None:
-            layer = layer_specs.prediction_spec(options.layer_spec, config, by_segments=options.by_segments)
+            layer = layer_specs.prediction_spec(options.layer_spec, config, core_attention=options.core_attention)
             norm = layer_specs.block_norm(options.layer_spec)
             model.mtp = Prediction(model, layer, norm, options.prediction, vp_stage=vp_stage)
     return model

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megarl.errors import LayoutError
-from megarl.megatron.attention import ReferenceAttention
+from megarl.megatron.attention import ReferenceAttention, core_attention_called, variant_of
 from megarl.megatron.branches import BranchLayer
 from megarl.megatron.latent_attention import LatentSelfAttention
 from megarl.megatron.model_config import has_experts
@@ -35,9 +36,7 @@ from megarl.models.architecture import DecoderTraits
 from megarl.models.deepseek_v3 import LATENT_NORM_EPS
 from megarl.models.layer_ropes import LayerRope
 from megarl.models.windows import check_windows
-from megarl.options.linear_attention.layer import GatedDeltaNet, GatedDeltaNetSubmodules, StateRule, fla_rule, plain_rule
 from megarl.options.pictures.tower import DeepstackLayer
-from megarl.options.shared_prefixes.segment_attention import SegmentAttention
 
 PLAIN = DecoderTraits()
 
@@ -90,34 +89,33 @@ def block_spec(
     traits: DecoderTraits = PLAIN,
     rope: LayerRope | None = None,
     *,
-    by_segments: bool = False,
+    core_attention: str = "spec",
 ) -> TransformerBlockSubmodules:
     """The spec of a model chunk that holds `layers` (global, zero-based) under the layer spec called `name`.
 
-    With `by_segments` their attention is that of `segment_attention.py`. Behind the model's first `deepstack` layers features
-    of a vision tower are added. The layers of `rope` rotate as it says.
+    Their core attention is the spec's, or the one that is called `core_attention`. Behind the model's first `deepstack` layers
+    features of a vision tower are added. The layers of `rope` rotate as it says.
 
     Raises:
         LayoutError: the layers of that name cannot run the model, or not under its layout, or features are to be added in
             several chunks.
     """
     _check_spec(name, config, traits)
-    make = _maker(name, by_segments=by_segments)
-    linear = config.linear_attention_freq
+    variant, has_variant = variant_of(config), config.linear_attention_freq
     kinds = [
         (
             has_experts(config, layer),
-            isinstance(linear, list) and bool(linear[layer]),
+            variant is not None and bool(has_variant[layer]),
             None if rope is None else int(layer in rope.layers),
         )
         for layer in layers
     ]
-    specs = {
-        kind: _with_rotary_set(
-            _with_traits(make(config, config.num_moe_experts if kind[0] else None, linear=kind[1]), traits), kind[2]
-        )
-        for kind in set(kinds)
-    }
+
+    def make(kind: tuple[bool, bool, int | None]) -> ModuleSpec:
+        layer = _layer(name, config, with_experts=kind[0], variant=variant if kind[1] else None, core_attention=core_attention)
+        return _with_rotary_set(_with_traits(layer, traits), kind[2])
+
+    specs = {kind: make(kind) for kind in set(kinds)}
     of_layers = [specs[kind] for kind in kinds]
     if layers[0] == 0:
         of_layers = [replace(spec, module=DeepstackLayer) if n < deepstack else spec for n, spec in enumerate(of_layers)]
@@ -126,9 +124,9 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=of_layers, layer_norm=block_norm(name))
 
 
-def prediction_spec(name: str, config: TransformerConfig, *, by_segments: bool = False) -> ModuleSpec:
+def prediction_spec(name: str, config: TransformerConfig, *, core_attention: str = "spec") -> ModuleSpec:
     """The spec of the layer in a layer for multi-token prediction: full attention, and experts if the model has any."""
-    return _maker(name, by_segments=by_segments)(config, config.num_moe_experts, linear=False)
+    return _layer(name, config, with_experts=True, variant=None, core_attention=core_attention)
 
 
 def block_norm(name: str) -> Any:
@@ -195,7 +193,7 @@ def set_latent_norm_epsilon(model: Any) -> None:
                 module.eps = LATENT_NORM_EPS
 
 
-def _transformer_engine(config: TransformerConfig, num_experts: int | None, *, linear: bool) -> ModuleSpec:
+def _transformer_engine(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -205,11 +203,10 @@ def _transformer_engine(config: TransformerConfig, num_experts: int | None, *, l
     )
     if isinstance(config, MLATransformerConfig) and config.q_lora_rank is None:
         layer.submodules.self_attention.module = DirectQueryLatentAttention
-    _set_variant(layer, config, fla_rule() if linear else None)
     return layer
 
 
-def _local(config: TransformerConfig, num_experts: int | None, *, linear: bool = False) -> ModuleSpec:
+def _local(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     return get_gpt_layer_local_spec(
         num_experts=num_experts,
         qk_layernorm=config.qk_layernorm,
@@ -218,7 +215,7 @@ def _local(config: TransformerConfig, num_experts: int | None, *, linear: bool =
     )
 
 
-def _reference(config: TransformerConfig, num_experts: int | None, *, linear: bool) -> ModuleSpec:
+def _reference(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     layer = _local(config, num_experts)
     parts, attention = layer.submodules, layer.submodules.self_attention.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = ReferenceRMSNorm
@@ -230,41 +227,31 @@ def _reference(config: TransformerConfig, num_experts: int | None, *, linear: bo
         attention.q_layernorm = attention.kv_layernorm = ReferenceRMSNorm
         fused |= {f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_" for x in ("q", "kv")}
     else:
-        projection = "in_proj" if linear else "linear_qkv"
-        fused["input_layernorm."] = f"self_attention.{projection}.layer_norm_"
+        fused["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = ReferenceRMSNorm
     parts.sharded_state_dict_keys_map = fused
-    _set_variant(layer, config, plain_rule if linear else None)
     return layer
 
 
-def _set_variant(layer: ModuleSpec, config: TransformerConfig, rule: StateRule | None) -> None:
-    """Put linear attention that computes with `rule` in attention's place, if there is one; else the gate that it has."""
-    attention = layer.submodules.self_attention
-    if rule is not None:
-        of_linear = GatedDeltaNetSubmodules(attention.submodules.linear_qkv, attention.submodules.linear_proj, rule)
-        layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=of_linear)
-    elif config.attention_output_gate:
-        attention.module = GatedSelfAttention
-
-
-def _maker(name: str, *, by_segments: bool) -> Callable[..., ModuleSpec]:
-    """The maker of layers of the spec called `name`, with its own core attention or that over segments."""
-    if not by_segments:
-        return _MAKE[name]
-
-    def make(config: TransformerConfig, num_experts: int | None, *, linear: bool) -> ModuleSpec:
-        layer = _MAKE[name](config, num_experts, linear=linear)
-        if not linear:
-            layer.submodules.self_attention.submodules.core_attention = SegmentAttention
-        return layer
-
-    return make
-
-
-_MAKE: dict[str, Callable[..., ModuleSpec]] = {
+_MAKE: dict[str, Callable[[TransformerConfig, int | None], ModuleSpec]] = {
     "transformer_engine": _transformer_engine,
     "local": _local,
     "reference": _reference,
 }
+
+
+def _layer(
+    name: str, config: TransformerConfig, *, with_experts: bool, variant: ModuleType | None, core_attention: str
+) -> ModuleSpec:
+    """A layer of the spec called `name`, with experts if the model has any; its attention is that of `variant`, or full."""
+    layer = _MAKE[name](config, config.num_moe_experts if with_experts else None)
+    attention = layer.submodules.self_attention
+    if variant is not None:
+        variant.put_into(layer, name)
+        return layer
+    if config.attention_output_gate:
+        attention.module = GatedSelfAttention
+    if core_attention != "spec":
+        attention.submodules.core_attention = core_attention_called(core_attention).MODULE
+    return layer

@@ -72,7 +72,7 @@ class ModelOptions:
 
     `padded_tokens`: micro-batches are padded to so many tokens, so that all of a pass have one shape; None: they are not.
 
-    `core_attention`: the layer spec's own, or that of `segment_attention.py`, which takes streams with shared prefixes.
+    `core_attention`: `spec`, the layer spec's own, or the name of an option's, which takes streams with shared prefixes.
 
     `token_multiple`: every rank's share of a micro-batch is padded to a multiple of so many tokens (FP8 wants 16 or 128).
     `freeze`: parts and patterns of what training leaves as it is. `media_folder`: where the pictures of prompts are; None: none
@@ -92,7 +92,7 @@ class ModelOptions:
     layout: Layout
     head: Literal["log_probs", "value"] = "log_probs"
     layer_spec: str = "reference"
-    core_attention: Literal["spec", "segments"] = "spec"
+    core_attention: str = "spec"
     dtype: str = "float32"
     recompute: str = "none"
     temperature: float = 1.0
@@ -128,14 +128,9 @@ class ModelOptions:
         return self.prediction is not None and self.prediction.synced
 
     @property
-    def by_segments(self) -> bool:
-        """Return whether attention is by passes of fused kernels over the segments of a stream."""
-        return self.core_attention == "segments"
-
-    @property
     def shares_prefixes(self) -> bool:
         """Return whether attention takes streams whose sequences share prefixes."""
-        return self.by_segments or self.layer_spec == "reference"
+        return self.core_attention != "spec" or self.layer_spec == "reference"
 
     def __post_init__(self) -> None:
         self.layout.check_layer_spec(self.layer_spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from megarl.data.stream import (
     split_shared_prompts,
 )
 from megarl.data.stream_sequences import TokenSequences
-from megarl.megatron.attention import stream_attention, windows_of
+from megarl.megatron.attention import PackedSequences, core_attention_called, stream_attention, variant_of, windows_of
 from megarl.megatron.context_parallel import gather_scored
 from megarl.megatron.heads import HeadRequest
 from megarl.megatron.model_config import DTYPES
@@ -42,12 +42,10 @@ from megarl.megatron.options import ModelOptions
 from megarl.megatron.prefetch import Prefetched, on_device
 from megarl.megatron.rotary import PackedRotaryEmbedding
 from megarl.megatron.routers import Routers
-from megarl.options.linear_attention.recurrence import Recurrence, recurrence_of
 from megarl.options.pictures.stream_media import StreamMedia
 from megarl.options.pictures.tower import SeeingModel
 from megarl.options.prediction.layer import PredictionInputs, prediction_of, share_embedding
 from megarl.options.prediction.stream import shifted
-from megarl.options.shared_prefixes.segment_attention import segment_attention
 
 LossFunction = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, Any]]]
 """(model output `[N, C]`, stream) → (scalar loss already divided by its global denominator, metric sums).
@@ -211,6 +209,7 @@ def _run(
         # megatron-core's interleaved schedule takes micro-batches in rounds of as many as there are stages.
         filled += [(_NOTHING, _no_loss)] * (-len(filled) % options.layout.pp)
     config = get_model_config(chunks[0])
+    variant = variant_of(config)
     layer = prediction_of(chunks) if options.prediction is not None and not forward_only else None
     if not options.shares_prefixes:
         filled = [(split_shared_prompts(units), loss) for units, loss in filled]
@@ -218,7 +217,7 @@ def _run(
     shape = _PassShape(
         position,
         tokens=longest if options.padded_tokens is not None else None,
-        width=config.linear_conv_kernel_dim if config.experimental_attention_variant else None,
+        order_of=None if variant is None else partial(variant.order_of, config=config),
         windows=windows_of(config),
         predicts=layer is not None,
     )
@@ -270,14 +269,14 @@ def _no_loss(output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, fl
 class _PassShape:
     """The common shape of a pass's micro-batches.
 
-    `tokens`: each is padded to so many; None: to what its layout needs. `width` is that of the convolutions before linear
-    attention; None: there are none. `windows` are those of the layers. `predicts`: this rank has the layer for multi-token
-    prediction, and trains it.
+    `tokens`: each is padded to so many; None: to what its layout needs. `order_of` a stream is what layers with an attention
+    variant must know of it; None: there are none. `windows` are those of the layers. `predicts`: this rank has the layer for
+    multi-token prediction, and trains it.
     """
 
     position: ScorePosition
     tokens: int | None
-    width: int | None
+    order_of: Callable[[PackedStream], Any] | None
     windows: Collection[int | None]
     predicts: bool
 
@@ -287,8 +286,8 @@ class _Laid(NamedTuple):
 
     `stream` and `share` are in main memory, all else is on the device, these two as `on_device` and `held`. `positions` is how
     many positions the rotary embedding must know. `seen` are the pictures that this rank's tokens show, `routes` the experts
-    that its routers take, `routed` the tokens whose experts are counted. `recurrence` is for layers with linear attention,
-    `prediction` for the one for multi-token prediction.
+    that its routers take, `routed` the tokens whose experts are counted. `prediction` is for the layer for multi-token
+    prediction.
     """
 
     stream: PackedStream
@@ -297,7 +296,6 @@ class _Laid(NamedTuple):
     held: StreamShard
     positions: int
     seen: StreamMedia | None
-    recurrence: Recurrence | None
     routes: Tensor | None
     routed: TokenSequences | None
     loss_function: LossFunction
@@ -325,7 +323,6 @@ def _lay(
         laying["pad_to_multiple"] = shape.tokens
     stream = pack(units, position=shape.position, **laying)
     share = context_parallel_shard(stream, options.layout.cp, parallel_state.get_context_parallel_rank())
-    order = recurrence_of(stream, shape.width).to(device) if shape.width is not None else None
     seen = stream.media.of_tokens(share.positions, len(stream.token_ids)) if stream.media is not None else None
     routes = routers.replay.of_rank(stream, share) if routers.replay is not None else None
     return _Laid(
@@ -335,7 +332,6 @@ def _lay(
         share.to(device),
         int(stream.position_ids.max()) + 1,
         seen.to(device) if seen else None,
-        order,
         routes.to(device) if routes is not None else None,
         routers.watch.tokens_of(stream, share).to(device) if routers.watch is not None else None,
         loss_function,
@@ -352,7 +348,9 @@ def _longest(micro_batches: Sequence[MicroBatch], options: ModelOptions, positio
 
 def _prepare(lay: Callable[[], _Laid], options: ModelOptions, shape: _PassShape, device: torch.device) -> _Prepared:
     laid = lay()
-    mask, packed = _attention_inputs(laid.stream, laid.share, laid.recurrence, options, shape.windows, device)
+    mask, packed = _attention_inputs(laid.stream, laid.share, options, shape.windows, device)
+    if shape.order_of is not None:
+        packed = replace(packed, order=on_device(shape.order_of(laid.stream), device))
     return _Prepared(laid, mask, packed)
 
 
@@ -381,7 +379,7 @@ def _prediction_inputs(
     """The layer for multi-token prediction is given its stream as the decoder is given `stream`, which is in main memory."""
     found = shifted(units, stream, **_laying(options))
     share = context_parallel_shard(found.stream, options.layout.cp, of_decoder.rank)
-    mask, packed = _attention_inputs(found.stream, share, None, options, (None,), device)
+    mask, packed = _attention_inputs(found.stream, share, options, (None,), device)
     positions = int(found.stream.position_ids.max()) + 1
     return PredictionInputs(found.to(device), share.to(device), of_decoder.to(device), mask, packed, positions)
 
@@ -404,7 +402,7 @@ def _forward_step(
     rotary = getattr(core, "rotary_pos_emb", None)  # megatron-core gives models with latent attention none
     if isinstance(rotary, PackedRotaryEmbedding):
         # Of the whole stream's angles Transformer Engine's layers pick their rank's themselves.
-        whole = options.layer_spec == "transformer_engine" and not options.by_segments
+        whole = options.layer_spec == "transformer_engine" and options.core_attention == "spec"
         rotary.positions = (stream.position_ids if whole else position_ids, laid.positions)
     if isinstance(core, SeeingModel):
         core.seen = laid.seen
@@ -442,30 +440,23 @@ def _targets(stream: PackedStream) -> Tensor:
 def _attention_inputs(
     stream: PackedStream,
     share: StreamShard,
-    recurrence: Recurrence | None,
     options: ModelOptions,
     windows: Collection[int | None],
     device: torch.device,
-) -> tuple[Tensor | None, PackedSeqParams | None]:
+) -> tuple[Tensor | None, Any]:
     """Make what tells each layer spec who attends to whom: indices, a dense mask (True = hidden) or cumulative lengths.
 
     They are made in main memory, where `stream` and `share` are, and copied to `device`.
     """
-    if options.by_segments:
-        return None, on_device(segment_attention(stream, share, recurrence, windows), device)
+    if options.core_attention != "spec":
+        attention_of = core_attention_called(options.core_attention).attention_of
+        return None, on_device(attention_of(stream, share, windows), device)
     if options.layer_spec == "reference":
-        attention = stream_attention(stream, share, DTYPES[options.dtype], recurrence, windows)
+        attention = stream_attention(stream, share, DTYPES[options.dtype], windows)
         return None, on_device(attention, device)
     if options.layer_spec == "local":
         return _dense_mask(stream).to(device), None
-    return None, packed_lengths(stream, device, recurrence)
-
-
-@dataclass
-class PackedSequences(PackedSeqParams):
-    """Transformer Engine's packed sequences, and the order of their tokens for layers with linear attention."""
-
-    recurrence: Recurrence | None = None
+    return None, packed_lengths(stream, device)
 
 
 def _dense_mask(stream: PackedStream) -> Tensor:
@@ -478,7 +469,7 @@ def _dense_mask(stream: PackedStream) -> Tensor:
     return ~visible[None, None]
 
 
-def packed_lengths(stream: PackedStream, device: torch.device, recurrence: Recurrence | None = None) -> PackedSequences:
+def packed_lengths(stream: PackedStream, device: torch.device) -> PackedSequences:
     """`stream`, whose prompts are not shared, as Transformer Engine's packed (THD) sequences, on `device`.
 
     The lengths are those of the whole stream; under context parallelism each rank passes its tokens in the order of
@@ -495,5 +486,4 @@ def packed_lengths(stream: PackedStream, device: torch.device, recurrence: Recur
         cu_seqlens_kv_padded=cumulative,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        recurrence=recurrence,
     )

@@ -1,10 +1,10 @@
-"""The contents of an architecture's file: names, three functions of a Hugging Face config, and what others make of it."""
+"""The contents of an architecture's file: names, functions of a Hugging Face config, and what others make of the family."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from megarl.models.fused_experts import FusedExperts
 from megarl.models.fused_rows import FusedRows
@@ -62,6 +62,28 @@ class DecoderTraits:
     """What logits are divided by, before a temperature."""
 
 
+class LinearAttention(Protocol):
+    """The attention that some layers have in place of the other, with a state for each sequence and no keys of every token."""
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """The layers, counted from 0, that have it."""
+
+    @property
+    def heads(self) -> int:
+        """Heads that tensor parallelism must divide."""
+
+    def products(self, hidden: int) -> int:
+        """Multiply-adds per token of one layer of a decoder of width `hidden`."""
+
+    def kept_bytes(self, tp: int, itemsize: int, operand: int, mean_length: float, *, plain: bool) -> float:
+        """Bytes per token of sequences of `mean_length` that a layer on a rank of `tp` keeps for the backward pass, behind what
+        its first projection reads; `operand` bytes is an element that a product reads, `plain`: on plain torch."""
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes that an engine keeps of a sequence for one layer."""
+
+
 @dataclass(frozen=True)
 class Architecture:
     """A model family. The functions take the dict of `config.json` and raise ModelError for what they cannot represent."""
@@ -93,6 +115,8 @@ class Architecture:
     """Which tensors the hub stores one below another, where the weight map calls each by a name of its own."""
     traits: Callable[[HFConfig], DecoderTraits] = lambda hf_config: DecoderTraits()
     """What the decoder has beside megatron-core's own layers."""
+    linear: Callable[[HFConfig], LinearAttention | None] = lambda hf_config: None
+    """The linear attention of some of the layers; None: all attend to keys and values."""
     layer_rope: Callable[[HFConfig], LayerRope | None] = lambda hf_config: None
     """The layers that rotate otherwise than `text_config` says; None: all rotate as it says."""
 

@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from megarl.data.micro_batches import Grid
 from megarl.models.shape import ModelShape
-from megarl.options.linear_attention.families import DeltaSizes
 from megarl.options.lora.weight_map import is_adapter
 from megarl.options.pictures.vision import Vision
 
@@ -52,7 +51,7 @@ class FlopsModel:
     @classmethod
     def _counted(cls, shape: ModelShape) -> FlopsModel:
         per_token, per_pair = _attention_products(shape)
-        of_linear = len(shape.linear.layers) * _linear_products(shape.hidden, shape.linear) if shape.linear else 0
+        of_linear = len(shape.linear.layers) * shape.linear.products(shape.hidden) if shape.linear else 0
         whole = 2 * (shape.attention_layers * per_token + of_linear + _mlp_products(shape))
         return cls(
             per_token=whole + 2 * _adapter_products(shape),
@@ -126,19 +125,6 @@ def _parts(length: int, most: int) -> list[int]:
     return [min(most, length - start) for start in range(0, length, most)]
 
 
-SEGMENTS_PER_SPEC = 2.0
-"""How much longer attention by segments is assumed to take than Transformer Engine's own, pair for pair: torch has
-FlashAttention 2, Transformer Engine 3. Not measured."""
-
-
-def sharing_pays(flops: FlopsModel, prompt_tokens: int, response_tokens: int, group: int) -> bool:
-    """Return whether a prompt computed once for its `group` of responses, with attention by segments, takes less."""
-    responses = [response_tokens] * group
-    attention = flops.attention(0, prompt_tokens) + group * flops.attention(prompt_tokens, response_tokens)
-    shared = flops.cost(prompt_tokens, responses) + (SEGMENTS_PER_SPEC - 1) * attention
-    return shared < group * flops.cost(prompt_tokens, [response_tokens])
-
-
 def _attention_products(shape: ModelShape) -> tuple[int, int]:
     """Multiply-adds of one layer's attention: (per token in its matrices, per pair of a token and one it attends to)."""
     hidden, heads = shape.hidden, shape.heads
@@ -149,14 +135,6 @@ def _attention_products(shape: ModelShape) -> tuple[int, int]:
     of_queries = latent.query * (hidden + shape.query) if latent.query else hidden * shape.query
     of_keys_and_values = hidden * (latent.key_value + latent.rope) + latent.key_value * heads * (latent.nope + value)
     return of_queries + of_keys_and_values + heads * value * hidden, heads * (shape.head_dim + value)
-
-
-def _linear_products(hidden: int, linear: DeltaSizes) -> int:
-    """Multiply-adds per token of one layer's linear attention: projections, convolution, and a state that is read with the key,
-    written to, and read with the query, as generation does it; chunks compute more."""
-    projected = linear.channels + linear.values_width + 2 * linear.values
-    states = 3 * linear.values * linear.key_dim * linear.value_dim
-    return hidden * (projected + linear.values_width) + linear.channels * linear.width + states
 
 
 def _mlp_products(shape: ModelShape) -> int:

@@ -1,6 +1,7 @@
 """The architectures, and finding that of a Hugging Face model folder.
 
 A new one is a file beside this and an entry in `ARCHITECTURES`, or a file of the user's own that `model.architecture` names.
+Options bring theirs in the file `families.py`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ from megarl.models import (
     smollm3,
 )
 from megarl.models.architecture import Architecture
-from megarl.options.linear_attention import qwen3_5_moe_text, qwen3_5_text, qwen3_next
-from megarl.options.pictures import glm4v_moe, qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe
+from megarl.option_list import OPTIONS, parts
 from megarl.system.user_code import absolute_name, load_user_object
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -41,9 +41,6 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     qwen3.ARCHITECTURE,
     mixtral.ARCHITECTURE,
     qwen3_moe.ARCHITECTURE,
-    qwen3_next.ARCHITECTURE,
-    qwen3_5_text.ARCHITECTURE,
-    qwen3_5_moe_text.ARCHITECTURE,
     deepseek_v3.ARCHITECTURE,
     glm4_moe.ARCHITECTURE,
     glm4.ARCHITECTURE,
@@ -55,11 +52,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     seed_oss.ARCHITECTURE,
     granite.ARCHITECTURE,
     gpt_oss.ARCHITECTURE,
-    qwen2_vl.ARCHITECTURE,
-    qwen2_5_vl.ARCHITECTURE,
-    qwen3_vl.ARCHITECTURE,
-    qwen3_vl_moe.ARCHITECTURE,
-    glm4v_moe.ARCHITECTURE,
+    *(architecture for module in parts("families") for architecture in module.ARCHITECTURES),
 )
 
 _LLAMA4 = (
@@ -80,6 +73,16 @@ REFUSED = {
     "gemma2": _GEMMA2,
 }
 """By `model_type`, why a family that users ask for is not there."""
+OPTION_OF_FAMILY = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "linear_attention"),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe"), "pictures"),
+}
+"""The option that brings a family, also where an installation lacks it: for the sentence that says so."""
+REFUSED |= {
+    family: f"it needs the option {option}, which this installation does not have"
+    for family, option in OPTION_OF_FAMILY.items()
+    if option not in OPTIONS
+}
 
 
 CLASSIFIER = "ForSequenceClassification"

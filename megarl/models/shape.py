@@ -8,11 +8,10 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from megarl.models.architecture import DecoderTraits
+from megarl.models.architecture import DecoderTraits, LinearAttention
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.rope import exact_positions
 from megarl.models.weight_map import WeightMap
-from megarl.options.linear_attention.families import DeltaSizes
 from megarl.options.lora.weight_map import Lora, with_adapters
 from megarl.options.pictures.vision import Vision
 
@@ -63,7 +62,7 @@ class ModelShape:
     biases: bool = False
     vision: Vision | None = None
     traits: DecoderTraits = field(default_factory=DecoderTraits)
-    linear: DeltaSizes | None = None
+    linear: LinearAttention | None = None
     gated: bool = False
     sinks: bool = False
     predicts: bool = False
@@ -129,7 +128,7 @@ class ModelShape:
             "num_experts": self.experts or None,
             "expert_ffn_size": self.expert_ffn or None,
             "deepstack": len(self.vision.deepstack) if self.vision else 0,
-            "linear_heads": self.linear.keys if self.linear else None,
+            "linear_heads": self.linear.heads if self.linear else None,
         }
 
     @property
@@ -190,23 +189,9 @@ def shape_of(hf_config: dict[str, Any]) -> ModelShape:
         exact_positions=None if latent else exact_positions(architecture.text_config(hf_config)),
         vision=architecture.vision(hf_config),
         traits=architecture.traits(hf_config),
-        linear=_linear(sizes),
+        linear=architecture.linear(hf_config),
         gated=bool(sizes.get("attention_output_gate")),
         sinks=sizes.get("softmax_type") == "learnable",
-    )
-
-
-def _linear(sizes: dict[str, Any]) -> DeltaSizes | None:
-    """The linear attention in arguments of TransformerConfig."""
-    if sizes.get("linear_attention_freq") is None:
-        return None
-    return DeltaSizes(
-        layers=frozenset(layer for layer, is_linear in enumerate(sizes["linear_attention_freq"]) if is_linear),
-        keys=sizes["linear_num_key_heads"],
-        values=sizes["linear_num_value_heads"],
-        key_dim=sizes["linear_key_head_dim"],
-        value_dim=sizes["linear_value_head_dim"],
-        width=sizes["linear_conv_kernel_dim"],
     )
 
 

@@ -11,13 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarl.config.layout import Layout
+from megarl.models.architecture import LinearAttention
 from megarl.models.shape import ModelShape
-from megarl.options.linear_attention.families import DeltaSizes
 
 STATISTICS = 4
 """Bytes of a norm's statistics per row, of the log-sum-exp of a head: float32."""
-CHUNK = 64
-"""Tokens that linear attention computes together (`options/linear_attention/delta_rule.py`, and flash-linear-attention)."""
 
 
 @dataclass(frozen=True)
@@ -170,19 +168,12 @@ def _latent(
 
 
 def _linear(
-    shape: ModelShape, linear: DeltaSizes, layout: Layout, precision: Precision, rows: float, mean_length: float
+    shape: ModelShape, linear: LinearAttention, layout: Layout, precision: Precision, rows: float, mean_length: float
 ) -> tuple[float, float, float]:
     """All outside core attention: selective recomputation keeps it."""
-    size, heads = precision.itemsize, linear.values / layout.tp
-    values, channels, keys = linear.values_width / layout.tp, linear.channels / layout.tp, heads * linear.key_dim
-    outside = rows * (norm(shape.hidden, precision) + precision.operand * shape.hidden)
-    outside += size * channels * (linear.width + 1)  # the convolution's inputs, each token's once for every tap, and SiLU's
-    outside += 4 * 2 * (linear.keys_width / layout.tp + values) + size * 2 * values  # unit lengths; the norm, and its gate
-    outside += values * precision.operand  # the output projection's input
-    chunk = min(CHUNK, mean_length)
-    if precision.is_reference:  # pairs within a chunk six times; keys, queries and values as they are scaled, solved and read
-        return outside + 4 * (6 * heads * chunk + 10 * keys + 5 * values), 0.0, 0.0
-    return outside + size * (3 * keys + 2 * values) + 4 * heads * (chunk / 2 + 2), 0.0, 0.0
+    plain, operand = precision.is_reference, precision.operand
+    kept = linear.kept_bytes(layout.tp, precision.itemsize, operand, mean_length, plain=plain)
+    return rows * (norm(shape.hidden, precision) + operand * shape.hidden) + kept, 0.0, 0.0
 
 
 def _dense(shape: ModelShape, layout: Layout, precision: Precision, rows: float) -> float:

@@ -10,7 +10,8 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from megarl.options.pictures.plan_pictures import MEAN_SHARE, NO_PICTURES, PromptPictures
+from megarl.config.questions import MEAN_SHARE
+from megarl.options.pictures.plan_pictures import NO_PICTURES, PromptPictures
 
 SPREAD = 0.6
 """Least standard deviation of the logarithm of response lengths before the cut: most runs have a long tail."""

@@ -142,13 +142,9 @@ class Engines:
 
     @property
     def state_bytes_per_sequence(self) -> float:
-        """What linear attention keeps of a sequence on a rank: states in float32, and the last inputs of the convolutions."""
+        """What linear attention keeps of a sequence on a rank."""
         linear = self.shape.linear
-        if linear is None:
-            return 0.0
-        states = 4 * linear.values * linear.key_dim * linear.value_dim
-        inputs = (linear.width - 1) * linear.channels * self.itemsize
-        return len(linear.layers) * (states + inputs) / self.target.tp
+        return 0.0 if linear is None else len(linear.layers) * linear.state_bytes(self.itemsize) / self.target.tp
 
     def cached_bytes_per_token(self, length: float) -> float:
         """Keys, values and states of a rank by token, for sequences of `length` tokens."""

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.data.micro_batches import Assignment, UnitPart, UnitSize, plan_micro_batches
+from megarl.data.prefix_tree import CommonPrefixes
 from megarl.models.flops import FlopsModel
-from megarl.options.shared_prefixes.prefix_tree import CommonPrefixes
 
 
 @st.composite

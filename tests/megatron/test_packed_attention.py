@@ -8,12 +8,14 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.data.prefix_tree import LEAST_SHARED
 from megarl.data.stream import Response, ScorePosition, Unit, context_parallel_shard, pack, split_shared_prompts
 from megarl.megatron.attention import ReferenceAttention, stream_attention
-from megarl.options.shared_prefixes.prefix_tree import LEAST_SHARED
-from megarl.options.shared_prefixes.segment_attention import SegmentAttention, segment_attention
+from megarl.option_list import parts
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
+BROUGHT = {module.NAME: module for module in parts("core_attention")}
+"""By name the attention that options bring, beside the core's own."""
 
 
 def _units(generator: torch.Generator) -> list[Unit]:
@@ -61,11 +63,11 @@ def _config(window: int | None, **more: Any) -> Any:
     return TransformerConfig(**sizes, window_size=None if window is None else (window - 1, 0), **more)
 
 
-@pytest.mark.parametrize("by_segments", [False, True])
+@pytest.mark.parametrize("name", ["reference", *BROUGHT])
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (1, False), (3, False), (6, True), (12, False), (None, True)])
 def test_packed_attention_equals_dense_attention_of_each_sequence_alone(
-    by_segments: bool, share: bool, window: int | None, has_sinks: bool
+    name: str, share: bool, window: int | None, has_sinks: bool
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     units = _units(generator)
@@ -75,7 +77,7 @@ def test_packed_attention_equals_dense_attention_of_each_sequence_alone(
     table = torch.randn(100, 48, HEADS + 2 * KV_HEADS, DIM, generator=generator, dtype=torch.float64)
     features = table[stream.token_ids, stream.position_ids].requires_grad_()
     query, key, value = features.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-    kind = SegmentAttention if by_segments else ReferenceAttention
+    kind = BROUGHT[name].MODULE if name in BROUGHT else ReferenceAttention
     attention = kind(_config(window, softmax_type="learnable" if has_sinks else "vanilla"), 1, None, "self")
     sinks = None
     if has_sinks:
@@ -83,7 +85,7 @@ def test_packed_attention_equals_dense_attention_of_each_sequence_alone(
         attention.softmax_offset.data = torch.randn(HEADS, generator=generator, dtype=torch.float64)
         sinks = attention.softmax_offset.detach().double().requires_grad_()
     whole, windows = context_parallel_shard(stream, 1, 0), [None, window]
-    packed = segment_attention(stream, whole, windows=windows) if by_segments else stream_attention(
+    packed = BROUGHT[name].attention_of(stream, whole, windows=windows) if name in BROUGHT else stream_attention(
         stream, whole, torch.float64, windows=windows
     )  # fmt: skip
     assert not share or max(len(segment.path) for segment in stream.segments) == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,15 @@ import pytest
 import torch
 import transformers
 
-from megarl.config.layout import Layout
-from megarl.errors import ConfigError, LayoutError, ModelError
-from megarl.models.check_layouts import _check_layout
+from megarl.errors import LayoutError, ModelError
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import ARCHITECTURES, architecture_for, sequence_classifier
 from megarl.models.rope_frequencies import inverse_frequencies
-from megarl.models.shape import shape_of
 from megarl.models.windows import check_windows
 from tests.families import FAMILIES, LLAMA3_ROPE, LONGROPE, SIZES, WIDE_YARN, YARN_ROPE, hugging_face
 
 TINY = Path(__file__).parents[2] / "models" / "tiny-arithmetic"
 WINDOWS = ["sliding_attention", "full_attention"] * 2
-LINEAR_KIND = "linear_attention"
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 
@@ -88,16 +83,6 @@ REFUSED = [
     ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1"),
     ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, but there are 4 experts"),
     ("qwen3_moe", {"decoder_sparse_step": 9}, "none of the layers has experts"),
-    ("qwen3_next", {"attention_bias": True}, "attention_bias is True"),
-    ("qwen3_next", {"layer_types": [LINEAR_KIND, "sliding_attention"] * 2}, "layer_types names 'sliding_attention'"),
-    ("qwen3_next", {"layer_types": [LINEAR_KIND]}, "layer_types has 1 entries; it must have num_hidden_layers=4"),
-    ("qwen3_next", {"linear_num_key_heads": 3}, "linear_num_key_heads is 3; it must divide linear_num_value_heads=8"),
-    ("qwen3_next", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0; it must be a positive integer"),
-    ("qwen3_next", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but there are 8 experts"),
-    ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate is False; it must be True"),
-    ("qwen3_5", {"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid'; it must be 'silu'"),
-    ("qwen3_5", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-    ("qwen3_5", {"mlp_bias": True}, "mlp_bias is True"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is False"),
     ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob is False"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
@@ -243,16 +228,6 @@ def test_rotary_parameters_of_both_kinds_of_layers_are_read_in_either_spelling(c
         parameters = {"rope_parameters": said[of_kind], "max_position_embeddings": 256}
         assert torch.equal(inverse_frequencies(found, 12), inverse_frequencies(parameters, 12))
     assert architecture.gpt_kwargs(old) == architecture.gpt_kwargs(old | {"rope_parameters": said, "rope_scaling": None})
-
-
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
-def test_linear_attention_has_no_context_parallelism_and_is_split_by_key_heads(configs: Any, family: str) -> None:
-    shape = shape_of(configs[family])
-    with pytest.raises(ConfigError, match=r"policy\.layout\.cp is 2, which splits a sequence, whose states linear attention"):
-        _check_layout("policy.layout", Layout(cp=2), shape)
-    with pytest.raises(ConfigError, match=r"tp is 8, which does not divide .* 4 key heads of linear attention"):
-        _check_layout("policy.layout", Layout(tp=8, sequence_parallel=True), replace(shape, heads=8, kv_heads=8))
-    _check_layout("policy.layout", Layout(pp=2), shape)
 
 
 SEE = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe"}

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from megarl.config.option_sections import OPTION_OF_FIELD
+from megarl.models.registry import OPTION_OF_FAMILY
 from megarl.option_list import OPTIONS
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "tiny-arithmetic"
 NOT_YET = (
-    "pictures", "lora", "prediction", "routing_replay", "shared_prefixes", "few_bits", "linear_attention",
+    "pictures", "lora", "prediction", "routing_replay", "few_bits",
 )  # fmt: skip
 """Options that the core still imports; tests/test_rooms.py counts by how many imports."""
 DELETABLE = tuple(name for name in OPTIONS if name not in NOT_YET)
@@ -97,6 +98,12 @@ def test_without_an_option_a_run_computes_the_same(option: str, steps_with_all: 
         done = megarl_at(root, "plan", str(tmp_path / "tiny.yaml"), ASKED_BY_VALUE[option], folder=tmp_path)
         assert done.returncode == 2
         assert f"needs the option {option}, which this installation does not have" in done.stderr
+    for family in (family for family, owner in OPTION_OF_FAMILY.items() if owner == option):
+        (tmp_path / family).mkdir()
+        (tmp_path / family / "config.json").write_text(json.dumps({"model_type": family}))
+        done = megarl_at(root, "plan", str(tmp_path / "tiny.yaml"), f"model.path={tmp_path / family}", folder=tmp_path)
+        assert done.returncode == 2
+        assert f"it needs the option {option}, which this installation does not have" in done.stderr
 
 
 @pytest.mark.slow

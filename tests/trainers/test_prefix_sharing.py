@@ -1,4 +1,4 @@
-"""Which roles share prefixes, with which attention; and what a step tells of it."""
+"""Which runs share prefixes; and what a step tells of it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, parse_config
-from megarl.models.flops import FlopsModel, sharing_pays
+from megarl.errors import ConfigError
+from megarl.models.flops import FlopsModel
 from megarl.models.shape import ModelShape
 from megarl.models.update_flops import UpdateFlops
-from megarl.options.shared_prefixes.choice import core_attention, shares_prefixes
+from megarl.trainers.run import roles
+from megarl.trainers.run.roles import shares_prefixes
 from megarl.trainers.run.timeline import throughput
 from megarl.workers.rank_calls import RankRecord
 
-MODELS = Path(__file__).resolve().parents[2] / "examples/models"
-LLAMA, DEEPSEEK = MODELS / "llama-3.1-70b", MODELS / "deepseek-v3"
+LLAMA = Path(__file__).resolve().parents[2] / "examples/models/llama-3.1-70b"
 FLOPS = FlopsModel.of(ModelShape.read(LLAMA))
 
 
@@ -35,41 +36,23 @@ def config(share: Any, prompt: int, response: int, group: int) -> Config:
     return found
 
 
-@pytest.mark.parametrize("spec", ["reference", "transformer_engine", "local"])
-def test_what_the_config_says_holds_and_auto_is_where_it_pays(spec: str) -> None:
-    pays, does_not = (4096, 2048, 8), (64, 65536, 2)
-    for sizes in (pays, does_not):
-        assert shares_prefixes(config(True, *sizes), spec, FLOPS)
-        assert not shares_prefixes(config(False, *sizes), spec, FLOPS)
-    assert shares_prefixes(config("auto", *pays), spec, FLOPS)
-    assert shares_prefixes(config("auto", *does_not), spec, FLOPS) == (spec == "reference")
+SIZES = ((4096, 2048, 8), (64, 65536, 2))
+"""Prompts, responses and groups for which sharing pays, and does not."""
 
 
-def test_sharing_pays_where_prompts_save_more_than_slower_attention_takes() -> None:
-    assert not sharing_pays(FLOPS, 2048, 1024, 1)
-    plain = FlopsModel(per_token=100, per_logit_row=0, per_pair=1)
-    # a prompt of 10 saves 10 * 100 + 55, attention of both responses behind it is 55 + 2 * pairs
-    for response in range(1, 60):
-        pairs = 55 + 2 * sum(10 + place for place in range(1, response + 1))
-        assert sharing_pays(plain, 10, response, 2) == (pairs < 1055)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_reference_attention_shares_unless_the_config_says_no(sizes: tuple[int, int, int]) -> None:
+    assert shares_prefixes(config(True, *sizes), "reference", FLOPS)
+    assert shares_prefixes(config("auto", *sizes), "reference", FLOPS)
+    assert not shares_prefixes(config(False, *sizes), "reference", FLOPS)
 
 
-@pytest.mark.parametrize(
-    ("spec", "folder", "platform", "dtype", "megatron", "attention"),
-    [
-        ("reference", LLAMA, "cuda", "bfloat16", {}, "spec"),
-        ("local", LLAMA, "cpu", "float32", {}, "segments"),
-        ("transformer_engine", LLAMA, "cuda", "bfloat16", {}, "segments"),
-        ("transformer_engine", LLAMA, "cuda", "float32", {}, "spec"),
-        ("transformer_engine", DEEPSEEK, "cuda", "bfloat16", {}, "spec"),
-        ("transformer_engine", LLAMA, "cuda", "bfloat16", {"fp8_dot_product_attention": True}, "spec"),
-        ("transformer_engine", LLAMA, "cuda", "bfloat16", {"fp8_dot_product_attention": False}, "segments"),
-    ],
-)
-def test_roles_whose_layers_cannot_share_keep_their_attention(
-    spec: str, folder: Path, platform: str, dtype: str, megatron: dict[str, Any], attention: str
-) -> None:
-    assert core_attention(spec, str(folder), platform, dtype, megatron) == attention
+def test_other_layers_share_nothing_without_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roles, "parts", lambda place: ())
+    assert not shares_prefixes(config("auto", *SIZES[0]), "local", FLOPS)
+    assert not shares_prefixes(config(False, *SIZES[0]), "local", FLOPS)
+    with pytest.raises(ConfigError, match=r"share_prefix is 'true', .*'local' needs the option shared_prefixes, .* auto or"):
+        shares_prefixes(config(True, *SIZES[0]), "local", FLOPS)
 
 
 def test_a_step_tells_the_tokens_that_it_computed_and_those_that_it_saved() -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-CHUNK = 64
-"""Tokens whose writes are solved for at once."""
+from megarl.options.linear_attention.delta_net import CHUNK
+
 NORM_EPSILON = 1e-6
 """Added to the squared length of queries and keys, as in flash-linear-attention."""
 

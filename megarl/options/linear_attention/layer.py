@@ -122,9 +122,9 @@ class GatedDeltaNet(MegatronModule):
     ) -> tuple[Tensor, None]:
         """`[S, 1, H]` (split once more under sequence parallelism) to the same; tokens in no segment come out as zero.
 
-        `packed_seq_params.recurrence` says which tokens follow which.
+        `packed_seq_params.order` says which tokens follow which.
         """
-        order: Recurrence = packed_seq_params.recurrence
+        order: Recurrence = packed_seq_params.order
         mixed, _ = self.in_proj(hidden_states)
         wide = 2 * self.keys_width + self.values_width
         channels, gate, strength, steps = mixed[:, 0].split([wide, self.values_width, self.heads, self.heads], dim=-1)

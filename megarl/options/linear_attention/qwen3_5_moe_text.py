@@ -8,9 +8,7 @@ from megarl.models import dense
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse
 from megarl.models.weight_map import WeightMap
-from megarl.options.linear_attention import families as delta_net
-from megarl.options.linear_attention import qwen3_next
-from megarl.options.prediction import weight_map as prediction
+from megarl.options.linear_attention import delta_net, qwen3_next
 
 EVERYWHERE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 """Qwen3-Next's fields, which these configs do not have."""
@@ -45,7 +43,7 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
     projection = delta_net.separate_projections(sizes.hidden_size, delta)
     attention = delta_net.attention_rules(sizes, delta, projection)
     mlp = qwen3_next.expert_rules(experts, sizes.hidden_size)
-    more = prediction.beside_the_decoder(hf_config, sizes, [*delta_net.gated_attention_rules(sizes), *mlp])
+    more = delta_net.prediction_layer(hf_config, sizes, [*delta_net.gated_attention_rules(sizes), *mlp])
     return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, **more)
 
 
@@ -57,4 +55,5 @@ ARCHITECTURE = Architecture(
     weight_map=weight_map,
     sglang=SglangFacts(),
     text_config=text_config,
+    linear=delta_net.linear_attention,
 )

@@ -1,7 +1,7 @@
 """Qwen3.5's text models, dense: gated delta nets, gated attention in every fourth layer.
 
 Text has the same position on the three axes of its rotary embedding, which is then a plain one. A folder may have a layer
-for multi-token prediction, with full attention (`prediction.py`).
+for multi-token prediction, with full attention (option `prediction`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from typing import Any
 from megarl.models import dense
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.weight_map import WeightMap
-from megarl.options.linear_attention import families as delta_net
-from megarl.options.linear_attention.families import text_config
-from megarl.options.prediction import weight_map as prediction
+from megarl.options.linear_attention import delta_net
+from megarl.options.linear_attention.delta_net import text_config
 
 
 def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
@@ -39,7 +38,7 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
     sizes, delta = dense.DenseSizes.from_hf(hf_config), delta_net.DeltaSizes.from_hf(hf_config)
     projection = delta_net.separate_projections(sizes.hidden_size, delta)
     attention, mlp = delta_net.attention_rules(sizes, delta, projection), dense.mlp_rules(sizes)
-    more = prediction.beside_the_decoder(hf_config, sizes, [*delta_net.gated_attention_rules(sizes), *mlp])
+    more = delta_net.prediction_layer(hf_config, sizes, [*delta_net.gated_attention_rules(sizes), *mlp])
     return dense.weight_map(sizes, attention, mlp, **more)
 
 
@@ -51,4 +50,5 @@ ARCHITECTURE = Architecture(
     weight_map=weight_map,
     sglang=SglangFacts(),
     text_config=text_config,
+    linear=delta_net.linear_attention,
 )

@@ -1,6 +1,6 @@
 """Qwen3-Next: gated delta nets, gated attention in every fourth layer, and experts with a shared one that a sigmoid gates.
 
-A folder may have a layer for multi-token prediction, with full attention and experts (`prediction.py`).
+A folder may have a layer for multi-token prediction, with full attention and experts (option `prediction`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import size
 from megarl.models.rope import rope_refusal
 from megarl.models.weight_map import Rule, WeightMap
-from megarl.options.linear_attention import families as delta_net
-from megarl.options.prediction import weight_map as prediction
+from megarl.options.linear_attention import delta_net
 
 
 def text_config(hf_config: HFConfig) -> HFConfig:
@@ -51,7 +50,7 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
     dense_layers = frozenset(range(sizes.num_layers)) - experts.layers
     attention = delta_net.attention_rules(sizes, delta, delta_net.interleaved_projection(sizes.hidden_size, delta))
     of_experts = expert_rules(experts, sizes.hidden_size)
-    more = prediction.beside_the_decoder(hf_config, sizes, [*delta_net.gated_attention_rules(sizes), *of_experts])
+    more = delta_net.prediction_layer(hf_config, sizes, [*delta_net.gated_attention_rules(sizes), *of_experts])
     mlp = [*dense.mlp_rules(sizes, dense_layers), *of_experts]
     return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, **more)
 
@@ -76,4 +75,5 @@ ARCHITECTURE = Architecture(
     weight_map=weight_map,
     sglang=SglangFacts(refusal=lambda hf_config: moe.tied_refusal(hf_config) or rope_refusal(hf_config)),
     text_config=text_config,
+    linear=delta_net.linear_attention,
 )

@@ -60,10 +60,6 @@ class Recurrence:
     taps: Tensor
     stages: tuple[Stage, ...]
 
-    def to(self, device: torch.device) -> Recurrence:
-        """The same on `device`."""
-        return Recurrence(self.taps.to(device), tuple(_stage_to(stage, device) for stage in self.stages))
-
 
 def recurrence_of(stream: PackedStream, width: int) -> Recurrence:
     """The order of `stream`'s tokens for layers whose convolution is `width` wide; its tensors are in main memory."""
@@ -109,15 +105,3 @@ def _padded(numbers: Iterable[int], segments: Sequence[Segment]) -> PaddedRuns:
     tokens = torch.where(real, starts + place, 0)
     source = real.flatten().nonzero().flatten()
     return PaddedRuns(torch.tensor(runs), tokens, real, source, tokens.flatten()[source])
-
-
-def _stage_to(stage: Stage, device: torch.device) -> Stage:
-    return Stage(
-        stage.tokens.to(device),
-        stage.boundaries.to(device),
-        stage.prefix.to(device) if stage.prefix is not None else None,
-        tuple(
-            PaddedRuns(*(t.to(device) for t in (runs.runs, runs.tokens, runs.real, runs.source, runs.target)))
-            for runs in stage.padded
-        ),
-    )

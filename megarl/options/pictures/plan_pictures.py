@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import AnyConfig
+from megarl.config.questions import MEAN_SHARE
 from megarl.data.micro_batches import Grid
 from megarl.errors import ConfigError, MegarlError
 from megarl.models.flops import FlopsModel
@@ -23,8 +24,6 @@ from megarl.options.pictures.vision import Vision
 
 ROWS = 32
 """Rows whose pictures are looked at."""
-MEAN_SHARE = 0.5
-"""Of the longest prompt and response and the largest picture, where nobody says how long or large they are."""
 UNLIMITED = 10**9
 LONGEST = "the longest prompt"
 LIMITS = (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))

@@ -1,1 +1,1 @@
-"""Tokens that sequences begin with alike, computed once: `policy.share_prefix`."""
+"""Prefixes shared by layers whose own attention cannot: attention by segments, fused kernels (`policy.share_prefix`)."""

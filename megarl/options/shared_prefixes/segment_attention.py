@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megarl.data.stream import PackedStream, StreamShard
 from megarl.megatron.attention import QueryRange, ReferenceAttention, StreamAttention, gathered_places, query_ranges
-from megarl.options.linear_attention.recurrence import Recurrence
 
 aten = torch.ops.aten
 
@@ -194,7 +193,6 @@ _KERNELS: dict[str, Kernels] = {"cuda": FlashKernels(), "cpu": CpuKernels()}
 def segment_attention(
     stream: PackedStream,
     share: StreamShard,
-    recurrence: Recurrence | None = None,
     windows: Collection[int | None] = (None,),
 ) -> StreamAttention:
     """What `SegmentAttention` needs for `share`'s tokens in layers with these windows, on the device of `share`."""
@@ -207,7 +205,7 @@ def segment_attention(
         for window in windows
     }
     positions = stream.position_ids[..., share.positions]
-    return StreamAttention(qkv_format="sbhd", calls=calls, position_ids=positions, recurrence=recurrence)
+    return StreamAttention(qkv_format="sbhd", calls=calls, position_ids=positions)
 
 
 _Run = tuple[Tensor, Tensor]

@@ -28,6 +28,7 @@ from megarl.data.batch import Batch
 from megarl.data.micro_batches import plan_micro_batches
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition, TopK
+from megarl.errors import ConfigError
 from megarl.megatron.options import (
     ExpertBalance,
     ModelOptions,
@@ -40,9 +41,9 @@ from megarl.megatron.options import (
 from megarl.models.flops import FlopsModel
 from megarl.models.registry import load_hf_config
 from megarl.models.update_flops import PASSES, UpdateFlops, update_flops
+from megarl.option_list import parts
 from megarl.options.lora.peft_header import lora_of
 from megarl.options.routing_replay.routes import ReplayCounts, Routes, joined
-from megarl.options.shared_prefixes.choice import core_attention, shares_prefixes
 from megarl.planning.gpus import gpu_called
 from megarl.trainers.run.update_metrics import combine
 from megarl.weights.machines import Machines
@@ -81,6 +82,22 @@ def role_specs(config: AnyConfig) -> dict[str, RoleSpec]:
         for role in config.roles
     }
     return {REFERENCE: RoleSpec(config.reference.path or config.model.path, "log_probs")} | specs
+
+
+def shares_prefixes(config: AnyConfig, layer_spec: str, flops: FlopsModel) -> bool:
+    """`policy.share_prefix`; `auto`: where attention does it by itself, or an option has one that does, and it pays.
+
+    Raises:
+        ConfigError: it is asked for under layers that need the option, which is not there.
+    """
+    wanted, choices = config.policy.share_prefix, parts("attention_choice")
+    if layer_spec == "reference":
+        return wanted is not False
+    if wanted is True and not choices:
+        lacks = "needs the option shared_prefixes, which this installation does not have"
+        reason = f"under model.layer_spec = '{layer_spec}' {lacks}"
+        raise ConfigError.of("policy.share_prefix", "true", reason, allowed="auto or false")
+    return any(choice.pays(config, flops) for choice in choices) if wanted == "auto" else wanted
 
 
 class Roles:
@@ -171,16 +188,17 @@ class Roles:
             self.peak_flops = gpu.peak_flops(fp8=config.model.fp8 != "none") if gpu is not None else None
         self._loaded.append(role)
 
-    def _core_attention(self, role: str) -> Literal["spec", "segments"]:
-        """The layer spec's own, or the one that shares prefixes under any."""
-        if not self.share_prefix:
+    def _core_attention(self, role: str) -> str:
+        """The layer spec's own, or that of an option, which shares prefixes under any spec."""
+        if not self.share_prefix or self.layer_spec == "reference":
             return "spec"
         platform, megatron = self.group_of(role).platform, megatron_of(self.config, role)
-        return core_attention(self.layer_spec, self.specs[role].path, platform, self.config.model.dtype, megatron)
+        asked = (self.specs[role].path, platform, self.config.model.dtype, megatron)
+        return next((choice.NAME for choice in parts("attention_choice") if choice.fits(*asked)), "spec")
 
     def _can_share(self, role: str) -> bool:
         """Return whether attention of `role` takes streams whose sequences share prefixes."""
-        return self.layer_spec == "reference" or self._core_attention(role) == "segments"
+        return self.layer_spec == "reference" or self._core_attention(role) != "spec"
 
     def _adapters(self, role: str) -> dict[str, Any]:
         """The fields of `ModelOptions` that say which adapters a role has, or that it is the policy without what they

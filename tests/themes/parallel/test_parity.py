@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megarl.data.prefix_tree import LEAST_SHARED
 from megarl.data.stream import pack
 from megarl.megatron.options import SamplingLimits
-from megarl.options.shared_prefixes.prefix_tree import LEAST_SHARED
 from tests.families import FAMILIES, ODD, build_folder, hub_gradients, hub_tensors, hugging_face
 from tests.themes.parallel.comparison import compare
 from tests.themes.parallel.report import Report

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megarl.config.layout import Layout
+from megarl.data.prefix_tree import LEAST_SHARED
 from megarl.data.stream import MicroBatch, Response, Unit, split_shared_prompts
 from megarl.megatron.options import SamplingLimits
-from megarl.options.shared_prefixes.prefix_tree import LEAST_SHARED
 from tests.families import VOCAB_SIZE
 
 LAYOUTS: dict[str, Layout] = {
