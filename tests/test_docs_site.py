@@ -17,6 +17,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    for page in ("index.html", "quickstart.html", "api.html", "watching.html", "evidence/costs.html"):
+    for page in ("index.html", "quickstart.html", "python.html", "watching.html", "evidence/costs.html"):
         assert (tmp_path / "site" / page).is_file()
-    assert "AdvantageInputs" in (tmp_path / "site" / "api.html").read_text()
+    assert "AdvantageInputs" in (tmp_path / "site" / "python.html").read_text()

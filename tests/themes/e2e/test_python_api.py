@@ -158,6 +158,11 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert done.stdout.startswith("[] ['Batch', 'Config', 'MegarlError'")
 
 
+def test_the_page_shows_the_example_that_is_run() -> None:
+    page = (EXAMPLES.parents[1] / "docs" / "python.md").read_text()
+    assert f"```python\n{(EXAMPLES / 'grpo.py').read_text()}```\n" in page
+
+
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
