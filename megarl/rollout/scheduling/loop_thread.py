@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from megarl.errors import DeadlineError
 
 T = TypeVar("T")
+P = ParamSpec("P")
 JOIN_S = 10.0
 
 
@@ -51,3 +53,24 @@ class LoopThread:
         self._thread.join(timeout=JOIN_S)
         if not self.loop.is_running():
             self.loop.close()
+
+
+class HasLoop(Protocol):
+    """An object whose state belongs to the loop of its `thread`."""
+
+    thread: LoopThread
+
+
+OfLoop = TypeVar("OfLoop", bound=HasLoop)
+
+
+def in_loop(
+    method: Callable[Concatenate[OfLoop, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[OfLoop, P], T]:
+    """Make a coroutine method one that any other thread calls: it runs in the loop, and its caller waits for the answer."""
+
+    @wraps(method)
+    def called(self: OfLoop, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.thread.run(method(self, *args, **kwargs))
+
+    return called

@@ -1,7 +1,7 @@
 """Sends groups to engines and collects them: an asyncio loop in a thread of the driver.
 
-All state belongs to the loop's thread; the driver's calls wait for their turn there. Nothing here knows of Ray: an engine is
-whatever an `EngineHandle` reaches.
+All state belongs to the loop's thread. Methods that are `in_loop` are called by the driver, and wait for their turn there.
+Nothing here knows of Ray: an engine is whatever an `EngineHandle` reaches.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megarl.rollout.scheduling.engine_state import (
     in_turn,
     progress_text,
 )
-from megarl.rollout.scheduling.loop_thread import LoopThread
+from megarl.rollout.scheduling.loop_thread import LoopThread, in_loop
 from megarl.rollout.scheduling.partial_groups import PartialGroups
 from megarl.rollout.scheduling.requests import RolloutBatch
 from megarl.rollout.scheduling.staleness_manager import StalenessManager
@@ -103,22 +103,19 @@ class Scheduler:
     def open_step(self, version: int, next_prompts: Callable[[int], list[Prompt]], due: int | None = None) -> None:
         """The next batch is for a policy of `version`; as many prompts are drawn as there may be use for before it is taken."""
 
-        async def opened() -> int:
-            self._discard(self.manager.open_step(version, due))
-            return self.manager.room
-
-        room = self.thread.run(opened())
-        if room:
+        if room := self._open(version, due):
             self.add(next_prompts(room))
 
-    def add(self, prompts: Sequence[Prompt]) -> None:
+    @in_loop
+    async def _open(self, version: int, due: int | None) -> int:
+        self._discard(self.manager.open_step(version, due))
+        return self.manager.room
+
+    @in_loop
+    async def add(self, prompts: Sequence[Prompt]) -> None:
         """Queue a prompt group for each prompt."""
-
-        async def added() -> None:
-            self._prompts |= dict(zip(self.manager.add(len(prompts)), prompts, strict=True))
-            self._dispatch()
-
-        self.thread.run(added())
+        self._prompts |= dict(zip(self.manager.add(len(prompts)), prompts, strict=True))
+        self._dispatch()
 
     def wait(self, deadline_s: float, answers: Sequence[PendingResult] | None = None) -> bool:
         """Wait until the batch that is due, or `answers`, are there (True), or engines wait for weights meanwhile (False).
@@ -130,44 +127,39 @@ class Scheduler:
         done = self.manager.ready if answers is None else lambda: all(answer.done() for answer in answers)
         return self.thread.run(self._until(done, deadline_s), deadline_s + 30)
 
-    def pop_batch(self) -> RolloutBatch:
+    @in_loop
+    async def pop_batch(self) -> RolloutBatch:
         """The batch that is due, after `wait` returned True."""
+        batch = self.manager.pop_batch()
+        prompts = [self._prompts.pop(number) for number in batch.numbers]
+        samples = [self._groups.pop(number) for number in batch.numbers]
+        for number, group in zip(batch.numbers, samples, strict=True):
+            self.partial.consume(number, group)
+        self._discard(batch.dropped)
+        if self.manager.continues and not self.manager.staleness:  # nothing is sampled while the trainer works
+            await self._suspend(self.engines)
+        await asyncio.gather(*self._ending.values())
+        return RolloutBatch(prompts, samples, batch.staleness)
 
-        async def taken() -> RolloutBatch:
-            batch = self.manager.pop_batch()
-            prompts = [self._prompts.pop(number) for number in batch.numbers]
-            samples = [self._groups.pop(number) for number in batch.numbers]
-            for number, group in zip(batch.numbers, samples, strict=True):
-                self.partial.consume(number, group)
-            self._discard(batch.dropped)
-            if self.manager.continues and not self.manager.staleness:  # nothing is sampled while the trainer works
-                await self._suspend(self.engines)
-            await asyncio.gather(*self._ending.values())
-            return RolloutBatch(prompts, samples, batch.staleness)
-
-        return self.thread.run(taken())
-
-    def stop_all(self) -> None:
+    @in_loop
+    async def stop_all(self) -> None:
         """Put what is under way back into the queue, and have the engines stop working on it."""
+        await self._suspend(self.engines)
 
-        self.thread.run(self._suspend(self.engines))
-
-    def ask(self, prompts: Sequence[Prompt], generate_groups: GenerateGroups, per_request: int) -> list[PendingResult]:
+    @in_loop
+    async def ask(self, prompts: Sequence[Prompt], generate_groups: GenerateGroups, per_request: int) -> list[PendingResult]:
         """Have `prompts` answered by whatever weights the engines have, before any queued group; `wait` for what it returns.
 
         `per_request`: so many of them are as much work for an engine as `groups_per_request` groups.
         """
 
-        async def asked() -> list[PendingResult]:
-            starts = range(0, len(prompts), per_request)
-            answers: list[PendingResult] = [self._loop.create_future() for _ in starts]
-            for start, answer in zip(starts, answers, strict=True):
-                part = list(prompts[start : start + per_request])
-                self._asked.append(PromptRequest(part, generate_groups, self.groups_per_request, answer=answer))
-            self._dispatch()
-            return answers
-
-        return self.thread.run(asked())
+        starts = range(0, len(prompts), per_request)
+        answers: list[PendingResult] = [self._loop.create_future() for _ in starts]
+        for start, answer in zip(starts, answers, strict=True):
+            part = list(prompts[start : start + per_request])
+            self._asked.append(PromptRequest(part, generate_groups, self.groups_per_request, answer=answer))
+        self._dispatch()
+        return answers
 
     # the driver's side: engines and weights ------------------------------------------------------------------------
 
@@ -176,105 +168,84 @@ class Scheduler:
         """Engines that are up and wait for weights."""
         return [engine.number for engine in self.engines if engine.waits_for_weights]
 
-    def take_spans(self) -> list[list[Span]]:
+    @in_loop
+    async def take_spans(self) -> list[list[Span]]:
         """By engine, when it was answering requests since the last call."""
-
-        async def taken() -> list[list[Span]]:
-            return [engine.busy.take() for engine in self.engines]
-
-        return self.thread.run(taken())
+        return [engine.busy.take() for engine in self.engines]
 
     def on_each(
         self, engines: Iterable[int], call: Callable[[int, EngineHandle], Awaitable[T]], deadline_s: float
     ) -> dict[int, T | Exception]:
         """Await `call` on several engines at once; by engine its answer, or the exception that it raised."""
 
-        async def answer(number: int) -> T | Exception:
-            try:
-                return await call(number, self.engines[number].handle)
-            except Exception as error:  # noqa: BLE001 - whoever asked decides which of them end the run
-                return error
+        numbers = list(engines)
+        return dict(zip(numbers, self.thread.run(self._on_each(numbers, call), deadline_s + 30), strict=True))
 
-        async def called() -> dict[int, T | Exception]:
-            numbers = list(engines)
-            return dict(zip(numbers, await asyncio.gather(*map(answer, numbers)), strict=True))
+    async def _on_each(self, engines: Sequence[int], call: Callable[[int, EngineHandle], Awaitable[T]]) -> list[T | Exception]:
+        return await asyncio.gather(*(self._answer(number, call) for number in engines))
 
-        return self.thread.run(called(), deadline_s + 30)
+    async def _answer(self, engine: int, call: Callable[[int, EngineHandle], Awaitable[T]]) -> T | Exception:
+        try:
+            return await call(engine, self.engines[engine].handle)
+        except Exception as error:  # noqa: BLE001 - whoever asked decides which of them end the run
+            return error
 
     def failing(self, engines: Iterable[int]) -> dict[int, Exception]:
         """Engines that are not well, and why."""
         return failures(self.on_each(engines, lambda _, engine: engine.health(deadline_s=HEALTH_S), HEALTH_S))
 
-    def hold(self, engines: Sequence[int]) -> None:
+    @in_loop
+    async def hold(self, engines: Sequence[int]) -> None:
         """Keep new requests from these engines; what is under way there stays. `resume` or `fail` must follow."""
+        for engine in (self.engines[number] for number in engines):
+            if engine.version is not None:
+                engine.failures = 0  # it has kept well since the last update
+            engine.is_open.clear()
+            engine.fell_behind = False
 
-        async def held() -> None:
-            for engine in (self.engines[number] for number in engines):
-                if engine.version is not None:
-                    engine.failures = 0  # it has kept well since the last update
-                engine.is_open.clear()
-                engine.fell_behind = False
-
-        self.thread.run(held())
-
-    def resume(self, engines: Sequence[int], version: int) -> None:
+    @in_loop
+    async def resume(self, engines: Sequence[int], version: int) -> None:
         """These engines have the weights of `version`, unless they failed since."""
+        for engine in (self.engines[number] for number in engines):
+            if not engine.fell_behind:
+                engine.version = version
+                engine.is_open.set()
+        self._dispatch()
 
-        async def resumed() -> None:
-            for engine in (self.engines[number] for number in engines):
-                if not engine.fell_behind:
-                    engine.version = version
-                    engine.is_open.set()
-            self._dispatch()
-
-        self.thread.run(resumed())
-
-    def empty(self) -> None:
+    @in_loop
+    async def empty(self) -> None:
         """No engine has weights that are of use: each waits for an update."""
+        for engine in self.engines:
+            engine.version = None
+            engine.is_open.clear()
 
-        async def emptied() -> None:
-            for engine in self.engines:
-                engine.version = None
-                engine.is_open.clear()
-
-        self.thread.run(emptied())
-
-    def fail(self, engine: int, error: Exception) -> None:
+    @in_loop
+    async def fail(self, engine: int, error: Exception) -> None:
         """This engine failed in an update."""
-
-        async def failed() -> None:
-            self._take_down(self.engines[engine], error)
-
-        self.thread.run(failed())
+        self._take_down(self.engines[engine], error)
 
     # checkpoints --------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    @in_loop
+    async def state_dict(self) -> dict[str, Any]:
         """The manager's state, the prompts of all unconsumed groups, the samples of finished ones and what there is of those
         that go on, JSON-able."""
+        manager = self.manager.state_dict()
+        prompts = [asdict(self._prompts[number]) for number in self.manager.unconsumed]
+        samples = [[sample.to_dict() for sample in self._groups[number]] for number, *_ in manager["finished"]]
+        partial = self.partial.state_dict(self._groups)
+        return {"ledger": manager, "prompts": prompts, "samples": samples, "partial": partial}  # its name in checkpoints
 
-        async def state() -> dict[str, Any]:
-            manager = self.manager.state_dict()
-            prompts = [asdict(self._prompts[number]) for number in self.manager.unconsumed]
-            samples = [[sample.to_dict() for sample in self._groups[number]] for number, *_ in manager["finished"]]
-            partial = self.partial.state_dict(self._groups)
-            return {"ledger": manager, "prompts": prompts, "samples": samples, "partial": partial}  # its name in checkpoints
-
-        return self.thread.run(state())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    @in_loop
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`'s answer: what was finished is, every other unconsumed prompt is queued."""
-
-        async def load() -> None:
-            self.manager.load_state_dict(state["ledger"], self.partial.load_state_dict(state.get("partial", {})))
-            finished = (number for number, *_ in state["ledger"].get("finished", []))
-            groups = ([read_record(Sample, sample) for sample in group] for group in state.get("samples", []))
-            self._groups = dict(zip(finished, groups, strict=True))
-            self._prompts = {
-                n: read_record(Prompt, prompt) for n, prompt in zip(self.manager.unconsumed, state["prompts"], strict=True)
-            }
-
-        self.thread.run(load())
+        self.manager.load_state_dict(state["ledger"], self.partial.load_state_dict(state.get("partial", {})))
+        finished = (number for number, *_ in state["ledger"].get("finished", []))
+        groups = ([read_record(Sample, sample) for sample in group] for group in state.get("samples", []))
+        self._groups = dict(zip(finished, groups, strict=True))
+        self._prompts = {
+            n: read_record(Prompt, prompt) for n, prompt in zip(self.manager.unconsumed, state["prompts"], strict=True)
+        }
 
     # in the loop --------------------------------------------------------------------------------------------------
 
