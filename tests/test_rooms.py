@@ -241,7 +241,7 @@ def test_only_these_imports_of_options_are_left() -> None:
             if option and option != option_of(module):
                 counts[option] += 1
     assert {name: count for name, count in counts.items() if count > IMPORTS_OF_OPTIONS[name]} == {}
-    assert IMPORTS_OF_OPTIONS.keys() == {*OPTIONS}
+    assert {*OPTIONS} <= IMPORTS_OF_OPTIONS.keys()
 
 
 def test_a_name_of_a_class_stands_for_one_thing() -> None:
@@ -284,6 +284,8 @@ def test_what_is_imported_of_megarl_is_there(room: str) -> None:
     for file in sorted((ROOT / room).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (module := node.module or "").split(".")[0] == "megarl":
+                if option_of(f"{module}.") in IMPORTS_OF_OPTIONS.keys() - {*OPTIONS}:
+                    continue  # of an option that this installation does not have
                 there = names_of(module) if module in MODULES else set()
                 wanted = [name.name for name in node.names if f"{module}.{name.name}" not in MODULES]
                 missing += [f"{file.relative_to(ROOT)}: {module}.{name}" for name in wanted if name not in there]

@@ -101,6 +101,13 @@ def test_a_rehearsal_says_what_goes_by_relays(capsys: pytest.CaptureFixture[str]
     assert by_rdma.keys() == {"transport", "bytes_sent", "bytes_received"}
 
 
+@pytest.mark.usefixtures("_with_config")
+def test_a_rehearsal_refuses_shared_memory_that_no_relay_reaches(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--placement-only", "--gpus-per-node=2", "policy.layout={tp: 2}"]
+    assert cli.main(["rehearse", "c.yaml", *arguments]) == 2
+    assert "'shared_memory', which cannot take weights from rank 1" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.stem)
 def test_weights_reach_the_engines_of_every_example_plan(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
