@@ -26,6 +26,8 @@ OPTION_OF_FIELD = {
     "trackers": "telemetry",
 }
 """The option that each added field belongs to, also where an installation lacks it: for the sentence that says so."""
+SINGLE_FIELDS = ("rollout.schedule.lent_engines",)
+"""Those of `OPTION_OF_FIELD` that are no sections."""
 
 
 class AddedField(NamedTuple):
@@ -68,4 +70,6 @@ def absent_option(field: str) -> str | None:
     option = OPTION_OF_FIELD.get(field)
     if option is None or option in OPTIONS:
         return None
-    return f"{field} needs the option {option}, which this installation does not have"
+    if field in SINGLE_FIELDS:
+        return f"{field} needs the option {option}, which this installation does not have"
+    return f"section `{field.rpartition('.')[2]}` needs the option {option}, which this installation does not have ({field})"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.option_sections import OPTION_OF_FIELD
+from megarl.config.option_sections import OPTION_OF_FIELD, SINGLE_FIELDS
 from megarl.models.registry import OPTION_OF_FAMILY
 from megarl.option_list import OPTIONS
 
@@ -93,7 +93,8 @@ def test_without_an_option_a_run_computes_the_same(option: str, steps_with_all: 
     for field in (field for field, owner in OPTION_OF_FIELD.items() if owner == option):
         done = megarl_at(root, "plan", str(tmp_path / "tiny.yaml"), f"{field}={{}}", folder=tmp_path)
         assert done.returncode == 2
-        assert f"{field} needs the option {option}, which this installation does not have" in done.stderr
+        named = field if field in SINGLE_FIELDS else f"section `{field.rpartition('.')[2]}`"
+        assert f"{named} needs the option {option}, which this installation does not have" in done.stderr
     if option in ASKED_BY_VALUE:
         done = megarl_at(root, "plan", str(tmp_path / "tiny.yaml"), ASKED_BY_VALUE[option], folder=tmp_path)
         assert done.returncode == 2
