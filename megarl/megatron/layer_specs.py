@@ -93,8 +93,8 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """The spec of a model chunk that holds `layers` (global, zero-based) under the layer spec called `name`.
 
-    Their core attention is the spec's, or the one that is called `core_attention`. Behind the model's first `deepstack` layers features
-    of a vision tower are added. The layers of `rope` rotate as it says.
+    Their core attention is the spec's, or the one that is called `core_attention`. Behind the model's first `deepstack` layers
+    features of a vision tower are added. The layers of `rope` rotate as it says.
 
     Raises:
         LayoutError: the layers of that name cannot run the model, or not under its layout, or features are to be added in
