@@ -12,7 +12,11 @@ from megarl import cli
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
-    """The plan as JSON."""
+    """The plan as JSON; the test is skipped where the model is of an option that this installation does not have."""
     capsys.readouterr()
-    assert cli.main(["plan", *map(str, arguments), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    code = cli.main(["plan", *map(str, arguments), "--json"])
+    printed = capsys.readouterr()
+    if code and "which this installation does not have" in printed.err:
+        pytest.skip(printed.err)
+    assert code == 0, printed.err
+    return json.loads(printed.out)
