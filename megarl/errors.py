@@ -67,7 +67,7 @@ class MegarlError(Exception):
     """Base of every error that the user can fix; `str(error)` is the sentence shown to the user."""
 
     facts: WrongValue | Missing | None = None
-    """What the sentence was made from; None where it was written by hand."""
+    """Facts that the sentence was made from; None where it was written by hand."""
 
     @classmethod
     def of(

@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 ESTIMATOR_SETTINGS = ("gamma", "lam", "eps", "unbiased")
 """The constants of the estimators without their normalisation, as `AdvantageInputs` names them."""
 NORMALISATIONS = ("none", "batch", "group", "batch_rms", "group_rms")
-"""What is done with advantages (`advantages.normalised`)."""
+"""Treatments of advantages (`advantages.normalised`)."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Argument:
     least_allowed: bool = False
     kind: Literal["number", "whole", "switch"] = "number"
     required: bool = False
-    """It has no default."""
+    """Has no default."""
     below_group: bool = False
-    """It must be less than `rollout.samples_per_prompt`."""
+    """Less than `rollout.samples_per_prompt`."""
 
     def allows(self, value: object) -> bool:
         """Return whether `value` is a finite number within the bounds and whole if it must be, or of a switch true or false."""
@@ -57,41 +57,41 @@ class EstimatorNeeds:
     """Needs of an advantage estimator that a run must meet. A need that is false is not computed for it."""
 
     group: bool = False
-    """It compares the responses of one prompt, so `rollout.samples_per_prompt` must be at least 2."""
+    """Compares the responses of one prompt, so `rollout.samples_per_prompt` must be at least 2."""
     values: bool = False
-    """It reads the critic's `values`, and answers `returns`, which the critic is trained on."""
+    """Reads the critic's `values`, and answers `returns`, which the critic is trained on."""
     greedy: bool = False
-    """It reads `greedy_scores`, the reward of a greedy response to every prompt."""
+    """Reads `greedy_scores`, the reward of a greedy response to every prompt."""
     step_rewards: bool = False
-    """It reads `step_rewards` and `step_ends`, which a process reward model gives."""
+    """Reads `step_rewards` and `step_ends`, which a process reward model gives."""
     token_penalty: bool = True
-    """It has a place for `token_penalty`, so the KL penalty may be in the reward."""
+    """Has a place for `token_penalty`, so the KL penalty may be in the reward."""
     rollout_log_probs: bool = False
-    """It reads `rollout_log_probs`; every estimator is given it."""
+    """Reads `rollout_log_probs`; every estimator is given it."""
     old_log_probs: bool = False
-    """It reads `old_log_probs`: a step begins with a pass of the policy."""
+    """Reads `old_log_probs`: a step begins with a pass of the policy."""
     entropy: bool = False
-    """It reads `entropy`, which the same pass gives."""
+    """Reads `entropy`, which the same pass gives."""
     collision: bool = False
-    """It reads `collision`, which the same pass gives."""
+    """Reads `collision`, which the same pass gives."""
     reference_log_probs: bool = False
-    """It reads `reference_log_probs`, so the reference is loaded whatever `algorithm.kl.coef` is."""
+    """Reads `reference_log_probs`, so the reference is loaded whatever `algorithm.kl.coef` is."""
     teacher_log_probs: bool = False
-    """It reads `teacher_log_probs`, so `teacher.path` must be set."""
+    """Reads `teacher_log_probs`, so `teacher.path` must be set."""
     sources: bool = False
-    """It reads each source of reward and its weight in place of their sum, so nothing may be shaped."""
+    """Reads each source of reward and its weight in place of their sum, so nothing may be shaped."""
     turn_rewards: bool = False
-    """It reads the rewards of turns, so that of a whole response may not be normalised or clipped; `gamma` is per turn."""
+    """Reads the rewards of turns, so that of a whole response may not be normalised or clipped; `gamma` is per turn."""
     turn_states: bool = False
-    """It reads the state before each turn, which only an environment, or an episode of the user's own, can name."""
+    """Reads the state before each turn, which only an environment, or an episode of the user's own, can name."""
     normalisation: str = "none"
-    """What is done with its advantages if the config does not say, one of `NORMALISATIONS`."""
+    """Treatment of its advantages if the config does not say, one of `NORMALISATIONS`."""
     per_response: bool = False
-    """It gives one number to all tokens of a response, so its advantages are normalised over responses, not over tokens."""
+    """Gives one number to all tokens of a response, so its advantages are normalised over responses, not over tokens."""
     settings: tuple[str, ...] = ESTIMATOR_SETTINGS
     """The constants that it reads; of a user's own estimator nobody knows, so all."""
     arguments: tuple[Argument, ...] = ()
-    """Of a built-in estimator: what it takes by name from `algorithm.advantage_args`."""
+    """Arguments that a built-in estimator takes by name from `algorithm.advantage_args`."""
 
     @property
     def reads_policy(self) -> bool:
@@ -110,30 +110,30 @@ class LossNeeds:
     settings: tuple[str, ...] = SETTINGS
     """The constants that it reads; of a user's own loss nobody knows, so all."""
     lower_bound: bool = False
-    """It clips ratios at 1 − ε_low from below, so ε_low must be below 1."""
+    """Clips ratios at 1 − ε_low from below, so ε_low must be below 1."""
     arguments: tuple[Argument, ...] = ()
-    """Of a built-in loss: the numbers that it takes by name from `algorithm.policy_loss_args`."""
+    """Numbers that a built-in loss takes by name from `algorithm.policy_loss_args`."""
     choice: tuple[Argument, ...] = ()
     """Of a built-in loss: it takes `chosen` float `[N]`, 1 at the tokens that `token_choice.CHOICES` picks for it from the
     whole optimizer step, else 0; these are the numbers that the choice takes from `algorithm.policy_loss_args`."""
     needs_updates: bool = False
-    """What it adds to −ρA has no gradient in the first of a step's updates, where ρ = 1."""
+    """The loss's term beside −ρA has no gradient in the first of a step's updates, where ρ = 1."""
     sequence_ratio: bool = False
     """Its ratio is a mean over a response, which hardly leaves 1: ε is of the order of 1e-4."""
     clip: tuple[float, float] = (0.2, 0.2)
     """`clip_low` and `clip_high` if the config does not say."""
     ratio: bool = True
-    """It reads the ratio to `old_log_probs`, so that it may be trained on tokens of an older policy."""
+    """Reads the ratio to `old_log_probs`, so that it may be trained on tokens of an older policy."""
     rollout_log_probs: bool = False
-    """It takes `rollout_log_probs` float `[N]`: the engine's log-probs of the sampled tokens."""
+    """Takes `rollout_log_probs` float `[N]`: the engine's log-probs of the sampled tokens."""
     reference_log_probs: bool = False
-    """It takes `reference_log_probs` float `[N]`, so the reference is loaded whatever `algorithm.kl.coef` is."""
+    """Takes `reference_log_probs` float `[N]`, so the reference is loaded whatever `algorithm.kl.coef` is."""
     teacher_log_probs: bool = False
-    """It takes `teacher_log_probs` float `[N]`, so `teacher.path` must be set."""
+    """Takes `teacher_log_probs` float `[N]`, so `teacher.path` must be set."""
     pairs: bool = False
-    """It compares the best response of a prompt with the worst, by their advantages, and is no function of single tokens."""
+    """Compares the best response of a prompt with the worst, by their advantages, and is no function of single tokens."""
     entropy: bool = False
-    """It takes `entropy` float `[N]`, of the policy in training before each token; gradients flow through it."""
+    """Takes `entropy` float `[N]`, of the policy in training before each token; gradients flow through it."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -213,7 +213,7 @@ _OF_PAIRS = LossNeeds(
 PAIR_POLICY_LOSSES: dict[str, LossNeeds] = {"dpo": _OF_PAIRS, "ipo": _OF_PAIRS}
 """The preference losses of pairs (`preference.PREFERENCE_LOSSES`) that can be policy losses, by name."""
 LOSS_NEEDS = POLICY_LOSSES | PAIR_POLICY_LOSSES
-"""What each name of `algorithm.policy_loss` needs."""
+"""Needs of each name of `algorithm.policy_loss`."""
 
 CORRECTION_BOUNDS: dict[str, tuple[float, float]] = {
     "tis_token": (0.0, 2.0),

@@ -32,13 +32,13 @@ class PreferenceSettings:
     target_margin: float = 0.5
     """γ of `simpo`, at least 0: by how much the chosen reward should exceed the other one."""
     length_normalised: bool = False
-    """Of the pair losses with a reference: log-ratios are means over a response's tokens (true) or sums (false)."""
+    """Log-ratios of the pair losses with a reference are means over a response's tokens (true) or sums (false)."""
     rpo_alpha: float = 0.0
     """α of every pair loss but `orpo`, which has it as 1: adds α·(−logp_w/|y_w|), the RPO term."""
     reward_shift: float = 0.0
     """δ of `bco` and `bco_pair`: the mean of all rewards β(logp − ref) of earlier optimizer steps, 0 before the first."""
     mixture: Mapping[str, float] = field(default_factory=dict)
-    """Of `mixture`: weights of pair losses by name, and of `sft`, −logp_w/|y_w|."""
+    """Weights of `mixture`: of pair losses by name, and of `sft`, −logp_w/|y_w|."""
     desirable_weight: float = 1.0
     """λ_D of `kto`."""
     undesirable_weight: float = 1.0

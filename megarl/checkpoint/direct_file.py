@@ -17,7 +17,7 @@ import xxhash
 
 _BLOCK = 2**22
 _ALIGNMENT = 4096
-"""Of memory, positions and lengths: no disk asks for more."""
+"""Multiple of memory, positions and lengths: no disk asks for more."""
 
 
 class DirectFile:

@@ -24,7 +24,7 @@ class EngineCapabilities:
     batch_samples: int = 64
     """Responses that an engine which is not concurrent computes at once."""
     weights: Literal["slices", "tensors", "folder", "nothing"] = "tensors"
-    """It is sent the slices that its ranks hold, whole tensors, or a Hugging Face folder; or none are of use to it."""
+    """Is sent the slices that its ranks hold, whole tensors, or a Hugging Face folder; or none are of use to it."""
     sleeps: bool = False
     """Gives up its memory while a trainer on the same GPU works (`Engine.sleep`, `Engine.wake`)."""
     lent: bool = False
@@ -49,7 +49,7 @@ class EngineCapabilities:
     starts_elsewhere: bool = False
     """May serve a folder of its own (`rollout.servers.model_path`), in which weights are stored otherwise."""
     drafts: tuple[str, ...] = ()
-    """What `rollout.speculative.algorithm` may be beside `none`."""
+    """Values of `rollout.speculative.algorithm` beside `none`."""
     updates_drafts: bool = False
     """Takes the weights of the policy's layer for multi-token prediction with every update, if it drafts with it."""
     draft_trees: bool = False
@@ -130,7 +130,7 @@ RUNNING_SGLANG = EngineCapabilities(
     reads_arguments=True,
     set_elsewhere=_SGLANG_SET_ELSEWHERE,
 )
-"""Of SGLang servers that somebody else started."""
+"""Capabilities of SGLang servers that somebody else started."""
 NOT_YET_KNOWN = EngineCapabilities(
     weights="slices",
     lent=True,

@@ -19,7 +19,7 @@ KlEstimator = Literal["k1", "k2", "k3", "abs"]
 Fp8Format = Literal["none", "hybrid", "e4m3"]
 Fp8RecipeName = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 ModelPart = Literal["vision", "projector", "language"]
-"""Of a vision-language model."""
+"""A part of a vision-language model."""
 
 if TYPE_CHECKING:
     AdvantageName = str

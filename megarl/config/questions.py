@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megarl.config.sections import TrainedRole
 
 MEAN_SHARE = 0.5
-"""Of the longest prompt and response and the largest picture, where nobody says how long or large they are."""
+"""Share of the longest prompt and response and the largest picture, where nobody says how long or large they are."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class ConfiguredRole:
     trained: TrainedRole | None
     """How it is trained; None: it only answers."""
     value_head: bool = False
-    """It has a scalar head instead of predicting tokens."""
+    """Has a scalar head instead of predicting tokens."""
     section: str = ""
     """Its section of the config; empty: the section has the role's name."""
     scores: bool = False
     """Its answers are rewards."""
     megatron: dict[str, Any] | None = field(default=None, compare=False)
-    """Of a role that only answers: fields of megatron-core's TransformerConfig; None: those of the policy."""
+    """Fields of megatron-core's TransformerConfig of a role that only answers; None: those of the policy."""
 
 
 class Questions(Section):

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 HIDDEN = "(hidden)"
-"""What stands in the place of a secret."""
+"""Text in the place of a secret."""
 
 _NAMES = r"(?:api_?key|access_?key|private_?key|secret|token|password|passwd|credentials?|authorization)"
 _KEY = re.compile(rf"(?:.*_)?{_NAMES}", re.IGNORECASE)

@@ -22,7 +22,7 @@ from megarl.options.few_bits.formats import PER_WORD, WeightFormat
 from megarl.options.few_bits.tensors import dequantised, shape_tensor, stored_rows
 
 BLOCK_BYTES = 2**20
-"""What is read at a time: small enough to be hashed and written from the cache of one core."""
+"""Bytes read at a time: few enough to be hashed and written from the cache of one core."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from megarl.errors import CheckpointError, DataError
 from megarl.models.transformers_names import config_in_transformers
 
 TOLERANCE = 1e-3
-"""Of the largest logit: further apart, the two are not the same model computed in float32."""
+"""Share of the largest logit: further apart, the two are not the same model computed in float32."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from megarl.models.weight_tensors import kept_dtype
 from megarl.options.few_bits.formats import FP8, INT4_GROUPS, MXFP8, WeightFormat, check_format, int4
 
 RECORD = "megarl_conversion.json"
-"""What a converted folder says of itself: where it came from, its layout, and the checksum of every tensor written."""
+"""File of a converted folder that says where it came from, its layout, and the checksum of every tensor written."""
 MAX_SHARD_BYTES = 5 * 2**30
 FORMATS = {"fp8-block": FP8, "mxfp8": MXFP8} | {f"int4-{group}": int4(group) for group in INT4_GROUPS}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

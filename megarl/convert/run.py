@@ -25,7 +25,7 @@ from megarl.errors import CheckpointError
 from megarl.system.process_exit import end_with_parent
 
 _SPARE_BYTES = 64 * 2**20
-"""What must be free beyond the tensors' own bytes: metadata, tokenizer, journal."""
+"""Bytes that must be free beyond the tensors' own: metadata, tokenizer, journal."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ RowTools = list[dict[str, Any]]
 TrainedText = tuple[str, bool]
 """A piece of text, and whether the model is trained on it."""
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-"""What messages with `from` and `value` call the roles."""
+"""Roles by the words of messages with `from` and `value`."""
 
 
 def special_tokens(tokenizer: Any) -> set[str]:

@@ -23,7 +23,7 @@ SPLIT_WORDS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""What names of files and folders say, as `datasets` reads them; without any of these words, rows are for training."""
+"""Words in names of files and folders, as `datasets` reads them; without any of these words, rows are for training."""
 
 
 def hub_rows(source: DataSource, repo: HubRepo) -> Iterator[Row]:

@@ -19,7 +19,7 @@ class PrefillCounts:
 
 
 NO_PREFILLS = PrefillCounts()
-"""Of a response whose engine does not say."""
+"""Counts of a response whose engine does not say."""
 
 
 def prefill_figures(counts: Iterable[PrefillCounts]) -> dict[str, float]:

@@ -45,7 +45,7 @@ class CommonPrefixes(NamedTuple):
 
 _ENDLESS = 1 << 62
 NOTHING_SHARED = CommonPrefixes((), ())
-"""Of responses that share their prompt alone."""
+"""Prefixes of responses that share their prompt alone."""
 
 
 class Node(NamedTuple):

@@ -22,7 +22,7 @@ Record = TypeVar("Record", Prompt, Sample)
 PlaceOf = Callable[[str], RowPlace]
 """The place of a row by its row id."""
 Weight = float | Mapping[int, float]
-"""Of a part of a mixture: the same at every step, or by step, linear between the steps given and constant outside them."""
+"""Weight of a part of a mixture: the same at every step, or by step, linear between the steps given and constant outside."""
 
 
 class RowOrder:

@@ -25,7 +25,7 @@ from megarl.system.atomic_files import write_text_atomically
 PORTS_PER_JOB = 1000
 LOWEST_PORT = 10_000
 SERVICE_PORTS = 10
-"""Of a job's ports the first ones are for Ray's services and torchrun; the others are for Ray's workers."""
+"""Number of a job's first ports that are for Ray's services and torchrun; the others are for Ray's workers."""
 _GPU_FIELDS = ("name", "uuid", "driver_version", "memory.used", "memory.total", "temperature.gpu",
                "ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.hw_slowdown")  # fmt: skip
 _GPU_DEADLINE_S = 60

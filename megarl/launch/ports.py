@@ -25,7 +25,7 @@ from megarl.system.ray_token import MODE
 from megarl.system.socket_names import NOTHING, socket_names
 
 _COMMANDS = ("train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "report", "rehearse", "submit")
-"""Of megarl: those that may listen, or start what does."""
+"""Commands of megarl that may listen, or start something that does."""
 _RAY_PARTS = (
     ("core/src/ray/gcs/gcs_server", "Ray: GCS"),
     ("core/src/ray/raylet/raylet", "Ray: raylet"),

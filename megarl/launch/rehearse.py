@@ -29,7 +29,7 @@ MOST_PROCESSES = 32
 """Ranks and engines' ranks that are started, at most; of larger runs only the placement is shown."""
 PARALLEL = ("tp", "cp", "pp", "dp", "ep")
 LISTENING = ("host", "port", "dist-init-addr", "nnodes", "node-rank")
-"""What a server is told about where it listens, and where it meets the engine's other processes."""
+"""Arguments that tell a server where it listens, and where it meets the engine's other processes."""
 
 
 @dataclass(frozen=True)

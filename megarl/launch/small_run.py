@@ -24,7 +24,7 @@ STEP = 0.01
 """Learning rate: what an engine that missed an update computes is then far from what the trainer does."""
 ROLE = {"max_tokens_per_micro_batch": 256, "threads_per_rank": 1}
 ENGINE_ARGUMENTS = ("ep_size", "attn_dp_size", "dp_size", "enable_dp_attention")
-"""Of `rollout.engine_args`, those that say how an engine is laid out."""
+"""Names in `rollout.engine_args` that say how an engine is laid out."""
 WORDS = ("<pad>", "<eos>", "<unk>", "+", "=", *"0123456789")
 MARKS = {
     "image_token_id": "<|image_pad|>",

@@ -19,7 +19,7 @@ from megarl.megatron.box_reader import BoxReader
 from megarl.megatron.shards import boxes_of, is_tensor
 
 REMAINDER = "remainder."
-"""What the keys of remainders in a checkpoint begin with."""
+"""Beginning of the keys of remainders in a checkpoint."""
 
 
 def split_float32(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,9 +21,9 @@ from megarl.models.weight_map import BoundRule
 from megarl.models.weight_tensors import hf_from_shards, shard_from_hf
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic Newton-Schulz step of Muon's author (https://kellerjordan.github.io/posts/muon)."""
+"""Coefficients of the quintic Newton-Schulz step of Muon's author (https://kellerjordan.github.io/posts/muon)."""
 RMS = 0.2
-"""Of an update's elements, about that of AdamW's, so that both share learning rates (Moonlight, arXiv 2502.16982, eq. 4)."""
+"""Root mean square of an update's elements, about AdamW's, so that both share learning rates (arXiv 2502.16982, eq. 4)."""
 
 
 def is_matrix(rule: BoundRule) -> bool:

@@ -21,7 +21,7 @@ from megarl.megatron.shards import ShardBox, boxes_of, elements_of, is_tensor
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 """`param` is the float32 master copy, which BF16 training cannot do without; float32 weights have none."""
 MUON_KEY = "exp_avg"
-"""What Muon's momentum is called: as Adam's first moment. Parameters that Muon updates have no second one."""
+"""Name of Muon's momentum: that of Adam's first moment. Parameters that Muon updates have no second one."""
 BY_MUON = "is_updated_by_muon"
 """The attribute of these parameters."""
 

@@ -31,7 +31,7 @@ class PackedRotaryEmbedding(torch.nn.Module):
         super().__init__()
         self.rotary, self.axes = rotary, axes
         self.positions: tuple[Tensor, int] | None = None
-        """Of the tokens, `[S]` or `[3, S]`, and one more than the greatest."""
+        """Positions of the tokens, `[S]` or `[3, S]`, and one more than the greatest."""
 
     def get_rotary_seq_len(self, *unused: Any, **also_unused: Any) -> int:
         """Length of the table of angles that the current positions need."""

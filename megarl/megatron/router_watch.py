@@ -52,7 +52,7 @@ class RouterWatch:
         self.aside = torch.zeros_like(self.sums)
         """Sums of earlier passes that the next `take` tells together with the last one's."""
         self.loads = torch.zeros(len(self.routers), self.experts, dtype=torch.float64, device=device)
-        """Of the whole batch, where a loss must know them before the backward pass."""
+        """Loads of the whole batch, where a loss must know them before the backward pass."""
         self.totals = torch.zeros(2, dtype=torch.float32, device=device)
         """Tokens and sequences of the whole batch, where losses are divided by them."""
         self._trains = False

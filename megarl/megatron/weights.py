@@ -32,7 +32,7 @@ from megarl.options.lora.peft_folder import AdapterFolder
 from megarl.options.lora.weight_map import is_adapter, with_adapters
 
 SCORE = "score.weight"
-"""What Hugging Face calls the value head, `[1, H]`, of a sequence classifier with one label."""
+"""Hugging Face's name of the value head, `[1, H]`, of a sequence classifier with one label."""
 
 
 def role_map(options: ModelOptions, folder: HFFolder) -> WeightMap:

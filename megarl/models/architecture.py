@@ -29,7 +29,7 @@ class SglangFacts:
     padded_heads: Callable[[HFConfig], int] = lambda hf_config: 0
     """Heads of the tower that its servers pad to a multiple of their ranks, between those that they are sent; 0: none."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What its servers are started with, so that they hold weights where they are sent; `rollout.engine_args` wins."""
+    """Arguments of its servers, so that they hold weights where they are sent; `rollout.engine_args` wins."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class DecoderTraits:
     projection_norms: bool = False
     """Whether `qk_layernorm` norms all heads of the queries together, and all of the keys, instead of each head."""
     embedding_multiplier: float = 1.0
-    """What embeddings are multiplied by."""
+    """Factor of embeddings."""
     rounded_multiplier: bool = False
     """Whether that number is rounded to the model's dtype first."""
     residual_multiplier: float = 1.0
-    """What the outputs of attention and MLP are multiplied by before they are added."""
+    """Factor of the outputs of attention and MLP before they are added."""
     logits_divisor: float = 1.0
-    """What logits are divided by, before a temperature."""
+    """Divisor of logits, before a temperature."""
 
 
 class LinearAttention(Protocol):
@@ -104,17 +104,17 @@ class Architecture:
     text_config: Callable[[HFConfig], HFConfig] = lambda hf_config: hf_config
     """The decoder's part of the config, with the fields that text families read."""
     vision: Callable[[HFConfig], Vision | None] = lambda hf_config: None
-    """What a config says of the tower; None of a family that only reads."""
+    """The tower that a config describes; None of a family that only reads."""
     other_types: tuple[str, ...] = ()
     """Further values of `model_type`, of models whose config differs in that alone."""
     other_names: tuple[tuple[str, str], ...] = ()
-    """What names of tensors begin with in folders that the hub does not have, and in those of the hub; the first one counts."""
+    """Beginnings of names of tensors in folders that the hub does not have, and in those of the hub; the first one counts."""
     fused_experts: Callable[[HFConfig], FusedExperts] | None = None
     """How the hub stores experts, where it does not store each one's tensors as the weight map calls them."""
     fused_rows: Callable[[HFConfig], FusedRows] | None = None
     """Which tensors the hub stores one below another, where the weight map calls each by a name of its own."""
     traits: Callable[[HFConfig], DecoderTraits] = lambda hf_config: DecoderTraits()
-    """What the decoder has beside megatron-core's own layers."""
+    """Traits of the decoder beside megatron-core's own layers."""
     linear: Callable[[HFConfig], LinearAttention | None] = lambda hf_config: None
     """The linear attention of some of the layers; None: all attend to keys and values."""
     layer_rope: Callable[[HFConfig], LayerRope | None] = lambda hf_config: None

@@ -12,7 +12,7 @@ from megarl.system.hub import MODEL_FILES, NOT_OF_MODELS, HubRepo
 
 Root = TypeVar("Root", bound=AnyConfig)
 CHECKPOINTS = (".metadata", "state.json", "*/state.json", "checkpoints/*/state.json")
-"""What a role's folder, a checkpoint, a folder of checkpoints, or a run has."""
+"""Files of a role's folder, a checkpoint, a folder of checkpoints, or a run."""
 
 
 def models_here(config: Root, *, weights: bool = True) -> Root:

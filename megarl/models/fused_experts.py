@@ -16,7 +16,7 @@ from megarl.errors import ModelError
 _OF_EXPERT = re.compile(r"(?P<block>.*\.mlp\.experts\.)(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.(?P<kind>weight|bias)")
 _STORED = re.compile(r"(?P<block>.*\.mlp\.experts\.)(?P<part>gate_up|down)_proj(?P<kind>|_bias|_blocks|_scales)")
 _KINDS = {"": "weight", "_blocks": "weight", "_bias": "bias"}
-"""What an expert's tensor is called, by how the name of the stored one ends; scales are part of what blocks are."""
+"""Names of an expert's tensors, by the end of the stored one's; scales are a part of blocks."""
 
 
 @dataclass(frozen=True)

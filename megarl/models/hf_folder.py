@@ -32,7 +32,7 @@ from megarl.system.atomic_files import whole_folder
 
 SINGLE_FILE = "model.safetensors"
 NAME_BYTES = 255
-"""Of a file's name, at most, on Linux."""
+"""Most bytes of a file's name on Linux."""
 INDEX_FILE = "model.safetensors.index.json"
 COMPANIONS = (
     "tokenizer*",

@@ -17,7 +17,7 @@ RowRange = tuple[int | None, int, int]
 FP8_BLOCK = 128
 """Rows and columns of a block that shares a scale in an FP8 checkpoint."""
 SCALE_SUFFIX = "_scale_inv"
-"""What an FP8 checkpoint adds to a tensor's name for its scales."""
+"""Ending of the names of an FP8 checkpoint's scales."""
 
 
 class Packing(Protocol):

@@ -86,7 +86,7 @@ REFUSED |= {
 
 
 CLASSIFIER = "ForSequenceClassification"
-"""What names of classes with a scalar head in place of the vocabulary end with."""
+"""Ending of names of classes with a scalar head in place of the vocabulary."""
 
 _users_own: dict[str, Architecture] = {}
 """By import path, what `use_architecture` has added in this process."""

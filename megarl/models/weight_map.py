@@ -20,7 +20,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint
 """Bytes of an element, by the dtype's name."""
 
 PREDICTION = "mtp."
-"""What parameters of the layer for multi-token prediction begin with."""
+"""Beginning of the names of the parameters of the layer for multi-token prediction."""
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(

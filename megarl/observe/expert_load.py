@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 EXPERTS = "experts"
-"""Of an update's metrics, one that is no number: by layer (zero-based) what was routed there."""
+"""Name of an update's metric that is no number: by layer (zero-based) the tokens routed there."""
 
 
 class LayerRouting(NamedTuple):

@@ -16,7 +16,7 @@ from rich.text import Text
 from megarl.observe.phases import Phases
 
 TOWER = {"tower": "policy/tower_flops_share"}
-"""Of steps whose prompts show pictures: the vision tower's share of the operations of updates."""
+"""Shown of steps whose prompts show pictures: the vision tower's share of the operations of updates."""
 SHOWN = {
     "reward": "reward/mean",
     "KL": "kl/reference",

@@ -37,13 +37,13 @@ class RunRecord:
     faults: Sequence[Mapping[str, Any]]
     summary: Mapping[str, Any]
     files: RunFiles
-    """What the rows and samples were read from, to be read on."""
+    """Files that the rows and samples were read from, to be read on."""
     profiles: Sequence[str]
     """Files of profiled steps, relative to the folder."""
     machine: Mapping[str, Any]
-    """What it is computed on and by: `machine`, `versions`, `commit`, `gpus`, `gpu`; of an older run what its summary says."""
+    """The machine and software: `machine`, `versions`, `commit`, `gpus`, `gpu`; of an older run those of its summary."""
     end: Mapping[str, Any]
-    """Of a run that ended early, its `state`, `failed` or `interrupted`, and `why`."""
+    """End of a run that ended early: its `state`, `failed` or `interrupted`, and `why`."""
     nodes: int = 1
     """Machines that it had."""
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 Class = TypeVar("Class", bound=type)
 Span = tuple[str, float, float]
-"""What was done, and when it began and ended in seconds since the epoch."""
+"""An activity, and when it began and ended in seconds since the epoch."""
 DRIVER = "driver"
 TRACED_RANKS = 64
 """Ranks of a group whose spans are kept."""

@@ -17,9 +17,9 @@ from megarl.planning.gpus import GPUS_PER_NODE
 
 LARGEST_PP, LARGEST_CP, LARGEST_EP, LARGEST_ENGINE = 64, 8, 64, 2 * GPUS_PER_NODE
 LEAST_LAYERS = 2
-"""Of a pipeline stage, and of a virtual one, on average: thinner ones wait for each other."""
+"""Least layers of a pipeline stage, and of a virtual one, on average: thinner ones wait for each other."""
 LEAST_TOKENS = 1024
-"""Of the longest sequence on a rank of context parallelism: shorter shares take longer to send than they spare."""
+"""Least tokens of the longest sequence on a rank of context parallelism: shorter shares take longer to send than they spare."""
 MOST_CHUNKS = 3
 """Different `vpp` that are tried of a number of stages."""
 RECOMPUTED = ("none", "selective", "full")

@@ -15,33 +15,33 @@ class Efficiencies:
     products: float = 0.68
     """Of the BF16 peak, reached by products where all sequences are of one length. From pretraining of Llama 8B and 70B."""
     fp8: float = 0.6
-    """Of the FP8 peak, reached by products of layers in FP8, casts included. From pretraining of Llama 8B and SFT of 70B."""
+    """Share of the FP8 peak reached by products in FP8, casts included. From pretraining of Llama 8B and SFT of 70B."""
     experts: float = 0.5
-    """Of the peak, reached by grouped products of experts. From pretraining of Qwen3-30B-A3B."""
+    """Share of the peak reached by grouped products of experts. From pretraining of Qwen3-30B-A3B."""
     unequal: float = 0.72
-    """Of the speed, left where sequences differ in length: ranks wait for the one with most. From RL of Llama and Qwen3."""
+    """Share of the speed left where sequences differ in length: ranks wait for the longest. From RL of Llama and Qwen3."""
     hbm: float = 0.8
-    """Of the rate of the GPU's memory, reached between products: norms, activations, logits. An assumption."""
+    """Share of the rate of the GPU's memory reached between products: norms, activations, logits. An assumption."""
     links: float = 0.7
-    """Of the rates of NVLink and the network. An assumption."""
+    """Share of the rates of NVLink and the network. An assumption."""
     decoding: float = 0.7
-    """Of a decoding step's roofline. From RL of Llama 8B and 70B, Qwen3 32B and 30B-A3B."""
+    """Share of a decoding step's roofline. From RL of Llama 8B and 70B, Qwen3 32B and 30B-A3B."""
     prefill: float = 0.5
-    """Of the BF16 peak, that engines reach while they read prompts. An assumption."""
+    """Share of the BF16 peak that engines reach while they read prompts. An assumption."""
     decoding_step_s: float = 6e-3
-    """Of every decoding step: the server's scheduler, launches, sampling. From the same runs as `decoding`."""
+    """Seconds of every decoding step: the server's scheduler, launches, sampling. From the same runs as `decoding`."""
     node_latency_s: float = 20e-6
-    """Of each all-reduce of a decoding step among ranks of one node. From the same runs as `decoding`."""
+    """Seconds of each all-reduce of a decoding step among ranks of one node. From the same runs as `decoding`."""
     network_latency_s: float = 150e-6
-    """Of each all-reduce of a decoding step among ranks on two nodes; on n nodes log2(n) times as much. An assumption."""
+    """Seconds of each all-reduce of a decoding step among two nodes; on n nodes log2(n) times as much. An assumption."""
     layer_s: float = 3e-4
-    """Of a forward pass of a micro-batch through a layer: about 30 launches. An assumption."""
+    """Seconds of a forward pass of a micro-batch through a layer: about 30 launches. An assumption."""
     expert_layer_s: float = 3.75e-3
     """The same through a layer with experts, where the host waits for counts of tokens. From RL of Qwen3-30B-A3B."""
     update_s: float = 0.3
-    """Of a weight update: pausing, flushing, checking. From updates of Qwen3-4B and Qwen3-30B-A3B."""
+    """Seconds of a weight update: pausing, flushing, checking. From updates of Qwen3-4B and Qwen3-30B-A3B."""
     tensor_s: float = 1e-4
-    """Of each tensor of the model in a weight update: its name, handle and checksum. From updates of Qwen3-30B-A3B."""
+    """Seconds of each tensor of the model in a weight update: name, handle and checksum. From updates of Qwen3-30B-A3B."""
     turn_gb_per_s: float = 4.0
     """At which a rank of an engine that takes turns with the trainer takes weights over. From RL of Llama and Qwen3."""
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megarl.planning.roles import Engines, RunShape
 
 PREFILL_TOKENS, DECODED_AT_ONCE = 8192, 256
-"""What SGLang works on at once, at most: prompt tokens of a prefill, sequences whose logits exist."""
+"""Most that SGLang works on at once: prompt tokens of a prefill, sequences whose logits exist."""
 RELAYED_LOADS = 3
 """On a training rank that hands weights of others on: one that it sends, one that it receives and the last that it received."""
 

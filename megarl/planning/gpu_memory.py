@@ -51,7 +51,7 @@ class MemoryPlan:
     kv_tokens: int
     kv_wanted: int
     moved_bytes: float = 0.0
-    """What goes to main memory and back in each step, of the GPU that moves most; 0 where nothing takes turns."""
+    """Bytes that go to main memory and back in each step, of the GPU that moves most; 0 where nothing takes turns."""
 
     @property
     def worst(self) -> GpuMemory:

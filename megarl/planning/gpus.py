@@ -37,9 +37,9 @@ class GpuSpec:
     nvlink_gpus: int = GPUS_PER_NODE
     """How many of them NVLink joins."""
     cuda_name: str | None = None
-    """What CUDA calls it."""
+    """CUDA's name of it."""
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
-    """What it reaches of these figures."""
+    """Shares of these figures that it reaches."""
 
     @property
     def usable_bytes(self) -> float:

@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from megarl.planning.roles import Engines, PlannedRole, RunShape
 
 REMAINDER_BYTES = 2
-"""Of a bfloat16 weight that is a moving average: what float32 has more, on every rank that has the weight."""
+"""Bytes of a bfloat16 weight that is a moving average: float32's further ones, on every rank that has the weight."""
 STATIC = ("parameters", "gradients", "optimizer")
 MOMENTARY = ("activations", "tower activations", "logits", "communication", "optimizer step")
-"""Of a forward and backward pass, and of the optimizer's step that follows it."""
+"""Memory of a forward and backward pass, and of the optimizer's step that follows it."""
 ENGINES = ("engine", "lent")
 """Engines with GPUs of their own or of all, and those that the trainer's GPUs are lent to."""
 HOST_BYTES_OF_A_PARAMETER = 16

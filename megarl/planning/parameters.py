@@ -57,7 +57,7 @@ class ParameterCounts:
 
 
 NOTHING_HELD = ParameterCounts(dense=0, expert=0, products=0, value_head=0, buffers=0)
-"""Of a role that computes with weights of another."""
+"""Parameters of a role that computes with weights of another."""
 
 
 @cache

@@ -19,13 +19,13 @@ from megarl.planning.memory import precision_of
 from megarl.planning.roles import PlannedRole, RunShape
 
 FULL = 0.98
-"""Of the longest sequence: from this mean length on, sequences count as equally long."""
+"""Share of the longest sequence: from this mean length on, sequences count as equally long."""
 LOGIT_PASSES = 4
 """Times that logits in float32 are written or read: the product, the largest, the sum, the log-prob."""
 AUTOGRAD = 4 / 3
 """Launches of a pass that autograd records, or replays, beside one that it doesn't."""
 GRADIENT_BYTES = 8
-"""Of a weight's gradient in float32, which each micro-batch reads and writes."""
+"""Bytes of a weight's gradient in float32 that each micro-batch reads and writes."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class PlannedRole:
 
 
 ADAPTER_PLACES = 2
-"""Of an SGLang server: the policy's adapters, and one place that stays empty, for requests without any."""
+"""Places of an SGLang server: the policy's adapters, and one that stays empty, for requests without any."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ MORE = 8
 SHOWN = 10
 """Layouts of a search that are shown, and whose seconds have the weight update in them."""
 REFINED = 48
-"""Of the best layouts, how many are tried with virtual stages and other micro-batches."""
+"""Number of the best layouts that are tried with virtual stages and other micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class _Candidate:
     config: AnyConfig
     plan: CapacityPlan
     seconds: float
-    """Of a step without the weight update, whose plan takes long to make."""
+    """Seconds of a step without the weight update, whose plan takes long to make."""
 
 
 def stated(layout: Layout) -> str:

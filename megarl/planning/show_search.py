@@ -10,7 +10,7 @@ from megarl.planning.plan import CapacityPlan
 from megarl.planning.search import Found, Ranked, gains, stated
 
 EXPLAINED = 3
-"""Of the best layouts, how many are compared with the config's own by phase."""
+"""Number of the best layouts that are compared with the config's own by phase."""
 KV_CACHE = ("engine", "KV cache")
 
 

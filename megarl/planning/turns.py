@@ -29,11 +29,11 @@ STATED = {
 }
 """A turn as the end of a sentence."""
 ASLEEP_BYTES = 1.9e9
-"""What a server that sleeps keeps of a GPU, its context included: measured on an H100 (docs/gpu.md)."""
+"""Bytes that a sleeping server keeps of a GPU, its context included: measured on an H100 (docs/gpu.md)."""
 STAGING_BYTES = STAGED_LOADS * LOAD_BYTES["cuda"]
 """Buffers that a training rank sends weights in."""
 RESERVE_BYTES = 10 * 2**30
-"""What megarl leaves a server beside weights, KV cache and trainer (rollout/engines/sglang/server.py: `WORKING_BYTES`)."""
+"""Bytes left to a server beside weights, KV cache and trainer (rollout/engines/sglang/server.py: `WORKING_BYTES`)."""
 
 
 def takes_turns(config: AnyConfig, platform: str) -> bool:

@@ -20,7 +20,7 @@ ENVIRONMENT = {
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
 }
-"""What CUDA, NCCL and cuBLAS read as they start; where the environment has other values, they stay."""
+"""Variables that CUDA, NCCL and cuBLAS read as they start; where the environment has other values, they stay."""
 
 
 class CudaPlatform(Platform):

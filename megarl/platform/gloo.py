@@ -21,7 +21,7 @@ from megarl.platform.peer_memory import of_peers
 LARGE_BYTES = 2**20
 """From here on tensors are exchanged by pairs of ranks; for smaller ones a collective's fewer messages count for more."""
 PART_ELEMENTS = 2**20
-"""Of a shard that is summed, what is on its way at a time, from each other rank, while the part before is added."""
+"""Elements of a summed shard on their way at a time, from each other rank, while the part before is added."""
 
 
 def all_gather_of_any_sizes(all_gather: Callable) -> Callable:

@@ -58,7 +58,7 @@ TRIED_S = 60.0
 SCORED_S = 600.0
 """For the samples of a step, by all sources together."""
 _MARGIN_S = 5.0
-"""What a scorer is told to be done before the deadline, so that slow answers get 0 and do not end the run."""
+"""Seconds before the deadline at which a scorer is told to be done, so that slow answers get 0 and do not end the run."""
 
 
 class RewardSetting(Protocol):

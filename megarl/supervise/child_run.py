@@ -38,7 +38,7 @@ TEARDOWN_S = 90.0
 """For an attempt that failed to take down its world; then it is ended."""
 SLICE_S = 0.2
 INPUTS = "inputs"
-"""What an attempt is at before its first phase: it reads what the user gave, and nothing is begun or written."""
+"""Name of an attempt's work before its first phase: it reads the user's files, and nothing is begun or written."""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -54,7 +54,7 @@ class ExitStatus:
     failure: dict[str, Any] | None = None
     """`kind`, `who` and `what` of the error that ended it, or of what was noticed from outside."""
     was_told: bool = False
-    """It left because it was told to."""
+    """Left because it was told to."""
     failed_at: float = 0.0
     """When that was noticed, in `time.monotonic()`."""
 

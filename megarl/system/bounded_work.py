@@ -34,7 +34,7 @@ class _Work:
     ends_at: float
     most_bytes: int
     bound: str = ""
-    """What ended it."""
+    """Limit that ended it."""
 
 
 class _Watch:

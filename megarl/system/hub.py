@@ -17,7 +17,7 @@ from typing import Literal
 from megarl.errors import MegarlError
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
-"""What megarl and SGLang read of a model: no weights in other formats, no code."""
+"""Files that megarl and SGLang read of a model: no weights in other formats, no code."""
 NOT_OF_MODELS = ("original/*", "onnx/*")
 _NAME = re.compile(r"(?P<scheme>hf://(datasets/|models/)?)?(?P<repo>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w./-]+))?")
 _SNAPSHOT = re.compile(r"(?P<cache>.+)/models--(?P<owner>.+?)--(?P<name>.+)/snapshots/(?P<commit>[0-9a-f]{40})/?")

@@ -8,7 +8,7 @@ import sys
 from typing import Any, TextIO
 
 GONE = (errno.EPIPE, errno.EIO)
-"""What writing to a pipe without a reader fails with, and to a terminal that is no more."""
+"""Errors of writing to a pipe without a reader, and to a terminal that is no more."""
 
 
 def outlive_readers() -> None:

@@ -178,7 +178,7 @@ def _refusal_on_cpu(config: HFConfig, tp: int) -> str | None:
 
 
 RunningDigest = xxhash.xxh3_128
-"""What `digest` is on a CPU, for bytes that come part by part."""
+"""`digest` on a CPU, for bytes that come part by part."""
 
 
 def digest(tensor: torch.Tensor) -> str:

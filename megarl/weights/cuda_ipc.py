@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 WORDS_AT_ONCE = 2**24
-"""Of 8 bytes, hashed at a time: some temporary tensors of 128 MiB."""
+"""Words of 8 bytes hashed at a time: some temporary tensors of 128 MiB."""
 _FIRST, _SECOND, _PLACE = 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85, 0x5851F42D4C957F2D  # odd: products with them lose no bit
 
 

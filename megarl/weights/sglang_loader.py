@@ -64,9 +64,9 @@ OF_TWO_LENGTHS = (".qkv_proj.", ".fused_qkv_a_proj_with_mqa.", ".in_proj_qkvz.")
 """Fused parameters of which the first tensor may be of another length than the others: q beside k and v, which Qwen3.5 has in
 one tensor beside the gates."""
 DERIVED_FROM = ".self_attn.kv_b_proj."
-"""What multi-head latent attention computes with is not this parameter, but copies of its two halves (`w_kc`, `w_vc`)."""
+"""Name of a parameter that latent attention does not compute with itself, but by copies of its halves (`w_kc`, `w_vc`)."""
 HUB_PREFIXES = (("model.visual.", "visual."), ("model.language_model.", "model."))
-"""What names of some vision-language models begin with on the hub, and in engines."""
+"""Beginnings of names of some vision-language models on the hub, and in engines."""
 TOWER = "visual."
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
@@ -77,7 +77,7 @@ EXPERT = re.compile(
 # projection of an expert -> (engine suffix, position among the expert's projections in it, how many); w1, w3, w2: Mixtral's
 EXPERTS, BIAS = "w13_weight", "_bias"
 SUMMED_BIAS = "w2_weight_bias"
-"""Of the experts' outputs, which the ranks that split an expert add up: the first has it, the others zeros."""
+"""Bias of the experts' outputs, which the ranks that split an expert add up: the first has it, the others zeros."""
 EXPERT_FUSED = {
     "gate_proj": (EXPERTS, 0, 2),
     "w1": (EXPERTS, 0, 2),
@@ -99,7 +99,7 @@ class ModelParameters:
     up_first: Collection[str] = ()
     alternating: Collection[str] = ()
     of_draft: tuple[str, ...] = ()
-    """What names begin with that are not this model's, but its draft's."""
+    """Beginnings of names that are not this model's, but its draft's."""
 
     @property
     def device(self) -> torch.device:

@@ -73,7 +73,7 @@ class ServerEndpoint:
     url: str
     layout: EngineLayout
     token: str = field(repr=False)
-    """What the server wants to see in every request."""
+    """Secret that the server wants to see in every request."""
     store: tuple[str, int] = ("127.0.0.1", 0)
     """Where its owner keeps the store by which process groups with its ranks are made."""
 

@@ -23,8 +23,8 @@ CLOSURES = (
     "megarl.weights.pusher",
 )
 """Modules whose import closures are told: the loop, a role on a rank, the scheduler, the sender of weights."""
-RIDDLES = ("what", "those", "as", "of", "which", "whether", "how", "that", "it", "its", "where", "who", "whose", "see")
-"""First words of a docstring that make it neither a verb nor a noun phrase."""
+RIDDLES = ("what", "those", "as", "of", "which", "whether", "that", "it", "its", "where", "who", "whose")
+"""Pronouns and the like that a docstring should not begin with."""
 OPTION_WORDS = re.compile(
     r"\b(\w*lora\w*|\w*adapter\w*|\w*picture\w*|\w*vision\w*|\w*media\w*|\w*routes?\b|\w*replay\w*|\w*draft\w*|\w*mtp\w*|"
     r"\w*speculative\w*|\w*prediction\w*|\w*teacher\w*|\w*distill\w*|\w*ptx\w*|\w*curriculum\w*|\w*mirror\w*|\w*sandbox\w*|"

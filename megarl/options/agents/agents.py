@@ -33,7 +33,7 @@ from megarl.rollout.episodes.commands import CommandFolder, CommandFolders
 from megarl.system.process_tree import descendants, end_tree
 
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ")
-"""What a command's environment has of the run's; everything else must be named."""
+"""Variables of the run's environment that a command has; everything else must be named."""
 LAST_WORDS = 4096
 """Bytes of what an agent printed that are kept."""
 START_S = 120.0

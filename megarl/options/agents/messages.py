@@ -57,7 +57,7 @@ class SessionMessage:
     calls: tuple[SaidCall, ...] = ()
     reasoning: str = ""
     call_id: str = ""
-    """Of a tool's message: which call it answers."""
+    """Id of the call that a tool's message answers."""
     name: str = ""
     pictures: tuple[tuple[int, KeptPicture], ...] = ()
     """Pictures in `text`, each before the character with its number."""

@@ -107,9 +107,9 @@ class AgentSession:
         self._history = history
         self.limits, self.tree, self.counts = limits, TurnTree(), counts
         self.reward: float | None = None
-        """What the agent said that its episode is worth."""
+        """Worth of the episode, as the agent said it."""
         self.conversations: dict[str, tuple[SessionMessage, ...]] = {}
-        """What was said up to each response that a later request may name, without instructions, by its id."""
+        """Messages up to each response that a later request may name, without instructions, by its id."""
         self.is_cut = False
         """Whether the last that it asked for was beyond its limits."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -35,7 +35,7 @@ class Teachers(StepPart):
         self.rewards_are_read = bool(settings.reward_coef)
         self.role_of = {one.name: one.role for one in self.teacher.named}
         self.top_k: TopK | None = None
-        """Of the ids that all these models have."""
+        """Ids that all these models have, the likeliest of which are asked for."""
         if settings.in_loss:
             folders = [config.model.path, *self.teacher.folders.values()]
             self.top_k = TopK(settings.top_k, min(map(_vocabulary, folders)))

@@ -28,7 +28,7 @@ INT4_GROUPS = (32, 64, 128)
 PER_WORD = 8
 """Numbers of four bits in an int32."""
 PACKED, GROUP_SCALE, SHAPE = "_packed", "_scale", "_shape"
-"""What compressed-tensors adds to a weight's name."""
+"""Endings that compressed-tensors adds to a weight's name."""
 NOT_EXPERTS = r"re:^(?!.*\.experts\.\d+\.).*$"
 """The modules of a model that are no expert's, as compressed-tensors' `ignore` takes them."""
 

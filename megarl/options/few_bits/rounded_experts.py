@@ -16,7 +16,7 @@ from megarl.errors import ModelError
 from megarl.options.few_bits.int4 import fake_quantised
 
 _LAYER = re.compile(r"(.*\.)?mlp\.experts\.(local_experts\.\d+\.)?linear_fc[12]")
-"""Of experts that run one after another, and of those in one grouped module."""
+"""Names of experts that run one after another, and of those in one grouped module."""
 _WEIGHT = re.compile(r"weight\d*")
 
 

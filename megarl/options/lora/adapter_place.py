@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.options.lora.weight_map import LORA_A, LORA_B, Lora
 
 ADAPTERS = "policy"
-"""What the server calls its adapters, whatever their version."""
+"""The server's name of its adapters, whatever their version."""
 _MANAGER = "megarl_adapters"
 
 

@@ -23,9 +23,9 @@ from megarl.models.weight_map import BoundRule, Rule, WeightMap
 from megarl.options.lora.config import ALL_LINEAR
 
 SUFFIX = "_lora"
-"""What the module of a layer's adapter is called, behind the layer's own name."""
+"""Name of the module of a layer's adapter, behind the layer's own name."""
 IN_CHECKPOINTS = "adapters."
-"""What the keys of adapters in checkpoints begin with, before the hub's names of their tensors."""
+"""Beginning of the keys of adapters in checkpoints, before the hub's names of their tensors."""
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 """How the names of an adapter's tensors end, as in PEFT's folders."""
 

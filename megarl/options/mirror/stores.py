@@ -26,7 +26,7 @@ class CopyStore(Protocol):
     """A place for files. Names are relative, with `/` between folders. What fails is a `MirrorError`."""
 
     address: str
-    """What a sentence calls the place."""
+    """Name of the place in a sentence."""
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Bytes of every file below `folder`, by its whole name."""

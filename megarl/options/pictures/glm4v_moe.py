@@ -42,7 +42,7 @@ DEFAULTS = {
 POSITION_BYTES = 2 * 4
 """Height and width as float32: `grid_sample` interpolates."""
 ROPE_BASE = 10000.0
-"""Of the tower's angles in SGLang (0.5.23: models/glm4v.py), whatever the config says."""
+"""Base of the tower's angles in SGLang (0.5.23: models/glm4v.py), whatever the config says."""
 
 
 def text_config(hf_config: HFConfig) -> HFConfig:

@@ -25,7 +25,7 @@ from megarl.options.pictures.media import PictureRules
 from megarl.system.atomic_files import write_bytes_atomically
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"""What is read. Pillow knows more, some of which start other programs (EPS)."""
+"""Formats that are read. Pillow knows more, some of which start other programs (EPS)."""
 LARGEST_PIXELS = 89_478_485
 """Pixels of a picture before it is resized: what Pillow warns of as a decompression bomb."""
 LARGEST_RATIO = 200

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Pixels = tuple[tuple[str, ...], tuple[int, int, int]]
-"""What the pixels of a picture follow from: digests of its files and its grid."""
+"""Identity of a picture's pixels: digests of its files and its grid."""
 
 
 @dataclass(frozen=True)

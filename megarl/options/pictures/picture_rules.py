@@ -17,7 +17,7 @@ all Qwen-VL models, and GLM's.
 True: its limits count the pixels of all frames of a patch, and it enlarges small sides first.
 """
 MARKS = (("vision_start_token_id", "vision_end_token_id"), ("image_start_token_id", "image_end_token_id"))
-"""What config.json calls the tokens around a picture, in one family or another."""
+"""config.json's names of the tokens around a picture, in one family or another."""
 VIDEO_MARKS = ("video_start_token_id", "video_end_token_id")
 """Those around a video, where they are others."""
 TOWER_FIELDS = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}

@@ -56,9 +56,9 @@ class SeeingModel(GPTModel):
             self.visual = tower
         self.pictures, self.eager = pictures, eager
         self.tower_time = TowerTime()
-        """Of the tower's forward passes in updates."""
+        """Seconds of the tower's forward passes in updates."""
         self.seen: StreamMedia | None = None
-        """What this rank's tokens show, on its device: set before the forward pass."""
+        """Pictures that this rank's tokens show, on its device: set before the forward pass."""
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:
         """Run the model as GPTModel does, `input_ids` `[1, S]`."""

@@ -15,11 +15,11 @@ from megarl.errors import DataError, PictureError
 from megarl.options.pictures.images import LARGEST_PIXELS, read_bytes
 
 FEWEST_FRAMES = 4
-"""Of a video that is shorter than `fps` would give this many of; Qwen-VL's own number."""
+"""Frames of a video that is shorter than `fps` would give this many of; Qwen-VL's own number."""
 
 Kept = TypeVar("Kept")
 COMPLETE = 0.8
-"""Of the length that a video's header states: less was cut off. Rates of frames are averages, so it need not be exact."""
+"""Share of the length that a video's header states: less was cut off. Rates of frames are averages, so it is not exact."""
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from megarl.errors import ModelError
 from megarl.models.hf_fields import refuse, size, with_defaults
 
 TOWER = "visual."
-"""What the tower's parameters begin with in the model that is trained, and in its checkpoints."""
+"""Beginning of the names of the tower's parameters in the model that is trained, and in its checkpoints."""
 PROJECTOR = (f"{TOWER}merger.", f"{TOWER}deepstack_merger_list.", f"{TOWER}downsample.")
-"""What those of its parameters begin with that make tokens' features of patches' ones."""
+"""Beginnings of the names of those of its parameters that make tokens' features of patches' ones."""
 
 Shapes = dict[str, tuple[int, ...]]
 """Tensors by the name that they have in the tower."""

@@ -60,7 +60,7 @@ class Speculation:
         """`open_draft` makes the draft of one batch; `states` if it begins with those of the policy."""
         self.num_steps, self.open_draft, self.states = num_steps, open_draft, states
         self.held: dict[str, Tensor] = {}
-        """What of the draft is updated with the policy, by hub name."""
+        """Weights of the draft that are updated with the policy, by hub name."""
 
     @classmethod
     def of(cls, settings: SpeculativeConfig, folder: str | Path, policy: Any, load: Callable[[str], Any]) -> Speculation | None:

@@ -13,7 +13,7 @@ from megarl.options.few_bits.formats import engine_format
 from megarl.options.pictures.picture_rules import sees
 
 NAMES = {"mtp": "NEXTN", "ngram": "NGRAM", "standalone": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
-"""What SGLang calls each algorithm."""
+"""SGLang's name of each algorithm."""
 
 DRAFTING = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families of whose layer for multi-token prediction SGLang makes a draft."""

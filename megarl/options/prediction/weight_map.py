@@ -17,7 +17,7 @@ from megarl.models.packings import Copy
 from megarl.models.weight_map import PREDICTION, PredictionLayer, Rule
 
 OWN = PREDICTION + "layers.0."
-"""What its parameters begin with: megatron-core's names."""
+"""Beginning of its parameters' names: megatron-core's."""
 
 
 def behind_the_decoder(hf_config: dict[str, Any], sizes: DenseSizes, layer: Iterable[Rule], default: int = 0) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class Container:
     """The way in which commands become containers."""
 
     wrap: Sequence[str]
-    """What stands before a command."""
+    """Words that stand before a command."""
     start: Sequence[str] = ()
     """Starts a container in which commands are run."""
     after: Sequence[str] = ()

@@ -30,7 +30,7 @@ FLOOD = 64
 OVERFULL = 2
 """Times of its size above which the folder is emptied."""
 ENTRY_BYTES = 4096
-"""What each file and folder counts at least."""
+"""Least bytes that each file and folder counts."""
 CONTAINER_S = 60.0
 """For each of a container's own commands."""
 DEEPEST = 3000

@@ -101,7 +101,7 @@ class Sandboxes:
         """`container` None: the kernel confines commands. `port`: of this machine, to which they may connect."""
         self.settings, self.is_container = settings, container is not None
         self.kind = container.wrap[0] if container is not None else "seccomp"
-        """What confines commands, as `rollout.episode.sandbox.kind` calls it."""
+        """Confinement of commands, as `rollout.episode.sandbox.kind` calls it."""
         self._threads = ThreadPoolExecutor(settings.at_once, thread_name_prefix="sandbox")
         self._open: set[Sandbox] = set()
         path = os.pathsep.join(dict.fromkeys([f"{sys.prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin"]))

@@ -23,7 +23,7 @@ from megarl.megatron.attention import QueryRange, ReferenceAttention, StreamAtte
 aten = torch.ops.aten
 
 FLASH_MULTIPLE = 8
-"""Of which torch's flash attention takes heads, up to 256 wide."""
+"""Multiple of which torch's flash attention takes heads, up to 256 wide."""
 
 
 @dataclass

@@ -23,7 +23,7 @@ from megarl.options.telemetry.tracker_backends import MLflow, SwanLab, TensorBoa
 from megarl.system.user_code import describe, load_user_object, why_not_called
 
 FAILURES = 3
-"""Of a tracker in a row, after which it is told no more."""
+"""Failures of a tracker in a row, after which it is told no more."""
 _BUILT_IN: dict[str, Callable[[AnyConfig, Path, int | None], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,

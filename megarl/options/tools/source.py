@@ -10,7 +10,7 @@ from megarl.errors import EpisodeError
 from megarl.options.tools.answers import ToolAnswer
 
 CallTool = Callable[[str, Mapping[str, Any]], Awaitable[ToolAnswer]]
-"""What a tool answers, by its name and arguments. Whatever a tool does is an answer; `EpisodeError` where none can be had."""
+"""A tool's answer, by its name and arguments. Whatever a tool does is an answer; `EpisodeError` where none can be had."""
 
 
 class ToolSource(Protocol):

@@ -15,7 +15,7 @@ Store = tuple[str, int]
 """Host and port of an engine's store."""
 
 _readers: dict[Store, tuple[RemoteReader, TCPStore]] = {}
-"""What this process reads with and where it says how that went, by the engine's store; NIXL is imported when it first reads."""
+"""Reader of this process and where it says how that went, by the engine's store; NIXL is imported when it first reads."""
 
 
 def read(

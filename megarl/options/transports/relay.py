@@ -23,7 +23,7 @@ from megarl.weights.staging import pack, packed_starts
 from megarl.workers.planned_part import PlannedPart
 
 BY_ITEMSIZE = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
-"""What engines hold, by the bytes of an element."""
+"""Types that engines hold, by the bytes of an element."""
 
 
 class Relay:

@@ -61,7 +61,7 @@ class ReadSender(ServerSender):
 
     in_flight = 2  # the server takes one after the other, in any order, and need not wait for the next to come
     _calls = count()
-    """Of all senders of this process: an engine that was lost may have left keys of its calls."""
+    """Numbers of the calls of all senders of this process: an engine that was lost may have left keys of its calls."""
 
     def __init__(self, endpoint: ServerEndpoint, timeout_s: float = 300.0) -> None:
         """Raises EngineError where NIXL cannot be imported."""

@@ -40,7 +40,7 @@ _READABLE = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/d
 
 _RUN_FROM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/opt")
 _SETTINGS = ("ld.so.cache", "localtime", "passwd", "group", "nsswitch.conf", "alternatives", "hosts", "resolv.conf", "ssl")
-"""Of /etc, for commands."""
+"""Files of /etc, for commands."""
 _DEVICE_FILES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/urandom", "/dev/random")
 _SYSTEM_FIGURES = ("/proc/meminfo", "/proc/cpuinfo", "/proc/stat", "/proc/loadavg", "/proc/version")
 _PR_SET_KEEPCAPS = 8

@@ -34,10 +34,10 @@ _ANSWERS_PER_CHILD = 64
 
 
 _KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "HOME")
-"""Of the environment: what an interpreter may need to start. Keys and tokens are not handed on."""
+"""Variables of the environment that an interpreter may need to start. Keys and tokens are not handed on."""
 
 Question = tuple[tuple[Any, ...], str]
-"""What the row says (the arguments of a judge's first half) and the answer."""
+"""The row's side (the arguments of a judge's first half) and the answer."""
 
 
 class ChildPool:

@@ -32,7 +32,7 @@ class SandboxLimits:
     memory_bytes: int = 1 << 30
     """Address space."""
     output_bytes: int = 1 << 20
-    """What it may print; a program that prints more is ended."""
+    """Most bytes that it may print; a program that prints more is ended."""
 
 
 class OutOfTimeError(Exception):

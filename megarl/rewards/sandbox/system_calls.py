@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 Numbers = tuple[int | None, int | None]
-"""Of a system call on x86_64 and on aarch64; None: the machine has no such call."""
+"""Numbers of a system call on x86_64 and on aarch64; None: the machine has no such call."""
 
 # name: number on x86_64, number on aarch64 (None: the machine has no such call)
 ALLOWED: dict[str, Numbers] = {

@@ -102,7 +102,7 @@ _PLAIN: dict[type, Callable[[Any], Any]] = {
     set: lambda value: {*set.__iter__(value)},
     frozenset: lambda value: frozenset(frozenset.__iter__(value)),
 }
-"""Of a value of a subclass, what it is to its base."""
+"""Plain value of one of a subclass, by its base."""
 
 
 def decode(given: Any, resolve: Resolve) -> Any:

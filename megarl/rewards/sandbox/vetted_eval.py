@@ -17,7 +17,7 @@ _LITERALS = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Se
 _ARITHMETIC = (ast.UnaryOp, ast.BinOp, ast.unaryop, ast.operator, ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop)
 
 TAKE_TEXT = frozenset(("Symbol", "Integer", "Float", "Rational", "Function"))
-"""What sympy writes around the names and numbers of a formula; nothing else is called with a text."""
+"""Names that sympy writes around the names and numbers of a formula; nothing else is called with a text."""
 _FUNCTIONS = """
     sin cos tan cot sec csc asin acos atan atan2 acot asec acsc
     sinh cosh tanh coth sech csch asinh acosh atanh acoth asech acsch exp log

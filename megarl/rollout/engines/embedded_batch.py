@@ -32,7 +32,7 @@ class OpenResponse:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     routes: list[Routes] = field(default_factory=list)
-    """Of its tokens so far, under the weights that it is sampled by now."""
+    """Routes of its tokens so far, under the weights that it is sampled by now."""
     drafts: DraftCounts = NO_DRAFTS
     prefill: PrefillCounts = NO_PREFILLS
     finish_reason: FinishReason | None = None

@@ -54,16 +54,16 @@ class EpisodeContext:
     tool_max_tokens: int = 1024
     """Tokens of one answer of a tool or an environment; what is longer is cut, and says so."""
     chat: TurnTemplate | None = None
-    """What is written between turns; None where there is one turn."""
+    """Text between turns; None where there is one turn."""
     tools: ToolSet | None = None
     shared: Any = None
-    """What the episodes of an option's kind share, such as how an environment is made; its `close`, if any, ends it."""
+    """Things that the episodes of an option's kind share, such as how an environment is made; its `close`, if any, ends it."""
     pictures: PictureKeeper | None = None
     """Keeps what tools and environments show; None: the model takes no pictures."""
     system_prompt: str | None = None
     """System message before what an environment begins with."""
     choices: list[str] = field(default_factory=list)
-    """What was chosen where the config leaves it open, for the run to tell at its start."""
+    """Choices made where the config leaves them open, for the run to tell at its start."""
     counts: Counter[str] = field(default_factory=Counter)
     """How often what happened since `take_counts`: `turns`, `tool_calls`, `tool_errors`, `tool_timeouts`, `tool_cuts` and
     `malformed_calls`."""

@@ -27,7 +27,7 @@ _TURN, _TOLD = "\ue000the turn\ue001", "megarl-told"
 """Stand for what the policy said and was told; nothing that a template writes by itself."""
 
 CHARACTERS_PER_TOKEN = 32
-"""What is longer than so many characters per allowed token is cut before it is tokenised."""
+"""Characters per allowed token, beyond which a text is cut before it is tokenised."""
 
 
 @dataclass(frozen=True)

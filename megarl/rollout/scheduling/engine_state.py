@@ -20,7 +20,7 @@ CUT_POLL_S = 0.02
 HEALTH_S = 10.0
 """For an engine to say that it is well."""
 FAILURES = 3
-"""Of an engine in a row, or of a request on engines that are well, before the run ends with the last one's sentence."""
+"""Failures of an engine in a row, or of a request on engines that are well, before the run ends with the last sentence."""
 END_S = 10.0
 """For an engine to free what it keeps for conversations."""
 
@@ -84,13 +84,13 @@ class EngineState:
     """Why it failed last."""
     restarting: asyncio.Task[None] | None = None
     fell_behind: bool = False
-    """It failed since the update began that is under way, and so cannot have what that update gave it."""
+    """Failed since the update began that is under way, and so cannot have what that update gave it."""
     is_lent: bool = False
-    """It stands on GPUs of the trainer, which are lent to it while the trainer waits."""
+    """Stands on GPUs of the trainer, which are lent to it while the trainer waits."""
     rests: bool = False
-    """It sleeps: it is given neither requests nor weights."""
+    """Sleeps: it is given neither requests nor weights."""
     is_left_out: bool = False
-    """It failed for good, and the run goes on without it: it rests until the end."""
+    """Failed for good, and the run goes on without it: it rests until the end."""
     sampled_tokens: int = 0
     """That it has answered with so far."""
     busy: BusySpans = field(default_factory=lambda: BusySpans("generate"))
@@ -184,7 +184,7 @@ class PromptRequest:
     """Who asked for it, where it is no group's."""
     failures: int = 0
     partial: list[PartialGroup] | None = None
-    """What there is of each group."""
+    """Parts of each group that are there."""
     asked: AskedGroups | None = None
     """While an engine works on it."""
 

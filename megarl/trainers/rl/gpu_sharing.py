@@ -30,7 +30,7 @@ from megarl.rollout.scheduling.scheduler import Scheduler
 from megarl.trainers.run.roles import POLICY, Roles
 
 Kept = Literal["all", "policy", "none"]
-"""What the trainer has on the device: everything, the policy's weights alone, or nothing."""
+"""Parts of the trainer on the device: everything, the policy's weights alone, or nothing."""
 
 
 class Owner(Enum):

@@ -49,13 +49,13 @@ class PolicyObjective:
     """The third column of the output is the log of the kept tokens' probability (docs/methods.md, sampling limits)."""
     mixed: tuple[MixedLoss, ...] = ()
     shown_rows: int = 0
-    """Of the batch: the log-probs of rows before this one come with the metrics, as `LOG_PROBS`."""
+    """Number of the batch's first rows whose log-probs come with the metrics, as `LOG_PROBS`."""
     bypass: bool = False
     """The ratio is to the engine's log-probs instead."""
     also_given: tuple[str, ...] = ()
     """Columns, and `entropy`, that the loss takes by name (`LossNeeds.further`)."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What the config gives to a loss of the user's own, by name."""
+    """Arguments that the config gives to a loss of the user's own, by name."""
     of_stream: StreamLoss | None = None
     """The policy loss in place of that called `name`, where it is not one of single tokens."""
 

@@ -72,7 +72,7 @@ class RoleSpec:
     head: Literal["log_probs", "value"]
     trained: TrainedRole | None = None
     section: str = ""
-    """Of the config, where it is not the role's name."""
+    """Section of the config, where it is not the role's name."""
 
 
 def role_specs(config: AnyConfig) -> dict[str, RoleSpec]:
@@ -123,9 +123,9 @@ class Roles:
         self.share_prefix = shares_prefixes(config, layer_spec, flops)
         self.optimizer: str | None = None
         self.peak_flops: float | None = None
-        """Of a GPU of the policy, in operations per second; None where it is not known."""
+        """Peak of a GPU of the policy, in operations per second; None where it is not known."""
         self.device: str | None = None
-        """What the policy's GPUs are called, once it is loaded."""
+        """Name of the policy's GPUs, once it is loaded."""
         self.before_use: Callable[[], None] = lambda: None
         """Called before the roles compute, are saved or exported: whoever shares the device with them gives way."""
         self._connections = 0

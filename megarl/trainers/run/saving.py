@@ -32,7 +32,7 @@ class Saving:
     def __init__(self, checkpoints: CheckpointFolder, config_text: str, *, leads: bool) -> None:
         self.checkpoints, self.config_text, self.leads = checkpoints, config_text, leads
         self.then: Callable[[Path], None] | None = None
-        """What the leader calls with each checkpoint that has its name."""
+        """Function that the leader calls with each checkpoint that has its name."""
         self._pending: _Pending | None = None
 
     @property

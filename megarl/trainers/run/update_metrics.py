@@ -8,7 +8,7 @@ from megarl.observe.expert_load import EXPERTS, routing_figures
 from megarl.option_list import parts
 
 LOG_PROBS = "log_probs"
-"""Of an update's metrics, the one that is no number: by row the trainer's log-probs, float32 `[L]`."""
+"""Name of an update's metric that is no number: by row the trainer's log-probs, float32 `[L]`."""
 SUMMED = frozenset({"policy/loss", "policy/nll", "policy/pair_accuracy", "policy/pair_margin", "critic/loss"})
 """Metrics whose sum over ranks and micro-batches is the value itself; those of options are in their `run.py`. The other sums
 are divided by the tokens."""

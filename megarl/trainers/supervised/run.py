@@ -46,7 +46,7 @@ class SupervisedRun(Run):
         self.config, self.objective = config, config.objective
         self.update_metrics: dict[str, float] = {}
         self.rewards = RunningMean()
-        """Of all responses of the steps so far, where a loss is shifted by it."""
+        """Mean of all responses of the steps so far, where a loss is shifted by it."""
         with self.telling_of_disk_trouble():
             check_architectures(config)
             settings = SupervisedSettings.of(config.data)

@@ -31,7 +31,7 @@ MAX_GENERATION_BYTES = 1 << 30
 DYING_S = 2.0
 POLL_S = 0.05
 DRAFT_COUNTS = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
-"""What a server with speculative decoding says of a response (0.5.23), in the order of the fields of `DraftCounts`."""
+"""Figures of a server with speculative decoding about a response (0.5.23), in the order of the fields of `DraftCounts`."""
 BAD_REQUEST = 400
 IDLE_S = 10.0  # how long a server has to end what was aborted
 

@@ -30,7 +30,7 @@ FREEZE_S = 10.0
 LEADER_PORTS = 8
 """Free ports, one after the other, where ranks of an engine on several nodes meet."""
 WORKING_BYTES = 10 * 2**30
-"""What SGLang reserves on a GPU of 60 GB and more for activations and CUDA graphs (0.5.23: arg_groups/memory_hook.py)."""
+"""Bytes that SGLang reserves on a GPU of 60 GB and more for activations and CUDA graphs (0.5.23: arg_groups/memory_hook.py)."""
 
 SEVERAL = ("lora_target_modules",)
 """Arguments whose values follow one after the other."""

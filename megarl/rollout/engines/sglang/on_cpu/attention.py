@@ -19,7 +19,7 @@ class BatchedTorchBackend(TorchNativeAttnBackend):
     """`torch_native` of SGLang 0.5.23, with decoding in batches, and with sinks, which that one does not have."""
 
     _sinks: torch.Tensor | None = None
-    """Of the layer that is computed."""
+    """Sinks of the layer that is computed."""
 
     def forward_extend(self, *args: Any, sinks: torch.Tensor | None = None, **others: Any) -> torch.Tensor:
         """Attention of tokens of prompts."""
