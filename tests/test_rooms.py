@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -242,6 +243,16 @@ def test_only_these_imports_of_options_are_left() -> None:
                 counts[option] += 1
     assert {name: count for name, count in counts.items() if count > IMPORTS_OF_OPTIONS[name]} == {}
     assert {*OPTIONS} <= IMPORTS_OF_OPTIONS.keys()
+
+
+PLAIN_PATH = {"lines": 10_138, "lines_that_name_an_option": 320}
+"""What a reader of a plain step reads, in the files that docs/architecture.md names; both may only fall."""
+
+
+def test_the_plain_path_does_not_grow() -> None:
+    figures = runpy.run_path(str(ROOT / "tools" / "house" / "measure.py"))["measure"]()["plain_path"]
+    assert figures["files"] > 30, "docs/architecture.md names the files of a step"
+    assert {name: count for name, count in PLAIN_PATH.items() if figures[name] > count} == {}
 
 
 def test_a_name_of_a_class_stands_for_one_thing() -> None:

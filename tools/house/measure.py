@@ -102,6 +102,14 @@ def riddles(texts: Iterable[str]) -> Counter[str]:
     return Counter(word for word in words if word in RIDDLES)
 
 
+def plain_path() -> list[Path]:
+    """The files of a plain step, from the loop to megatron-core and the engine, as docs/architecture.md names them."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    section = page.partition("## One step, file by file")[2].partition("\n## ")[0]
+    names = dict.fromkeys(re.findall(r"`([a-z_/]+/[a-z_0-9]+\.py)`", section))
+    return [PACKAGE / name for name in names if not name.startswith("tools/")]
+
+
 def measure() -> dict[str, object]:
     """All figures by name."""
     named = modules()
@@ -121,6 +129,11 @@ def measure() -> dict[str, object]:
         "options": {"lines": lines_of(named[name] for name in options), "files": len(options)},
         "tests": {"lines": lines_of((ROOT / "tests").rglob("*.py"))},
         "benchmarks": {"lines": lines_of((ROOT / "benchmarks").rglob("*.py"))},
+        "plain_path": {
+            "files": len(path := plain_path()),
+            "lines": lines_of(path),
+            "lines_that_name_an_option": sum(bool(OPTION_WORDS.search(line)) for one in path for line in code_lines(one)),
+        },
         "closures": {
             start: {"modules": len(reached), "lines": lines_of(named[name] for name in reached)}
             for start, reached in ((start, closure(start, graph)) for start in CLOSURES)
