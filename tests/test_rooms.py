@@ -213,7 +213,7 @@ IMPORTS_OF_OPTIONS: dict[str, int] = {
     "pictures": 83,
     "lora": 36,
     "prediction": 21,
-    "routing_replay": 21,
+    "routing_replay": 0,
     "shared_prefixes": 0,
     "few_bits": 20,
     "linear_attention": 0,

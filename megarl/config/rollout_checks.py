@@ -169,13 +169,9 @@ def _check_partial_responses(config: Config, engine: EngineCapabilities) -> None
 
 
 def _check_routing(config: Config, engine: EngineCapabilities) -> None:
-    routing, rollout = config.policy.routing, config.rollout
-    if routing.replay == "old_policy" and not config.needs_old_log_probs:
-        reason = "replays the pass that computes old log-probs, and this run has none: a step's only update needs no replay"
-        raise ConfigError.of("policy.routing.replay", "old_policy", reason, allowed="'none' or 'engine'")
-    if routing.replay == "engine" and not engine.routes:
-        reason = f"asks engines for the experts that they chose, which rollout.engine = '{rollout.engine}' cannot say"
-        raise ConfigError.of("policy.routing.replay", "engine", reason, allowed="'none' or 'old_policy'")
+    routing = config.policy.routing
+    if routing.replay != "none":
+        part("routing_replay", "checks", f"policy.routing.replay = '{routing.replay}'").check_replay(config, engine)
     if routing.compare_every and routing.replay != "engine":
         remedy = "set policy.routing.replay, or remove policy.routing.compare_every"
         raise ConfigError.needs("policy.routing.compare_every", "policy.routing.replay = 'engine'", remedy)
