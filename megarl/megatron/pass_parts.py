@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
 
 from megarl.data.stream import MicroBatch, PackedStream, StreamShard
 from megarl.data.stream_sequences import TokenSequences
@@ -16,12 +19,15 @@ from megarl.option_list import functions
 class PassPart:
     """The part that an option takes in passes of a role's model; each method does nothing unless an option says so."""
 
+    losses: ClassVar[tuple[str, ...]] = ()
+    """Names of its losses among the metrics; an update in which one is not finite is refused."""
+
     def joins(self, *, training: bool) -> bool:
         """Before a pass, with gradients if `training`: return whether it takes part in it. Every rank of the model is asked."""
         return False
 
-    def lay(self, units: MicroBatch, stream: PackedStream, share: StreamShard) -> Any:
-        """Lay what it needs of a micro-batch, of which this rank holds `share`; given back on the device."""
+    def lay(self, units: MicroBatch, stream: PackedStream, share: StreamShard, device: torch.device) -> Any:
+        """Lay what it needs on `device` of a micro-batch, whose `stream`, and this rank's `share` of it, are in main memory."""
         return None
 
     def begin(self, streams: Sequence[tuple[PackedStream, StreamShard]], given: Sequence[Any]) -> None:
@@ -30,6 +36,10 @@ class PassPart:
     def forward(self, model: Any, given: Any) -> AbstractContextManager[None]:
         """Around the forward pass of a micro-batch through the chunk `model`."""
         return nullcontext()
+
+    def loss(self, model: Any) -> tuple[Tensor, dict[str, Any]] | None:
+        """Behind it: a further term of the loss, with its weight, and metric sums."""
+        return None
 
 
 def open_pass_parts(chunks: Sequence[Any], options: ModelOptions) -> tuple[PassPart, ...]:

@@ -43,7 +43,6 @@ from megarl.observe.expert_load import EXPERTS
 from megarl.options.lora.layers import AdapterSwitch, trained_entries
 from megarl.options.pictures.positions import with_positions
 from megarl.options.pictures.tower import SeeingModel
-from megarl.options.prediction.layer import MTP_LOSS
 from megarl.platform.deterministic import make_deterministic
 
 
@@ -193,7 +192,8 @@ class RankModel:
             reduces=reduces,
         )
         metrics = totals if self.reports else {}
-        return metrics, watched.is_finite and math.isfinite(metrics.get(MTP_LOSS, 0.0))
+        of_parts = (metrics.get(name, 0.0) for part in self.parts for name in part.losses)
+        return metrics, watched.is_finite and all(map(math.isfinite, of_parts))
 
     def _apply(self, metrics: dict[str, Any], *, is_finite: bool) -> dict[str, Any]:
         """The optimizer step by the reduced gradients, unless `update_guard.refusal` refuses it; see `update`."""

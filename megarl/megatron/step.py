@@ -44,8 +44,6 @@ from megarl.megatron.prefetch import Prefetched, on_device
 from megarl.megatron.rotary import PackedRotaryEmbedding
 from megarl.options.pictures.stream_media import StreamMedia
 from megarl.options.pictures.tower import SeeingModel
-from megarl.options.prediction.layer import PredictionInputs, prediction_of, share_embedding
-from megarl.options.prediction.stream import shifted
 
 LossFunction = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, Any]]]
 """(model output `[N, C]`, stream) → (scalar loss already divided by its global denominator, metric sums).
@@ -211,7 +209,6 @@ def _run(
         filled += [(_NOTHING, _no_loss)] * (-len(filled) % options.layout.pp)
     config = get_model_config(chunks[0])
     variant = variant_of(config)
-    layer = prediction_of(chunks) if options.prediction is not None and not forward_only else None
     if not options.shares_prefixes:
         filled = [(split_shared_prompts(units), loss) for units, loss in filled]
     longest = _longest([units for units, _ in filled], options, position)
@@ -220,19 +217,14 @@ def _run(
         tokens=longest if options.padded_tokens is not None else None,
         order_of=None if variant is None else partial(variant.order_of, config=config),
         windows=windows_of(config),
-        predicts=layer is not None,
     )
     laid = [partial(_lay, units, loss, options, shape, device, parts) for units, loss in filled]
-    if options.prediction is not None and not forward_only:
-        share_embedding(chunks)
     all_laid: list[_Laid] = []
     has_balance = parts.watch is not None and parts.watch.balance.has_losses and not forward_only
-    if layer is not None or parts.parts or has_balance:
+    if parts.parts or has_balance:
         # Each of them reads all micro-batches before the first.
         all_laid = [lay() for lay in laid]
         laid = [partial(_itself, one) for one in all_laid]
-    if layer is not None:
-        layer.begin([one.prediction.shifted for one in all_laid if one.prediction is not None])
     for number, part in enumerate(parts.parts):
         part.begin([(one.on_device, one.held) for one in all_laid], [one.given[number] for one in all_laid])
     if parts.watch is not None:
@@ -271,15 +263,13 @@ class _PassShape:
     """The common shape of a pass's micro-batches.
 
     `tokens`: each is padded to so many; None: to what its layout needs. `order_of` a stream is what layers with an attention
-    variant must know of it; None: there are none. `windows` are those of the layers. `predicts`: this rank has the layer for
-    multi-token prediction, and trains it.
+    variant must know of it; None: there are none. `windows` are those of the layers.
     """
 
     position: ScorePosition
     tokens: int | None
     order_of: Callable[[PackedStream], Any] | None
     windows: Collection[int | None]
-    predicts: bool
 
 
 class _Laid(NamedTuple):
@@ -287,8 +277,7 @@ class _Laid(NamedTuple):
 
     `stream` and `share` are in main memory, all else is on the device, these two as `on_device` and `held`. `positions` is how
     many positions the rotary embedding must know. `seen` are the pictures that this rank's tokens show, `given` what
-    each part of an option needs, `routed` the tokens whose experts are counted. `prediction` is for the layer for multi-token
-    prediction.
+    each part of an option needs, `routed` the tokens whose experts are counted.
     """
 
     stream: PackedStream
@@ -300,7 +289,6 @@ class _Laid(NamedTuple):
     given: Sequence[Any]
     routed: TokenSequences | None
     loss_function: LossFunction
-    prediction: PredictionInputs | None = None
 
 
 class _Prepared(NamedTuple):
@@ -319,10 +307,10 @@ def _lay(
     device: torch.device,
     parts: PassParts,
 ) -> _Laid:
-    laying = _laying(options)
+    arguments = laying(options)
     if shape.tokens is not None:
-        laying["pad_to_multiple"] = shape.tokens
-    stream = pack(units, position=shape.position, **laying)
+        arguments["pad_to_multiple"] = shape.tokens
+    stream = pack(units, position=shape.position, **arguments)
     share = context_parallel_shard(stream, options.layout.cp, parallel_state.get_context_parallel_rank())
     seen = stream.media.of_tokens(share.positions, len(stream.token_ids)) if stream.media is not None else None
     return _Laid(
@@ -332,23 +320,23 @@ def _lay(
         share.to(device),
         int(stream.position_ids.max()) + 1,
         seen.to(device) if seen else None,
-        [on_device(part.lay(units, stream, share), device) for part in parts.parts],
+        [part.lay(units, stream, share, device) for part in parts.parts],
         parts.watch.tokens_of(stream, share).to(device) if parts.watch is not None else None,
         loss_function,
-        _prediction_inputs(units, stream, share, options, device) if shape.predicts else None,
     )
 
 
 def _longest(micro_batches: Sequence[MicroBatch], options: ModelOptions, position: ScorePosition) -> int:
     """Tokens of the longest stream, and no fewer than all are padded to."""
-    laying = _laying(options)
-    multiple, least = laying["pad_to_multiple"], options.padded_tokens or 0
-    return max(-(-least // multiple) * multiple, *(laid_tokens(units, position=position, **laying) for units in micro_batches))
+    arguments = laying(options)
+    multiple, least = arguments["pad_to_multiple"], options.padded_tokens or 0
+    lengths = (laid_tokens(units, position=position, **arguments) for units in micro_batches)
+    return max(-(-least // multiple) * multiple, *lengths)
 
 
 def _prepare(lay: Callable[[], _Laid], options: ModelOptions, shape: _PassShape, device: torch.device) -> _Prepared:
     laid = lay()
-    mask, packed = _attention_inputs(laid.stream, laid.share, options, shape.windows, device)
+    mask, packed = attention_inputs(laid.stream, laid.share, options, shape.windows, device)
     if shape.order_of is not None:
         packed = replace(packed, order=on_device(shape.order_of(laid.stream), device))
     return _Prepared(laid, mask, packed)
@@ -358,7 +346,7 @@ def _itself(laid: _Laid) -> _Laid:
     return laid
 
 
-def _laying(options: ModelOptions) -> dict[str, Any]:
+def laying(options: ModelOptions) -> dict[str, Any]:
     """The arguments by which `pack` lays a stream: what it pads it and its segments to, and what responses share.
 
     Where passes record and replay routes, which are each response's own, all of them have streams of one form.
@@ -373,17 +361,6 @@ def _laying(options: ModelOptions) -> dict[str, Any]:
     }
 
 
-def _prediction_inputs(
-    units: MicroBatch, stream: PackedStream, of_decoder: StreamShard, options: ModelOptions, device: torch.device
-) -> PredictionInputs:
-    """The layer for multi-token prediction is given its stream as the decoder is given `stream`, which is in main memory."""
-    found = shifted(units, stream, **_laying(options))
-    share = context_parallel_shard(found.stream, options.layout.cp, of_decoder.rank)
-    mask, packed = _attention_inputs(found.stream, share, options, (None,), device)
-    positions = int(found.stream.position_ids.max()) + 1
-    return PredictionInputs(found.to(device), share.to(device), of_decoder.to(device), mask, packed, positions)
-
-
 def _forward_step(
     inputs: Iterator[_Prepared],
     model: torch.nn.Module,
@@ -394,7 +371,7 @@ def _forward_step(
     parts: PassParts,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
     laid, mask, packed = next(inputs)
-    stream, share, loss_function, prediction = laid.on_device, laid.held, laid.loss_function, laid.prediction
+    stream, share, loss_function = laid.on_device, laid.held, laid.loss_function
     progress.begun += 1
     core: Any = unwrap_model(model)
     token_ids, position_ids = stream.token_ids[share.positions], stream.position_ids[..., share.positions]
@@ -408,8 +385,6 @@ def _forward_step(
         core.seen = laid.seen
     if core.post_process:
         core.output_layer.request = HeadRequest(share.rows, _targets(stream)[share.scored], top_k)
-        if prediction is not None:
-            core.mtp.request = prediction
     with parts.micro_batch(core, laid.given, laid.routed):
         output = model(
             input_ids=token_ids[None],
@@ -421,9 +396,8 @@ def _forward_step(
     def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         whole = gather_scored(output[0], share.scored, len(stream.rows), parallel_state.get_context_parallel_group())
         value, metrics = loss_function(whole, stream)
-        if prediction is not None and core.post_process:
-            of_layer, figures = core.mtp.take()
-            value, metrics = value + of_layer, metrics | figures
+        for further in filter(None, (part.loss(core) for part in parts.parts)):
+            value, metrics = value + further[0], metrics | further[1]
         # kept until the pass is over, but not what they were computed from
         kept = {name: metric.detach() if isinstance(metric, Tensor) else metric for name, metric in metrics.items()}
         return value, torch.ones((), dtype=torch.int), kept
@@ -437,7 +411,7 @@ def _targets(stream: PackedStream) -> Tensor:
     return stream.targets if further is None else torch.cat([stream.targets[:, None], further.long()], dim=1)
 
 
-def _attention_inputs(
+def attention_inputs(
     stream: PackedStream,
     share: StreamShard,
     options: ModelOptions,

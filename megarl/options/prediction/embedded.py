@@ -31,6 +31,7 @@ from megarl.options.prediction.embedded_drafts import (
 )
 from megarl.rollout.engines.drawing import random_numbers, verify, weights_and_log_probs
 from megarl.rollout.engines.embedded_batch import DecodeBatch, OpenResponse, Recorder
+from megarl.rollout.engines.embedded_turns import refusal
 from megarl.rollout.engines.protocol import SamplingParams
 
 
@@ -85,6 +86,12 @@ class Speculation:
         small = LanguageModel(load(settings.draft_model))
         return cls(settings.num_steps, lambda params: ModelDraft(small, params))
 
+    def open_batch(
+        self, model: Any, rows: list[OpenResponse], params: SamplingParams, recorders: Sequence[Recorder]
+    ) -> SpeculativeBatch:
+        """The rows as a batch that drafts."""
+        return SpeculativeBatch(model, rows, params, recorders, self)
+
 
 def check_drafts(settings: SpeculativeConfig, folder: str | Path) -> None:
     """Refuse drafts for the model in `folder` that could not be taken back, or do not fit it; reads no weights.
@@ -111,13 +118,6 @@ def check_drafts(settings: SpeculativeConfig, folder: str | Path) -> None:
         if why:
             allowed = f"a model with the policy's {policy.vocab_size} tokens, attention in every layer and no pictures"
             raise ConfigError.of(field, settings.draft_model, f"cannot draft: {why}", allowed=allowed)
-
-
-def refusal(config: Any) -> str | None:
-    """Why the cache of a transformers model cannot be cut back to the tokens that stayed; None: it can."""
-    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
-        return "the model has layers with linear attention, whose state after a token cannot be taken back"
-    return "the model takes pictures" if config.get_text_config() is not config else None
 
 
 def _config_of(folder: str | Path) -> Any:

@@ -114,12 +114,12 @@ class RoutingReplay(PassPart):
         whole[share.layout.flatten()] = of_ranks
         return whole
 
-    def lay(self, units: MicroBatch, stream: PackedStream, share: StreamShard) -> Tensor | None:
+    def lay(self, units: MicroBatch, stream: PackedStream, share: StreamShard, device: torch.device) -> Tensor | None:
         """`[n, layers, k]`: of a stream's routes, those of the tokens that this rank's routers see."""
         routes = stream.extra.get(COLUMN.name)
         if routes is None:
             return None
-        held = routes[share.positions]
+        held = routes[share.positions].to(device)
         if not self.layout.sequence_parallel:
             return held
         return held.chunk(self.layout.tp)[parallel_state.get_tensor_model_parallel_rank()]

@@ -25,23 +25,24 @@ from megarl.errors import DeadlineError, EngineError
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import load_hf_config
 from megarl.models.transformers_names import config_in_transformers, hub_tensors
-from megarl.option_list import functions
+from megarl.option_list import functions, part
 from megarl.options.few_bits.tensors import Dequantiser
 from megarl.options.lora.embedded import Adapters
 from megarl.options.lora.weight_map import Lora
 from megarl.options.pictures.embedded import Sight
 from megarl.options.pictures.media import Media
 from megarl.options.pictures.picture_rules import sees
-from megarl.options.prediction.embedded import Speculation, SpeculativeBatch, check_drafts, refusal
 from megarl.rollout.engines.drawing import random_numbers
 from megarl.rollout.engines.embedded_batch import DecodeBatch, OpenResponse
-from megarl.rollout.engines.embedded_turns import TurnCache
+from megarl.rollout.engines.embedded_turns import TurnCache, refusal
 from megarl.rollout.engines.protocol import Engine, EnginePlace, EngineRequest, Generation, SamplingParams, check_version
 from megarl.weights.checksums import compare, digest
 from megarl.weights.model_compatibility import ServedModel, check_same_model
 from megarl.weights.run_plan import sent_adapters
 from megarl.weights.staging import NamedTensors
 from megarl.weights.weight_state import WeightState
+
+DRAFTS = "rollout.speculative.algorithm"
 
 
 @dataclass(eq=False)
@@ -77,7 +78,8 @@ class EmbeddedEngine(Engine):
 
     @classmethod
     def check(cls, config: Config, platform: str) -> None:
-        check_drafts(config.rollout.speculative, config.model.path)
+        if config.rollout.speculative.algorithm != "none":
+            part("prediction", "embedded", DRAFTS).check_drafts(config.rollout.speculative, config.model.path)
 
     @classmethod
     def options(cls, config: Config, place: EnginePlace) -> dict[str, Any]:
@@ -112,12 +114,12 @@ class EmbeddedEngine(Engine):
     ) -> None:
         self._model = _load(model_path, dtype, device)
         self._sight = Sight.of(model_path, media_folder)
-        self._speculation: Speculation | None = None
+        self._speculation: Any = None  # of the option prediction
         self._held = hub_tensors(self._model)
-        if speculative is not None:
-            self._speculation = Speculation.of(speculative, model_path, self._model, lambda path: _load(path, dtype, device))
-            if self._speculation is not None and updates_draft:
-                self._held |= self._speculation.held
+        if speculative is not None and speculative.algorithm != "none":
+            drafting = part("prediction", "embedded", DRAFTS).Speculation
+            self._speculation = drafting.of(speculative, model_path, self._model, lambda path: _load(path, dtype, device))
+            self._held |= self._speculation.held if updates_draft else {}
         keeps_turns = bool(turn_cache_bytes) and self._speculation is None and refusal(self._model.config) is None
         self._turns = TurnCache(turn_cache_bytes) if keeps_turns else None
         self._recorders = [open_recorder(self._model) for open_recorder in functions("embedded", "open_recorder")]
@@ -256,7 +258,8 @@ class EmbeddedEngine(Engine):
 
     def _open_batch(self, rows: list[OpenResponse], params: SamplingParams) -> DecodeBatch:
         if self._speculation is not None:
-            return SpeculativeBatch(self._model, rows, params, self._recorders, self._speculation)
+            batch: DecodeBatch = self._speculation.open_batch(self._model, rows, params, self._recorders)
+            return batch
         return DecodeBatch(self._model, rows, params, self._sight, self._recorders, self._turns)
 
     def _wait_for_weights(self, call: _Call) -> None:

