@@ -141,8 +141,8 @@ def passes(folder: Path, layer_spec: str, megatron: Mapping[str, Any]) -> list[C
     """Counts of a training pass over one micro-batch and over two, under megatron-core's options `megatron`."""
     from megarl.config.layout import Layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
+    from megarl.megatron.pass_parts import PassParts
     from megarl.megatron.rank_model import RankModel
-    from megarl.megatron.routers import Routers
     from megarl.megatron.step import forward_backward
     from megarl.megatron.update_guard import WatchedLoss
 
@@ -153,9 +153,9 @@ def passes(folder: Path, layer_spec: str, megatron: Mapping[str, Any]) -> list[C
     found = []
     for count in (1, 2):
         given = [micro_batch(PROMPTS * RESPONSES * number) for number in range(count)]
-        watched, routers = WatchedLoss(objective()), Routers(role.replay, role.watch)
+        watched, parts = WatchedLoss(objective()), PassParts(role.parts, role.watch)
         with counting() as counts:
-            forward_backward(role.chunks, role.options, given, watched, routers=routers)
+            forward_backward(role.chunks, role.options, given, watched, parts=parts)
         found.append(counts)
     return found
 

@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seeds", type=int, default=1)
     given = parser.parse_args()
-    from megarl.options.prediction.new_layer import add_layer
+    from megarl.option_list import part
     from tests.families import build_folder
     from tests.predicting import build_predicting
 
@@ -81,7 +81,7 @@ def main() -> None:
         folder = Path(name)
         build_predicting("glm4_moe", folder / "glm4_moe")
         build_folder("llama", folder / "plain")
-        add_layer(folder / "plain", folder / "llama")
+        part("prediction", "new_layer", "this benchmark").add_layer(folder / "plain", folder / "llama")
         for model, seed in itertools.product((folder / "glm4_moe", folder / "llama"), range(given.seeds)):
             transformers.AutoTokenizer.from_pretrained(ROOT / "models/tiny-arithmetic").save_pretrained(model)
             for train_layer in (True, False):

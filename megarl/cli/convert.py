@@ -13,6 +13,7 @@ from typing import Any
 
 from megarl.config.layout import Layout
 from megarl.errors import ConfigError, nearest
+from megarl.option_list import functions
 
 DIFFERENT = 1
 MOST_SHOWN = 20
@@ -49,12 +50,7 @@ def add_convert(commands: Any, parser_class: type[argparse.ArgumentParser]) -> N
         _add_work_options(action)
         action.set_defaults(run=_knowing(run))
 
-    adding = actions.add_parser("add-draft", help="give a model a layer that drafts tokens", description=_add_draft.__doc__)
-    adding.add_argument(
-        "source", metavar="HF", help="Hugging Face folder of a model without a layer for multi-token prediction"
-    )
-    adding.add_argument("target", metavar="OUT", help="folder to write; it appears when it is complete")
-    adding.set_defaults(run=_knowing(_add_draft))
+    added = [add_action(actions, _knowing) for add_action in functions("convert_action", "add_action")]
 
     merging = actions.add_parser("merge", help="merge a PEFT adapter into its model", description=_merge.__doc__)
     merging.add_argument("--base", metavar="FOLDER", required=True, help="Hugging Face folder of the model")
@@ -81,7 +77,7 @@ def add_convert(commands: Any, parser_class: type[argparse.ArgumentParser]) -> N
     inspect.add_argument("path", metavar="FOLDER", help="Hugging Face folder or distributed checkpoint")
     inspect.add_argument("--keys", action="store_true", help="list every tensor")
     inspect.set_defaults(run=_knowing(_inspect))
-    for action in (taking_in, giving_out, resharding, adding, merging, verify, inspect):
+    for action in (taking_in, giving_out, resharding, *added, merging, verify, inspect):
         action.add_argument("--architecture", metavar="FILE.py:NAME", help="model family of your own (docs/add_a_model.md)")
 
 
@@ -150,16 +146,6 @@ def _merge(arguments: argparse.Namespace) -> int:
 
     layers = merge_adapters(model_in(arguments.base, "--base"), arguments.adapter, arguments.out)
     print(f"{layers:,} adapters of {arguments.adapter} merged into {arguments.out}")
-    return 0
-
-
-def _add_draft(arguments: argparse.Namespace) -> int:
-    """Write a Hugging Face folder again with a new layer for multi-token prediction, to be trained by policy.mtp.train."""
-    from megarl.models.from_hub import model_in
-    from megarl.options.prediction.new_layer import add_layer
-
-    add_layer(model_in(arguments.source, "HF"), arguments.target)
-    print(f"{arguments.target}: the model of {arguments.source} with a new layer for multi-token prediction")
     return 0
 
 

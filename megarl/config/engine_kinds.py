@@ -40,7 +40,7 @@ class EngineCapabilities:
     sees_videos: bool = False
     """Answers prompts that show videos in the model's own way (`data.video: native`)."""
     routes: bool = False
-    """Says which experts each token went to, if it is asked (`SamplingParams.routes`)."""
+    """Says which experts each token went to, if it is asked (`SamplingParams.extra`)."""
     continues: bool = False
     """Cuts responses short when it is told to (`Engine.cut`), and goes on with those that were (`EngineRequest.begun`)."""
     keeps_turns: bool = False

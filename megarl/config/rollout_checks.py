@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.config.engine_kinds import EngineCapabilities, declared_capabilities
 from megarl.config.option_sections import absent_kind
-from megarl.config.rollout import RolloutConfig, ServersConfig, SpeculativeConfig
+from megarl.config.rollout import RolloutConfig, ServersConfig
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 from megarl.option_list import functions, part
@@ -169,13 +169,9 @@ def _check_partial_responses(config: Config, engine: EngineCapabilities) -> None
 
 
 def _check_routing(config: Config, engine: EngineCapabilities) -> None:
-    routing, rollout = config.policy.routing, config.rollout
-    if routing.replay == "old_policy" and not config.needs_old_log_probs:
-        reason = "replays the pass that computes old log-probs, and this run has none: a step's only update needs no replay"
-        raise ConfigError.of("policy.routing.replay", "old_policy", reason, allowed="'none' or 'engine'")
-    if routing.replay == "engine" and not engine.routes:
-        reason = f"asks engines for the experts that they chose, which rollout.engine = '{rollout.engine}' cannot say"
-        raise ConfigError.of("policy.routing.replay", "engine", reason, allowed="'none' or 'old_policy'")
+    routing = config.policy.routing
+    if routing.replay != "none":
+        part("routing_replay", "checks", f"policy.routing.replay = '{routing.replay}'").check_replay(config, engine)
     if routing.compare_every and routing.replay != "engine":
         remedy = "set policy.routing.replay, or remove policy.routing.compare_every"
         raise ConfigError.needs("policy.routing.compare_every", "policy.routing.replay = 'engine'", remedy)
@@ -189,41 +185,7 @@ def _check_speculative(rollout: RolloutConfig, engine: EngineCapabilities) -> No
             remedy = f"set {section}.algorithm, or remove {section}.{given[0]}"
             raise ConfigError.needs(f"{section}.{given[0]}", "speculative decoding", remedy)
         return
-    if drafts.algorithm not in engine.drafts:
-        able = ", ".join(f"'{name}'" for name in ("none", *engine.drafts))
-        reason = f"rollout.engine = '{rollout.engine}' cannot do"
-        reason += ": whoever starts its servers chooses" if rollout.servers.urls else ""
-        raise ConfigError.of(f"{section}.algorithm", drafts.algorithm, reason, allowed=able)
-    if needs_draft_model(drafts.algorithm) != (drafts.draft_model is not None):
-        if drafts.draft_model is None:
-            what, remedy = "a draft", f"set {section}.draft_model to its folder"
-            raise ConfigError.needs(f"{section}.algorithm = '{drafts.algorithm}'", what, remedy)
-        reason = f"{section}.algorithm = '{drafts.algorithm}' does not read"
-        raise ConfigError.of(f"{section}.draft_model", drafts.draft_model, reason, allowed="null")
-    if drafts.topk > 1 and not engine.draft_trees:
-        reason = f"makes drafts trees, which rollout.engine = '{rollout.engine}' cannot verify"
-        raise ConfigError.of(f"{section}.topk", drafts.topk, reason, allowed="1")
-    _check_draft_tree(drafts)
-
-
-def needs_draft_model(algorithm: str) -> bool:
-    """Return whether a draft is a model of its own."""
-    return algorithm in ("standalone", "eagle", "eagle3")
-
-
-def _check_draft_tree(drafts: SpeculativeConfig) -> None:
-    field, tokens, topk = "rollout.speculative.num_draft_tokens", drafts.num_draft_tokens, drafts.topk
-    if topk == 1:
-        if tokens not in (None, drafts.num_steps + 1):
-            reason = "is not num_steps + 1, which are the tokens of a draft with topk = 1"
-            raise ConfigError.of(field, tokens, reason, allowed=f"null or {drafts.num_steps + 1}")
-        return
-    if tokens is None:
-        raise ConfigError.needs(f"rollout.speculative.topk = {topk}", "the size of the tree of drafts", f"set {field}")
-    most = 1 + topk + (drafts.num_steps - 1) * topk**2
-    if drafts.algorithm != "ngram" and tokens > most:
-        reason = f"is more than {drafts.num_steps} steps of {topk} candidates make"
-        raise ConfigError.of(field, tokens, reason, allowed=f"at most {most}")
+    part("prediction", "checks", f"{section}.algorithm = '{drafts.algorithm}'").check_drafting(rollout, engine)
 
 
 def _check_sampling_limits(config: Config) -> None:

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from megarl.data.answers import Answers
+from megarl.data.columns import TokenColumn, TokenValues, of_tokens
 from megarl.data.micro_batches import Assignment, UnitPart, UnitSize
 from megarl.data.prefix_tree import NOTHING_SHARED, CommonPrefixes, common_prefixes
 from megarl.data.sample import Sample
 from megarl.data.shares import Integers, Share, starts_of
 from megarl.data.stream import MicroBatch
 from megarl.options.pictures.media import Media
-from megarl.options.routing_replay.routes import Routes, RoutesOfRows
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class Batch:
     `lengths` int64 `[B]`: tokens of each response. `mask` bool `[B, T]`: tokens the policy sampled. `groups` int64 `[B]`: equal
     where group ids are equal. `columns`: float32 `[B, T]` by name, or `[B, T, k]` of numbers of k tokens each. From the
     start there are `rollout_log_probs`, unless a response was made by no engine, and `labels` (0 outside the mask), if every
-    sample with tokens in the mask has them. `routes` are those that the engine, or a pass, recorded; None: nobody did.
+    sample with tokens in the mask has them. `extra`: the token columns of options by
+    name, as engines gave them or `take_extra` was told.
     """
 
     def __init__(self, samples: Sequence[Sample]) -> None:
@@ -76,8 +77,9 @@ class Batch:
         self._prompt_ids = [_tokens(ids) for _, _, ids in prompts]  # each prompt of a group once
         self._media = [media for _, media, _ in prompts]
         self._told_media = [sample.response_media for sample in self.samples]
-        self.routes: RoutesOfRows | None = None
-        self.take_routes([sample.routes for sample in self.samples])
+        self.extra: dict[str, TokenColumn] = {}
+        for name in sorted({name for sample in self.samples for name in of_tokens(sample.extra)}):
+            self.take_extra(name, [sample.extra.get(name) for sample in self.samples])
         self.columns: dict[str, Tensor] = {}
         if all(sample.has_rollout for sample in self.samples):
             given = (np.fromiter(s.rollout_log_probs, np.float32, len(s.rollout_log_probs)) for s in self.samples)
@@ -110,10 +112,10 @@ class Batch:
         """bool `[B, T]`, True at the last token of every response."""
         return torch.arange(self.mask.shape[1]) == self.lengths[:, None] - 1
 
-    def take_routes(self, of_rows: Sequence[Routes | None]) -> None:
-        """Have passes that replay routes replay those `of_rows`, each of a prompt and its response; None: not known."""
-        if any(routes is not None for routes in of_rows):
-            self.routes = RoutesOfRows(of_rows, self._prompt_of_row.tolist(), [len(ids) for ids in self._prompt_ids])
+    def take_extra(self, name: str, of_rows: Sequence[TokenValues | None]) -> None:
+        """Take over the token column `name`, by row of a prompt and its response; None: not known."""
+        if any(values is not None for values in of_rows):
+            self.extra[name] = TokenColumn(name, of_rows, self._prompt_of_row.tolist(), [len(ids) for ids in self._prompt_ids])
 
     def gather(
         self,
@@ -189,12 +191,13 @@ class Batch:
         return found if any(found.common) else NOTHING_SHARED
 
     def shares(
-        self, units: UnitRows, plan: Assignment, columns: Sequence[str], *, mask: Tensor | None = None, routed: bool = False
+        self, units: UnitRows, plan: Assignment, columns: Sequence[str], *, mask: Tensor | None = None, extra: bool = False
     ) -> list[Share]:
         """The share that each data-parallel replica computes of `units` by `plan`, with the tokens, the mask and
         `columns` of its rows.
 
-        `mask` bool `[B, T]` says which tokens are scored; None: those that the policy sampled. `routed`: with their routes.
+        `mask` bool `[B, T]` says which tokens are scored; None: those that the policy sampled. `extra`: with the token columns
+        of options.
         """
         micro_batches = [micro_batch for share in plan for micro_batch in share]
         pieces = [piece for micro_batch in micro_batches for piece in micro_batch]
@@ -224,9 +227,10 @@ class Batch:
         )
         if any(size.common.common for size in units.sizes):
             whole = replace(whole, repeats=tuple(units.sizes[number].common.repeats(places) for number, places in pieces))
-        if routed and self.routes is not None:
-            of_prompts, of_responses = self.routes.laid(numbers_of_prompts, numbers, lengths.tolist())
-            whole = replace(whole, prompt_routes=of_prompts, routes=of_responses)
+        if extra and self.extra:
+            of_prompts = {name: own.prompts.laid(numbers_of_prompts, [*map(len, prompts)]) for name, own in self.extra.items()}
+            of_responses = {name: own.responses.laid(numbers, lengths.tolist()) for name, own in self.extra.items()}
+            whole = replace(whole, prompt_extra=of_prompts, extra=of_responses)
         return whole.cut([len(share) for share in plan])
 
     def units(

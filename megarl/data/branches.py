@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.data.batch import Batch
+from megarl.data.columns import of_responses
 from megarl.data.sample import Sample
 
 
@@ -103,5 +104,5 @@ def _one_behind_the_other(branches: Sequence[Sample]) -> Sample:
         weight_versions=[version for one in branches for version in one.weight_versions],
         turn_rewards=[],
         turn_states=[],
-        routes=None,
+        extra=of_responses(first.extra),
     )

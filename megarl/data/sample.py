@@ -1,7 +1,7 @@
 """The two records that travel through a run: a prompt to be answered, and a sample that answers it.
 
-Plain data without tensors, so that they cross process borders and JSON files unchanged; routes alone are an array. Samples are
-found by their ids, never by position.
+Plain data without tensors, so that they cross process borders and JSON files unchanged; token columns alone are arrays. Samples
+are found by their ids, never by position.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
+from megarl.data.columns import from_json, of_responses, of_tokens, to_json
 from megarl.data.prefills import NO_PREFILLS, PrefillCounts
 from megarl.options.pictures.media import Media
-from megarl.options.prediction.drafts import NO_DRAFTS, DraftCounts
-from megarl.options.routing_replay.routes import Routes, from_json, to_json
 
 FORMER_FIELDS = ("data_source",)
 """Fields that earlier versions wrote, and nobody read."""
@@ -56,9 +55,8 @@ class Sample:
     `media` are the pictures of the prompt, and behind them those that were told between turns; a place counts the ids of prompt
     and response together. In `turns` a content with pictures is a list of parts, each picture by the path of its kept file.
     `branch_of` is the id of the first branch of its episode, where the sample is a further one (`data/branches.py`).
-    `routes` are the experts that the engine chose for each token of prompt and response
-    (`options/routing_replay/routes.py`); None: not known.
-    `drafts`: what speculative decoding did for it, in all turns; `prefill`: what engines were asked to go on from.
+    `extra`: values of the columns that options add, by name (`data/columns.py`). `prefill`: what engines were asked to go on
+    from.
     """
 
     sample_id: str
@@ -80,16 +78,16 @@ class Sample:
     labels: list[float] = field(default_factory=list)
     media: list[Media] = field(default_factory=list)
     branch_of: str = ""
-    routes: Routes | None = field(default=None, compare=False, repr=False)
-    drafts: DraftCounts = NO_DRAFTS
+    extra: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     prefill: PrefillCounts = field(default=NO_PREFILLS, compare=False)
 
     def __post_init__(self) -> None:
-        if self.routes is not None and len(self.routes) != self.total_length:
-            raise ValueError(
-                f"sample {self.sample_id}: routes must have one entry per token of prompt and response, got {len(self.routes)} "
-                f"for {self.total_length}"
-            )
+        for name, values in of_tokens(self.extra).items():
+            if len(values) != self.total_length:
+                raise ValueError(
+                    f"sample {self.sample_id}: {name} must have one entry per token of prompt and response, got {len(values)} "
+                    f"for {self.total_length}"
+                )
         lengths = {len(self.response_ids), len(self.sampled_mask)}
         if self.rollout_log_probs or self.weight_versions:
             lengths |= {len(self.rollout_log_probs), len(self.weight_versions)}
@@ -128,7 +126,8 @@ class Sample:
     def behind(self, other: Sample) -> Sample:
         """This response behind the prompt of `other`."""
         told = (media.moved(len(other.prompt_ids)) for media in self.response_media)
-        return replace(self, prompt_ids=other.prompt_ids, media=[*other.prompt_media, *told], routes=None)
+        extra = of_responses(self.extra)
+        return replace(self, prompt_ids=other.prompt_ids, media=[*other.prompt_media, *told], extra=extra)
 
     @property
     def has_rollout(self) -> bool:
@@ -146,13 +145,12 @@ class Sample:
         return self.finish_reason == "length"
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-serialisable form; `read_record(Sample, d)` reads it back. Routes and counts are in it if there are any."""
-        plain = asdict(replace(self, routes=None))
-        del plain["routes"]
-        for name, none in (("drafts", NO_DRAFTS), ("prefill", NO_PREFILLS)):
-            if getattr(self, name) == none:
-                del plain[name]
-        return plain if self.routes is None else plain | {"routes": to_json(self.routes)}
+        """A JSON-serialisable form; `read_record(Sample, d)` reads it back. Counts and columns are in it if there are any."""
+        plain = asdict(replace(self, extra={}))
+        del plain["extra"]
+        if self.prefill == NO_PREFILLS:
+            del plain["prefill"]
+        return plain | to_json(self.extra)
 
 
 PromptOrSample = TypeVar("PromptOrSample", Prompt, Sample)
@@ -162,8 +160,7 @@ def read_record(kind: type[PromptOrSample], record: Mapping[str, Any]) -> Prompt
     """A Prompt or Sample from its JSON form, also one that an earlier version wrote (`media`: paths)."""
     values = {name: value for name, value in record.items() if name not in FORMER_FIELDS}
     values["media"] = [Media.of_json(one) for one in record.get("media", []) if isinstance(one, Mapping)]
-    if "drafts" in record:
-        values["drafts"] = DraftCounts(**record["drafts"])
     if "prefill" in record:
         values["prefill"] = PrefillCounts(**record["prefill"])
-    return kind(**values | ({"routes": from_json(record["routes"])} if record.get("routes") is not None else {}))
+    extra, values = from_json(values)
+    return kind(**values | ({"extra": extra} if extra else {}))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any
 
@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megarl.data.columns import TokenValues
 from megarl.data.stream import MicroBatch, Response, Unit
 from megarl.options.pictures.media import Media, Pixels
-from megarl.options.routing_replay.routes import Routes
 
 Integers = npt.NDArray[np.int64]
 
@@ -27,8 +27,8 @@ class Share:
     `lengths` int64 `[R]`: tokens of each prompt and response. `rows` int64 `[R]`: each response's row in the batch.
     `prompt_ids` int32 `[P]` and `token_ids` int32 `[L]`: the tokens, one prompt or response after another. `mask` bool `[L]`
     and `columns` float `[L]` or `[L, k]`: as in `Response`. `media`: the pictures of each of the U prompts,
-    `told_media`: of each of the R responses; empty where none has any. `prompt_routes` `[P, layers, k]` and `routes`
-    `[L, layers, k]` are those of the tokens; None: the model routes them itself. `repeats`: by unit how many first tokens some
+    `told_media`: of each of the R responses; empty where none has any. `prompt_extra` `[P, ...]` and `extra` `[L, ...]` are
+    the token columns of options by name. `repeats`: by unit how many first tokens some
     of its responses have from another one; empty where no unit has any.
     """
 
@@ -43,8 +43,8 @@ class Share:
     columns: dict[str, npt.NDArray[Any]]
     media: tuple[tuple[Media, ...], ...] = ()
     told_media: tuple[tuple[Media, ...], ...] = ()
-    prompt_routes: Routes | None = None
-    routes: Routes | None = None
+    prompt_extra: dict[str, TokenValues] = field(default_factory=dict)
+    extra: dict[str, TokenValues] = field(default_factory=dict)
     repeats: tuple[tuple[int, ...], ...] = ()
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -52,7 +52,7 @@ class Share:
         lengths = self.lengths.tolist()
         tokens, masks = torch.tensor(self.token_ids).long().split(lengths), torch.tensor(self.mask).split(lengths)
         columns = {name: torch.tensor(column).split(lengths) for name, column in self.columns.items()}
-        told, routes = self.told_media or ((),) * len(self.rows), _pieces(self.routes, lengths)
+        told, extra = self.told_media or ((),) * len(self.rows), _pieces(self.extra, lengths)
         responses = (
             Response(
                 row,
@@ -60,17 +60,17 @@ class Share:
                 masks[place],
                 {name: column[place] for name, column in columns.items()},
                 told[place],
-                routes=routes[place],
+                extra=extra[place],
             )
             for place, row in enumerate(self.rows.tolist())
         )
         prompt_lengths = self.prompt_lengths.tolist()
         prompts = torch.tensor(self.prompt_ids).long().split(prompt_lengths)
         shown = self.media or ((),) * len(prompts)
-        routed = _pieces(self.prompt_routes, prompt_lengths)
+        beside = _pieces(self.prompt_extra, prompt_lengths)
         units = (
-            Unit(prompt, [*islice(responses, n)], m, routes=r)
-            for prompt, n, m, r in zip(prompts, self.units.tolist(), shown, routed, strict=True)
+            Unit(prompt, [*islice(responses, n)], m, extra=own)
+            for prompt, n, m, own in zip(prompts, self.units.tolist(), shown, beside, strict=True)
         )
         return (list(islice(units, count)) for count in self.micro_batches.tolist())
 
@@ -101,8 +101,8 @@ class Share:
                 {name: column[t] for name, column in self.columns.items()},
                 self.media[u],
                 self.told_media[r],
-                None if self.prompt_routes is None else self.prompt_routes[p],
-                None if self.routes is None else self.routes[t],
+                {name: values[p] for name, values in self.prompt_extra.items()},
+                {name: values[t] for name, values in self.extra.items()},
                 self.repeats[u],
             )
             for m, u, r, p, t in parts
@@ -114,9 +114,10 @@ def starts_of(lengths: Integers) -> Integers:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
 
 
-def _pieces(routes: Routes | None, lengths: Sequence[int]) -> Sequence[Tensor | None]:
-    """Split routes by sequence; sequence i has `lengths[i]` tokens."""
-    return [None] * len(lengths) if routes is None else torch.tensor(routes).split(list(lengths))
+def _pieces(extra: Mapping[str, TokenValues], lengths: Sequence[int]) -> Sequence[dict[str, Tensor]]:
+    """Split token columns by sequence; sequence i has `lengths[i]` tokens."""
+    split = {name: torch.tensor(values).split(list(lengths)) for name, values in extra.items()}
+    return [{name: pieces[i] for name, pieces in split.items()} for i in range(len(lengths))]
 
 
 def _slices(starts: Integers) -> list[slice]:

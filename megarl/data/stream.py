@@ -9,7 +9,7 @@ process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
@@ -56,7 +56,7 @@ class Response:
     (True where the policy sampled the token; only these get log-probs and loss). `columns` holds float `[L]` or
     `[L, k]` tensors by name (advantages, old log-probs, loss weights …). `media` are the pictures told between its turns, their
     places counted from its first token. `positions` int64 `[3, L]` are those of its tokens; None: they follow the prompt's one
-    by one. `routes` `[L, layers, k]` are the experts of its tokens (`options/routing_replay/routes.py`); None: not known.
+    by one. `extra` `[L, ...]` are the token columns of options by name (`data/columns.py`).
     """
 
     index: int
@@ -65,7 +65,7 @@ class Response:
     columns: dict[str, Tensor] = field(default_factory=dict)
     media: tuple[Media, ...] = ()
     positions: Tensor | None = None
-    routes: Tensor | None = None
+    extra: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -75,14 +75,14 @@ class Unit:
     `media` are the pictures in it. `positions` int64 `[3, P]` are those of its tokens in time, height and width
     (`options/pictures/positions.py`), which responses continue behind the largest if they have none of their own; None:
     each token's is
-    its place. `routes` `[P, layers, k]` are the experts of its tokens; None: not known.
+    its place. `extra` `[P, ...]` are the token columns of options.
     """
 
     prompt_ids: Tensor
     responses: list[Response]
     media: tuple[Media, ...] = ()
     positions: Tensor | None = None
-    routes: Tensor | None = None
+    extra: dict[str, Tensor] = field(default_factory=dict)
 
 
 MicroBatch = list[Unit]
@@ -120,8 +120,8 @@ class PackedStream:
     int64 `[n]` places in the response, n) in the order of `rows`; `response` int64 `[N]` is whose each row is, by its number in
     `owners`, and `lengths` int64 `[R]` how many rows each owner has. `columns`: float `[N]` or `[N, k]`, aligned with `rows`.
     `parts`: the numbers of the segments that make up each owner's sequence, the first of it first. `media` are the pictures and
-    which of the tokens show them; None: there are none. `laid` says where each owner lies. `routes` `[S, layers, k]` are the
-    experts of the tokens, unknown on padding; None: of no token.
+    which of the tokens show them; None: there are none. `laid` says where each owner lies. `extra` `[S, ...]` are the
+    token columns of options by name, unknown on padding.
     """
 
     token_ids: Tensor
@@ -137,7 +137,7 @@ class PackedStream:
     parts: list[tuple[int, ...]]
     media: StreamMedia | None = None
     laid: list[LaidResponse] = field(default_factory=list)
-    routes: Tensor | None = None
+    extra: dict[str, Tensor] = field(default_factory=dict)
 
     def tokens_before(self, segment: Segment, most: int) -> Tensor:
         """int64: the places of the last tokens, at most `most`, before `segment` in its sequences."""
@@ -167,7 +167,7 @@ class PackedStream:
             self.parts,
             self.media,
             self.laid,
-            None if self.routes is None else self.routes.to(device),
+            {name: values.to(device) for name, values in self.extra.items()},
         )
 
     def answers(self, values: Tensor) -> Answers:
@@ -252,7 +252,7 @@ class _StreamBuilder:
         self.tokens: list[Tensor] = []
         self.positions: list[Tensor] = []
         self.segments: list[Segment] = []
-        self.routed: list[tuple[int, Tensor]] = []
+        self._extra: dict[str, list[tuple[int, Tensor]]] = {}
         self.length = self.end = 0
 
     def append(self, tokens: Tensor, positions: Tensor, parent: int = -1) -> int:
@@ -278,15 +278,20 @@ class _StreamBuilder:
         padding = torch.zeros(-self.length % multiple, dtype=torch.long)
         self._add(padding, padding)
 
-    def routes(self) -> Tensor | None:
-        """`[S, layers, k]` of what stands in `routed` by its first place, unknown elsewhere; None if nothing does."""
-        if not self.routed:
-            return None
-        some = self.routed[0][1]
-        laid = some.new_full((self.length, *some.shape[1:]), torch.iinfo(some.dtype).max)
-        for start, routes in self.routed:
-            laid[start : start + len(routes)] = routes
-        return laid
+    def lay_extra(self, start: int, extra: Mapping[str, Tensor], tokens: int) -> None:
+        """Have the first `tokens` of token columns stand from `start` on."""
+        for name, values in extra.items() if tokens else ():
+            self._extra.setdefault(name, []).append((start, values[:tokens]))
+
+    def extra(self) -> dict[str, Tensor]:
+        """`[S, ...]` by name of what was laid, unknown elsewhere."""
+        found: dict[str, Tensor] = {}
+        for name, pieces in self._extra.items():
+            some = pieces[0][1]
+            laid = found[name] = some.new_full((self.length, *some.shape[1:]), torch.iinfo(some.dtype).max)
+            for start, values in pieces:
+                laid[start : start + len(values)] = values
+        return found
 
     def position_ids(self) -> Tensor:
         """`[S]`, or `[3, S]` if any of the tokens has a position on each axis."""
@@ -340,10 +345,10 @@ def _fed(response: Response, position: ScorePosition) -> int:
 def _shareable(response: Response, first: int, *, share_turns: bool) -> npt.NDArray[np.int64]:
     """The tokens of a response that others may compute with it, behind a prompt whose positions end before `first`.
 
-    A token is shared with those before it: none where routes are known, which are each response's own, or without
+    A token is shared with those before it: none that has token columns, which are each response's own, or without
     `share_turns`, none from a picture on, and never the last one, which may not be fed.
     """
-    count = max(len(response.token_ids) - 1, 0) if share_turns and response.routes is None else 0
+    count = max(len(response.token_ids) - 1, 0) if share_turns and not response.extra else 0
     count = min([count, *(media.place for media in response.media)])
     if response.positions is not None:
         follows = (response.positions[:, :count] == torch.arange(first, first + count)).all(0)
@@ -425,16 +430,16 @@ def pack(
         prompt_start, prompt_length = laid.length, len(unit.prompt_ids)
         ends = _lay_unit(laid, unit, position, share_turns=share_turns)
         shown += ((media, prompt_start) for media in unit.media)
-        laid.routed += [(prompt_start, unit.routes)] if unit.routes is not None else []
+        laid.lay_extra(prompt_start, unit.extra, prompt_length)
         for response, end in zip(unit.responses, ends, strict=True):
             length, places = len(response.token_ids), response.mask.nonzero().flatten()
             path = (*laid.segments[end].path, end)
             fed = prompt_length + _fed(response, position)
             at = torch.cat([torch.arange(s.start, s.start + s.length) for s in map(laid.segments.__getitem__, path)])[:fed]
-            # A picture's tokens, and routes, are no other response's: they lie behind each other.
+            # A picture's tokens, and token columns, are no other response's: they lie behind each other.
             shown += ((media, int(at[prompt_length + media.place]) - media.place) for media in response.media)
-            if response.routes is not None and fed > prompt_length:
-                laid.routed.append((int(at[prompt_length]), response.routes[: fed - prompt_length]))
+            if fed > prompt_length:
+                laid.lay_extra(int(at[prompt_length]), response.extra, fed - prompt_length)
             places_of.append(LaidResponse(prompt_length, at))
             rows.append(at[prompt_length + places - int(position is ScorePosition.NEXT)])
             targets.append(response.token_ids[places])
@@ -459,5 +464,5 @@ def pack(
         parts,
         laid_media(shown) if shown else None,
         places_of,
-        laid.routes(),
+        laid.extra(),
     )

@@ -25,6 +25,7 @@ from megarl.megatron.weights import role_map
 from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
+from megarl.option_list import functions
 from megarl.options.few_bits.rounded_experts import round_experts
 from megarl.options.lora.layers import AdapterSwitch, insert_adapters
 from megarl.options.pictures.media import PictureRules
@@ -32,7 +33,6 @@ from megarl.options.pictures.picture_rules import load_picture_rules
 from megarl.options.pictures.pixels import Pictures
 from megarl.options.pictures.tower import SeeingModel, build_tower
 from megarl.options.pictures.vision import Vision
-from megarl.options.prediction.layer import Prediction
 from megarl.platform import cuda_present
 
 LINEAR = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
@@ -208,8 +208,6 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
                 collision=options.collision,
                 overlaps=options.trainable and ddp_config(options).overlap_grad_reduce,
             )
-        if options.prediction is not None:
-            layer = layer_specs.prediction_spec(options.layer_spec, config, core_attention=options.core_attention)
-            norm = layer_specs.block_norm(options.layer_spec)
-            model.mtp = Prediction(model, layer, norm, options.prediction, vp_stage=vp_stage)
+        for add_modules in functions("model_part", "add_modules"):
+            add_modules(model, config, options, vp_stage)
     return model

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -29,9 +29,9 @@ from megarl.megatron.moving_average import MovingAverage
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.optimizer_state import absent_elements, finish_moments, make_moments, moment_boxes, owned_boxes, step_of
 from megarl.megatron.options import ModelOptions, OptimizerOptions
+from megarl.megatron.pass_parts import PassParts, open_pass_parts
 from megarl.megatron.rng_state import initial_seed, reseed, restore_rng_state, sharded_rng_state
 from megarl.megatron.router_watch import RouterWatch
-from megarl.megatron.routers import Routers
 from megarl.megatron.shards import Shards, objects_of, shards_of
 from megarl.megatron.step import LossFunction, PassProgress, add_metrics, forward, forward_backward, reduce_gradients
 from megarl.megatron.update_guard import WatchedLoss, refusal
@@ -43,9 +43,6 @@ from megarl.observe.expert_load import EXPERTS
 from megarl.options.lora.layers import AdapterSwitch, trained_entries
 from megarl.options.pictures.positions import with_positions
 from megarl.options.pictures.tower import SeeingModel
-from megarl.options.prediction.layer import MTP_LOSS
-from megarl.options.routing_replay.replay import RoutingReplay
-from megarl.options.routing_replay.routes import RecordedRoutes, ReplayCounts
 from megarl.platform.deterministic import make_deterministic
 
 
@@ -74,7 +71,7 @@ class RankModel:
         if options.adapter is not None:
             self.adapters.remember(self.chunks)
         self.average = MovingAverage()
-        self.replay = RoutingReplay(self.chunks, options) if options.replays_routes else None
+        self.parts = open_pass_parts(self.chunks, options)
         self.optimizer: Any = None
         self._gathered: _Gathered | None = None
         self.watch: RouterWatch | None = None
@@ -107,7 +104,7 @@ class RankModel:
             position=position,
             progress=self.progress,
             top_k=top_k,
-            routers=Routers(self.replay),
+            parts=PassParts(self.parts),
         )
         return results if self.reports else Answers.joined([])
 
@@ -121,7 +118,7 @@ class RankModel:
         heads = [chunk.output_layer for chunk in map(unwrap_model, self.chunks) if chunk.post_process]
         self._set_heads(heads, head)
         try:
-            with self.adapters.as_begun(), self.replay.unrecorded() if self.replay is not None else nullcontext():
+            with self.adapters.as_begun():
                 yield
         finally:
             self._set_heads(heads, own)
@@ -190,12 +187,13 @@ class RankModel:
             watched,
             position=position,
             progress=self.progress,
-            routers=Routers(self.replay, self.watch),
+            parts=PassParts(self.parts, self.watch),
             adds=adds,
             reduces=reduces,
         )
         metrics = totals if self.reports else {}
-        return metrics, watched.is_finite and math.isfinite(metrics.get(MTP_LOSS, 0.0))
+        of_parts = (metrics.get(name, 0.0) for part in self.parts for name in part.losses)
+        return metrics, watched.is_finite and all(map(math.isfinite, of_parts))
 
     def _apply(self, metrics: dict[str, Any], *, is_finite: bool) -> dict[str, Any]:
         """The optimizer step by the reduced gradients, unless `update_guard.refusal` refuses it; see `update`."""
@@ -213,15 +211,6 @@ class RankModel:
         if torch.distributed.get_rank() == 0:
             metrics |= {"grad_norm": grad_norm, "lr": self.scheduler.get_lr({}), **refused}
         return metrics
-
-    def recorded_routes(self) -> RecordedRoutes | None:
-        """Routes that the last pass recorded, on the first tensor and context rank of each stage; collective over these
-        ranks."""
-        return self.replay.recorded() if self.replay is not None else None
-
-    def take_replay_counts(self) -> ReplayCounts:
-        """Choices that this rank replayed since the last call."""
-        return self.replay.take_counts() if self.replay is not None else ReplayCounts()
 
     def take_tower_seconds(self) -> float:
         """Seconds of the vision tower's forward passes in updates since the last call; 0 where this rank has none."""

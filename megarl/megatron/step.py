@@ -39,13 +39,11 @@ from megarl.megatron.context_parallel import gather_scored
 from megarl.megatron.heads import HeadRequest
 from megarl.megatron.model_config import DTYPES
 from megarl.megatron.options import ModelOptions
+from megarl.megatron.pass_parts import PassParts
 from megarl.megatron.prefetch import Prefetched, on_device
 from megarl.megatron.rotary import PackedRotaryEmbedding
-from megarl.megatron.routers import Routers
 from megarl.options.pictures.stream_media import StreamMedia
 from megarl.options.pictures.tower import SeeingModel
-from megarl.options.prediction.layer import PredictionInputs, prediction_of, share_embedding
-from megarl.options.prediction.stream import shifted
 
 LossFunction = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, Any]]]
 """(model output `[N, C]`, stream) → (scalar loss already divided by its global denominator, metric sums).
@@ -54,7 +52,7 @@ Sums are numbers or tensors of one element, which are read when the pass is over
 `ScoredValues` become a dictionary by response; one is joined with those of other micro-batches, not summed.
 """
 
-NO_ROUTERS = Routers()
+NO_PARTS = PassParts()
 
 
 @dataclass
@@ -73,7 +71,7 @@ def forward(
     position: ScorePosition = ScorePosition.NEXT,
     progress: PassProgress | None = None,
     top_k: TopK | None = None,
-    routers: Routers = NO_ROUTERS,
+    parts: PassParts = NO_PARTS,
 ) -> Answers:
     """Outputs per response without gradients: `{response index: float32 [L, C]}`, zero where nothing is scored.
 
@@ -94,7 +92,7 @@ def forward(
         return output.sum(), {}
 
     with torch.no_grad():
-        _run(chunks, options, micro_batches, collect, position, progress, forward_only=True, top_k=top_k, routers=routers)
+        _run(chunks, options, micro_batches, collect, position, progress, forward_only=True, top_k=top_k, parts=parts)
     return Answers.joined([stream.answers(output) for stream, output in zip(streams, on_host(outputs), strict=True)])
 
 
@@ -106,24 +104,24 @@ def forward_backward(
     *,
     position: ScorePosition = ScorePosition.NEXT,
     progress: PassProgress | None = None,
-    routers: Routers = NO_ROUTERS,
+    parts: PassParts = NO_PARTS,
     adds: bool = False,
     reduces: bool = True,
 ) -> dict[str, Any]:
     """Accumulate and reduce the gradients of the summed loss; returns the metric sums of this rank's last stage.
 
-    What routers decide is counted by `routers.watch`, which adds the losses that keep experts in balance. With `adds` the
+    What routers decide is counted by `parts.watch`, which adds the losses that keep experts in balance. With `adds` the
     gradients join those that are there. Without `reduces` they stay this rank's own, until `reduce_gradients`.
     """
     if not adds:
         for chunk in chunks:
             chunk.zero_grad_buffer()
     totals: dict[str, Any] = {}
-    run = partial(_run, chunks, options, micro_batches, position=position, progress=progress, routers=routers)
-    if routers.watch is not None and routers.watch.counts_first:
+    run = partial(_run, chunks, options, micro_batches, position=position, progress=progress, parts=parts)
+    if parts.watch is not None and parts.watch.counts_first:
         with torch.no_grad():
             run(_no_loss, forward_only=True)
-        routers.watch.keep_loads()
+        parts.watch.keep_loads()
     with nullcontext() if reduces else _unreduced(chunks):
         of_micro_batches = run(loss_function, forward_only=False)
     for metrics in metrics_on_host(of_micro_batches):
@@ -201,16 +199,16 @@ def _run(
     *,
     forward_only: bool,
     top_k: TopK | None = None,
-    routers: Routers = NO_ROUTERS,
+    parts: PassParts = NO_PARTS,
 ) -> list[dict[str, Any]]:
     device = torch.device(torch.cuda.current_device())
+    parts = parts.joining(training=not forward_only)
     filled = [(units, loss_function) for units in micro_batches]
     if options.layout.vpp is not None:
         # megatron-core's interleaved schedule takes micro-batches in rounds of as many as there are stages.
         filled += [(_NOTHING, _no_loss)] * (-len(filled) % options.layout.pp)
     config = get_model_config(chunks[0])
     variant = variant_of(config)
-    layer = prediction_of(chunks) if options.prediction is not None and not forward_only else None
     if not options.shares_prefixes:
         filled = [(split_shared_prompts(units), loss) for units, loss in filled]
     longest = _longest([units for units, _ in filled], options, position)
@@ -219,23 +217,18 @@ def _run(
         tokens=longest if options.padded_tokens is not None else None,
         order_of=None if variant is None else partial(variant.order_of, config=config),
         windows=windows_of(config),
-        predicts=layer is not None,
     )
-    laid = [partial(_lay, units, loss, options, shape, device, routers) for units, loss in filled]
-    if options.prediction is not None and not forward_only:
-        share_embedding(chunks)
+    laid = [partial(_lay, units, loss, options, shape, device, parts) for units, loss in filled]
     all_laid: list[_Laid] = []
-    has_balance = routers.watch is not None and routers.watch.balance.has_losses and not forward_only
-    if layer is not None or routers.replay is not None or has_balance:
+    has_balance = parts.watch is not None and parts.watch.balance.has_losses and not forward_only
+    if parts.parts or has_balance:
         # Each of them reads all micro-batches before the first.
         all_laid = [lay() for lay in laid]
         laid = [partial(_itself, one) for one in all_laid]
-    if layer is not None:
-        layer.begin([one.prediction.shifted for one in all_laid if one.prediction is not None])
-    if routers.replay is not None:
-        routers.replay.begin_pass([(one.on_device, one.held) for one in all_laid], training=not forward_only)
-    if routers.watch is not None:
-        routers.watch.begin([one.routed for one in all_laid], trains=not forward_only)
+    for number, part in enumerate(parts.parts):
+        part.begin([(one.on_device, one.held) for one in all_laid], [one.given[number] for one in all_laid])
+    if parts.watch is not None:
+        parts.watch.begin([one.routed for one in all_laid], trains=not forward_only)
     config.grad_scale_func = None
     progress = progress or PassProgress()
     progress.begun, progress.wanted = 0, len(filled) * len(chunks)
@@ -243,7 +236,7 @@ def _run(
     with Prefetched(makers, device, takers=len(chunks)) as inputs:
         iterators = [inputs.iterator() for _ in chunks]
         outputs = get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, options=options, progress=progress, top_k=top_k, routers=routers),
+            forward_step_func=partial(_forward_step, options=options, progress=progress, top_k=top_k, parts=parts),
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=list(chunks),
             num_microbatches=len(filled),
@@ -270,24 +263,21 @@ class _PassShape:
     """The common shape of a pass's micro-batches.
 
     `tokens`: each is padded to so many; None: to what its layout needs. `order_of` a stream is what layers with an attention
-    variant must know of it; None: there are none. `windows` are those of the layers. `predicts`: this rank has the layer for
-    multi-token prediction, and trains it.
+    variant must know of it; None: there are none. `windows` are those of the layers.
     """
 
     position: ScorePosition
     tokens: int | None
     order_of: Callable[[PackedStream], Any] | None
     windows: Collection[int | None]
-    predicts: bool
 
 
 class _Laid(NamedTuple):
     """A micro-batch: the whole stream, the same on all ranks of a replica, and what this rank holds of it.
 
     `stream` and `share` are in main memory, all else is on the device, these two as `on_device` and `held`. `positions` is how
-    many positions the rotary embedding must know. `seen` are the pictures that this rank's tokens show, `routes` the experts
-    that its routers take, `routed` the tokens whose experts are counted. `prediction` is for the layer for multi-token
-    prediction.
+    many positions the rotary embedding must know. `seen` are the pictures that this rank's tokens show, `given` what
+    each part of an option needs, `routed` the tokens whose experts are counted.
     """
 
     stream: PackedStream
@@ -296,10 +286,9 @@ class _Laid(NamedTuple):
     held: StreamShard
     positions: int
     seen: StreamMedia | None
-    routes: Tensor | None
+    given: Sequence[Any]
     routed: TokenSequences | None
     loss_function: LossFunction
-    prediction: PredictionInputs | None = None
 
 
 class _Prepared(NamedTuple):
@@ -316,15 +305,14 @@ def _lay(
     options: ModelOptions,
     shape: _PassShape,
     device: torch.device,
-    routers: Routers,
+    parts: PassParts,
 ) -> _Laid:
-    laying = _laying(options)
+    arguments = laying(options)
     if shape.tokens is not None:
-        laying["pad_to_multiple"] = shape.tokens
-    stream = pack(units, position=shape.position, **laying)
+        arguments["pad_to_multiple"] = shape.tokens
+    stream = pack(units, position=shape.position, **arguments)
     share = context_parallel_shard(stream, options.layout.cp, parallel_state.get_context_parallel_rank())
     seen = stream.media.of_tokens(share.positions, len(stream.token_ids)) if stream.media is not None else None
-    routes = routers.replay.of_rank(stream, share) if routers.replay is not None else None
     return _Laid(
         stream,
         share,
@@ -332,23 +320,23 @@ def _lay(
         share.to(device),
         int(stream.position_ids.max()) + 1,
         seen.to(device) if seen else None,
-        routes.to(device) if routes is not None else None,
-        routers.watch.tokens_of(stream, share).to(device) if routers.watch is not None else None,
+        [part.lay(units, stream, share, device) for part in parts.parts],
+        parts.watch.tokens_of(stream, share).to(device) if parts.watch is not None else None,
         loss_function,
-        _prediction_inputs(units, stream, share, options, device) if shape.predicts else None,
     )
 
 
 def _longest(micro_batches: Sequence[MicroBatch], options: ModelOptions, position: ScorePosition) -> int:
     """Tokens of the longest stream, and no fewer than all are padded to."""
-    laying = _laying(options)
-    multiple, least = laying["pad_to_multiple"], options.padded_tokens or 0
-    return max(-(-least // multiple) * multiple, *(laid_tokens(units, position=position, **laying) for units in micro_batches))
+    arguments = laying(options)
+    multiple, least = arguments["pad_to_multiple"], options.padded_tokens or 0
+    lengths = (laid_tokens(units, position=position, **arguments) for units in micro_batches)
+    return max(-(-least // multiple) * multiple, *lengths)
 
 
 def _prepare(lay: Callable[[], _Laid], options: ModelOptions, shape: _PassShape, device: torch.device) -> _Prepared:
     laid = lay()
-    mask, packed = _attention_inputs(laid.stream, laid.share, options, shape.windows, device)
+    mask, packed = attention_inputs(laid.stream, laid.share, options, shape.windows, device)
     if shape.order_of is not None:
         packed = replace(packed, order=on_device(shape.order_of(laid.stream), device))
     return _Prepared(laid, mask, packed)
@@ -358,7 +346,7 @@ def _itself(laid: _Laid) -> _Laid:
     return laid
 
 
-def _laying(options: ModelOptions) -> dict[str, Any]:
+def laying(options: ModelOptions) -> dict[str, Any]:
     """The arguments by which `pack` lays a stream: what it pads it and its segments to, and what responses share.
 
     Where passes record and replay routes, which are each response's own, all of them have streams of one form.
@@ -373,17 +361,6 @@ def _laying(options: ModelOptions) -> dict[str, Any]:
     }
 
 
-def _prediction_inputs(
-    units: MicroBatch, stream: PackedStream, of_decoder: StreamShard, options: ModelOptions, device: torch.device
-) -> PredictionInputs:
-    """The layer for multi-token prediction is given its stream as the decoder is given `stream`, which is in main memory."""
-    found = shifted(units, stream, **_laying(options))
-    share = context_parallel_shard(found.stream, options.layout.cp, of_decoder.rank)
-    mask, packed = _attention_inputs(found.stream, share, options, (None,), device)
-    positions = int(found.stream.position_ids.max()) + 1
-    return PredictionInputs(found.to(device), share.to(device), of_decoder.to(device), mask, packed, positions)
-
-
 def _forward_step(
     inputs: Iterator[_Prepared],
     model: torch.nn.Module,
@@ -391,10 +368,10 @@ def _forward_step(
     options: ModelOptions,
     progress: PassProgress,
     top_k: TopK | None,
-    routers: Routers,
+    parts: PassParts,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
     laid, mask, packed = next(inputs)
-    stream, share, loss_function, prediction = laid.on_device, laid.held, laid.loss_function, laid.prediction
+    stream, share, loss_function = laid.on_device, laid.held, laid.loss_function
     progress.begun += 1
     core: Any = unwrap_model(model)
     token_ids, position_ids = stream.token_ids[share.positions], stream.position_ids[..., share.positions]
@@ -408,9 +385,7 @@ def _forward_step(
         core.seen = laid.seen
     if core.post_process:
         core.output_layer.request = HeadRequest(share.rows, _targets(stream)[share.scored], top_k)
-        if prediction is not None:
-            core.mtp.request = prediction
-    with routers.micro_batch(laid.routes, laid.routed):
+    with parts.micro_batch(core, laid.given, laid.routed):
         output = model(
             input_ids=token_ids[None],
             position_ids=position_ids[None],
@@ -421,9 +396,8 @@ def _forward_step(
     def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         whole = gather_scored(output[0], share.scored, len(stream.rows), parallel_state.get_context_parallel_group())
         value, metrics = loss_function(whole, stream)
-        if prediction is not None and core.post_process:
-            of_layer, figures = core.mtp.take()
-            value, metrics = value + of_layer, metrics | figures
+        for further in filter(None, (part.loss(core) for part in parts.parts)):
+            value, metrics = value + further[0], metrics | further[1]
         # kept until the pass is over, but not what they were computed from
         kept = {name: metric.detach() if isinstance(metric, Tensor) else metric for name, metric in metrics.items()}
         return value, torch.ones((), dtype=torch.int), kept
@@ -437,7 +411,7 @@ def _targets(stream: PackedStream) -> Tensor:
     return stream.targets if further is None else torch.cat([stream.targets[:, None], further.long()], dim=1)
 
 
-def _attention_inputs(
+def attention_inputs(
     stream: PackedStream,
     share: StreamShard,
     options: ModelOptions,

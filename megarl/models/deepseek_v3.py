@@ -1,6 +1,6 @@
 """DeepSeek-V3, Kimi-K2, Moonlight: latent attention, sigmoid routing with a correction bias, shared experts, dense layers.
 
-`num_nextn_predict_layers` says whether there is a layer for multi-token prediction (`prediction.py`).
+`num_nextn_predict_layers` says whether there is a layer for multi-token prediction (`prediction_layer.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from megarl.models import dense, moe
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse, refuse_biases, size
 from megarl.models.packings import FP8_BLOCK, Copy
+from megarl.models.prediction_layer import behind_the_decoder
 from megarl.models.rope import Rope, refuse_partial
 from megarl.models.weight_map import Rule, WeightMap
-from megarl.options.prediction import weight_map as prediction
 
 LATENT_NORM_EPS = 1e-6
 """transformers norms the latents with it, whatever `rms_norm_eps` says: Moonlight's other norms have 1e-5."""
@@ -90,7 +90,7 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
     dense_layers = frozenset(range(sizes.num_layers)) - experts.layers
     of_experts = moe.mlp_rules(experts, sizes.hidden_size, expert_bias=True)
     attention = _attention_rules(sizes, LatentSizes.from_hf(hf_config))
-    more = prediction.behind_the_decoder(hf_config, sizes, [*attention, *of_experts])
+    more = behind_the_decoder(hf_config, sizes, [*attention, *of_experts])
     mlp = [*dense.mlp_rules(sizes, dense_layers), *of_experts]
     return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, **more)
 

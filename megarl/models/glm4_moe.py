@@ -1,6 +1,6 @@
 """GLM-4.5 and GLM-4.6: grouped attention of which half of a head rotates, and DeepSeek-V3's experts behind dense first layers.
 
-`num_nextn_predict_layers` says whether there is a layer for multi-token prediction (`prediction.py`).
+`num_nextn_predict_layers` says whether there is a layer for multi-token prediction (`prediction_layer.py`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 from megarl.models import dense, moe
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import size, with_defaults
+from megarl.models.prediction_layer import behind_the_decoder
 from megarl.models.rope import rope_refusal
 from megarl.models.weight_map import WeightMap
-from megarl.options.prediction import weight_map as prediction
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}
 """transformers' defaults that differ from those of other families."""
@@ -53,7 +53,7 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
     attention = dense.attention_rules(sizes, bias=_has_bias(hf_config), head_norms=_has_head_norms(hf_config))
     dense_layers = frozenset(range(sizes.num_layers)) - experts.layers
     of_experts = moe.mlp_rules(experts, sizes.hidden_size, expert_bias=True)
-    more = prediction.behind_the_decoder(hf_config, sizes, [*attention, *of_experts], PREDICTION_LAYERS)
+    more = behind_the_decoder(hf_config, sizes, [*attention, *of_experts], PREDICTION_LAYERS)
     mlp = [*dense.mlp_rules(sizes, dense_layers), *of_experts]
     return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, **more)
 

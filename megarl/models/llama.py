@@ -7,9 +7,9 @@ from typing import Any
 from megarl.models import dense
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse_biases
+from megarl.models.prediction_layer import behind_the_decoder
 from megarl.models.rope import rope_refusal
 from megarl.models.weight_map import WeightMap
-from megarl.options.prediction import weight_map as prediction
 
 
 def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
     sizes, biases = dense.DenseSizes.from_hf(hf_config), has_biases(hf_config)
     attention = dense.attention_rules(sizes, bias=biases, output_bias=biases)
     mlp = dense.mlp_rules(sizes, bias=biases)
-    return dense.weight_map(sizes, attention, mlp, **prediction.behind_the_decoder(hf_config, sizes, [*attention, *mlp]))
+    return dense.weight_map(sizes, attention, mlp, **behind_the_decoder(hf_config, sizes, [*attention, *mlp]))
 
 
 def _sglang_refusal(hf_config: HFConfig) -> str | None:

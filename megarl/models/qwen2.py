@@ -6,10 +6,10 @@ from typing import Any
 
 from megarl.models import dense
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
+from megarl.models.prediction_layer import behind_the_decoder
 from megarl.models.rope import rope_refusal
 from megarl.models.weight_map import WeightMap
 from megarl.models.windows import DEFAULT_WINDOW, qwen_sliding_layers, window_refusal
-from megarl.options.prediction import weight_map as prediction
 
 
 def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
     """The common rules and the biases, packed as the weights are."""
     sizes = dense.DenseSizes.from_hf(hf_config)
     attention, mlp = dense.attention_rules(sizes, bias=True), dense.mlp_rules(sizes)
-    more = {} if qwen_sliding_layers(hf_config) else prediction.behind_the_decoder(hf_config, sizes, [*attention, *mlp])
+    more = {} if qwen_sliding_layers(hf_config) else behind_the_decoder(hf_config, sizes, [*attention, *mlp])
     return dense.weight_map(sizes, attention, mlp, **more)
 
 

@@ -7,10 +7,10 @@ from typing import Any
 from megarl.models import dense
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse_biases
+from megarl.models.prediction_layer import behind_the_decoder
 from megarl.models.rope import rope_refusal
 from megarl.models.weight_map import WeightMap
 from megarl.models.windows import DEFAULT_WINDOW, qwen_sliding_layers, window_refusal
-from megarl.options.prediction import weight_map as prediction
 
 DEFAULT_HEAD_DIM = 128
 
@@ -35,7 +35,7 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
     """The common rules and the norms of q and k, shared by all heads and whole on every rank."""
     sizes = _sizes(hf_config)
     attention, mlp = dense.attention_rules(sizes, head_norms=True), dense.mlp_rules(sizes)
-    more = {} if qwen_sliding_layers(hf_config) else prediction.behind_the_decoder(hf_config, sizes, [*attention, *mlp])
+    more = {} if qwen_sliding_layers(hf_config) else behind_the_decoder(hf_config, sizes, [*attention, *mlp])
     return dense.weight_map(sizes, attention, mlp, **more)
 
 

@@ -124,7 +124,7 @@ class BoundRule:
 
 @dataclass(frozen=True)
 class PredictionLayer:
-    """The layer for multi-token prediction that a folder may have (`prediction.py`).
+    """The layer for multi-token prediction that a folder may have (`prediction_layer.py`).
 
     `copies`: (name, whose copy it is) of tensors that a folder stores a second time with it.
     """

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from megarl.megatron.options import default_chunk_tokens
 from megarl.models.packings import padded_vocab
+from megarl.option_list import functions
 from megarl.options.lora.plan import kept_of_layer, rules_of_layer, spread_bytes
 from megarl.options.pictures.plan_pictures import prompts_at_once
 from megarl.options.pictures.plan_towers import tower_activations
-from megarl.options.prediction.plan import before_predicting, copied_embedding
 from megarl.planning.activations import STATISTICS, LayerActivations, Precision, layer_activations, norm
 from megarl.planning.engine_memory import engine_working_bytes, staged_bytes
 from megarl.planning.gpu_memory import GpuMemory, MemoryPlan
@@ -139,7 +139,8 @@ def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workl
         parts["tower activations"] = tower_bytes(role, precision, work)
     if stage == role.layout.pp - 1 and not role.value_head:
         parts["logits"] = _logits(role, precision, work)
-        parts["parameters"] += copied_embedding(role, stage) * precision.itemsize
+        further = sum(further_parameters(role, stage) for further_parameters in functions("plan", "further_parameters"))
+        parts["parameters"] += further * precision.itemsize
     parts["communication"] = _communication(role, stage, precision, work)
     unpacked = float(held.products * precision.itemsize if precision.fp8_param else 0)
     return RoleMemory(role.name, parts, weights, unpacked, host)
@@ -227,9 +228,7 @@ def _kept_of_a_pass(role: PlannedRole, stage: int, precision: Precision, work: W
     if recompute != "full" and shape.lora is not None:
         layers = (layer for chunk in role.layout.stage_layers(shape.layers)[stage] for layer in chunk)
         kept += sum(spread_bytes(shape, layer, role.layout, precision.itemsize) for layer in layers)
-    if shape.predicts and stage == role.layout.pp - 1:
-        kept += tokens * before_predicting(role, precision)
-    return kept
+    return kept + tokens * sum(of_option(role, stage, precision) for of_option in functions("plan", "kept_behind_layers"))
 
 
 def _at_the_end(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> float:

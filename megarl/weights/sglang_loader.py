@@ -10,17 +10,17 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed
 
-from megarl.option_list import part
+from megarl.option_list import part, parts
 from megarl.options.lora.adapter_place import is_adapter_tensor, tensors_of
-from megarl.options.prediction.draft_weights import SHARED, Waiting, draft_name, is_draft, of_the_draft
 from megarl.weights.checksums import digest
 from megarl.weights.copying import copy, in_threads
 from megarl.weights.cuda_ipc import opened
@@ -134,7 +134,13 @@ class ModelParameters:
             if hasattr(module, EXPERTS + BIAS) and module.moe_runner_config.gemm1_alpha is not None:
                 alternating += [f"{name}.{EXPERTS}", f"{name}.{EXPERTS}{BIAS}"]
         tensors = {**dict(model.named_parameters()), **tensors_of(model)}
-        return cls(tensors, frozenset(up_first), frozenset(alternating), of_the_draft(model))
+        of_draft = names.of_the_draft(model) if (names := _draft_names()) is not None else ()
+        return cls(tensors, frozenset(up_first), frozenset(alternating), of_draft)
+
+
+def _draft_names() -> ModuleType | None:
+    """An option's `draft_weights.py`, which knows the draft that a server has beside the policy."""
+    return next(iter(parts("draft_weights")), None)
 
 
 _kept: dict[str, torch.Tensor] = {}
@@ -144,8 +150,9 @@ _kept: dict[str, torch.Tensor] = {}
 def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
     """Take one payload: pairs of (name of a buffer, where in it what lies) and the buffer; or one of `payloads`' others."""
     parameters = ModelParameters.of(model)
-    if is_draft(parameters.tensors):
-        _load_draft(model, parameters)
+    names = _draft_names()
+    if names is not None and names.is_draft(parameters.tensors):
+        _load_draft(model, parameters, names)
         return
     for (name, content), buffer in named_tensors:
         if name == CHECK:
@@ -188,16 +195,28 @@ def _load_whole(model: Any, whole: Whole) -> None:
 
 
 _received = ReceivedDigests()
+@dataclass
+class Waiting:
+    """What came for the draft, or was asked of it, in the call for the policy."""
+
+    boxes: list[tuple[SliceKey, torch.Tensor]] = field(default_factory=list)
+    whole: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    asked: list[tuple[int, SliceKey, str]] = field(default_factory=list)
+    """Place among all digests, box, and the dtype in which it was sent."""
+    answer: tuple[list[str], list[str], tuple[str, int], str] | None = None
+    """The digests of the policy's boxes, what is not covered, and where the answer goes."""
+
+
 _waiting = Waiting()
 """For the call by which SGLang has the draft loaded, which follows."""
 
 
-def _load_draft(model: Any, parameters: ModelParameters) -> None:
+def _load_draft(model: Any, parameters: ModelParameters, names: ModuleType) -> None:
     """Give the draft what came for it in the call before, and answer what was asked of it."""
     global _waiting
     waiting, _waiting = _waiting, Waiting()
     for held, values in waiting.boxes:
-        box(parameters, held._replace(tensor=draft_name(held.tensor))).copy_(values)
+        box(parameters, held._replace(tensor=names.draft_name(held.tensor))).copy_(values)
     if waiting.whole:
         model.load_weights(waiting.whole)
     if any(DERIVED_FROM in held.tensor for held, _ in waiting.boxes):
@@ -205,11 +224,11 @@ def _load_draft(model: Any, parameters: ModelParameters) -> None:
     if waiting.answer is None:
         return
     digests, uncovered, where, key = waiting.answer
-    boxes = [(tuple(held._replace(tensor=draft_name(held.tensor))), dtype) for _, held, dtype in waiting.asked]
+    boxes = [(tuple(held._replace(tensor=names.draft_name(held.tensor))), dtype) for _, held, dtype in waiting.asked]
     found, missing = _digests(parameters, boxes)
     for (place, _, _), one in zip(waiting.asked, found, strict=True):
         digests[place] = one
-    send_answer(digests, uncovered + [name for name in missing if name not in SHARED], where, key)
+    send_answer(digests, uncovered + [name for name in missing if name not in names.SHARED], where, key)
 
 
 def _read(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -35,7 +35,6 @@ from megarl.megatron.weights import Quantiser, adapter_shards, local_shards
 from megarl.models.registry import load_hf_config
 from megarl.observe.trace import take_spans, timed
 from megarl.option_list import part
-from megarl.options.routing_replay.routes import RecordedRoutes, ReplayCounts
 from megarl.platform.base import Platform
 from megarl.platform.shared_memory import share
 from megarl.weights.machines import Machines
@@ -118,11 +117,8 @@ class Rank(RankCalls):
             with nullcontext() if begun is None else model.as_begun(begun):
                 return model.forward([*chain(*shares)], position=position, top_k=top_k) or None
 
-    def recorded_routes(self, role: str) -> RecordedRoutes | None:
-        return self.roles[role].recorded_routes()
-
-    def take_replay_counts(self, role: str) -> ReplayCounts:
-        return self.roles[role].take_replay_counts()
+    def ask(self, role: str, question: Callable[[Any], Any]) -> Any:
+        return question(self.roles[role])
 
     def update(self, role: str, shares: Sequence[Share], loss_function: Any, position: ScorePosition) -> dict[str, float]:
         with record_function(f"update {role}"):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megarl.checkpoint.dist_writer import Written
@@ -15,7 +15,6 @@ from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition, TopK
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.observe.trace import Span
-from megarl.options.routing_replay.routes import RecordedRoutes, ReplayCounts
 from megarl.weights.machines import Machines
 from megarl.weights.pusher import Pushed
 
@@ -54,12 +53,8 @@ class RankCalls(ABC):
         does not report."""
 
     @abstractmethod
-    def recorded_routes(self, role: str) -> RecordedRoutes | None:
-        """The routes of the role's last pass; None where another rank of the stage answers. Collective over the world."""
-
-    @abstractmethod
-    def take_replay_counts(self, role: str) -> ReplayCounts:
-        """The choices that this rank replayed since the last call."""
+    def ask(self, role: str, question: Callable[[Any], Any]) -> Any:
+        """Answer an option's `question` about the role's model (`RankModel`) on this rank; collective if the question is."""
 
     @abstractmethod
     def update(self, role: str, shares: Sequence[Share], loss_function: Any, position: ScorePosition) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -96,21 +97,21 @@ def test_tokens_that_are_planned_counted_and_laid_are_those_of_the_tree(max_toke
         assert counted.tokens == 2 * (7 + 20 + 30 + alone)
 
 
-def test_a_response_shares_nothing_from_its_first_picture_on_nor_where_routes_are_known() -> None:
+def test_a_response_shares_nothing_from_its_first_picture_on_nor_where_it_has_token_columns() -> None:
     tokens = list(range(1, 60))
     picture = Media("image", ("red",), (1, 2, 2), 7 + 30, 1)
     batch = Batch([sample(0, [5] * 7, tokens, media=[picture]) for _ in range(2)])
     assert batch.unit_rows([0, 1], share_prefix=True).sizes[0].common.common == (30,)
-    batch_without_routes = Batch([sample(0, [5] * 7, tokens) for _ in range(2)])
-    routes = np.zeros((7 + len(tokens), 2, 1), np.uint8)
-    routed = Batch([sample(0, [5] * 7, tokens, routes=routes) for _ in range(2)])
-    assert routed.unit_rows([0, 1], share_prefix=True).sizes[0].common.common == (58,)
-    units = routed.unit_rows([0, 1], share_prefix=True, share_turns=False)
+    batch = Batch([sample(0, [5] * 7, tokens) for _ in range(2)])
+    assert batch.unit_rows([0, 1], share_prefix=True).sizes[0].common.common == (58,)
+    units = batch.unit_rows([0, 1], share_prefix=True, share_turns=False)
     assert units.sizes[0].common.common == ()
-    [share] = routed.shares(units, [[[(0, (0, 1))]]], [], routed=True)
-    [[unit]] = share
-    assert len(pack([unit]).token_ids) == 7 + 2 * 58
-    [[plain]] = batch_without_routes.shares(units, [[[(0, (0, 1))]]], [])[0]
+    [[plain]] = batch.shares(units, [[[(0, (0, 1))]]], [])[0]
+    column = {"column": torch.zeros(len(tokens), 2, 1, dtype=torch.uint8)}
+    unit = replace(plain, responses=[replace(one, extra=column) for one in plain.responses])
+    stream = pack([unit])
+    assert len(stream.token_ids) == 7 + 2 * 58
+    assert stream.extra["column"].shape == (len(stream.token_ids), 2, 1)
     assert len(pack([plain]).token_ids) == 7 + 58
     assert len(pack([plain], share_turns=False).token_ids) == laid_tokens([plain], share_turns=False) == 7 + 2 * 58
 

@@ -37,7 +37,7 @@ def balanced_gradients(
     rank: int, world_size: int, folder: Path, layout: Layout, modes: tuple[str, ...], coefficients: dict[str, float]
 ) -> dict[str, Any]:
     from megarl.megatron.build import initialize_layout
-    from megarl.megatron.routers import Routers
+    from megarl.megatron.pass_parts import PassParts
     from megarl.megatron.step import forward_backward
 
     initialize_layout(layout, seed=1)
@@ -49,7 +49,7 @@ def balanced_gradients(
         for chunk in role.chunks:
             chunk.train()
         for _ in range(2):  # what the first pass kept must not be in the second
-            forward_backward(role.chunks, role.options, mine, policy_loss, routers=Routers(watch=role.watch))
+            forward_backward(role.chunks, role.options, mine, policy_loss, parts=PassParts(watch=role.watch))
         found[name] = {"layers": role.watch.take(), "gradients": gradients(role)}
     return found
 

@@ -167,8 +167,8 @@ def waits_of_routers(rank: int, world_size: int, folder: Path, counts: bool) -> 
     from megarl.megatron import step
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
+    from megarl.megatron.pass_parts import PassParts
     from megarl.megatron.rank_model import RankModel
-    from megarl.megatron.routers import Routers
 
     initialize_layout(Layout(), seed=1)
     model = RankModel(ModelOptions(str(folder), Layout()), OptimizerOptions(lr=1e-3))
@@ -176,9 +176,9 @@ def waits_of_routers(rank: int, world_size: int, folder: Path, counts: bool) -> 
     watch = model.watch if counts else None
     assert model.watch is not None
     with Waits(progress) as mode:
-        routers = Routers(watch=watch)
+        routers = PassParts(watch=watch)
         step.forward_backward(
-            model.chunks, model.options, micro_batches, SupervisedObjective(), progress=progress, routers=routers
+            model.chunks, model.options, micro_batches, SupervisedObjective(), progress=progress, parts=routers
         )
     assert bool(model.watch.sums.any()) is counts
     return mode.seen

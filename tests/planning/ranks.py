@@ -88,11 +88,13 @@ def held(
 
     With a `grid` each of their prompts shows a picture of its own.
     """
+    from megatron.core.utils import unwrap_model
+
     from megarl.megatron.optimizer import build_optimizer
     from megarl.megatron.options import OptimizerOptions
+    from megarl.megatron.pass_parts import PassParts, open_pass_parts
     from megarl.megatron.step import forward_backward
     from megarl.megatron.weights import role_map
-    from megarl.options.prediction.layer import prediction_of
 
     chunks, model_options = _model(layout, config, **options)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -101,14 +103,14 @@ def held(
         for parameter in parameters:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / 50)
     optimizer, _ = build_optimizer(chunks, OptimizerOptions(lr=1e-3), model_options, role_map(model_options, _folder(config)))
-    layer = prediction_of(chunks)
+    layer = next(filter(None, (getattr(unwrap_model(chunk), "mtp", None) for chunk in chunks)), None)
     copied_embedding = [layer.embedding] if layer is not None and layer.embedding is not None else []
     watch = _Saved(parameters)
     batches = [_micro_batch(generator, tokens, scored) for _ in range(micro_batches)]
     if grid is not None:
         batches = _with_pictures(chunks, config, batches, grid)
     with torch.autograd.graph.saved_tensors_hooks(watch.pack, watch.unpack), watch.recomputed():
-        forward_backward(chunks, model_options, batches, _loss)
+        forward_backward(chunks, model_options, batches, _loss, parts=PassParts(open_pass_parts(chunks, model_options)))
     optimizer.prepare_grads()
     buffers = {gradient.untyped_storage().data_ptr() for gradient in _gradients(chunks)}
     copied = [gradient for gradient in _main_gradients(optimizer) if gradient.untyped_storage().data_ptr() not in buffers]

@@ -11,13 +11,11 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megarl.data.prefills import PrefillCounts
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError
-from megarl.options.prediction.drafts import DraftCounts
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from megarl.rollout.episodes import EpisodeContext, Episodes
 from megarl.rollout.scheduling.partial_groups import PartialGroup, PartialGroups, turn_name
@@ -299,18 +297,15 @@ def test_groups_that_are_finished_or_have_no_tokens_are_not_written() -> None:
 
 def test_what_there_is_of_a_group_survives_a_file() -> None:
     group = PartialGroup()
-    routes = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
-    whole = Generation([4, 5], [-0.5, -0.25], [3, 4], "stop", routes, DraftCounts(1, 2, 1), PrefillCounts(7, 3))
-    cut = Generation([6], [-1.0], [4], "abort", routes[:2])
+    whole = Generation([4, 5], [-0.5, -0.25], [3, 4], "stop", prefill=PrefillCounts(7, 3))
+    cut = Generation([6], [-1.0], [4], "abort")
     group.keep(turn_name(0, [1, 2]), whole)
     group.keep(turn_name(1, [1, 2]), cut)
     group.keep(turn_name(2, [1, 2]), Generation([], [], [], "abort"))
     read = PartialGroup.of_dict(json.loads(json.dumps(group.to_dict())))
     found = read.turn(turn_name(0, [1, 2]))
     assert found is not None
-    assert found.routes is not None
-    assert found.routes.tolist() == routes.tolist()
-    assert (found.drafts, found.prefill, found.weight_versions) == (whole.drafts, whole.prefill, [3, 4])
+    assert (found.prefill, found.weight_versions) == (whole.prefill, [3, 4])
     assert read.turn(turn_name(1, [1, 2])) == Generation([6], [-1.0], [4], "abort")
     assert read.turn(turn_name(2, [1, 2])) is None
     assert (read.tokens, read.empty(), read.tokens) == (3, 3, 0)

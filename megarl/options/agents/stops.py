@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megarl.options.routing_replay.routes import padded
+from megarl.data.columns import cut
 from megarl.rollout.engines.protocol import Generation, behind
 
 PIECE_TOKENS = 64
@@ -76,16 +76,14 @@ def _first(stops: Stops, ids: Sequence[int], start: int, text_of: Callable[[Sequ
 
 
 def _cut(whole: Generation, prompt_tokens: int, length: int) -> Generation:
-    """The first `length` tokens of `whole`, as a turn that ended there. Routes are of passes under its last version alone."""
-    routes, versions = whole.routes, whole.weight_versions
-    if routes is not None:
-        known = prompt_tokens + length - 1 if versions[length - 1] == versions[-1] else 0
-        routes = padded(routes[:known], prompt_tokens + length - 1)
+    """The first `length` tokens of `whole`, as a turn that ended there. Token columns are of passes under its last version
+    alone."""
+    versions, tokens = whole.weight_versions, prompt_tokens + length - 1
     return replace(
         whole,
         response_ids=whole.response_ids[:length],
         log_probs=whole.log_probs[:length],
         weight_versions=versions[:length],
         finish_reason="stop",
-        routes=routes,
+        extra=cut(whole.extra, tokens, known=tokens if versions[length - 1] == versions[-1] else 0),
     )

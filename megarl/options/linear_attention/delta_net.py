@@ -16,7 +16,6 @@ from megarl.models.dense import HF_LAYER, LAYER
 from megarl.models.hf_fields import refuse, refuse_biases, size, with_defaults
 from megarl.models.packings import Copy, HeadSection, Sections
 from megarl.models.weight_map import Rule
-from megarl.option_list import OPTIONS, part
 
 LINEAR, FULL = "linear_attention", "full_attention"
 CHUNK = 64
@@ -198,18 +197,6 @@ def attention_rules(sizes: dense.DenseSizes, delta: DeltaSizes, projection: tupl
 def gated_attention_rules(sizes: dense.DenseSizes, layers: frozenset[int] | None = None) -> list[Rule]:
     """Gated attention in `layers`, None for all."""
     return dense.attention_rules(sizes, head_norms=True, gated=True, layers=layers)
-
-
-def prediction_layer(hf_config: dict[str, Any], sizes: dense.DenseSizes, layer: Sequence[Rule]) -> dict[str, Any]:
-    """WeightMap's fields for the tensors of the layer for multi-token prediction, which begin with `mtp.`.
-
-    `layer` are the rules of attention and MLP in it. Without the option `prediction` these tensors are left out.
-    """
-    if "prediction" not in OPTIONS:
-        return {"left_out": ("mtp.",)}
-    weight_map = part("prediction", "weight_map", "mtp_num_hidden_layers")
-    found: dict[str, Any] = weight_map.beside_the_decoder(hf_config, sizes, layer)
-    return found
 
 
 def _linear_rules(hidden_size: int, delta: DeltaSizes, projection: tuple[Sequence[str], Sections]) -> list[Rule]:

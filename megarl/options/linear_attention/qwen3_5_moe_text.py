@@ -7,6 +7,7 @@ from typing import Any
 from megarl.models import dense
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse
+from megarl.models.prediction_layer import beside_the_decoder
 from megarl.models.weight_map import WeightMap
 from megarl.options.linear_attention import delta_net, qwen3_next
 
@@ -43,7 +44,7 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
     projection = delta_net.separate_projections(sizes.hidden_size, delta)
     attention = delta_net.attention_rules(sizes, delta, projection)
     mlp = qwen3_next.expert_rules(experts, sizes.hidden_size)
-    more = delta_net.prediction_layer(hf_config, sizes, [*delta_net.gated_attention_rules(sizes), *mlp])
+    more = beside_the_decoder(hf_config, sizes, [*delta_net.gated_attention_rules(sizes), *mlp])
     return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, **more)
 
 

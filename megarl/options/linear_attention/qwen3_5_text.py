@@ -10,6 +10,7 @@ from typing import Any
 
 from megarl.models import dense
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
+from megarl.models.prediction_layer import beside_the_decoder
 from megarl.models.weight_map import WeightMap
 from megarl.options.linear_attention import delta_net
 from megarl.options.linear_attention.delta_net import text_config
@@ -38,7 +39,7 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
     sizes, delta = dense.DenseSizes.from_hf(hf_config), delta_net.DeltaSizes.from_hf(hf_config)
     projection = delta_net.separate_projections(sizes.hidden_size, delta)
     attention, mlp = delta_net.attention_rules(sizes, delta, projection), dense.mlp_rules(sizes)
-    more = delta_net.prediction_layer(hf_config, sizes, [*delta_net.gated_attention_rules(sizes), *mlp])
+    more = beside_the_decoder(hf_config, sizes, [*delta_net.gated_attention_rules(sizes), *mlp])
     return dense.weight_map(sizes, attention, mlp, **more)
 
 

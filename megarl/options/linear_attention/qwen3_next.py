@@ -11,6 +11,7 @@ from typing import Any
 from megarl.models import dense, moe, qwen3_moe
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import size
+from megarl.models.prediction_layer import beside_the_decoder
 from megarl.models.rope import rope_refusal
 from megarl.models.weight_map import Rule, WeightMap
 from megarl.options.linear_attention import delta_net
@@ -50,7 +51,7 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
     dense_layers = frozenset(range(sizes.num_layers)) - experts.layers
     attention = delta_net.attention_rules(sizes, delta, delta_net.interleaved_projection(sizes.hidden_size, delta))
     of_experts = expert_rules(experts, sizes.hidden_size)
-    more = delta_net.prediction_layer(hf_config, sizes, [*delta_net.gated_attention_rules(sizes), *of_experts])
+    more = beside_the_decoder(hf_config, sizes, [*delta_net.gated_attention_rules(sizes), *of_experts])
     mlp = [*dense.mlp_rules(sizes, dense_layers), *of_experts]
     return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, **more)
 

@@ -9,12 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
-
-from torch import Tensor
-
-from megarl.weights.rank_plan import SliceKey
 
 _BEHIND_THE_DECODER = re.compile(r"model\.layers\.\d+\.")
 _OWN = ("enorm.", "hnorm.", "eh_proj.", "shared_head.norm.")
@@ -41,15 +36,3 @@ def of_the_draft(model: Any) -> tuple[str, ...]:
     """What names of tensors begin with that are not a policy's of SGLang's, but its draft's."""
     layers = getattr(getattr(model, "config", None), "num_hidden_layers", None)
     return ("mtp.",) if layers is None else (f"model.layers.{layers}.", "mtp.")
-
-
-@dataclass
-class Waiting:
-    """What came for the draft, or was asked of it, in the call for the policy."""
-
-    boxes: list[tuple[SliceKey, Tensor]] = field(default_factory=list)
-    whole: list[tuple[str, Tensor]] = field(default_factory=list)
-    asked: list[tuple[int, SliceKey, str]] = field(default_factory=list)
-    """Place among all digests, box, and the dtype in which it was sent."""
-    answer: tuple[list[str], list[str], tuple[str, int], str] | None = None
-    """The digests of the policy's boxes, what is not covered, and where the answer goes."""

@@ -21,6 +21,8 @@ class DraftCounts:
         return DraftCounts(self.passes + other.passes, self.drafted + other.drafted, self.accepted + other.accepted)
 
 
+NAME = "drafts"
+"""Of the column."""
 NO_DRAFTS = DraftCounts()
 """Without speculative decoding."""
 

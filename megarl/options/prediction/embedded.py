@@ -1,12 +1,12 @@
 """Speculative decoding in the embedded engine: one pass of the policy verifies what a draft proposed, for all rows at once.
 
-Responses are distributed as without, whatever the draft (`drawing.verify`); log-probs and routes are those of the passes of
-the policy. Caches are cut back to the tokens that stayed.
+Responses are distributed as without, whatever the draft (`drawing.verify`); log-probs and token columns are those of the
+passes of the policy. Caches are cut back to the tokens that stayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from megarl.errors import ConfigError
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import load_hf_config
 from megarl.models.transformers_names import config_in_transformers, hub_tensors
-from megarl.options.prediction.drafts import DraftCounts
+from megarl.options.prediction.drafts import NAME, NO_DRAFTS, DraftCounts
 from megarl.options.prediction.embedded_drafts import (
     Draft,
     LanguageModel,
@@ -29,9 +29,9 @@ from megarl.options.prediction.embedded_drafts import (
     cut_back,
     positions_of,
 )
-from megarl.options.routing_replay.embedded import RouteRecorder
 from megarl.rollout.engines.drawing import random_numbers, verify, weights_and_log_probs
-from megarl.rollout.engines.embedded_batch import DecodeBatch, OpenResponse
+from megarl.rollout.engines.embedded_batch import DecodeBatch, OpenResponse, Recorder
+from megarl.rollout.engines.embedded_turns import refusal
 from megarl.rollout.engines.protocol import SamplingParams
 
 
@@ -86,6 +86,12 @@ class Speculation:
         small = LanguageModel(load(settings.draft_model))
         return cls(settings.num_steps, lambda params: ModelDraft(small, params))
 
+    def open_batch(
+        self, model: Any, rows: list[OpenResponse], params: SamplingParams, recorders: Sequence[Recorder]
+    ) -> SpeculativeBatch:
+        """The rows as a batch that drafts."""
+        return SpeculativeBatch(model, rows, params, recorders, self)
+
 
 def check_drafts(settings: SpeculativeConfig, folder: str | Path) -> None:
     """Refuse drafts for the model in `folder` that could not be taken back, or do not fit it; reads no weights.
@@ -114,13 +120,6 @@ def check_drafts(settings: SpeculativeConfig, folder: str | Path) -> None:
             raise ConfigError.of(field, settings.draft_model, f"cannot draft: {why}", allowed=allowed)
 
 
-def refusal(config: Any) -> str | None:
-    """Why the cache of a transformers model cannot be cut back to the tokens that stayed; None: it can."""
-    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
-        return "the model has layers with linear attention, whose state after a token cannot be taken back"
-    return "the model takes pictures" if config.get_text_config() is not config else None
-
-
 def _config_of(folder: str | Path) -> Any:
     """The config of a folder as transformers reads it."""
     load_hf_config(folder)  # says what is wrong with it
@@ -131,9 +130,14 @@ class SpeculativeBatch(DecodeBatch):
     """A `DecodeBatch` of which a call of `next_tokens` may give a row several tokens."""
 
     def __init__(
-        self, model: Any, rows: list[OpenResponse], params: SamplingParams, recorder: RouteRecorder, speculation: Speculation
+        self,
+        model: Any,
+        rows: list[OpenResponse],
+        params: SamplingParams,
+        recorders: Sequence[Recorder],
+        speculation: Speculation,
     ) -> None:
-        super().__init__(model, rows, params, None, recorder)
+        super().__init__(model, rows, params, None, recorders)
         self._speculation, self._draft = speculation, speculation.open_draft(params)
         self._is_computed = False
 
@@ -188,7 +192,7 @@ class SpeculativeBatch(DecodeBatch):
         self, version: int, accepted: list[int], counts: list[int], drafted: Tensor, behind: Tensor, log_probs: Tensor
     ) -> None:
         """Append what each row gained, until a token ends it."""
-        routes = self._recorder.take(len(self.rows))
+        recorded = self._recorded(len(self.rows))
         for number, row in enumerate(self.rows):
             tokens = [*drafted[number, : accepted[number]].tolist(), int(behind[number])]
             before = len(row.response)
@@ -196,9 +200,9 @@ class SpeculativeBatch(DecodeBatch):
                 if row.finish_reason is None:
                     self._append(row, token, float(log_probs[number, place, token]), version)
             gained = len(row.response) - before
-            row.drafts += DraftCounts(1, counts[number], min(gained, accepted[number]))
-            if routes is not None:
-                row.routes.append(routes[number, :gained])
+            row.extra[NAME] = row.extra.get(NAME, NO_DRAFTS) + DraftCounts(1, counts[number], min(gained, accepted[number]))
+            for name, values in recorded:
+                row.pieces[name].append(values[number, :gained])
 
     def _leave_out_ended(self) -> Tensor:
         before = len(self.rows)

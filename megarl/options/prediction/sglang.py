@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from megarl.config import Config
 from megarl.config.rollout import SpeculativeConfig
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, EngineError
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.options.few_bits.formats import engine_format
 from megarl.options.pictures.picture_rules import sees
+from megarl.options.prediction.drafts import NAME, NO_DRAFTS, DraftCounts
 
 NAMES = {"mtp": "NEXTN", "ngram": "NGRAM", "standalone": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
 """SGLang's name of each algorithm."""
 
+DRAFT_COUNTS = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
+"""What a server says of a response, in the order of the fields of `DraftCounts`."""
 DRAFTING = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families of whose layer for multi-token prediction SGLang makes a draft."""
+
+
+@dataclass(frozen=True)
+class AnsweredDrafts:
+    """The counts that a server with speculative decoding says of a response (0.5.23)."""
+
+    name = NAME
+    body: ClassVar[dict[str, Any]] = {}
+
+    def read(self, answer: Mapping[str, Any], tokens: int, url: str) -> DraftCounts | None:
+        """The counts in an answer of the server at `url`; None where nothing was drafted.
+
+        Raises:
+            EngineError: they are no numbers.
+        """
+        try:
+            counts = DraftCounts(*(int(answer["meta_info"].get(name, 0)) for name in DRAFT_COUNTS))
+        except (TypeError, ValueError) as error:
+            raise EngineError(f"{url}/generate answered something that is no generation: {str(answer)[:500]}") from error
+        return counts if counts != NO_DRAFTS else None
+
+
+def answered(folder: str, arguments: Mapping[str, Any]) -> AnsweredDrafts:
+    """The counts of any server, whoever started it."""
+    return AnsweredDrafts()
+
+
+def server_arguments(config: Config, folder: str) -> dict[str, Any]:
+    """SGLang's server arguments for `rollout.speculative` of servers of the model in `folder`."""
+    return draft_arguments(config.rollout.speculative, folder)
 
 
 def draft_arguments(settings: SpeculativeConfig, model_path: str) -> dict[str, Any]:
@@ -37,7 +71,7 @@ def draft_arguments(settings: SpeculativeConfig, model_path: str) -> dict[str, A
     return chosen | {"speculative_draft_model_path": draft, "enable_draft_weights_cpu_backup": True}
 
 
-def check_drafts(config: Config, platform: str) -> None:
+def check_servers(config: Config, platform: str) -> None:
     """Refuse what SGLang's servers would not do, or not exactly.
 
     Raises:

@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
+from megarl.options.routing_replay.column import COLUMN
 from megarl.options.routing_replay.routes import Routes, compact
 
 
 class RouteRecorder:
     """Takes down what the layers with experts of a model are given to compute, while `is_on`."""
+
+    name = COLUMN.name
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Every family of transformers (5.19) has a module `experts`, called with states, choices `[n, k]` and weights."""
@@ -32,3 +35,8 @@ class RouteRecorder:
             return None
         whole = torch.stack(chosen, dim=1).cpu().numpy()
         return compact(whole.reshape(batch, -1, *whole.shape[1:]), self.num_experts)
+
+
+def open_recorder(model: torch.nn.Module) -> RouteRecorder:
+    """The recorder of an engine's model."""
+    return RouteRecorder(model)

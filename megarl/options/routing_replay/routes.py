@@ -1,7 +1,7 @@
 """Routes: which experts each token went to in every layer that has experts. They lie beside the tokens and are cut like them.
 
-An array `[tokens, expert layers, k]` of uint8, or of int16 for 256 experts and more. The type's largest value stands where
-a choice is not known, which is then the model's own.
+A token column (`data/columns.py`) `[tokens, expert layers, k]` of uint8, or of int16 for 256 experts and more. A choice that
+is not known is the model's own.
 """
 
 from __future__ import annotations
@@ -14,12 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megarl.data.columns import TokenColumn, unknown
+
 Routes = npt.NDArray[Any]
-
-
-def unknown(dtype: npt.DTypeLike) -> int:
-    """The number that stands for a choice that is not known in routes of this type."""
-    return int(np.iinfo(dtype).max)
 
 
 def compact(experts: npt.NDArray[Any], num_experts: int) -> Routes:
@@ -33,12 +30,6 @@ def compact(experts: npt.NDArray[Any], num_experts: int) -> Routes:
 def known(routes: Routes) -> npt.NDArray[np.bool_]:
     """bool `[tokens, layers]`: where the choice is known."""
     return np.asarray(routes[..., 0] != unknown(routes.dtype))
-
-
-def padded(routes: Routes, tokens: int) -> Routes:
-    """Routes of the first of `tokens`, behind which none are known."""
-    rest = np.full((tokens - len(routes), *routes.shape[1:]), unknown(routes.dtype), routes.dtype)
-    return np.concatenate([routes, rest])
 
 
 def agreed(routes: Sequence[Routes]) -> Routes:
@@ -60,6 +51,16 @@ def of_one_version(routes: Routes, prompt_tokens: int, sampled_mask: Sequence[in
     left = routes.copy()
     left[prompt_tokens - 1 + others.nonzero()[0]] = unknown(routes.dtype)
     return left
+
+
+def kept(first: Routes | None, second: Routes | None, *, same_weights: bool) -> Routes | None:
+    """The routes `second` of a turn, which are of everything before it, too; what was chosen first under the same weights
+    stays."""
+    if first is None or second is None or not same_weights:
+        return second
+    routes, is_known = second.copy(), known(first)
+    routes[: len(first)][is_known] = first[is_known]
+    return routes
 
 
 def to_json(routes: Routes) -> dict[str, Any]:
@@ -111,30 +112,9 @@ def joined(parts: Sequence[RecordedRoutes]) -> dict[int, Routes]:
     return whole
 
 
-class RoutesOfRows:
-    """The routes of a batch: of its prompts, each once, and of its responses."""
-
-    def __init__(self, of_rows: Sequence[Routes | None], prompt_of_row: Sequence[int], prompt_lengths: Sequence[int]) -> None:
-        """`of_rows`: of each row's prompt and response; None: not known. Responses to a prompt share what they agree on."""
-        some = next(routes for routes in of_rows if routes is not None)
-        self._nobody = np.full((0, *some.shape[1:]), unknown(some.dtype), some.dtype)
-        parts: list[list[Routes]] = [[] for _ in prompt_lengths]
-        self._responses: list[Routes] = []
-        for routes, prompt in zip(of_rows, prompt_of_row, strict=True):
-            given = self._nobody if routes is None else routes
-            parts[prompt].append(padded(given[: prompt_lengths[prompt]], prompt_lengths[prompt]))
-            self._responses.append(given[prompt_lengths[prompt] :])
-        self._prompts = [agreed(given) for given in parts]
-
-    def laid(self, prompts: Sequence[int], rows: Sequence[int], lengths: Sequence[int]) -> tuple[Routes, Routes]:
-        """Routes of `prompts` and of the responses of `rows`, which have `lengths` tokens, each one behind the other."""
-        responses = (padded(self._responses[row], length) for row, length in zip(rows, lengths, strict=True))
-        return (
-            np.concatenate([self._nobody, *(self._prompts[prompt] for prompt in prompts)]),
-            np.concatenate([self._nobody, *responses]),
-        )
-
-    def missing(self) -> float:
-        """The share of choices that are not known, of the tokens that a model reads: all but each response's last one."""
-        parts = [known(part) for part in (*self._prompts, *(part[:-1] for part in self._responses if len(part)))]
-        return 1.0 - sum(int(part.sum()) for part in parts) / max(sum(part.size for part in parts), 1)
+def missing(routes: TokenColumn) -> float:
+    """The share of choices in a batch that are unknown, of the tokens that a model reads: all but each response's last one."""
+    starts = routes.responses.starts
+    last = starts[1:][np.diff(starts) > 0] - 1
+    parts = known(routes.prompts.values), np.delete(known(routes.responses.values), last, axis=0)
+    return 1.0 - sum(int(part.sum()) for part in parts) / max(sum(part.size for part in parts), 1)

@@ -12,13 +12,17 @@ import binascii
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from megarl.config import Config
 from megarl.errors import EngineError
 from megarl.models.shape import ModelShape
+from megarl.options.routing_replay.column import COLUMN
 from megarl.options.routing_replay.routes import Routes, compact
+
+RETURNS_ROUTES = "enable_return_routed_experts"
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,13 @@ class ExpertLayers:
         """The expert layers of the model in a Hugging Face folder; None if it has none."""
         shape = ModelShape.read(folder)
         return cls(shape.layers, tuple(sorted(shape.expert_layers)), shape.experts, shape.top_k) if shape.experts else None
+
+    name = COLUMN.name
+    body: ClassVar = {"return_routed_experts": True}
+
+    def read(self, answer: Mapping[str, Any], tokens: int, url: str) -> Routes | None:
+        """The routes of `tokens` in an answer; None where it was cut, and will be computed anew."""
+        return None if answer["meta_info"]["finish_reason"]["type"] == "abort" else self.routes(answer, tokens, url)
 
     def routes(self, answer: Mapping[str, Any], tokens: int, url: str) -> Routes:
         """The choices of `tokens` tokens in an answer of the server at `url`; those of no answered token are not known.
@@ -58,3 +69,13 @@ class ExpertLayers:
         if len(chosen) != tokens:
             raise EngineError(f"{url}/generate answered the experts of {len(chosen)} tokens; there must be those of {tokens}")
         return compact(chosen[:, list(self.expert_layers)], self.experts)
+
+
+def server_arguments(config: Config, folder: str) -> dict[str, Any]:
+    """A server's arguments where its choices are replayed."""
+    return {RETURNS_ROUTES: True} if config.routing_replay == "engine" else {}
+
+
+def answered(folder: str, arguments: Mapping[str, Any]) -> ExpertLayers | None:
+    """The expert layers of the model that a server serves, if it was started to say what it chooses."""
+    return ExpertLayers.of(folder) if arguments.get(RETURNS_ROUTES) else None

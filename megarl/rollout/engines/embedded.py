@@ -25,23 +25,24 @@ from megarl.errors import DeadlineError, EngineError
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import load_hf_config
 from megarl.models.transformers_names import config_in_transformers, hub_tensors
+from megarl.option_list import functions, part
 from megarl.options.few_bits.tensors import Dequantiser
 from megarl.options.lora.embedded import Adapters
 from megarl.options.lora.weight_map import Lora
 from megarl.options.pictures.embedded import Sight
 from megarl.options.pictures.media import Media
 from megarl.options.pictures.picture_rules import sees
-from megarl.options.prediction.embedded import Speculation, SpeculativeBatch, check_drafts, refusal
-from megarl.options.routing_replay.embedded import RouteRecorder
 from megarl.rollout.engines.drawing import random_numbers
 from megarl.rollout.engines.embedded_batch import DecodeBatch, OpenResponse
-from megarl.rollout.engines.embedded_turns import TurnCache
+from megarl.rollout.engines.embedded_turns import TurnCache, refusal
 from megarl.rollout.engines.protocol import Engine, EnginePlace, EngineRequest, Generation, SamplingParams, check_version
 from megarl.weights.checksums import compare, digest
 from megarl.weights.model_compatibility import ServedModel, check_same_model
 from megarl.weights.run_plan import sent_adapters
 from megarl.weights.staging import NamedTensors
 from megarl.weights.weight_state import WeightState
+
+DRAFTS = "rollout.speculative.algorithm"
 
 
 @dataclass(eq=False)
@@ -77,7 +78,8 @@ class EmbeddedEngine(Engine):
 
     @classmethod
     def check(cls, config: Config, platform: str) -> None:
-        check_drafts(config.rollout.speculative, config.model.path)
+        if config.rollout.speculative.algorithm != "none":
+            part("prediction", "embedded", DRAFTS).check_drafts(config.rollout.speculative, config.model.path)
 
     @classmethod
     def options(cls, config: Config, place: EnginePlace) -> dict[str, Any]:
@@ -112,15 +114,15 @@ class EmbeddedEngine(Engine):
     ) -> None:
         self._model = _load(model_path, dtype, device)
         self._sight = Sight.of(model_path, media_folder)
-        self._speculation: Speculation | None = None
+        self._speculation: Any = None  # of the option prediction
         self._held = hub_tensors(self._model)
-        if speculative is not None:
-            self._speculation = Speculation.of(speculative, model_path, self._model, lambda path: _load(path, dtype, device))
-            if self._speculation is not None and updates_draft:
-                self._held |= self._speculation.held
+        if speculative is not None and speculative.algorithm != "none":
+            drafting = part("prediction", "embedded", DRAFTS).Speculation
+            self._speculation = drafting.of(speculative, model_path, self._model, lambda path: _load(path, dtype, device))
+            self._held |= self._speculation.held if updates_draft else {}
         keeps_turns = bool(turn_cache_bytes) and self._speculation is None and refusal(self._model.config) is None
         self._turns = TurnCache(turn_cache_bytes) if keeps_turns else None
-        self._recorder = RouteRecorder(self._model)
+        self._recorders = [open_recorder(self._model) for open_recorder in functions("embedded", "open_recorder")]
         self._serves = ServedModel(load_hf_config(served_path or model_path), dtype, predicts=updates_draft, lora=lora)
         self._adapters = Adapters(self._serves, lora, self._held) if lora is not None else None
         if self._adapters is not None:
@@ -183,7 +185,7 @@ class EmbeddedEngine(Engine):
             for prompt, key, of_prompt, of_group in zip(prompts, keys, shown, given, strict=True)
             for index in range(n)
         ]
-        if len(rows) == 1 and self._turns is not None and not request.params.routes:  # routes of what is kept are not known
+        if len(rows) == 1 and self._turns is not None and not request.params.extra:  # columns of what is kept are not known
             rows[0].conversation = request.conversation
         call = _Call(request, rows, time.monotonic())
         self._under_way.append(call)
@@ -256,8 +258,9 @@ class EmbeddedEngine(Engine):
 
     def _open_batch(self, rows: list[OpenResponse], params: SamplingParams) -> DecodeBatch:
         if self._speculation is not None:
-            return SpeculativeBatch(self._model, rows, params, self._recorder, self._speculation)
-        return DecodeBatch(self._model, rows, params, self._sight, self._recorder, self._turns)
+            batch: DecodeBatch = self._speculation.open_batch(self._model, rows, params, self._recorders)
+            return batch
+        return DecodeBatch(self._model, rows, params, self._sight, self._recorders, self._turns)
 
     def _wait_for_weights(self, call: _Call) -> None:
         """Wait while there are no weights, and let whoever wants to change something have its turn; `_turn` is held."""
@@ -345,8 +348,8 @@ class EmbeddedEngine(Engine):
 
 def _finished(row: OpenResponse) -> Generation:
     assert row.finish_reason is not None, "a call returns when all of its rows have ended"
-    routes = np.concatenate(row.routes) if row.routes else None
-    return Generation(row.response, row.log_probs, row.versions, row.finish_reason, routes, row.drafts, row.prefill)
+    extra = row.extra | {name: np.concatenate(pieces) for name, pieces in row.pieces.items()}
+    return Generation(row.response, row.log_probs, row.versions, row.finish_reason, extra, row.prefill)
 
 
 def _load(folder: str | Path, dtype: str, device: str) -> Any:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import DynamicCache
 
+from megarl.data.columns import TokenValues, of_responses, of_tokens
 from megarl.data.prefills import NO_PREFILLS, PrefillCounts
 from megarl.options.pictures.embedded import SeenPrompt, Sight
-from megarl.options.prediction.drafts import NO_DRAFTS, DraftCounts
-from megarl.options.routing_replay.embedded import RouteRecorder
-from megarl.options.routing_replay.routes import Routes
 from megarl.rollout.engines.drawing import sample
 from megarl.rollout.engines.embedded_turns import KeptTurn, TurnCache
 from megarl.rollout.engines.protocol import FinishReason, Generation, SamplingParams
+
+
+class Recorder(Protocol):
+    """Takes down a token column in passes of a model, while `is_on` (`open_recorder(model)` in an option's `embedded.py`)."""
+
+    name: str
+    is_on: bool
+
+    def take(self, batch: int) -> TokenValues | None:
+        """`[batch, tokens, ...]` of the last pass; None where nothing was taken down."""
 
 
 @dataclass
@@ -31,19 +39,19 @@ class OpenResponse:
     response: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    routes: list[Routes] = field(default_factory=list)
-    """Routes of its tokens so far, under the weights that it is sampled by now."""
-    drafts: DraftCounts = NO_DRAFTS
+    extra: dict[str, Any] = field(default_factory=dict)
+    pieces: dict[str, list[TokenValues]] = field(default_factory=dict)
+    """The token columns of its tokens so far, under the weights that it is sampled by now."""
     prefill: PrefillCounts = NO_PREFILLS
     finish_reason: FinishReason | None = None
 
     def begin_with(self, begun: Generation) -> None:
         """Go on from what there is of a response; one that was not cut is complete."""
         self.response, self.log_probs = list(begun.response_ids), list(begun.log_probs)
-        self.versions, self.drafts, self.prefill = list(begun.weight_versions), begun.drafts, begun.prefill
+        self.versions, self.extra, self.prefill = list(begun.weight_versions), of_responses(begun.extra), begun.prefill
         if begun.finish_reason != "abort":
             self.finish_reason = begun.finish_reason
-            self.routes = [begun.routes] if begun.routes is not None else []
+            self.pieces = {name: [values] for name, values in of_tokens(begun.extra).items()}
 
 
 class DecodeBatch:
@@ -55,13 +63,13 @@ class DecodeBatch:
         rows: list[OpenResponse],
         params: SamplingParams,
         sight: Sight | None,
-        recorder: RouteRecorder,
+        recorders: Sequence[Recorder],
         turns: TurnCache | None = None,
     ) -> None:
         """`turns` keeps what is computed of a conversation, where one row with one is all there is to compute."""
         self._turns = turns if len(rows) == 1 and rows[0].conversation is not None else None
         self._was_counted = False
-        self.rows, self._sight, self._recorder = list(rows), sight, recorder
+        self.rows, self._sight, self._recorders = list(rows), sight, recorders
         self._model, self._params = model, params
         ends = model.generation_config.eos_token_id
         ends = {*params.stop_token_ids, *([] if ends is None else [ends] if isinstance(ends, int) else ends)}
@@ -125,9 +133,9 @@ class DecodeBatch:
         if cache is not None:
             more["past_key_values"] = cache
         output = self._computed(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=1, **more)
-        if (routes := self._recorder.take(len(ids_of))) is not None:
+        for name, values in self._recorded(len(ids_of)):
             for row, sequence in zip(self.rows, where, strict=True):
-                row.routes = [routes[sequence, longest - len(ids_of[sequence]) :]]
+                row.pieces[name] = [values[sequence, longest - len(ids_of[sequence]) :]]
         self._count([len(ids_of[own]) if own in where[:at] else 0 for at, own in enumerate(where)])
         rows = torch.tensor(where, device=device)
         self._cache = output.past_key_values
@@ -157,9 +165,9 @@ class DecodeBatch:
                 use_cache=True,
             )
             self._logits = output.logits[:, -1]
-            if (routes := self._recorder.take(len(self.rows))) is not None:
-                for row, own in zip(self.rows, routes, strict=True):
-                    row.routes.append(own)
+            for name, values in self._recorded(len(self.rows)):
+                for row, own in zip(self.rows, values, strict=True):
+                    row.pieces[name].append(own)
 
     def _sample_one(self, version: int) -> torch.Tensor:
         """Sample one token for every row, and leave out those that it ends; returns the tokens of the others, `[B]`."""
@@ -196,12 +204,19 @@ class DecodeBatch:
             turns.keep(row.conversation, KeptTurn(ids[: self._cache.get_seq_length()], self._cache))
 
     def _computed(self, **inputs: Any) -> Any:
-        """The model's answer, its choices of experts taken down if they are asked for."""
-        self._recorder.is_on = self._params.routes
+        """The model's answer; the token columns that are asked for are taken down."""
+        for recorder in self._recorders:
+            recorder.is_on = recorder.name in self._params.extra
         try:
             return self._model(**inputs)
         finally:
-            self._recorder.is_on = False
+            for recorder in self._recorders:
+                recorder.is_on = False
+
+    def _recorded(self, batch: int) -> list[tuple[str, TokenValues]]:
+        """The token columns of the last pass, of `batch` sequences: `[batch, tokens, ...]` by name."""
+        taken = [(recorder.name, recorder.take(batch)) for recorder in self._recorders]
+        return [(name, values) for name, values in taken if values is not None]
 
     def _next_positions(self) -> torch.Tensor:
         """Positions of the tokens that were sampled last: int64 `[B, 1]`, or `[3, B, 1]` of a model that sees."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import DynamicCache
 
@@ -68,3 +69,10 @@ class TurnCache:
         found = self._kept.pop(conversation, None)
         self.nbytes -= found.nbytes if found is not None else 0
         return found
+
+
+def refusal(config: Any) -> str | None:
+    """Why the cache of a transformers model cannot be cut back to the tokens that stayed; None: it can."""
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        return "the model has layers with linear attention, whose state after a token cannot be taken back"
+    return "the model takes pictures" if config.get_text_config() is not config else None

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 from megarl.config import Config
 from megarl.config.engine_kinds import EngineCapabilities
+from megarl.data.columns import joined
 from megarl.data.prefills import NO_PREFILLS, PrefillCounts
 from megarl.errors import EngineError
 from megarl.options.pictures.media import Media
-from megarl.options.prediction.drafts import NO_DRAFTS, DraftCounts
-from megarl.options.routing_replay.routes import Routes
 from megarl.weights.model_compatibility import ServedModel
 from megarl.weights.sglang_senders import ServerEndpoint
 from megarl.weights.staging import NamedTensors
@@ -34,8 +33,8 @@ class SamplingParams:
     of the full distribution. `greedy` takes the likeliest token and reports log-probs at temperature 1. A response ends
     after the model's own end tokens, any of `stop_token_ids`, or `max_new_tokens` tokens; the end token is part of the
     response. With `ignore_eos` only the last of these ends it.
-    `cut_token_ids` end it, too, but as `max_new_tokens` does: such a response must not go on. With `routes` the engine says
-    which experts each token went to.
+    `cut_token_ids` end it, too, but as `max_new_tokens` does: such a response must not go on. `extra`: the columns that the
+    engine is asked for, by name (`data/columns.py`).
     """
 
     max_new_tokens: int
@@ -47,7 +46,7 @@ class SamplingParams:
     cut_token_ids: tuple[int, ...] = ()
     greedy: bool = False
     ignore_eos: bool = False
-    routes: bool = False
+    extra: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -66,18 +65,16 @@ class Generation:
 
     A response that the engine went on with (`begun`) is whole: what it had is in front. `abort`: it was cut (`Engine.cut`), or
     the engine gave it up.
-    `routes` `[tokens, expert layers, k]` are the experts of the prompt's tokens and of all but the last one of the response
-    (`options/routing_replay/routes.py`), all from passes under the version of the last token; None: they were not asked
-    for. `drafts`: what
-    speculative decoding did for it. `prefill`: what was asked for it.
+    `extra`: values of the columns that options add, by name (`data/columns.py`); a token column is of the prompt's tokens and
+    of all but the last one of the response, all from passes under the version of the last token. `prefill`: what was asked for
+    it.
     """
 
     response_ids: list[int]
     log_probs: list[float]
     weight_versions: list[int]
     finish_reason: FinishReason
-    routes: Routes | None = None
-    drafts: DraftCounts = NO_DRAFTS
+    extra: dict[str, Any] = field(default_factory=dict, compare=False)
     prefill: PrefillCounts = NO_PREFILLS
 
     def __post_init__(self) -> None:
@@ -87,13 +84,14 @@ class Generation:
 
 
 def behind(begun: Generation, generation: Generation) -> Generation:
-    """The whole response: `generation` goes on from the tokens of `begun`, and has the routes of all."""
+    """The whole response: `generation` goes on from the tokens of `begun`."""
+    versions = begun.weight_versions[-1:], generation.weight_versions[-1:]
     return replace(
         generation,
         response_ids=begun.response_ids + generation.response_ids,
         log_probs=begun.log_probs + generation.log_probs,
         weight_versions=begun.weight_versions + generation.weight_versions,
-        drafts=begun.drafts + generation.drafts,
+        extra=joined(begun.extra, generation.extra, same_weights=not versions[1] or versions[0] == versions[1]),
         prefill=begun.prefill + generation.prefill,
     )
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megarl.data.columns import joined, of_episode, of_tokens
 from megarl.data.prefills import NO_PREFILLS
 from megarl.data.sample import Prompt, Sample
 from megarl.options.pictures.media import Media
-from megarl.options.prediction.drafts import NO_DRAFTS
-from megarl.options.routing_replay.routes import Routes, known, of_one_version, padded
 from megarl.rollout.engines.protocol import Generation
 from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
 
@@ -28,9 +27,8 @@ class Transcript:
         self.turns: list[dict[str, Any]] = []
         self.turn_rewards: list[float] = []
         self.turn_states: list[str] = []
-        self.drafts, self.prefill = NO_DRAFTS, NO_PREFILLS
-        self._routes: Routes | None = None
-        self._routes_version = -1
+        self.prefill = NO_PREFILLS
+        self._extra: dict[str, Any] = {}
 
     @property
     def ids(self) -> list[int]:
@@ -47,12 +45,11 @@ class Transcript:
 
         `state` is a key of the state that the turn was taken in, equal for equal states; None: nobody knows.
         """
-        self._take_routes(generation)
+        self._take_extra(generation, generation.extra)
         self.response_ids += generation.response_ids
         self.sampled_mask += [1] * len(generation.response_ids)
         self.log_probs += generation.log_probs
         self.versions += generation.weight_versions
-        self.drafts += generation.drafts
         self.prefill += generation.prefill
         self.turns.append({"role": "assistant", "content": text})
         if generation.response_ids:
@@ -61,23 +58,17 @@ class Transcript:
 
     def append_earlier_turn(self, generation: Generation, text: str) -> None:
         """Take over a turn of the policy that counts elsewhere: masked, its log-probs 0."""
-        self._take_routes(generation)
+        self._take_extra(generation, of_tokens(generation.extra))
         self.response_ids += generation.response_ids
         self.sampled_mask += [0] * len(generation.response_ids)
         self.log_probs += [0.0] * len(generation.response_ids)
         self.versions += generation.weight_versions
         self.turns.append({"role": "assistant", "content": text})
 
-    def _take_routes(self, generation: Generation) -> None:
-        """Keep the routes of a turn, which are of everything before it, too; what was chosen first under the same
-        weights stays."""
-        routes, before = generation.routes, self._routes
-        version = generation.weight_versions[-1] if generation.weight_versions else self._routes_version
-        if routes is not None and before is not None and version == self._routes_version:
-            routes = routes.copy()
-            first = known(before)
-            routes[: len(before)][first] = before[first]
-        self._routes, self._routes_version = routes, version
+    def _take_extra(self, generation: Generation, extra: Mapping[str, Any]) -> None:
+        """Take over the columns `extra` of a turn, those of tokens for everything before it, too; `versions` end before it."""
+        same_weights = not generation.weight_versions or self.versions[-1:] == generation.weight_versions[-1:]
+        self._extra = joined(self._extra, extra, same_weights=same_weights)
 
     def reward_turn(self, gained: float) -> None:
         """Add `gained` to what the last turn was given."""
@@ -107,12 +98,6 @@ class Transcript:
         self.versions += [self.versions[-1]] * len(ids)
         self.turns += turns
 
-    def _routes_of_all(self) -> Routes | None:
-        if self._routes is None:
-            return None
-        routes = padded(self._routes, len(self.ids))
-        return of_one_version(routes, len(self.prompt_ids), self.sampled_mask, self.versions)
-
     def sample(self, prompt: Prompt, number: int, finish_reason: str, rewards: dict[str, float] | None = None) -> Sample:
         """The episode as sample `number` of the group that `prompt` names; its text is that of the last turn."""
         group_id = prompt.group_id or prompt.row_id
@@ -134,7 +119,6 @@ class Transcript:
             turn_rewards=self.turn_rewards if any(self.turn_rewards) else [],
             turn_states=self.turn_states if len(self.turn_states) == len(self.turn_rewards) else [],
             media=self.media,
-            routes=self._routes_of_all(),
-            drafts=self.drafts,
+            extra=of_episode(self._extra, len(self.prompt_ids), self.sampled_mask, self.versions),
             prefill=self.prefill,
         )

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from megarl.data.columns import from_json, of_responses, to_json
 from megarl.data.prefills import PrefillCounts
 from megarl.data.sample import Sample
-from megarl.options.prediction.drafts import DraftCounts
-from megarl.options.routing_replay.routes import from_json, to_json
 from megarl.rollout.engines.protocol import Generation
 
 
@@ -48,20 +47,22 @@ class PartialGroup:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serialisable form, which `of_dict` reads."""
-        plain = {name: asdict(replace(turn, routes=None)) for name, turn in self._turns.items()}
+        found: dict[str, Any] = {}
         for name, turn in self._turns.items():
-            if turn.routes is not None and turn.finish_reason != "abort":  # else they are chosen anew
-                plain[name]["routes"] = to_json(turn.routes)
-        return plain
+            plain = asdict(replace(turn, extra={}))
+            del plain["extra"]
+            # the tokens of a turn that was cut are computed anew
+            kept = turn.extra if turn.finish_reason != "abort" else of_responses(turn.extra)
+            found[name] = plain | to_json(kept)
+        return found
 
     @classmethod
     def of_dict(cls, record: Mapping[str, Any]) -> PartialGroup:
         """Read what `to_dict` wrote."""
         group = cls()
         for name, turn in record.items():
-            routes = from_json(turn["routes"]) if turn["routes"] is not None else None
-            counts = {"drafts": DraftCounts(**turn["drafts"]), "prefill": PrefillCounts(**turn["prefill"])}
-            group._turns[name] = Generation(**turn | counts | {"routes": routes})
+            extra, plain = from_json(turn)
+            group._turns[name] = Generation(**plain | {"prefill": PrefillCounts(**plain["prefill"]), "extra": extra})
         return group
 
 

@@ -12,6 +12,7 @@ from megarl.config import Config
 from megarl.config.engine_kinds import capabilities_of
 from megarl.config.evaluations import EvaluationConfig
 from megarl.data.branches import first_branches
+from megarl.data.columns import asked_columns
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError, WorkerError
 from megarl.models.registry import architecture_for, load_hf_config
@@ -244,7 +245,7 @@ class Rollouts:
         params = replace(
             self.params(),
             greedy=not settings.temperature,
-            routes=False,
+            extra=frozenset(),
             temperature=settings.temperature or 1.0,
             top_p=settings.top_p,
             top_k=settings.top_k,
@@ -292,7 +293,7 @@ class Rollouts:
             ignore_eos=rollout.ignore_eos,
             stop_token_ids=(self.tokenizer.eos_token_id,) if self.tokenizer.eos_token_id is not None else (),
             cut_token_ids=self._placeholders,
-            routes=self.config.routing_replay == "engine" and not greedy,
+            extra=asked_columns(self.config) if not greedy else frozenset(),
         )
 
     def _respond(self, params: SamplingParams, n: int) -> GenerateGroups:

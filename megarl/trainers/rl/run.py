@@ -15,8 +15,6 @@ from megarl.data.prefills import prefill_figures
 from megarl.data.sample import Sample
 from megarl.observe import MetricsFile, distributions
 from megarl.observe.progress import SHOWN, rows_line
-from megarl.options.prediction.drafts import draft_figures
-from megarl.options.routing_replay.figures import RoutingFigures
 from megarl.trainers.rl.eval_figures import pass_rates
 from megarl.trainers.rl.experience import (
     group_rewards,
@@ -60,7 +58,6 @@ class RlRun(Run):
         self.session = Session(config, self.inputs)
         self.sampler, self.experience, self.parts = self.session.sampler, self.session.experience, self.inputs.parts
         self.parity = ParityChecks()
-        self.routing = RoutingFigures(config)
         self._updates: list[dict[str, float]] = []
         self._chosen: ChosenRows | None = None
         self._scores: list[float] = []
@@ -189,10 +186,8 @@ class RlRun(Run):
                 self._forward_later_rows(batch)
             elif config.needs_old_log_probs:
                 self.session.old_log_probs(batch)
-                if config.routing_replay == "old_policy":
-                    recorded = self.roles.recorded_routes()
-                    batch.take_routes([recorded.get(row) for row in range(len(batch))])
-            self.metrics |= self.routing.compare(self.roles, batch, self.step)
+            for part in self.parts:
+                part.behind_policy_pass(self.roles, batch, self.step)
             if config.uses_reference:
                 self.reset_reference_if_due()
                 self.roles.forward(REFERENCE, batch, ["reference_log_probs", "reference_entropy"])
@@ -328,7 +323,6 @@ class RlRun(Run):
             "response/tokens_mean": tokens / len(samples),
             "response/truncated": sum(sample.truncated for sample in samples) / len(samples),
             "rollout/samples": len(samples),
-            **draft_figures(sample.drafts for sample in samples),
             **prefill_figures(sample.prefill for sample in samples),
             "reward/failures": sum(self.inputs.rewards.failures.values()),
             "speed/samples_per_s": len(samples) / times.wall_s,
@@ -338,7 +332,8 @@ class RlRun(Run):
             "speed/trainer_busy": sum(times.phase_s.get(phase, 0.0) for phase in TRAINING) / times.wall_s,
         }
         metrics |= self.rollouts.take_figures_of_turns()
-        metrics |= self.routing.replayed(self.roles, batch)
+        for part in self.parts:
+            metrics |= part.figures(self.roles, batch)
         if not self.metrics["staleness/max"]:  # else trainer and engine are meant to differ
             self.parity.record(self.step, metrics, self._updates[0], synced=self.metrics["rollout/weight_version"] > 0)
         self.log(metrics)

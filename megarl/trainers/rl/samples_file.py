@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from megarl.data.batch import Batch
+from megarl.data.columns import of_responses
 from megarl.system.atomic_files import write_text_atomically
 
 COLUMNS = {"old_log_probs": "log_probs", "reference_log_probs": "reference_log_probs", "advantages": "advantages"}
@@ -44,7 +45,7 @@ class SamplesFile:
                     columns["log_probs"] = log_probs[row]
                 training = {"reward": rewards[row], "pieces": pieces(sample.response_ids, self._tokenizer)}
                 training |= {name: [round(value, 8) for value in column.tolist()] for name, column in columns.items()}
-                said = replace(sample, routes=None).to_dict()  # routes are more than all the rest
+                said = replace(sample, extra=of_responses(sample.extra)).to_dict()  # columns of tokens are more than the rest
                 file.write(json.dumps({"step": step, **said, "training": training}) + "\n")
 
 

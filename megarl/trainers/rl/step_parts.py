@@ -66,6 +66,9 @@ class StepPart:
         """Further arguments of the policy's pass at the start of a step (`Roles.forward_each`)."""
         return {}
 
+    def behind_policy_pass(self, roles: Roles, batch: Batch, step: int) -> None:
+        """Behind the policy's pass of `step`, if it has one, and before any other role's."""
+
     def prepare(self, roles: Roles, batch: Batch) -> None:
         """With the policy's and the reference's log-probs there: add what else the step needs."""
 
@@ -106,6 +109,10 @@ class StepPart:
     def mixed_loss(self) -> MixedLoss | None:
         """The loss of the batches that `mixed_in` gives."""
         return None
+
+    def figures(self, roles: Roles, batch: Batch) -> dict[str, float]:
+        """Metrics of a step that is done, by their whole names."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint, JSON-able."""

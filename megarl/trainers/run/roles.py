@@ -11,7 +11,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -43,7 +43,6 @@ from megarl.models.registry import load_hf_config
 from megarl.models.update_flops import PASSES, UpdateFlops, update_flops
 from megarl.option_list import parts
 from megarl.options.lora.peft_header import lora_of
-from megarl.options.routing_replay.routes import ReplayCounts, Routes, joined
 from megarl.planning.gpus import gpu_called
 from megarl.trainers.run.update_metrics import combine
 from megarl.weights.machines import Machines
@@ -98,6 +97,8 @@ def shares_prefixes(config: AnyConfig, layer_spec: str, flops: FlopsModel) -> bo
         reason = f"under model.layer_spec = '{layer_spec}' {lacks}"
         raise ConfigError.of("policy.share_prefix", "true", reason, allowed="auto or false")
     return any(choice.pays(config, flops) for choice in choices) if wanted == "auto" else wanted
+
+Answer = TypeVar("Answer")
 
 
 class Roles:
@@ -258,13 +259,13 @@ class Roles:
         columns: Sequence[str] = (),
         top_k: TopK | None = None,
         wide: Mapping[str, int] = MappingProxyType({}),
-        routed: bool = True,
+        extra: bool = True,
     ) -> None:
         """`forward` of several roles, each on its own rows of `batch`, at the same time where their processes are others.
 
         Together they must be all rows, or all that are `asked`.
 
-        The policy takes the batch's routes, if there are any, unless `routed` is false. `columns` are sent along
+        The policy takes the batch's token columns, if there are any, unless `extra` is false. `columns` are sent along
         (`SCORED_IDS`); `top_k` asks for the likeliest tokens. What is then answered besides `names` becomes the columns
         `wide`, by name and width (see `megatron.step.forward`).
         """
@@ -275,8 +276,8 @@ class Roles:
             # No replica may be without work: rows of others fill up, and nobody reads what is answered to them.
             missing = max(0, group.layout.dp - len(rows))
             filling = sorted({*range(len(batch))} - {*rows})[:missing] if missing else []
-            of_policy = routed and role == POLICY
-            replicas = [[share] for share in self._shares(role, batch, [*rows, *filling], columns, at=at, routed=of_policy)]
+            of_policy = extra and role == POLICY
+            replicas = [[share] for share in self._shares(role, batch, [*rows, *filling], columns, at=at, extra=of_policy)]
             arguments = [(role, shares, position, top_k) for shares in group.per_rank(replicas)]
             running.append((role, rows if filling else None, group.submit(RankCalls.forward, arguments)))
         answers: list[Answers | None] = []
@@ -286,19 +287,10 @@ class Roles:
             answers += given if read is None else [answer and answer.of_rows(read) for answer in given]
         batch.gather(names, answers, wide, asked=asked)
 
-    def recorded_routes(self) -> dict[int, Routes]:
-        """By row of the batch what the policy's last pass chose (`policy.routing.replay: old_policy`)."""
-        answers = self.group_of(POLICY).call(
-            RankCalls.recorded_routes, POLICY, phase="recorded routes", deadline_s=self._deadlines.step_s
-        )
-        return joined([answer for answer in answers if answer is not None])
-
-    def take_replay_counts(self) -> ReplayCounts:
-        """The choices that the policy's ranks replayed since the last call."""
-        answers = self.group_of(POLICY).call(
-            RankCalls.take_replay_counts, POLICY, phase="replayed routes", deadline_s=self._deadlines.step_s
-        )
-        return ReplayCounts(*map(sum, zip(*answers, strict=True)))
+    def ask(self, role: str, question: Callable[[Any], Answer]) -> list[Answer]:
+        """The answers of all ranks of `role` to an option's `question`, which gets the role's `RankModel`."""
+        phase = f"{question.__name__.replace('_', ' ')} of {role}"
+        return self.group_of(role).call(RankCalls.ask, role, question, phase=phase, deadline_s=self._deadlines.step_s)
 
     def start_update(
         self,
@@ -321,7 +313,7 @@ class Roles:
         """
         self.before_use()
         group = self.group_of(role)
-        of_batches = [self._shares(role, batch, rows, columns, at=at, keep_groups=keep_groups, routed=role == POLICY)]
+        of_batches = [self._shares(role, batch, rows, columns, at=at, keep_groups=keep_groups, extra=role == POLICY)]
         if mixed_in is not None:
             of_batches.append(self._shares(role, mixed_in[0], range(len(mixed_in[0])), mixed_in[1]))
         replicas = [*zip(*of_batches, strict=True)]
@@ -469,7 +461,7 @@ class Roles:
         *,
         at: Tensor | None = None,
         keep_groups: bool = False,
-        routed: bool = False,
+        extra: bool = False,
     ) -> list[Share]:
         """For every data-parallel replica of the role its micro-batches."""
         group = self.group_of(role)
@@ -488,4 +480,4 @@ class Roles:
         )
         if copied:
             units, plan = units.with_copied_prompts(plan)
-        return batch.shares(units, plan, columns, mask=at, routed=routed)
+        return batch.shares(units, plan, columns, mask=at, extra=extra)

@@ -18,19 +18,20 @@ import pytest
 from megarl.data.prefills import PrefillCounts
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError
+from megarl.option_list import OPTIONS
 from megarl.options.agents import anthropic_form, openai_form
 from megarl.options.agents.acting import samples_of
 from megarl.options.agents.messages import RequestError, SessionMessage
 from megarl.options.agents.session import REFUSALS, AgentSession, History, SessionLimits
 from megarl.options.agents.tree import TurnTree
 from megarl.options.pictures.media import Media
-from megarl.options.prediction.drafts import NO_DRAFTS, DraftCounts
 from megarl.rollout.engines.protocol import Generation
 from megarl.rollout.episodes.turns import TurnTemplate
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer, ids_of
 
 TOKENIZER, END = byte_tokenizer(CHATML), ids_of("<|end|>")[0]
 PROMPT = Prompt("train-7", "train-7@2", [1], "a prompt", {"question": "what?"})
+DraftCounts = pytest.importorskip("megarl.options.prediction.drafts").DraftCounts
 WIDE = SessionLimits(turns=10_000, context_tokens=1_000_000, response_tokens=1_000_000)
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
 
@@ -80,8 +81,8 @@ class Recorder:
             turn,
             [-n / 8 for n in places],
             [n // 100 for n in places],
-            reason,
-            drafts=drafts,  # type: ignore[arg-type]
+            reason,  # type: ignore[arg-type]
+            {"drafts": drafts},
         )
         self.asked.append((list(ids), generation))
         return generation
@@ -195,7 +196,8 @@ def test_a_thousand_conversations_are_reassembled_token_for_token(history: Histo
         wanted = [(asked, generation.response_ids, generation.log_probs) for asked, generation in recorder.asked]
         assert sorted(runs) == sorted(wanted), f"seed {seed}"
         assert len({sample.sample_id for sample in samples}) == len(samples)
-        drafts = [sum((one.drafts for one in made), NO_DRAFTS) for made in (samples, [turn for _, turn in recorder.asked])]
+        both = ([one.extra for one in samples], [turn.extra for _, turn in recorder.asked])
+        drafts = [sum((extra.get("drafts", DraftCounts()) for extra in made), DraftCounts()) for made in both]
         assert drafts[0] == drafts[1], "what a draft did for a turn counts where the turn does"
         assert [sample.branch_of for sample in samples] == ["", *["train-7@2/3"] * (len(samples) - 1)]
         assert all(sample.sampled_mask[-1] for sample in samples)
@@ -440,8 +442,9 @@ class Written:
         places = range(start, start + len(piece))
         reason: Any = "stop" if piece[-1] == END else "length"
         routes = np.arange(len(ids) + len(piece) - 1, dtype=np.uint8)[:, None, None]
+        extra = {"routes": routes, "drafts": DraftCounts(1, 2, 3)}
         versions, prefill = [n // 5 for n in places], PrefillCounts(len(ids), max(start - 1, 0))
-        return Generation(piece, [-n / 8 for n in places], versions, reason, routes, DraftCounts(1, 2, 3), prefill)
+        return Generation(piece, [-n / 8 for n in places], versions, reason, extra, prefill)
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 64])
@@ -472,14 +475,15 @@ def test_a_stop_string_ends_a_turn_behind_the_token_that_completes_it(piece: int
         assert generation.response_ids == sampler.ids[:kept]
         assert generation.log_probs == [-n / 8 for n in range(kept)]
         assert generation.weight_versions == [n // 5 for n in range(kept)]
-        assert generation.drafts == sum([DraftCounts(1, 2, 3)] * len(sampler.asked), NO_DRAFTS)
+        assert generation.extra["drafts"] == sum([DraftCounts(1, 2, 3)] * len(sampler.asked), DraftCounts())
         starts = range(0, sampler.asked[-1][0] + 1, piece)
         assert generation.prefill.asked == sum(len(turn.told_ids) + start for start in starts)
         assert generation.prefill.cached == sum(start - 1 for start in starts if start)
         sampled = min(sampler.asked[-1][0] + piece, len(sampler.ids))
         assert of.counts["tokens_behind_stops"] == sampled - kept
-        routes = generation.routes
-        assert routes is not None
+        if "routing_replay" not in OPTIONS:
+            return
+        routes = generation.extra["routes"]
         assert len(routes) == len(turn.told_ids) + kept - 1
         known = routes[:, 0, 0] != 255
         of_one_version = (sampled - 1) // 5 == (kept - 1) // 5

@@ -22,12 +22,12 @@ from megarl.data.batch import Batch
 from megarl.data.sample import Sample
 from megarl.models.check_layouts import check_models
 from megarl.observe import read_metrics
-from megarl.options.routing_replay.figures import RoutingFigures
-from megarl.options.routing_replay.routes import known
 from megarl.trainers.rl.loop import train
 from tests.rollout.routed import chosen_experts
 from tests.themes.e2e.records import curve, tensors
 
+RoutingPart = pytest.importorskip("megarl.options.routing_replay.run").RoutingPart
+known = pytest.importorskip("megarl.options.routing_replay.routes").known
 HERE = Path(__file__).parent
 CROOKED = f"{HERE / 'crooked_engine.py'}:CrookedEngine"
 CROOKED_RANKS = f"{HERE / 'crooked_ranks.py'}:ARCHITECTURE"
@@ -85,13 +85,13 @@ STEPS_OF_RUNS = (("live", 1), ("replayed", 1), ("replayed", 2), ("alike", 1), ("
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
     """The batches of all steps, as they were trained on."""
     batches: list[Batch] = []
-    figures = RoutingFigures.replayed
+    figures = RoutingPart.figures
 
-    def kept(of_run: RoutingFigures, roles: Any, batch: Batch) -> dict[str, float]:
+    def kept(of_run: RoutingPart, roles: Any, batch: Batch) -> dict[str, float]:
         batches.append(batch)
         return figures(of_run, roles, batch)
 
-    monkeypatch.setattr(RoutingFigures, "replayed", kept)
+    monkeypatch.setattr(RoutingPart, "figures", kept)
     return batches
 
 
@@ -102,7 +102,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
         {"rollout.engine": RETRACTING, "rollout.max_new_tokens": 14},
         pytest.param(  # whose servers retract what they are sampling for every update
             {"rollout.engine": "sglang", "rollout.max_new_tokens": 80},
-            marks=pytest.mark.exhaustive,  # the other engine stands for it, and tests/rollout/test_sglang_routes.py
+            marks=pytest.mark.exhaustive,  # the other engine stands for it, and options/routing_replay/test_sglang_routes.py
         ),
     ],
     ids=["embedded", "sglang"],
@@ -129,8 +129,7 @@ def test_no_response_that_was_retracted_has_routes_of_two_versions(
         expected = [expected_routes(sample, models) for sample in batch.samples]
         for sample, wanted in zip(batch.samples, expected, strict=True):
             of_two += len({*sample.weight_versions}) > 1
-            assert sample.routes is not None
-            found = np.where(known(sample.routes)[..., None], np.sort(sample.routes).astype(int), -1)
+            found = np.where(known(sample.extra["routes"])[..., None], np.sort(sample.extra["routes"]).astype(int), -1)
             np.testing.assert_array_equal(found, wanted)
         assert row["routing/missing"] == pytest.approx(missing_choices(batch, expected))
         if row["routing/missing"] > 0:
@@ -161,7 +160,7 @@ def missing_choices(batch: Batch, expected: list[Any]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive  # test_async.py resumes with groups under way, tests/data/test_routes.py writes and reads routes
+@pytest.mark.exhaustive  # test_async.py resumes with groups under way, tests/options/routing_replay writes and reads routes
 def test_a_resumed_run_replays_the_routes_of_responses_that_waited(run: Callable[..., Any], tmp_path: Path) -> None:
     """The engine is a step ahead and routes otherwise: responses that wait in a checkpoint cannot do without their routes."""
     settings = {

@@ -11,11 +11,11 @@ import transformers
 
 from megarl.config import Config
 from megarl.observe import read_metrics
-from megarl.options.prediction.new_layer import add_layer
 from megarl.trainers.rl.loop import train
 from tests.families import build_folder
 from tests.predicting import DRAFTED, build_predicting
 
+NEW_LAYER = pytest.importorskip("megarl.options.prediction.new_layer")
 pytestmark = pytest.mark.usefixtures("local_ray")
 LENGTH = "rollout/acceptance_length"
 
@@ -29,7 +29,7 @@ def run(tiny_config: Callable[..., Config], tiny_model: Path, tmp_path: Path) ->
         if not folder.exists():
             if family in DRAFTED:
                 build_folder(family, tmp_path / "plain")
-                add_layer(tmp_path / "plain", folder)
+                NEW_LAYER.add_layer(tmp_path / "plain", folder)
             else:
                 build_predicting(family, folder)
             transformers.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)

@@ -33,6 +33,7 @@ def run_predicting(
     """
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions, PredictionOptions
+    from megarl.megatron.pass_parts import PassParts
     from megarl.megatron.rank_model import RankModel
     from megarl.megatron.step import forward_backward
 
@@ -55,7 +56,7 @@ def run_predicting(
                 mine = micro_batches(MODES[name], layout.dp, units)[layout.coords(rank).dp]
                 for chunk in role.chunks:
                     chunk.train()
-                metrics = forward_backward(role.chunks, options, mine, objective)
+                metrics = forward_backward(role.chunks, options, mine, objective, parts=PassParts(role.parts))
                 role.optimizer.prepare_grads()
                 norm = float(role.optimizer.get_grad_norm())
                 found = {"gradients": gradients(role), "norm": norm, "metrics": metrics if role.reports else {}}

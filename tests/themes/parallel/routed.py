@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from megarl.config.layout import Layout
 from megarl.data.stream import Unit
-from megarl.options.routing_replay.routes import compact, joined
 from tests.themes.parallel.worlds import MODES, TEMPERATURE, gradients, micro_batches, objective, put_back
+
+ROUTES = pytest.importorskip("megarl.options.routing_replay.routes")
+QUESTIONS = pytest.importorskip("megarl.options.routing_replay.rank_questions")
 
 
 def with_routes(units: list[Unit], layers: int, num_experts: int, top_k: int, missing: float = 0.0) -> list[Unit]:
@@ -26,13 +29,13 @@ def with_routes(units: list[Unit], layers: int, num_experts: int, top_k: int, mi
     def routes(tokens: int) -> torch.Tensor:
         chosen = torch.rand(tokens, layers, num_experts, generator=generator).argsort(-1)[..., :top_k]
         chosen[torch.rand(tokens, layers, generator=generator) < missing] = -1
-        return torch.from_numpy(compact(chosen.numpy(), num_experts))
+        return torch.from_numpy(ROUTES.compact(chosen.numpy(), num_experts))
 
     return [
         replace(
             unit,
-            routes=routes(len(unit.prompt_ids)),
-            responses=[replace(one, routes=routes(len(one.token_ids))) for one in unit.responses],
+            extra={"routes": routes(len(unit.prompt_ids))},
+            responses=[replace(one, extra={"routes": routes(len(one.token_ids))}) for one in unit.responses],
         )
         for unit in units
     ]
@@ -44,8 +47,8 @@ def run_replay(
     """As `worlds.run_family`, with the routes of `units`; per mode also the replayed `counts`."""
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
+    from megarl.megatron.pass_parts import PassParts
     from megarl.megatron.rank_model import RankModel
-    from megarl.megatron.routers import Routers
     from megarl.megatron.step import forward_backward
 
     initialize_layout(layout, seed=1)
@@ -62,13 +65,13 @@ def run_replay(
                 continue
             mine = micro_batches(MODES[name], layout.dp, units)[layout.coords(rank).dp]
             values = role.forward(mine) if recompute == "none" else None
-            role.take_replay_counts()
+            QUESTIONS.replay_counts(role)
             for chunk in role.chunks:
                 chunk.train()
-            forward_backward(role.chunks, options, mine, objective, routers=Routers(role.replay))
+            forward_backward(role.chunks, options, mine, objective, parts=PassParts(role.parts))
             role.optimizer.prepare_grads()
             norm = float(role.optimizer.get_grad_norm())
-            counts = role.take_replay_counts()
+            counts = QUESTIONS.replay_counts(role)
             answer["modes"][name] = {"values": values, "gradients": gradients(role), "norm": norm, "counts": counts}
             put_back(role, weights)
     return answer
@@ -78,8 +81,8 @@ def run_recorded(rank: int, world_size: int, folder: Path, layout: Layout, units
     """The routes that a pass records, and values and gradients without replay and with what was recorded replayed."""
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
+    from megarl.megatron.pass_parts import PassParts
     from megarl.megatron.rank_model import RankModel
-    from megarl.megatron.routers import Routers
     from megarl.megatron.step import forward_backward
 
     initialize_layout(layout, seed=1)
@@ -91,21 +94,21 @@ def run_recorded(rank: int, world_size: int, folder: Path, layout: Layout, units
     weights = [parameter.detach().clone() for chunk in role.chunks for parameter in chunk.parameters()]
     mine = micro_batches(MODES["packed"], layout.dp, units)[layout.coords(rank).dp]
     answer: dict[str, Any] = {"live": role.forward(mine)}
-    recorded = role.recorded_routes()
+    recorded = QUESTIONS.recorded_routes(role)
     everywhere: list[Any] = [None] * world_size
     torch.distributed.all_gather_object(everywhere, recorded)
-    whole = joined([part for part in everywhere if part is not None])
+    whole = ROUTES.joined([part for part in everywhere if part is not None])
     answer["routes"] = {row: np.array(routes) for row, routes in whole.items()}
     given = [[_routed(unit, whole) for unit in units_of_one] for units_of_one in mine]
     answer["replayed"] = role.forward(given)
     for name, batch in (("live", mine), ("replayed", given)):
         for chunk in role.chunks:
             chunk.train()
-        forward_backward(role.chunks, options, batch, objective, routers=Routers(role.replay))
+        forward_backward(role.chunks, options, batch, objective, parts=PassParts(role.parts))
         role.optimizer.prepare_grads()
         answer[f"{name} gradients"] = gradients(role)
         put_back(role, weights)
-    answer["counts"] = role.take_replay_counts()
+    answer["counts"] = QUESTIONS.replay_counts(role)
     return answer
 
 
@@ -113,5 +116,5 @@ def _routed(unit: Unit, whole: dict[int, Any]) -> Unit:
     """The unit with the recorded routes of its responses; those of its prompt are the first one's."""
     length = len(unit.prompt_ids)
     of = {one.index: torch.tensor(whole[one.index]) for one in unit.responses}
-    responses = [replace(one, routes=of[one.index][length:]) for one in unit.responses]
-    return replace(unit, routes=of[unit.responses[0].index][:length], responses=responses)
+    responses = [replace(one, extra={"routes": of[one.index][length:]}) for one in unit.responses]
+    return replace(unit, extra={"routes": of[unit.responses[0].index][:length]}, responses=responses)

@@ -74,9 +74,7 @@ def by_hugging_face(family: str, given: list[Unit]) -> dict[str, Any]:
     told, values = ToldRouters(family), {}
     for unit in given:
         for response in unit.responses:
-            assert unit.routes is not None
-            assert response.routes is not None
-            routes = torch.cat([unit.routes, response.routes]).long()
+            routes = torch.cat([unit.extra["routes"], response.extra["routes"]]).long()
             routes[-1] = torch.arange(routes.shape[-1])  # of a token that nothing follows
             told.experts = torch.where(routes == 255, -1, routes)
             ids = torch.cat([unit.prompt_ids, response.token_ids])[None]

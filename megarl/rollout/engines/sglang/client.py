@@ -18,20 +18,17 @@ import aiohttp
 
 from megarl.data.prefills import NO_PREFILLS, PrefillCounts
 from megarl.errors import DeadlineError, EngineError
-from megarl.options.prediction.drafts import DraftCounts
-from megarl.options.routing_replay.sglang import ExpertLayers
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams, behind
+from megarl.rollout.engines.sglang.answered import AnsweredColumn
 from megarl.rollout.engines.sglang.asked_prompt import AskedPrompt
 from megarl.system.http_requests import MAX_ANSWER_BYTES, AnswerError, parsed, read_unpacked
 
 MAX_IN_FLIGHT = 512  # requests on the wire at once; the server queues beyond max_running_requests itself
 CONTROL_TIMEOUT_S = 300.0
 MAX_GENERATION_BYTES = 1 << 30
-"""The longest answer to a request for a response: log-probs and chosen experts of each of its tokens."""
+"""The longest answer to a request for a response: log-probs and columns of each of its tokens."""
 DYING_S = 2.0
 POLL_S = 0.05
-DRAFT_COUNTS = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
-"""Figures of a server with speculative decoding about a response (0.5.23), in the order of the fields of `DraftCounts`."""
 BAD_REQUEST = 400
 IDLE_S = 10.0  # how long a server has to end what was aborted
 
@@ -57,16 +54,16 @@ class SglangClient:
     def __init__(
         self,
         server: AskedServer,
-        expert_layers: ExpertLayers | None = None,
+        columns: Sequence[AnsweredColumn] = (),
         adapters: Callable[[], str | None] | None = None,
         media_folder: Path | None = None,
     ) -> None:
-        """`expert_layers`: those of the model it serves; None: it has none, or its choices are not asked for.
+        """`columns`: those of options that the server answers.
 
         `adapters` says what the server calls those to answer with now; None: the model has none. `media_folder` has the
         pictures that prompts show; the server must see it, too.
         """
-        self.server, self.expert_layers, self._adapters, self._media_folder = server, expert_layers, adapters, media_folder
+        self.server, self._columns, self._adapters, self._media_folder = server, columns, adapters, media_folder
         self._request_ids = (f"{os.getpid():x}-{i:08x}" for i in itertools.count())
         self._under_way: dict[str, str] = {}  # keys of prompts by request
 
@@ -122,14 +119,16 @@ class SglangClient:
         asked = prompt.followed_by(begun.response_ids) if begun is not None else prompt
         sampling = call.sampling | {"max_new_tokens": call.sampling["max_new_tokens"] - had}
         body = asked.body | {"sampling_params": sampling, "rid": rid, "return_logprob": True}
-        answer = await self._ask(call.session, body | ({"return_routed_experts": True} if call.routes else {}))
+        columns = [column for column in self._columns if not column.body or column.name in call.extra]
+        for column in columns:
+            body |= column.body
+        answer = await self._ask(call.session, body)
         asked.check(answer, self.server.url)
         generation = _generation(answer, call, self.server.url)
-        if call.routes and generation.finish_reason != "abort":
-            assert self.expert_layers is not None, "routes are asked of mixtures of experts"
-            routes = self.expert_layers.routes(answer, len(asked.ids) + len(generation.response_ids) - 1, self.server.url)
-            generation = replace(generation, routes=routes)
-        generation = replace(generation, prefill=_prefill(answer, asked))
+        tokens = len(asked.ids) + len(generation.response_ids) - 1
+        values = {column.name: column.read(answer, tokens, self.server.url) for column in columns}
+        extra = {name: value for name, value in values.items() if value is not None}
+        generation = replace(generation, extra=extra, prefill=_prefill(answer, asked))
         call.answered += 1
         return generation if begun is None else behind(begun, generation)
 
@@ -256,7 +255,7 @@ class _GenerateCall:
     def __init__(self, session: aiohttp.ClientSession, params: SamplingParams, version: int) -> None:
         """`version` is that of tokens for which the server names none."""
         self.session, self.sampling, self.version = session, _sampling(params), version
-        self.cut_token_ids, self.routes = params.cut_token_ids, params.routes
+        self.cut_token_ids, self.extra = params.cut_token_ids, params.extra
         self.answered = 0
 
 
@@ -290,7 +289,6 @@ def _generation(answer: Mapping[str, Any], call: _GenerateCall, url: str) -> Gen
         for start, end, name in _version_spans(info.get("weight_versions")):
             versions[start:end] = [int(name)] * (min(end, len(ids)) - start)
         reason = info["finish_reason"]["type"]
-        drafts = DraftCounts(*(int(info.get(name, 0)) for name in DRAFT_COUNTS))
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError(f"{url}/generate answered something that is no generation: {str(answer)[:500]}") from error
     if reason not in ("stop", "length", "abort"):
@@ -298,7 +296,7 @@ def _generation(answer: Mapping[str, Any], call: _GenerateCall, url: str) -> Gen
     if reason == "abort":  # the pass that ends it samples a last token, which may be an end token that nobody looked at
         ids, log_probs, versions = ids[:-1], log_probs[:-1], versions[:-1]
     is_cut = reason == "stop" and ids[-1:] and ids[-1] in call.cut_token_ids
-    return Generation(ids, log_probs, versions, "length" if is_cut else reason, drafts=drafts)
+    return Generation(ids, log_probs, versions, "length" if is_cut else reason)
 
 
 def _prefill(answer: Mapping[str, Any], asked: AskedPrompt) -> PrefillCounts:

@@ -17,15 +17,14 @@ from megarl.config import Config
 from megarl.config.engine_kinds import SGLANG
 from megarl.errors import ConfigError, EngineError
 from megarl.models.registry import load_hf_config
-from megarl.option_list import part
+from megarl.option_list import functions, part
 from megarl.options.few_bits.formats import engine_format
 from megarl.options.few_bits.sglang import check_weight_layout
 from megarl.options.lora.adapter_place import making_place
 from megarl.options.lora.sglang import adapter_arguments, check_adapters
 from megarl.options.pictures.picture_rules import load_picture_rules, sees
-from megarl.options.prediction.sglang import check_drafts, draft_arguments
-from megarl.options.routing_replay.sglang import ExpertLayers
 from megarl.rollout.engines.protocol import EnginePlace
+from megarl.rollout.engines.sglang.answered import answered_columns
 from megarl.rollout.engines.sglang.arguments import check_engine_args
 from megarl.rollout.engines.sglang.served import ServedEngine
 from megarl.rollout.engines.sglang.server import NodeProcess, OtherNode, ServerOptions, SglangServer, compute_capability
@@ -41,7 +40,6 @@ from megarl.weights.staging import SLICED, NamedTensors, serialize
 MORE_TOKENS = 1024
 """Room in a CPU server's cache beside that for the responses of a step."""
 FEWEST_REQUESTS = 64
-RETURNS_ROUTES = "enable_return_routed_experts"
 
 
 def check_picture_limits(config: Config) -> None:
@@ -80,7 +78,8 @@ class SglangEngine(ServedEngine):
             if format is not None and format.name != "fp8-block":
                 reason = f"leaves what did not change as SGLang has repacked it, and {served} is in {format.name}"
                 raise ConfigError.of("rollout.delta_every", config.rollout.delta_every, reason, allowed="0")
-        check_drafts(config, platform)
+        for check_servers in functions("sglang", "check_servers"):
+            check_servers(config, platform)
         if (lora := sent_adapters(config)) is not None:
             check_adapters(config, lora, platform)
         if config.rollout.weight_transport == "rdma":
@@ -98,8 +97,9 @@ class SglangEngine(ServedEngine):
         requests = rollout.groups_per_engine * rollout.samples_per_prompt
         tokens = config.data.max_prompt_tokens + rollout.max_new_tokens
         on_cpu, threads = place.platform == "cpu", max(1, place.threads // rollout.tp)
-        extra: dict[str, Any] = {RETURNS_ROUTES: True} if config.routing_replay == "engine" else {}
-        extra |= draft_arguments(rollout.speculative, served or str(Path(config.model.path).resolve()))
+        extra: dict[str, Any] = {}
+        for server_arguments in functions("sglang", "server_arguments"):
+            extra |= server_arguments(config, served or str(Path(config.model.path).resolve()))
         extra |= rollout.engine_args if served is None else {**rollout.engine_args, "model_path": served}
         return {
             "log_file": place.log_folder / f"engine-{place.number}.log",
@@ -169,8 +169,8 @@ class SglangEngine(ServedEngine):
         """`store` is where the server's ranks leave digests and meet their senders; None: no server takes part."""
         options = server.options
         model_path = options.extra.get("model_path", options.model_path)
-        expert_layers = ExpertLayers.of(model_path) if options.extra.get(RETURNS_ROUTES) else None
-        super().__init__(server, initial_version, options.media_folder, expert_layers, adds_adapters=options.lora is not None)
+        columns = answered_columns(model_path, options.extra)
+        super().__init__(server, initial_version, options.media_folder, columns, adds_adapters=options.lora is not None)
         self.server = server
         self._store = store
         where = (host(), store.port if store is not None else 0)

@@ -21,6 +21,7 @@ from megarl.config.secrets import bearer
 from megarl.errors import EngineError
 from megarl.models.registry import load_hf_config
 from megarl.rollout.engines.protocol import EnginePlace
+from megarl.rollout.engines.sglang.answered import answered_columns
 from megarl.rollout.engines.sglang.served import ServedEngine
 from megarl.system.http_requests import AnswerError, open_url, parsed, read_answer
 from megarl.weights.model_compatibility import ServedModel, check_same_model
@@ -113,7 +114,7 @@ class ExternalEngine(ServedEngine):
             raise EngineError(f"rollout.servers.urls: {url}: {error}") from error
         if not facts.get("skip_tokenizer_init"):
             raise EngineError(f"rollout.servers.urls: {url} must be started with --skip-tokenizer-init: it is sent token ids")
-        return cls(server)
+        return cls(server, columns=answered_columns(path, {}))
 
     async def begin_update(self, version: int, base: int | None = None) -> None:
         self._weights.begin(version, base)

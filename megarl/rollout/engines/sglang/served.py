@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.options.lora.adapter_place import named
-from megarl.options.routing_replay.sglang import ExpertLayers
 from megarl.rollout.engines.protocol import Engine, EngineRequest, Generation, check_version
+from megarl.rollout.engines.sglang.answered import AnsweredColumn
 from megarl.rollout.engines.sglang.client import AskedServer, SglangClient
 from megarl.weights.weight_state import WeightState
 
@@ -21,15 +21,16 @@ class ServedEngine(Engine):
         server: AskedServer,
         initial_version: int | None = None,
         media_folder: Path | None = None,
-        expert_layers: ExpertLayers | None = None,
+        columns: Sequence[AnsweredColumn] = (),
         *,
         adds_adapters: bool = False,
     ) -> None:
-        """`media_folder` has the pictures that prompts show; the server must see it, too. `expert_layers` are the model's.
+        """`media_folder` has the pictures that prompts show; the server must see it, too. `columns`: those of options that
+        it answers.
 
         `adds_adapters`: every request must say of which version the adapters are that it is to be answered with.
         """
-        self._client = SglangClient(server, expert_layers, self._adapters if adds_adapters else None, media_folder)
+        self._client = SglangClient(server, columns, self._adapters if adds_adapters else None, media_folder)
         self._weights = WeightState(initial_version)
 
     @property

@@ -20,15 +20,17 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megarl.data.stream import PackedStream, StreamShard
+from megarl.data.stream import MicroBatch, PackedStream, StreamShard
 from megarl.megatron.model_config import has_experts
 from megarl.megatron.options import ModelOptions
+from megarl.megatron.pass_parts import PassPart
+from megarl.options.routing_replay.column import COLUMN
 from megarl.options.routing_replay.routes import RecordedRoutes, ReplayCounts, compact
 
 ComputeTopK = Callable[..., tuple[Tensor, Tensor]]
 
 
-class RoutingReplay:
+class RoutingReplay(PassPart):
     """What all routers of a role's model chunks on this rank replay and record."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], options: ModelOptions) -> None:
@@ -49,32 +51,25 @@ class RoutingReplay:
                     module.router_replay = RouterLayer(self, expert_layers.index(module.layer_number - 1))
                     self.layers.append(module.router_replay)
 
-    def begin_pass(self, streams: Sequence[tuple[PackedStream, StreamShard]], *, training: bool) -> None:
-        """Before the micro-batches of a pass, in whose order these are the `streams`; with `training` gradients follow."""
+    def joins(self, *, training: bool) -> bool:
         self.is_training = training
-        self.is_recording = self._records and not training and all(stream.routes is None for stream, _ in streams)
+        return True
+
+    def begin(self, streams: Sequence[tuple[PackedStream, StreamShard]], given: Sequence[Any]) -> None:
+        self.is_recording = self._records and not self.is_training and all(routes is None for routes in given)
         self._streams = streams if self.is_recording else ()
         for layer in self.layers:
             layer.waiting.clear()
             layer.recorded.clear()
 
     @contextmanager
-    def forward(self, routes: Tensor | None) -> Iterator[None]:
-        """Around the forward pass of a micro-batch through a chunk; what routers compute outside is computed anew."""
-        self.routes, self.is_forward = routes, True
+    def forward(self, model: Any, given: Tensor | None) -> Iterator[None]:
+        """What routers compute outside of it is computed anew."""
+        self.routes, self.is_forward = given, True
         try:
             yield
         finally:
             self.routes, self.is_forward = None, False
-
-    @contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        """While it lasts, passes record nothing."""
-        records, self._records = self._records, False
-        try:
-            yield
-        finally:
-            self._records = records
 
     def take_counts(self) -> ReplayCounts:
         """The counts since the last call."""
@@ -119,11 +114,12 @@ class RoutingReplay:
         whole[share.layout.flatten()] = of_ranks
         return whole
 
-    def of_rank(self, stream: PackedStream, share: StreamShard) -> Tensor | None:
+    def lay(self, units: MicroBatch, stream: PackedStream, share: StreamShard, device: torch.device) -> Tensor | None:
         """`[n, layers, k]`: of a stream's routes, those of the tokens that this rank's routers see."""
-        if stream.routes is None:
+        routes = stream.extra.get(COLUMN.name)
+        if routes is None:
             return None
-        held = stream.routes[share.positions]
+        held = routes[share.positions].to(device)
         if not self.layout.sequence_parallel:
             return held
         return held.chunk(self.layout.tp)[parallel_state.get_tensor_model_parallel_rank()]
@@ -183,3 +179,8 @@ class RouterLayer:
         if replay.is_training and not torch.is_grad_enabled():  # so checkpointed activations are computed the first time
             self.waiting.append(wanted)
         return wanted
+
+
+def take_part(chunks: Sequence[torch.nn.Module], options: ModelOptions) -> RoutingReplay | None:
+    """The replay of a role that replays routes."""
+    return RoutingReplay(chunks, options) if options.replays_routes else None

@@ -12,11 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megarl.data.columns import unknown
 from megarl.data.sample import Prompt
 from megarl.models.hf_folder import HFFolder, write_hf_folder
-from megarl.options.routing_replay.routes import known, unknown
+from megarl.options.routing_replay.routes import known
+from megarl.options.routing_replay.sglang import RETURNS_ROUTES
 from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
-from megarl.rollout.engines.sglang.engine import RETURNS_ROUTES, SglangEngine
+from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
 from megarl.rollout.episodes.transcript import Transcript
 from tests.models.test_transformers_names import other_values, update
@@ -52,7 +54,7 @@ def test_the_experts_of_every_token_are_those_that_the_model_chooses(
     sizes = {"threads": 1, "max_total_tokens": 4096, "max_running_requests": 8}
     extra = {**arguments, RETURNS_ROUTES: True}
     options = ServerOptions(str(folder), tmp_path / "log", tp=tp, extra=extra, **sizes, start_timeout_s=400)  # type: ignore[arg-type]
-    params = SamplingParams(max_new_tokens=6, ignore_eos=True, routes=True)
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True, extra=frozenset({"routes"}))
 
     async def scenario() -> None:
         engine = await SglangEngine.open(options, 0)
@@ -61,22 +63,19 @@ def test_the_experts_of_every_token_are_those_that_the_model_chooses(
             for prompt, group in zip(PROMPTS, groups, strict=True):
                 for one in group:
                     ids = [*prompt, *one.response_ids]
-                    assert one.routes is not None
-                    np.testing.assert_array_equal(np.sort(one.routes), chosen_experts(before, ids[:-1]))
+                    np.testing.assert_array_equal(np.sort(one.extra["routes"]), chosen_experts(before, ids[:-1]))
             turns = Transcript(Prompt("r", "g", PROMPTS[0], ""), 100)
             turns.append_turn(groups[0][0], "")
             turns.append_observation([50, 51, 52], [])
             [[second]] = await engine.generate(EngineRequest([turns.ids], params))
             turns.append_turn(second, "")
             whole = turns.sample(Prompt("r", "g", PROMPTS[0], ""), 0, "stop")
-            assert whole.routes is not None
-            assert second.routes is not None
-            assert known(whole.routes)[:-1].all()
-            np.testing.assert_array_equal(np.sort(whole.routes[:-1]), chosen_experts(before, turns.ids[:-1]))
+            assert known(whole.extra["routes"])[:-1].all()
+            np.testing.assert_array_equal(np.sort(whole.extra["routes"][:-1]), chosen_experts(before, turns.ids[:-1]))
             plain = await engine.generate(EngineRequest(PROMPTS[:1], SamplingParams(max_new_tokens=2)))
-            assert plain[0][0].routes is None
+            assert not plain[0][0].extra
 
-            long = SamplingParams(max_new_tokens=400, ignore_eos=True, routes=True)
+            long = SamplingParams(max_new_tokens=400, ignore_eos=True, extra=frozenset({"routes"}))
             began = time.monotonic()
             await engine.generate(EngineRequest(PROMPTS, long))
             seconds = time.monotonic() - began
@@ -86,18 +85,15 @@ def test_the_experts_of_every_token_are_those_that_the_model_chooses(
             for prompt, [one] in zip(PROMPTS, await waiting, strict=True):
                 assert {*one.weight_versions} == {0, 1}, "the update must come in the middle of a response"
                 ids = [*prompt, *one.response_ids]
-                assert one.routes is not None
-                np.testing.assert_array_equal(np.sort(one.routes), chosen_experts(after, ids[:-1]))
+                np.testing.assert_array_equal(np.sort(one.extra["routes"]), chosen_experts(after, ids[:-1]))
                 turns = Transcript(Prompt("r", "g", prompt, ""), 400)
                 turns.append_turn(one, "")
                 sample = turns.sample(Prompt("r", "g", prompt, ""), 0, "length")
-                assert sample.routes is not None
                 old = one.weight_versions.count(0)
                 kept = [True] * (len(prompt) - 1) + [False] * old + [True] * (len(one.response_ids) - old) + [False]
-                assert known(sample.routes)[:, 0].tolist() == kept
-                assert (
-                    sample.routes[-1].tolist() == [[unknown(sample.routes.dtype)] * one.routes.shape[2]] * one.routes.shape[1]
-                )
+                assert known(sample.extra["routes"])[:, 0].tolist() == kept
+                routes = sample.extra["routes"]
+                assert routes[-1].tolist() == [[unknown(routes.dtype)] * routes.shape[2]] * routes.shape[1]
             assert ("Testing retraction" in (tmp_path / "log").read_text()) is retracts
         finally:
             await engine.stop()

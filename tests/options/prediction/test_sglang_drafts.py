@@ -12,12 +12,11 @@ import pytest
 
 from megarl.config import Config, parse_config
 from megarl.config.rollout import SpeculativeConfig
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, EngineError
 from megarl.options.prediction.drafts import DraftCounts
-from megarl.options.prediction.sglang import NAMES, check_drafts, draft_arguments
-from megarl.rollout.engines.protocol import EnginePlace, SamplingParams
+from megarl.options.prediction.sglang import NAMES, AnsweredDrafts, check_servers, draft_arguments
+from megarl.rollout.engines.protocol import EnginePlace
 from megarl.rollout.engines.sglang.arguments import server_arguments
-from megarl.rollout.engines.sglang.client import _GenerateCall, _generation
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
 
@@ -116,11 +115,12 @@ def test_sglang_has_the_algorithms_and_accepts_exactly_by_default() -> None:
 
 
 def test_counts_of_drafts_are_read_from_the_answer() -> None:
-    call = _GenerateCall(None, SamplingParams(max_new_tokens=4), 3)  # type: ignore[arg-type]
     info = {"output_token_logprobs": [[-1.0, 5]], "finish_reason": {"type": "length"}}
-    assert _generation({"output_ids": [5], "meta_info": info}, call, "url").drafts == DraftCounts()
+    assert AnsweredDrafts().read({"meta_info": info}, 3, "url") is None
     info |= {"spec_verify_ct": 4, "spec_num_proposed_drafts": 12, "spec_num_correct_drafts": 7, "spec_accept_rate": 7 / 12}
-    assert _generation({"output_ids": [5], "meta_info": info}, call, "url").drafts == DraftCounts(4, 12, 7)
+    assert AnsweredDrafts().read({"meta_info": info}, 3, "url") == DraftCounts(4, 12, 7)
+    with pytest.raises(EngineError, match="answered something that is no generation"):
+        AnsweredDrafts().read({"meta_info": {"spec_verify_ct": None}}, 3, "url")
 
 
 EXPERTS = {"replay": "engine"}
@@ -151,11 +151,11 @@ EXPERTS = {"replay": "engine"}
 def test_what_is_not_exact_is_refused(folder: Path, settings: dict[str, Any], others: dict[str, Any], message: str) -> None:
     config = config_of(folder, settings, **others)
     with pytest.raises(ConfigError, match=message):
-        check_drafts(config, "cuda")
+        check_servers(config, "cuda")
 
 
 def test_on_a_cpu_servers_are_refused(folder: Path) -> None:
     config = config_of(folder, {"algorithm": "ngram"})
-    check_drafts(config, "cuda")
+    check_servers(config, "cuda")
     with pytest.raises(ConfigError, match=r"which SGLang's servers do not do exactly on a CPU: they take"):
-        check_drafts(config, "cpu")
+        check_servers(config, "cpu")

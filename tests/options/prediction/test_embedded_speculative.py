@@ -13,11 +13,12 @@ import torch
 from megarl.config.rollout import SpeculativeConfig
 from megarl.errors import ConfigError
 from megarl.options.prediction import embedded as embedded_speculative
+from megarl.options.prediction.drafts import DraftCounts
 from megarl.options.prediction.embedded_drafts import looked_up
 from megarl.rollout.engines import drawing
 from megarl.rollout.engines.embedded import EmbeddedEngine
-from megarl.rollout.engines.protocol import DraftCounts, EngineRequest, Generation, SamplingParams
-from tests.rollout.drafted import END, exact_distribution, load, p_value, predicted, write_model
+from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
+from tests.options.prediction.drafted import END, exact_distribution, load, p_value, predicted, write_model
 from tests.rollout.routed import chosen_experts
 from tests.rollout.tiny import largest_difference
 
@@ -80,7 +81,7 @@ def test_responses_have_their_exact_probabilities(folders: dict[str, Path], poli
     params = SamplingParams(max_new_tokens=5, **LIMITS[limits])
     responses = drawn(folders[policy], settings(algorithm, folders), params)
     assert p_value(responses, exact_distribution(load(folders[policy]), PROMPT, params)) > 0.01
-    total = sum((one.drafts for one in responses), DraftCounts())
+    total = sum((one.extra.get("drafts", DraftCounts()) for one in responses), DraftCounts())
     if algorithm == "none":
         assert total == DraftCounts()
     else:
@@ -156,9 +157,10 @@ def test_greedy_texts_are_those_of_plain_decoding(wider: dict[str, Path], policy
 def test_log_probs_and_experts_are_those_of_whole_passes(wider: dict[str, Path], policy: str, algorithm: str) -> None:
     """Also of responses that were stopped at different places in a pass, and so left other rows of the batch."""
     engine, model = opened(wider[policy], algorithm, wider), load(wider[policy])
-    has_experts = policy != "gpt_oss" and engine._recorder.num_experts > 0
+    has_experts = policy != "gpt_oss" and any(recorder.num_experts for recorder in engine._recorders)
     for ignores_ends in (True, False):
-        params = SamplingParams(max_new_tokens=24, ignore_eos=ignores_ends, temperature=0.7, routes=has_experts)
+        columns = frozenset({"routes"} if has_experts else ())
+        params = SamplingParams(max_new_tokens=24, ignore_eos=ignores_ends, temperature=0.7, extra=columns)
         groups = asyncio.run(engine.generate(EngineRequest(PROMPTS, params, n=4)))
         assert largest_difference(model, PROMPTS, groups, 0.7) < 1e-5
         for prompt, group in zip(PROMPTS, groups, strict=True):
@@ -167,10 +169,11 @@ def test_log_probs_and_experts_are_those_of_whole_passes(wider: dict[str, Path],
                 assert (one.finish_reason == "stop") == ended
                 assert ended or len(one.response_ids) == 24
                 assert ignores_ends or END not in one.response_ids[:-1]
-                assert one.drafts.passes + one.drafts.accepted <= len(one.response_ids) <= 1 + 4 * one.drafts.passes
-                if has_experts:
-                    assert one.routes is not None
-                    np.testing.assert_array_equal(np.sort(one.routes), chosen_experts(model, [*prompt, *one.response_ids[:-1]]))
+                drafts = one.extra["drafts"]
+                assert drafts.passes + drafts.accepted <= len(one.response_ids) <= 1 + 4 * drafts.passes
+                if columns:
+                    expected = chosen_experts(model, [*prompt, *one.response_ids[:-1]])
+                    np.testing.assert_array_equal(np.sort(one.extra["routes"]), expected)
 
 
 @pytest.mark.parametrize(("policy", "algorithm"), [("llama", "standalone:window"), ("glm4_moe", "mtp"), ("llama", "ngram")])
@@ -181,7 +184,7 @@ def test_a_sample_does_not_depend_on_its_batch(wider: dict[str, Path], policy: s
     small = opened(wider[policy], algorithm, wider, max_batch_samples=2)
     [alone] = asyncio.run(small.generate(EngineRequest(PROMPTS[1:2], LONG, n=3, keys=["b"])))
     assert [one.response_ids for one in alone] == [one.response_ids for one in together[1]]
-    assert [one.drafts for one in alone] == [one.drafts for one in together[1]]
+    assert [one.extra["drafts"] for one in alone] == [one.extra["drafts"] for one in together[1]]
 
 
 @pytest.mark.parametrize("policy", ["glm4_moe", "deepseek_v3"])
@@ -192,15 +195,16 @@ def test_the_prediction_layer_drafts_what_whole_passes_of_its_formula_predict(fo
         [[1, 2, 3, 3, 2], [2], [3, 1, 1, 2, 0, 2, 3]],
     )
     groups = asyncio.run(opened(folders[policy], "mtp", folders).generate(EngineRequest(prompts, greedy)))
-    assert [(one.response_ids, one.drafts) for [one] in groups] == [predicted(folders[policy], ids, 30, 3) for ids in prompts]
-    drafts = [one.drafts for [one] in groups]
+    expected = [predicted(folders[policy], ids, 30, 3) for ids in prompts]
+    assert [(one.response_ids, one.extra["drafts"]) for [one] in groups] == expected
+    drafts = [one.extra["drafts"] for [one] in groups]
     assert any(0 < one.accepted < one.drafted for one in drafts), drafts
 
 
 def test_all_that_the_policy_itself_drafts_stays(wider: dict[str, Path]) -> None:
     """One token behind the prompt, then four a pass."""
     [[one]] = asyncio.run(opened(wider["llama"], "standalone:llama", wider).generate(EngineRequest(PROMPTS[:1], LONG)))
-    assert one.drafts == DraftCounts(passes=6, drafted=3 * 5 + 2, accepted=3 * 5 + 2)
+    assert one.extra["drafts"] == DraftCounts(passes=6, drafted=3 * 5 + 2, accepted=3 * 5 + 2)
 
 
 def test_a_lookup_proposes_what_followed_the_longest_run_when_it_came_last() -> None:
@@ -235,7 +239,7 @@ def test_each_token_has_the_version_and_log_prob_of_the_weights_that_verified_it
     wider: dict[str, Path], policy: str, algorithm: str
 ) -> None:
     routed = policy == "glm4_moe"
-    params = SamplingParams(max_new_tokens=24, ignore_eos=True, temperature=0.7, routes=routed)
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True, temperature=0.7, extra=frozenset({"routes"} if routed else ()))
     engine = TurningEngine(wider[policy], seed=3, initial_version=0, speculative=settings(algorithm, wider, steps=3))
     groups = asyncio.run(engine.generate(EngineRequest(PROMPTS, params)))
     for prompt, [one] in zip(PROMPTS, groups, strict=True):
@@ -248,8 +252,8 @@ def test_each_token_has_the_version_and_log_prob_of_the_weights_that_verified_it
             own = slice(0, turn) if version == 0 else slice(turn, None)
             np.testing.assert_allclose(one.log_probs[own], expected[own], atol=1e-5)
         if routed:
-            assert one.routes is not None
-            np.testing.assert_array_equal(np.sort(one.routes), chosen_experts(engine._model, [*prompt, *one.response_ids[:-1]]))
+            expected = chosen_experts(engine._model, [*prompt, *one.response_ids[:-1]])
+            np.testing.assert_array_equal(np.sort(one.extra["routes"]), expected)
 
 
 @pytest.mark.parametrize(

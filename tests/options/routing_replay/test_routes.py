@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.data.batch import Batch
+from megarl.data.columns import padded, unknown
 from megarl.data.sample import Sample, read_record
 from megarl.data.stream import pack, split_shared_prompts
 from megarl.options.routing_replay.routes import (
@@ -21,11 +22,12 @@ from megarl.options.routing_replay.routes import (
     from_json,
     joined,
     known,
+    missing,
     of_one_version,
-    padded,
     to_json,
-    unknown,
 )
+from megarl.rollout.engines.protocol import Generation, behind
+from megarl.rollout.scheduling.partial_groups import PartialGroup
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 
@@ -89,7 +91,7 @@ def samples(draw: Any) -> list[Sample]:
             own = np.concatenate([of_prompt, routes(len(ids))])
             own[-1] = unknown(own.dtype)
             names, n = (f"{len(found)}", f"g{group}", "row"), len(ids)
-            found.append(Sample(*names, prompt, ids, [1] * n, [-1.0] * n, [0] * n, "stop", routes=own))
+            found.append(Sample(*names, prompt, ids, [1] * n, [-1.0] * n, [0] * n, "stop", extra={"routes": own}))
     return found
 
 
@@ -102,24 +104,23 @@ def test_every_token_of_a_stream_has_the_routes_that_its_sample_has(
     units = batch.unit_rows(range(len(batch)), share_prefix=share_prefix)
     whole = [(unit, tuple(range(len(size.response_tokens)))) for unit, size in enumerate(units.sizes)]
     plan = [[[piece]] for piece in whole]
-    for share in batch.shares(units, plan, [], routed=True):
+    for share in batch.shares(units, plan, [], extra=True):
         for micro_batch in share:
             for laid in (micro_batch, split_shared_prompts(micro_batch)):
                 stream = pack(laid, pad_to_multiple=multiple, segment_multiple=multiple)
-                assert stream.routes is not None
+                routes = stream.extra["routes"]
                 is_token = torch.zeros(len(stream.token_ids), dtype=torch.bool)
                 for (row, _, _), at in zip(stream.owners, stream.laid, strict=True):
                     sample = batch.samples[row]
-                    assert sample.routes is not None
-                    prompt, response = sample.routes[: at.prompt_length], sample.routes[at.prompt_length :]
-                    of_prompt, own = stream.routes[at.places].tensor_split([at.prompt_length])
+                    prompt, response = sample.extra["routes"][: at.prompt_length], sample.extra["routes"][at.prompt_length :]
+                    of_prompt, own = routes[at.places].tensor_split([at.prompt_length])
                     np.testing.assert_array_equal(of_prompt[:-1].numpy(), prompt[:-1])
                     np.testing.assert_array_equal(own.numpy(), response[: len(own)])
                     is_token[at.places] = True
-                assert bool((stream.routes[~is_token] == 255).all())
+                assert bool((routes[~is_token] == 255).all())
     [plain] = batch.shares(units, [[[piece] for piece in whole]], [])
-    assert plain.routes is None
-    assert all(unit.routes is None for micro_batch in plain for unit in micro_batch)
+    assert not plain.extra
+    assert all(not unit.extra for micro_batch in plain for unit in micro_batch)
 
 
 @settings(max_examples=20, deadline=None)
@@ -128,25 +129,43 @@ def test_a_sample_comes_back_from_json_with_its_routes(given_samples: list[Sampl
     for sample in given_samples:
         back = read_record(Sample, json.loads(json.dumps(sample.to_dict())))
         assert back == sample
-        assert back.routes is not None
-        assert sample.routes is not None
-        assert back.routes.dtype == sample.routes.dtype
-        np.testing.assert_array_equal(back.routes, sample.routes)
+        assert back.extra["routes"].dtype == sample.extra["routes"].dtype
+        np.testing.assert_array_equal(back.extra["routes"], sample.extra["routes"])
     wide = compact(np.array([[[300, 2]]]), 512)
     np.testing.assert_array_equal(from_json(json.loads(json.dumps(to_json(wide)))), wide)
 
 
 def test_what_is_missing_is_counted_over_the_tokens_that_are_read() -> None:
     routes = compact(np.array([[[0, 1]], [[0, 1]], [[-1, -1]], [[-1, -1]]]), EXPERTS)
-    sample = Sample("s", "g", "r", [1, 2], [3, 4], [1, 1], [0.0, 0.0], [0, 0], "stop", routes=routes)
+    sample = Sample("s", "g", "r", [1, 2], [3, 4], [1, 1], [0.0, 0.0], [0, 0], "stop", extra={"routes": routes})
     other = Sample("t", "h", "r", [1, 2], [3], [1], [0.0], [0], "stop")
     batch = Batch([sample, other])
-    assert batch.routes is not None
-    assert batch.routes.missing() == pytest.approx(1 - 2 / (3 + 2))
+    assert missing(batch.extra["routes"]) == pytest.approx(1 - 2 / (3 + 2))
     assert padded(routes[:2], 3).tolist() == [[[0, 1]], [[0, 1]], [[255, 255]]]
 
 
 def test_routes_of_another_number_of_tokens_are_refused() -> None:
     routes = compact(np.array([[[0, 1]]]), EXPERTS)
     with pytest.raises(ValueError, match="routes must have one entry per token of prompt and response, got 1 for 2"):
-        Sample("s", "g", "r", [1], [3], [1], [0.0], [0], "stop", routes=routes)
+        Sample("s", "g", "r", [1], [3], [1], [0.0], [0], "stop", extra={"routes": routes})
+
+
+def test_routes_of_a_turn_survive_a_file_unless_it_was_cut() -> None:
+    group, routes = PartialGroup(), compact(np.arange(6).reshape(3, 1, 2), EXPERTS)
+    for reason in ("stop", "abort"):
+        group.keep(reason, Generation([4, 5], [-0.5, -0.25], [3, 4], reason, {"routes": routes}))  # type: ignore[arg-type]
+    read = PartialGroup.of_dict(json.loads(json.dumps(group.to_dict())))
+    whole, cut = read.turn("stop"), read.turn("abort")
+    assert whole is not None
+    assert cut is not None
+    np.testing.assert_array_equal(whole.extra["routes"], routes)
+    assert cut.extra == {}
+
+
+def test_a_response_in_two_pieces_keeps_what_was_chosen_first_under_the_same_weights() -> None:
+    first, second = (compact(np.full((n, 1, 2), [k, k + 1]), EXPERTS) for n, k in ((2, 0), (3, 4)))
+    begun = Generation([4, 5], [-0.5, -0.25], [3, 3], "length", {"routes": first})
+    for version, expected in ((3, [0, 0, 4]), (4, [4, 4, 4])):
+        whole = behind(begun, Generation([6], [-0.5], [version], "stop", {"routes": second}))
+        assert whole.extra["routes"][:, 0, 0].tolist() == expected
+    assert behind(begun, Generation([6], [-0.5], [3], "abort")).extra == {}

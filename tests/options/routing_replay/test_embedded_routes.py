@@ -24,7 +24,7 @@ from tests.families import build_folder
 from tests.rollout.routed import chosen_experts
 
 PROMPTS = [[5, 6, 7, 8], [100, 9, 10, 11, 12, 13], [40, 41]]
-PARAMS = SamplingParams(max_new_tokens=7, ignore_eos=True, routes=True)
+PARAMS = SamplingParams(max_new_tokens=7, ignore_eos=True, extra=frozenset({"routes"}))
 
 
 @pytest.fixture(scope="module", params=["deepseek_v3", "qwen3_moe"])
@@ -40,10 +40,10 @@ def test_the_experts_of_every_token_are_those_that_the_model_chooses(folder: Pat
     groups = asyncio.run(engine.generate(EngineRequest(PROMPTS, PARAMS, n=2)))
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for one in group:
-            assert one.routes is not None
-            np.testing.assert_array_equal(np.sort(one.routes), chosen_experts(model, [*prompt, *one.response_ids[:-1]]))
+            expected = chosen_experts(model, [*prompt, *one.response_ids[:-1]])
+            np.testing.assert_array_equal(np.sort(one.extra["routes"]), expected)
     [[plain]] = asyncio.run(engine.generate(EngineRequest(PROMPTS[:1], SamplingParams(max_new_tokens=2))))
-    assert plain.routes is None
+    assert not plain.extra
 
 
 class TurningEngine(EmbeddedEngine):
@@ -70,16 +70,15 @@ def test_a_response_under_two_versions_keeps_the_choices_of_the_last_one_alone(f
     groups = asyncio.run(engine.generate(EngineRequest(PROMPTS, PARAMS)))
     for prompt, [one] in zip(PROMPTS, groups, strict=True):
         assert one.weight_versions == [0, 0, 0, 1, 1, 1, 1]
-        assert one.routes is not None
-        np.testing.assert_array_equal(np.sort(one.routes), chosen_experts(engine._model, [*prompt, *one.response_ids[:-1]]))
+        expected = chosen_experts(engine._model, [*prompt, *one.response_ids[:-1]])
+        np.testing.assert_array_equal(np.sort(one.extra["routes"]), expected)
         asked = Prompt("r", "g", prompt, "")
         transcript = Transcript(asked, 7)
         transcript.append_turn(one, "")
         sample = transcript.sample(asked, 0, "length")
-        assert sample.routes is not None
         is_known = [True] * (len(prompt) - 1) + [False] * 3 + [True] * 4 + [False]
-        assert known(sample.routes).tolist() == [[value] * one.routes.shape[1] for value in is_known]
-        np.testing.assert_array_equal(sample.routes[is_known], one.routes[is_known[:-1]])
+        assert known(sample.extra["routes"]).tolist() == [[value] * one.extra["routes"].shape[1] for value in is_known]
+        np.testing.assert_array_equal(sample.extra["routes"][is_known], one.extra["routes"][is_known[:-1]])
 
 
 def routes_of(tokens: int, first: int) -> Any:
@@ -93,11 +92,10 @@ def test_what_was_chosen_first_under_the_same_weights_stays(version: int) -> Non
     asked = Prompt("r", "g", [1, 2], "")
     transcript = Transcript(asked, 20)
     first, second = routes_of(4, 0), routes_of(9, 20)
-    transcript.append_turn(Generation([5, 6, 7], [-1.0] * 3, [3] * 3, "stop", first), "")
+    transcript.append_turn(Generation([5, 6, 7], [-1.0] * 3, [3] * 3, "stop", {"routes": first}), "")
     transcript.append_observation([8, 9], [])
-    transcript.append_turn(Generation([5, 6, 7], [-1.0] * 3, [version] * 3, "stop", second), "")
-    routes = transcript.sample(asked, 0, "stop").routes
-    assert routes is not None
+    transcript.append_turn(Generation([5, 6, 7], [-1.0] * 3, [version] * 3, "stop", {"routes": second}), "")
+    routes = transcript.sample(asked, 0, "stop").extra["routes"]
     if version == 3:
         np.testing.assert_array_equal(routes[:9], np.concatenate([first, second[4:]]))
     else:  # prompt, three choices that are gone, what was told, and the second turn
