@@ -215,7 +215,7 @@ IMPORTS_OF_OPTIONS: dict[str, int] = {
     "prediction": 21,
     "routing_replay": 21,
     "shared_prefixes": 0,
-    "few_bits": 20,
+    "few_bits": 0,
     "linear_attention": 0,
     "environments": 0,
     "tools": 0,

@@ -25,7 +25,7 @@ from megarl.megatron.weights import role_map
 from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
-from megarl.options.few_bits.rounded_experts import round_experts
+from megarl.option_list import part
 from megarl.options.lora.layers import AdapterSwitch, insert_adapters
 from megarl.options.pictures.media import PictureRules
 from megarl.options.pictures.picture_rules import load_picture_rules
@@ -93,7 +93,7 @@ def build_model(options: ModelOptions, folder: HFFolder, switch: AdapterSwitch |
         if fuses_gradient_accumulation(options):
             fuse_gradient_accumulation(chunk)
         if options.int4_experts:
-            round_experts(chunk, options.int4_experts)
+            part("few_bits", "rounded_experts", "model.int4_experts").round_experts(chunk, options.int4_experts)
     if not options.trainable:
         for chunk in chunks:
             chunk.requires_grad_(False)

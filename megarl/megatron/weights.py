@@ -179,7 +179,7 @@ def _tensor_group(rule: BoundRule) -> Any:
 
 
 class Quantiser(Protocol):
-    """Makes of a rank's shard what an engine's format stores in its place, in fewer bytes; see `reshard.quantise`."""
+    """Makes of a rank's shard what an engine's format stores in its place: `options/few_bits/quantise.py`."""
 
     def applies_to(self, rule: BoundRule) -> bool:
         """Return whether the parameter is one that is quantised."""

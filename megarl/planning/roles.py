@@ -14,7 +14,7 @@ from megarl.config.questions import ConfiguredRole
 from megarl.config.sections import TrainedRole
 from megarl.models.registry import load_hf_config
 from megarl.models.shape import ModelShape
-from megarl.options.few_bits.formats import WeightFormat, engine_format
+from megarl.models.weight_formats import WeightFormat, engine_format
 from megarl.options.lora.config import LoraConfig
 from megarl.options.lora.peft_header import lora_of
 from megarl.options.lora.weight_map import Lora

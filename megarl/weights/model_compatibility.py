@@ -8,8 +8,8 @@ from typing import Any
 
 from megarl.errors import EngineError
 from megarl.models.registry import architecture_for
+from megarl.models.weight_formats import WeightFormat, engine_format
 from megarl.models.weight_map import WeightMap
-from megarl.options.few_bits.formats import WeightFormat, engine_format
 from megarl.options.lora.weight_map import Lora, with_adapters
 
 EMBEDDING = "model.embed_tokens.weight"

@@ -19,8 +19,8 @@ from megarl.config.layout import Layout
 from megarl.models.architecture import HFConfig
 from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
+from megarl.models.weight_formats import WeightFormat
 from megarl.models.weight_map import WeightMap
-from megarl.options.few_bits.formats import WeightFormat
 from megarl.options.lora.weight_map import Lora, with_adapters
 from megarl.weights.engine_line import engine_position
 from megarl.weights.sglang_targets import EVERY_RANK, EngineTarget, check_target

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import ConfigError, LayoutError, describe_value
 from megarl.models.registry import load_hf_config
+from megarl.models.weight_formats import engine_format
 from megarl.option_list import part
-from megarl.options.few_bits.formats import engine_format
 from megarl.options.lora.peft_header import lora_of
 from megarl.options.lora.weight_map import Lora
 from megarl.weights.communicators import check_communicators

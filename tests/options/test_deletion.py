@@ -19,7 +19,7 @@ from megarl.option_list import OPTIONS
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "tiny-arithmetic"
 NOT_YET = (
-    "pictures", "lora", "prediction", "routing_replay", "few_bits",
+    "pictures", "lora", "prediction", "routing_replay",
 )  # fmt: skip
 """Options that the core still imports; tests/test_rooms.py counts by how many imports."""
 DELETABLE = tuple(name for name in OPTIONS if name not in NOT_YET)
@@ -40,7 +40,7 @@ CONFIG: dict[str, Any] = {
     "rollout": {"engine": "embedded", "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 4},
     "rewards": [{"name": "exact_number"}],
 }
-ASKED_BY_VALUE = {"transports": "rollout.weight_transport=rdma"}
+ASKED_BY_VALUE = {"transports": "rollout.weight_transport=rdma", "few_bits": "model.int4_experts=32"}
 """Values of core fields that ask for an option."""
 TIMED = ("time", "speed/", "memory/", "policy/tflops", "policy/mfu")
 

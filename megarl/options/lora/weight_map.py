@@ -108,6 +108,14 @@ class AdapterRows:
         places = {part: place for place, part in enumerate(self.parts)}
         return [(places[part], start, stop) for part, start, stop in found if part is not None and part in places]
 
+    def followed(self, part: int) -> tuple[Packing, int] | None:
+        """The tensor of the weight, if its rows are split."""
+        return (self.weight, self.parts[part]) if self.tp_axis == 0 else None
+
+    def held(self, start: int, stop: int, part: int, name: str) -> tuple[int, int]:
+        """The same rows."""
+        return start, stop
+
 
 @dataclass(frozen=True)
 class AdapterColumns:
@@ -132,6 +140,14 @@ class AdapterColumns:
         if self.tp_axis == 1:
             return self.weight.runs(tp_rank, tp_size, padded_vocab)
         return [(layer, 0, self.rank) for layer in range(self.layers)]
+
+    def followed(self, part: int) -> tuple[Packing, int] | None:
+        """The weight, if its columns are split."""
+        return (self.weight, 0) if self.tp_axis == 1 else None
+
+    def held(self, start: int, stop: int, part: int, name: str) -> tuple[int, int]:
+        """The same columns."""
+        return start, stop
 
 
 @dataclass(frozen=True)

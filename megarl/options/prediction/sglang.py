@@ -9,7 +9,7 @@ from megarl.config import Config
 from megarl.config.rollout import SpeculativeConfig
 from megarl.errors import ConfigError
 from megarl.models.registry import architecture_for, load_hf_config
-from megarl.options.few_bits.formats import engine_format
+from megarl.models.weight_formats import engine_format
 from megarl.options.pictures.picture_rules import sees
 
 NAMES = {"mtp": "NEXTN", "ngram": "NGRAM", "standalone": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}

@@ -25,7 +25,7 @@ from megarl.errors import DeadlineError, EngineError
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import load_hf_config
 from megarl.models.transformers_names import config_in_transformers, hub_tensors
-from megarl.options.few_bits.tensors import Dequantiser
+from megarl.models.weight_formats import tensors_of
 from megarl.options.lora.embedded import Adapters
 from megarl.options.lora.weight_map import Lora
 from megarl.options.pictures.embedded import Sight
@@ -125,7 +125,7 @@ class EmbeddedEngine(Engine):
         self._adapters = Adapters(self._serves, lora, self._held) if lora is not None else None
         if self._adapters is not None:
             self._held = self._adapters.tensors
-        self._dequantiser: Dequantiser | None = None
+        self._dequantiser: Any = None
         if served_path is not None:
             self._begin_with(HFFolder(served_path), ServedModel(load_hf_config(model_path), dtype, predicts=updates_draft))
         self._seed, self._max_batch_samples = seed, max_batch_samples
@@ -143,7 +143,7 @@ class EmbeddedEngine(Engine):
         check_same_model(self._serves, model)
         if self._serves.format is not None:
             format, names = self._serves.format, self._serves.quantised
-            self._dequantiser = Dequantiser(format, names.__contains__)
+            self._dequantiser = tensors_of(format).Dequantiser(format, names.__contains__)
         missing = set(self._held)
         for name in folder.names:
             for weight, values in self._arrived(name, folder.get_slice(name)[...]):
