@@ -211,7 +211,7 @@ def test_nothing_is_imported_in_a_circle() -> None:
 
 IMPORTS_OF_OPTIONS: dict[str, int] = {
     "pictures": 83,
-    "lora": 36,
+    "lora": 0,
     "prediction": 21,
     "routing_replay": 21,
     "shared_prefixes": 0,

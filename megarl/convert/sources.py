@@ -31,6 +31,7 @@ from megarl.checkpoint.format.naming import (
 from megarl.config.yaml_tree import read_yaml, tree_leaves
 from megarl.convert.blocks import Extent, Matrix, Part, rows_and_cols
 from megarl.errors import CheckpointError, ConfigError, ModelError
+from megarl.models.adapters import IN_CHECKPOINTS
 from megarl.models.fused_experts import BLOCKS, SCALES, FusedExperts
 from megarl.models.fused_rows import FusedRows
 from megarl.models.hf_fields import without_mxfp4, without_prediction_layers
@@ -41,7 +42,6 @@ from megarl.models.safetensors_layout import Entry
 from megarl.models.weight_formats import WeightFormat, mxfp4_in, stored_format
 from megarl.models.weight_map import PREDICTION, BoundRule, WeightMap
 from megarl.models.weight_tensors import kept_dtype
-from megarl.options.lora.weight_map import IN_CHECKPOINTS
 from megarl.options.pictures.vision import TOWER
 
 HF_SUBFOLDER = "hf"

@@ -11,12 +11,12 @@ from megarl.config.fp8 import Fp8Widths, check_fp8_sizes
 from megarl.config.layout import Layout, closest, divisors
 from megarl.config.sections import ExpertsConfig, TrainedRole
 from megarl.errors import ConfigError, LayoutError, ModelError
+from megarl.models.adapters import adapters_of
 from megarl.models.parameter_patterns import check_patterns
 from megarl.models.registry import architecture_for, load_hf_config, use_architecture
 from megarl.models.shape import ModelShape
 from megarl.models.weight_formats import WeightFormat, format_called, stored_format
 from megarl.models.windows import check_windows
-from megarl.options.lora.peft_header import lora_of
 
 A_MODEL = "a Hugging Face model folder, or ORG/NAME of the hub (hf://ORG/NAME where a folder ORG is here)"
 
@@ -40,7 +40,7 @@ def check_models(config: AnyConfig) -> None:
         widths = Fp8Widths(model.hidden, model.attention_width, model.divided_ffn, model.expert_ffn or None, model.layers)
         check_fp8_sizes(config.model, f"{role.name}.layout", layout, widths)
         if role.trained is not None:
-            model.with_lora(lora_of(role.trained.lora, model.config, f"{role.name}.lora"), f"{role.name}.lora")
+            model.with_lora(adapters_of(role.trained, model.config, f"{role.name}.lora"), f"{role.name}.lora")
             _check_experts(f"{role.name}.experts", role.trained.experts, model)
             _check_patterns(role.name, role.trained, model)
         if config.model.int4_experts and role.name in ("policy", "reference"):

@@ -19,7 +19,7 @@ from megarl.option_list import OPTIONS
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "tiny-arithmetic"
 NOT_YET = (
-    "pictures", "lora", "prediction", "routing_replay",
+    "pictures", "prediction", "routing_replay",
 )  # fmt: skip
 """Options that the core still imports; tests/test_rooms.py counts by how many imports."""
 DELETABLE = tuple(name for name in OPTIONS if name not in NOT_YET)

@@ -17,11 +17,10 @@ from torch.distributed import TCPStore
 from megarl.config import Config
 from megarl.config.engine_kinds import SGLANG
 from megarl.errors import ConfigError, EngineError
+from megarl.models.adapters import adapter_part
 from megarl.models.registry import load_hf_config
 from megarl.models.weight_formats import engine_format
 from megarl.option_list import part
-from megarl.options.lora.adapter_place import making_place
-from megarl.options.lora.sglang import adapter_arguments, check_adapters
 from megarl.options.pictures.picture_rules import load_picture_rules, sees
 from megarl.options.prediction.sglang import check_drafts, draft_arguments
 from megarl.options.routing_replay.sglang import ExpertLayers
@@ -85,7 +84,7 @@ class SglangEngine(ServedEngine):
                 _few_bits_served().check_delta(format, config.rollout)
         check_drafts(config, platform)
         if (lora := sent_adapters(config)) is not None:
-            check_adapters(config, lora, platform)
+            adapter_part("sglang").check_adapters(config, lora, platform)
         if config.rollout.weight_transport == "rdma":
             part("transports", "checks", "rollout.weight_transport").check_nixl()
         by_group = config.rollout.weight_transport == "process_group"
@@ -144,7 +143,9 @@ class SglangEngine(ServedEngine):
         layout = EngineLayout.of_model(
             model_path, options.dtype, options.tp, options.device, target, predicts=options.updates_draft, lora=options.lora
         )
-        of_adapters = adapter_arguments(options.lora, model_path, options.device)
+        of_adapters: Mapping[str, Any] = {}
+        if options.lora is not None:
+            of_adapters = adapter_part("sglang").adapter_arguments(options.lora, model_path, options.device)
         if options.device == "cuda" and (format := layout.model.format) is not None:
             here = compute_capability()
             _few_bits_served().check_weight_layout(format, options.extra, here, has_experts=layout.model.has_experts)
@@ -154,7 +155,7 @@ class SglangEngine(ServedEngine):
             # the engine's ranks and its senders may be on other machines
             engine = cls(server, layout, initial_version, TCPStore(host(), 0, is_master=True, wait_for_workers=False))
             if options.lora is not None:
-                place = making_place(options.lora, layout.target.ranks, serialize({}))
+                place = adapter_part("adapter_place").making_place(options.lora, layout.target.ranks, serialize({}))
                 await engine._client.load_adapters(place)
             if initial_version is not None:
                 await engine._client.name_weights(initial_version)
