@@ -13,7 +13,7 @@ from typing import Any
 
 from megarl.config.layout import Layout
 from megarl.errors import ConfigError, nearest
-from megarl.option_list import functions
+from megarl.option_list import functions, part
 
 DIFFERENT = 1
 MOST_SHOWN = 20
@@ -122,11 +122,11 @@ def _export(arguments: argparse.Namespace) -> int:
     Of a run that trains adapters it is a PEFT folder.
     """
     from megarl.convert.plan import plan_hf
-    from megarl.options.lora.convert import export_adapters
 
     source = _open_dist(arguments, adapters=True)
     if source.holds_adapters:
-        print(f"{arguments.target}: {export_adapters(source, arguments.target):,} adapters, as a PEFT folder")
+        written = part("lora", "convert", f"'{arguments.source}'").export_adapters(source, arguments.target)
+        print(f"{arguments.target}: {written:,} adapters, as a PEFT folder")
         return 0
     return _carry_out(plan_hf("export", source, arguments.dtype), arguments)
 
@@ -142,9 +142,9 @@ def _reshard(arguments: argparse.Namespace) -> int:
 def _merge(arguments: argparse.Namespace) -> int:
     """Write a model with low-rank adapters (LoRA) added to its weights; they keep their dtypes."""
     from megarl.models.from_hub import model_in
-    from megarl.options.lora.merge import merge_adapters
 
-    layers = merge_adapters(model_in(arguments.base, "--base"), arguments.adapter, arguments.out)
+    merge = part("lora", "merge", "megarl convert merge")
+    layers = merge.merge_adapters(model_in(arguments.base, "--base"), arguments.adapter, arguments.out)
     print(f"{layers:,} adapters of {arguments.adapter} merged into {arguments.out}")
     return 0
 
@@ -251,7 +251,7 @@ def parse_layout(text: str) -> Layout:
     """
     known = [field.name for field in fields(Layout) if field.name != "sequence_parallel"]
     sizes: dict[str, int] = {}
-    for item in filter(None, (part.strip() for part in text.split(","))):
+    for item in filter(None, (piece.strip() for piece in text.split(","))):
         name, _, value = item.partition("=")
         if name not in known:
             raise ConfigError(f"--layout has '{item}'; it must set only {', '.join(known)}{nearest(name, known)}")

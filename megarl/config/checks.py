@@ -23,7 +23,6 @@ from megarl.config.source_checks import check_held_out, check_source
 from megarl.config.supervised import OBJECTIVE_FIELDS, PAIR_LOSSES, ObjectiveConfig, SupervisedConfig
 from megarl.errors import ConfigError
 from megarl.option_list import functions, part
-from megarl.options.lora.checks import check_lora
 
 PROCEDURAL_ROWS = 1000
 """Rows of a procedural source whose `limit` is null."""
@@ -60,7 +59,6 @@ def check_fields_agree(config: Config, *, is_judged: bool = True) -> None:
                 f"{name}.optimizer.min_lr", optimizer.min_lr, allowed=f"at most {name}.optimizer.lr = {optimizer.lr}"
             )
     check_offload(config.model, trained, valued=("critic",))
-    check_lora(config.model, trained, config.reference, has_engines=True)
     sections = ((role.section or role.name).partition(".")[0] for role in config.roles if role.trained is None)
     frozen = [f"the {name.replace('_', ' ')}" for name in dict.fromkeys(sections)]
     check_fp8(config.model, trained=trained, frozen=frozen)
@@ -107,7 +105,6 @@ def check_supervised(config: SupervisedConfig) -> None:
         check(config)
     check_profile(config.profile, config.run.known_steps, [config.policy.layout])
     check_offload(config.model, {"policy": config.policy}, valued=("policy",) if config.has_value_head else ())
-    check_lora(config.model, {"policy": config.policy}, config.reference, has_engines=False)
     check_fp8(config.model, trained={"policy": config.policy}, frozen=["the reference"] if config.uses_reference else [])
     loader = "objective.name to a loss with a reference"
     _check_reset(config.reference, config.model, needed_by=None if config.uses_reference else loader)

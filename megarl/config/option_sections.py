@@ -13,7 +13,9 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 OPTION_OF_FIELD = {
     "algorithm.distillation": "distillation",
+    "critic.lora": "lora",
     "data.curriculum": "curriculum",
+    "policy.lora": "lora",
     "ptx": "ptx",
     "reward_model": "reward_model",
     "rollout.episode.agent": "agents",

@@ -36,7 +36,6 @@ def check_rollout(config: Config, engine: EngineCapabilities | None = None) -> N
     _check_episode(config, engine)
     _check_routing(config, engine)
     _check_speculative(rollout, engine)
-    _check_adapters(config, engine)
     for check in functions("checks", "check_engines"):
         check(config, engine)
 
@@ -60,21 +59,6 @@ def _check_engine_args(config: Config, engine: EngineCapabilities) -> None:
             else "",
             allowed=f"a whole number of at least {longest}",
         )
-
-
-def _check_adapters(config: Config, engine: EngineCapabilities) -> None:
-    if not config.sends_adapters:
-        return
-    if not engine.adapters:
-        reason = f"is not what engines of rollout.engine = '{config.rollout.engine}' take"
-        reason += ", whose weights are a folder" if engine.weights == "folder" else ""
-        raise ConfigError.of("policy.lora.sync", "adapters", reason, allowed="'merged'")
-    if (served := config.rollout.servers.model_path) is not None:
-        reason = f"are added to the weights of model.path, and rollout.servers.model_path is {served}"
-        raise ConfigError.of("policy.lora.sync", "adapters", reason, allowed="'merged'")
-    if config.rollout.delta_every:
-        reason = "tells what has changed of weights, and policy.lora.sync is 'adapters'"
-        raise ConfigError.of("rollout.delta_every", config.rollout.delta_every, reason, allowed="0")
 
 
 def _check_servers(config: Config, engine: EngineCapabilities) -> None:

@@ -180,13 +180,14 @@ class Config(Questions):
     @property
     def sends_adapters(self) -> bool:
         """Return whether engines are sent the policy's adapters, and keep the weights beside them."""
-        lora = self.policy.lora
-        return lora.on and lora.sync == "adapters" and declared_capabilities(self.rollout).weights != "nothing"
+        asked = any(sends_adapters(self.policy) for sends_adapters in functions("questions", "sends_adapters"))
+        return asked and declared_capabilities(self.rollout).weights != "nothing"
 
     @property
     def other_weights(self) -> str | None:
         """The field by which the engines start with other weights than the policy's, and are sent these first."""
-        return self.rollout.other_weights or ("policy.lora.adapter" if self.policy.lora.adapter is not None else None)
+        of_policy = (begins_with(self.policy) for begins_with in functions("questions", "begins_with"))
+        return self.rollout.other_weights or next((field for field in of_policy if field is not None), None)
 
     @property
     def rewards_by_branch(self) -> bool:

@@ -18,7 +18,7 @@ from megarl.config.option_sections import with_options
 from megarl.config.presets import Fp8Format, Fp8RecipeName
 from megarl.config.section import ClassPath, Count, NonNegative, Positive, Seconds, Section
 from megarl.config.sources import SourceConfig, held_out_defaults
-from megarl.options.lora.config import LoraConfig, PolicyLoraConfig
+from megarl.option_list import functions
 
 
 @with_options
@@ -133,8 +133,6 @@ class TrainedRole(Section):
     freeze: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """What is not trained: patterns of Hugging Face names (`*.layers.0.*`), `router`, or parts of a model that sees:
     `vision` (the tower), `projector`, `language` (the decoder)."""
-    lora: LoraConfig = LoraConfig()
-    """Low-rank adapters, which are trained in place of the weights."""
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Fields of megatron-core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig, by their own names
     (docs/performance.md)."""
@@ -143,6 +141,11 @@ class TrainedRole(Section):
     def predicts(self) -> bool:
         """Return whether the role has a layer for multi-token prediction, which is trained."""
         return False
+
+    @property
+    def has_adapters(self) -> bool:
+        """Return whether low-rank adapters are trained in place of the role's weights."""
+        return any(has_adapters(self) for has_adapters in functions("questions", "has_adapters"))
 
 
 class RoutingConfig(Section):
@@ -171,8 +174,6 @@ class MtpConfig(Section):
 class PolicyConfig(TrainedRole):
     """The model being trained."""
 
-    lora: PolicyLoraConfig = PolicyLoraConfig()
-    """Low-rank adapters, which are trained in place of the weights (docs/lora.md)."""
     share_prefix: Literal["auto"] | bool = "auto"
     """Compute what responses begin with alike, the prompt and common turns, once per micro-batch. auto: where it pays."""
     routing: RoutingConfig = RoutingConfig()
@@ -215,7 +216,7 @@ class ReferenceConfig(Section):
     def is_policy_as_it_began(self, policy: PolicyConfig, folder: str) -> bool:
         """Return whether it is the policy without what its adapters learn beside the model in `folder`: no second model
         is loaded."""
-        return policy.lora.on and self.path in (None, folder) and self.layout is None
+        return policy.has_adapters and self.path in (None, folder) and self.layout is None
 
 
 class PictureFields(Section):

@@ -16,10 +16,7 @@ import xxhash
 from torch import Tensor
 
 from megarl.errors import CheckpointError
-from megarl.models.packings import FP8_BLOCK
-from megarl.options.few_bits import mxfp4
-from megarl.options.few_bits.formats import PER_WORD, WeightFormat
-from megarl.options.few_bits.tensors import dequantised, shape_tensor, stored_rows
+from megarl.models.weight_formats import NumberFormat, tensors_of
 
 BLOCK_BYTES = 2**20
 """Bytes read at a time: few enough to be hashed and written from the cache of one core."""
@@ -41,8 +38,7 @@ class Extent:
 class Matrix:
     """A tensor on disk: its first axis are the rows, all others the columns.
 
-    Of one that is stored in a `format` of few bits, `beside` are its scales, and of INT4 its shape. With `exponents` it is
-    MXFP4 (`options/few_bits/mxfp4.py`): a byte holds two values, and 32 values of a row have one exponent.
+    Of one that is stored in a `format` of few bits, `beside` are its scales and, of some formats, its shape.
     """
 
     name: str
@@ -50,9 +46,8 @@ class Matrix:
     rows: int
     cols: int
     extents: tuple[Extent, ...]
-    format: WeightFormat | None = None
+    format: NumberFormat | None = None
     beside: tuple[Matrix, ...] = ()
-    exponents: Matrix | None = None
 
     @property
     def scales(self) -> Matrix | None:
@@ -62,14 +57,7 @@ class Matrix:
     @property
     def width(self) -> int:
         """Number of values of a row, of which several may be stored in one number."""
-        if self.exponents is not None:
-            return 2 * self.cols
-        return self.cols * PER_WORD if self.format is not None and self.format.name == "int4" else self.cols
-
-    @property
-    def is_stored_as_is(self) -> bool:
-        """Return whether what is on disk are the values."""
-        return self.format is None and self.exponents is None
+        return self.cols if self.format is None else self.format.width(self.cols)
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +102,7 @@ class Task:
     def stored_dtype(self) -> torch.dtype | None:
         """The dtype that all parts are stored in and need no change from; None if there is no such."""
         sources = [part.source for part in self.parts if part.source is not None]
-        found = {source.dtype if source.is_stored_as_is else None for source in sources}
+        found = {source.dtype if source.format is None else None for source in sources}
         return found.pop() if len(found) == 1 else None
 
     def read(self, sources: Reader, start: int, stop: int, buffer: Tensor | None = None) -> Tensor:
@@ -207,14 +195,12 @@ class Reader:
         """Rows `start:stop`, `[stop - start, width]`; dequantised to bfloat16 where the matrix is quantised."""
         block = torch.empty((stop - start, source.cols), dtype=source.dtype)
         self.read_into(block, source, start)
-        if source.exponents is not None:
-            exponents = self.rows(source.exponents, start, stop)
-            return mxfp4.dequantised(block.unflatten(1, (source.exponents.cols, -1)), exponents)
         if source.scales is None or source.format is None:
             return block
         if source.scales.name not in self._scales:
             self._scales = {source.scales.name: self.rows(source.scales, 0, source.scales.rows)}
-        return dequantised(block, self._scales[source.scales.name], source.format, start).to(torch.bfloat16)
+        values: Tensor = tensors_of(source.format).dequantised(block, self._scales[source.scales.name], source.format, start)
+        return values.to(torch.bfloat16)
 
     def columns(self, source: Matrix, start: int, stop: int) -> Tensor:
         """Columns `start:stop` as rows, `[stop - start, rows]`. The matrix is read whole, and kept until another one is."""
@@ -291,7 +277,7 @@ def run_task(task: Task, sources: Reader, files: Files, tick: Callable[[int], No
     target = task.target
     writers = [Writer(files, matrix) for matrix in (target, *target.beside)]
     step = rows_per_block(target.width, torch.float32 if target.format else target.dtype)
-    per_scale = FP8_BLOCK if target.format is not None and target.format.name == "fp8-block" else 1
+    per_scale = target.format.rows_per_scale if target.format is not None else 1
     step = -(-step // per_scale) * per_scale
     stored = task.stored_dtype()
     buffer = torch.empty((min(step, target.rows), target.width), dtype=stored) if stored else None
@@ -299,12 +285,12 @@ def run_task(task: Task, sources: Reader, files: Files, tick: Callable[[int], No
         stop = min(target.rows, start + step)
         block = task.read(sources, start, stop, buffer[: stop - start] if buffer is not None else None)
         if target.format is not None:
-            block, scales = stored_rows(block, target.format)
+            block, scales = tensors_of(target.format).stored_rows(block, target.format)
             writers[1].write(scales, start // per_scale)
         writers[0].write(block.to(target.dtype), start)
         tick(block.nbytes)
     for writer in writers[2:]:
-        writer.write(shape_tensor((target.rows, target.width))[:, None], 0)
+        writer.write(torch.tensor([[target.rows], [target.width]]), 0)
     return [checksum for writer in writers for checksum in writer.checksums()]
 
 

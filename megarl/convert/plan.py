@@ -27,16 +27,15 @@ from megarl.models.fused_experts import ExpertPlace
 from megarl.models.fused_rows import FusedRows
 from megarl.models.hf_fields import without_prediction_layers
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, copy_companions
-from megarl.models.packings import FP8_BLOCK, Copy, padded_vocab
+from megarl.models.packings import Copy, padded_vocab
 from megarl.models.safetensors_layout import header_and_entries
+from megarl.models.weight_formats import WeightFormat, format_called
 from megarl.models.weight_map import PREDICTION
 from megarl.models.weight_tensors import kept_dtype
-from megarl.options.few_bits.formats import FP8, INT4_GROUPS, MXFP8, WeightFormat, check_format, int4
 
 RECORD = "megarl_conversion.json"
 """File of a converted folder that says where it came from, its layout, and the checksum of every tensor written."""
 MAX_SHARD_BYTES = 5 * 2**30
-FORMATS = {"fp8-block": FP8, "mxfp8": MXFP8} | {f"int4-{group}": int4(group) for group in INT4_GROUPS}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _ALIGNMENT = 64
 
@@ -74,8 +73,8 @@ class ConversionPlan:
     @property
     def block_bytes(self) -> int:
         """Bytes of tensors that one worker holds at most: a block as it is stored, converted, and a box cut out of it."""
-        in_blocks = FORMATS.get(self.options["dtype"]) is FP8
-        widest = max(task.target.width for task in self.tasks) * 4 * (FP8_BLOCK if in_blocks else 1)
+        targets = [task.target for task in self.tasks]
+        widest = 4 * max(one.width * (one.format.rows_per_scale if one.format else 1) for one in targets)
         whole = max((part.source.nbytes for part in self._parts() if part.transposed and part.source), default=0)
         return 4 * max(BLOCK_BYTES, widest) + whole
 
@@ -149,7 +148,7 @@ def plan_dist(kind: str, source: ConversionSource, layout: Layout, dtype: str | 
 
 
 def plan_hf(kind: str, source: ConversionSource, dtype: str | None, max_shard_bytes: int = MAX_SHARD_BYTES) -> ConversionPlan:
-    """Write a Hugging Face folder. `dtype` is a key of `DTYPES` or `FORMATS`, or None to keep the source's.
+    """Write a Hugging Face folder. `dtype` is a key of `DTYPES`, the name of a format, or None to keep the source's.
 
     Raises:
         ModelError, CheckpointError: the source is incomplete, or the format does not go with the model.
@@ -187,7 +186,7 @@ def plan_hf(kind: str, source: ConversionSource, dtype: str | None, max_shard_by
             total = sum(task.nbytes for task in tasks)
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        config = _exported_config(source, outlined, FORMATS.get(dtype or ""))
+        config = _exported_config(source, outlined, _format_of(dtype))
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         copy_companions(source.companions, folder)
         _write_record(folder, kind, source, options, checksums)
@@ -240,10 +239,14 @@ class _Tensor:
         return total
 
 
+def _format_of(dtype: str | None) -> WeightFormat | None:
+    return None if dtype is None or dtype in DTYPES else format_called(dtype, f"--dtype {dtype}")
+
+
 def _hf_outputs(source: ConversionSource, dtype: str | None) -> Iterator[_Tensor]:
-    fused, format = source.fused, FORMATS.get(dtype or "")
+    fused, format = source.fused, _format_of(dtype)
     if format is not None:
-        check_format(format, source.hf_config)
+        format.check_model(source.hf_config)
     together: list[Part] = []
     copies: dict[str, list[str]] = {}
     for copy, original in source.names.weight_map.copies:

@@ -31,19 +31,17 @@ from megarl.checkpoint.format.naming import (
 from megarl.config.yaml_tree import read_yaml, tree_leaves
 from megarl.convert.blocks import Extent, Matrix, Part, rows_and_cols
 from megarl.errors import CheckpointError, ConfigError, ModelError
-from megarl.models.fused_experts import FusedExperts
+from megarl.models.adapters import IN_CHECKPOINTS
+from megarl.models.fused_experts import BLOCKS, SCALES, FusedExperts
 from megarl.models.fused_rows import FusedRows
 from megarl.models.hf_fields import without_mxfp4, without_prediction_layers
 from megarl.models.hf_folder import HFFolder, fused_of
-from megarl.models.packings import Copy
+from megarl.models.packings import SCALE_SUFFIX, Copy
 from megarl.models.registry import load_hf_config, sequence_classifier
 from megarl.models.safetensors_layout import Entry
+from megarl.models.weight_formats import WeightFormat, mxfp4_in, stored_format
 from megarl.models.weight_map import PREDICTION, BoundRule, WeightMap
 from megarl.models.weight_tensors import kept_dtype
-from megarl.options.few_bits.formats import FP8, WeightFormat, stored_format
-from megarl.options.few_bits.mxfp4 import BLOCKS, SCALES
-from megarl.options.few_bits.tensors import main_suffix, scale_suffix
-from megarl.options.lora.weight_map import IN_CHECKPOINTS
 from megarl.options.pictures.vision import TOWER
 
 HF_SUBFOLDER = "hf"
@@ -120,7 +118,7 @@ class HFSource(ConversionSource):
             matrix = self.quantised.get(name) or self.matrices[name]
             return Part(matrix, start, rows), _value_dtype(matrix)
         matrix = self.experts[place.stored, place.expert]
-        if matrix.exponents is not None:
+        if matrix.format is not None:
             transposed = False
         elif place.is_bias:
             transposed = not fused.check(place.stored, (fused.experts, matrix.rows))
@@ -334,7 +332,7 @@ def open_dist(
 
 
 def _value_dtype(matrix: Matrix) -> torch.dtype:
-    return matrix.dtype if matrix.is_stored_as_is else torch.bfloat16
+    return matrix.dtype if matrix.format is None else torch.bfloat16
 
 
 def _matrices_of_config(
@@ -377,7 +375,8 @@ def _matrices_of_folder(
     for rule in weight_map.bound_rules() if format is not None else ():
         for name, shape in rule.hf_shapes.items() if format is not None and format.applies_to(rule.megatron_name) else ():
             assert format is not None
-            if name + scale_suffix(format) in found or name + main_suffix(format) != name:
+            values, scales, *_ = format.parts(Copy(shape))
+            if values.suffix or name + scales.suffix in found:
                 quantised[name] = _quantised(folder, found, shapes, name, shape, format)
     beside = {part.name: matrix.name for matrix in quantised.values() for part in matrix.beside}
     folder.check(weight_map, ignore={*beside, *(matrix.name for matrix in quantised.values())}, instead=quantised.keys())
@@ -385,9 +384,7 @@ def _matrices_of_folder(
         if mxfp4 and name.endswith((BLOCKS, SCALES)):
             continue
         if matrix.dtype.itemsize == 1 and name not in quantised and name not in beside:
-            raise ModelError(
-                f"tensor '{name}' in '{folder.path}' is {matrix.dtype}, but there is no '{name}{scale_suffix(format or FP8)}'"
-            )
+            raise ModelError(f"tensor '{name}' in '{folder.path}' is {matrix.dtype}, but there is no '{name}{SCALE_SUFFIX}'")
     return found, quantised
 
 
@@ -427,7 +424,9 @@ def _experts_of(folder: HFFolder) -> dict[tuple[str, int], Matrix]:
         for expert in range(fused.experts):
             found[stored, expert] = _expert_of(entries, name, expert)
             if stored != name:
-                found[stored, expert] = replace(found[stored, expert], exponents=_expert_of(entries, stored + SCALES, expert))
+                exponents = _expert_of(entries, stored + SCALES, expert)
+                mxfp4 = mxfp4_in(f"'{name}' in '{folder.path}'").Mxfp4()
+                found[stored, expert] = replace(found[stored, expert], format=mxfp4, beside=(exponents,))
     return found
 
 

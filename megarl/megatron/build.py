@@ -22,12 +22,11 @@ from megarl.megatron.model_config import DTYPES, ddp_config, fuses_gradient_accu
 from megarl.megatron.options import ModelOptions
 from megarl.megatron.rotary import set_rotary_embedding
 from megarl.megatron.weights import role_map
+from megarl.models.adapters import adapter_part
 from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
-from megarl.option_list import functions
-from megarl.options.few_bits.rounded_experts import round_experts
-from megarl.options.lora.layers import AdapterSwitch, insert_adapters
+from megarl.option_list import functions, part
 from megarl.options.pictures.media import PictureRules
 from megarl.options.pictures.picture_rules import load_picture_rules
 from megarl.options.pictures.pixels import Pictures
@@ -52,10 +51,10 @@ def initialize_layout(layout: Layout, seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def build_model(options: ModelOptions, folder: HFFolder, switch: AdapterSwitch | None = None) -> list[torch.nn.Module]:
+def build_model(options: ModelOptions, folder: HFFolder, switch: Any = None) -> list[torch.nn.Module]:
     """This rank's model chunks (one per virtual stage), uninitialised, wrapped in DDP if trainable.
 
-    `switch` turns off adapters, if the role has any.
+    `switch` is the option's that turns off adapters, if the role has any.
 
     Raises:
         ConfigError: a field of `options.megatron` does not go with the model, which some layers only say as they are made.
@@ -93,7 +92,7 @@ def build_model(options: ModelOptions, folder: HFFolder, switch: AdapterSwitch |
         if fuses_gradient_accumulation(options):
             fuse_gradient_accumulation(chunk)
         if options.int4_experts:
-            round_experts(chunk, options.int4_experts)
+            part("few_bits", "rounded_experts", "model.int4_experts").round_experts(chunk, options.int4_experts)
     if not options.trainable:
         for chunk in chunks:
             chunk.requires_grad_(False)
@@ -103,8 +102,8 @@ def build_model(options: ModelOptions, folder: HFFolder, switch: AdapterSwitch |
         freeze(chunk, options, weight_map)
         if options.lora is not None:
             rows = architecture.rows_together(hf_config)
-            switched, head = switch or AdapterSwitch(), options.head == "value"
-            insert_adapters(chunk, options.lora, rows, weight_map, switched, value_head=head)
+            layers, head = adapter_part("layers"), options.head == "value"
+            layers.insert_adapters(chunk, options.lora, rows, weight_map, switch, value_head=head)
     wrapped = [
         DistributedDataParallel(
             config,

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megarl.megatron.model_config import DTYPES
 from megarl.megatron.rank_model import RankModel
+from megarl.models.adapters import adapter_part
 from megarl.models.hf_fields import without_mxfp4, without_prediction_layers
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for, sequence_classifier
-from megarl.options.lora.peft_folder import write_peft_folder
 
 
 def write_role(role: RankModel, folder: str, *, adapters: bool = False) -> None:
@@ -32,7 +32,7 @@ def write_role(role: RankModel, folder: str, *, adapters: bool = False) -> None:
         source = HFFolder(role.options.path)
         if adapters:
             assert role.options.lora is not None, "only a role that has adapters is written so"
-            write_peft_folder(
+            adapter_part("peft_folder").write_peft_folder(
                 folder,
                 _all_stages(role, role.export_adapters),
                 role.options.lora,

@@ -11,7 +11,7 @@ from megarl.config.guard_rules import GuardRule
 from megarl.config.layout import Layout
 from megarl.config.presets import Fp8Format, Fp8RecipeName
 from megarl.errors import ConfigError
-from megarl.options.lora.weight_map import Lora
+from megarl.models.adapters import AdapterSpec
 
 LOGIT_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 3 * 2**28}
 """By type of device, bytes of float32 logits that exist at once where a role does not say how many tokens' (one buffer of
@@ -114,7 +114,7 @@ class ModelOptions:
     records_routes: bool = False
     experts: ExpertBalance = ExpertBalance()
     prediction: PredictionOptions | None = None
-    lora: Lora | None = None
+    lora: AdapterSpec | None = None
     adapter: str | None = None
     lora_seed: int = 0
     begins: str | None = None

@@ -36,11 +36,11 @@ from megarl.megatron.shards import Shards, objects_of, shards_of
 from megarl.megatron.step import LossFunction, PassProgress, add_metrics, forward, forward_backward, reduce_gradients
 from megarl.megatron.update_guard import WatchedLoss, refusal
 from megarl.megatron.weights import Quantiser, export_weights, load_weights, role_map
+from megarl.models.adapters import adapter_part
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import architecture_for
 from megarl.models.weight_map import PREDICTION
 from megarl.observe.expert_load import EXPERTS
-from megarl.options.lora.layers import AdapterSwitch, trained_entries
 from megarl.options.pictures.positions import with_positions
 from megarl.options.pictures.tower import SeeingModel
 from megarl.platform.deterministic import make_deterministic
@@ -65,10 +65,10 @@ class RankModel:
         architecture = architecture_for(folder.config)
         self.weight_map = role_map(options, folder)
         self.vision = architecture.vision(folder.config)
-        self.adapters = AdapterSwitch()
+        self.adapters: Any = adapter_part("layers").AdapterSwitch() if options.lora is not None else None
         self.chunks = build_model(options, folder, self.adapters)
         load_weights(self.chunks, options, folder, self.weight_map)
-        if options.adapter is not None:
+        if self.adapters is not None and options.adapter is not None:
             self.adapters.remember(self.chunks)
         self.average = MovingAverage()
         self.parts = open_pass_parts(self.chunks, options)
@@ -317,5 +317,5 @@ class RankModel:
         chunks = [unwrap_model(chunk) for chunk in self.chunks]
         states = [chunk.sharded_state_dict() for chunk in chunks]
         if self.options.lora is not None:
-            states = [trained_entries(chunk, state) for chunk, state in zip(chunks, states, strict=True)]
+            states = [adapter_part("layers").trained_entries(chunk, state) for chunk, state in zip(chunks, states, strict=True)]
         return {f"model{number}": state for number, state in enumerate(states)}

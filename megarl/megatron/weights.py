@@ -22,14 +22,12 @@ from megarl.errors import ModelError
 from megarl.megatron.global_names import global_tensors
 from megarl.megatron.options import ModelOptions
 from megarl.megatron.shards import plain
+from megarl.models.adapters import adapter_part, is_adapter
 from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
 from megarl.models.weight_map import PREDICTION, BoundRule, WeightMap
 from megarl.models.weight_tensors import hf_from_shards, kept_dtype, shard_from_hf
-from megarl.options.lora.layers import MergedWeights, load_adapters
-from megarl.options.lora.peft_folder import AdapterFolder
-from megarl.options.lora.weight_map import is_adapter, with_adapters
 
 SCORE = "score.weight"
 """Hugging Face's name of the value head, `[1, H]`, of a sequence classifier with one label."""
@@ -46,7 +44,7 @@ def role_map(options: ModelOptions, folder: HFFolder) -> WeightMap:
     weight_map = architecture.weight_map(folder.config)
     if options.lora is not None:
         section = f"{options.section.removesuffix('.megatron')}.lora"
-        return with_adapters(weight_map, options.lora, architecture.rows_together(folder.config), section)
+        return options.lora.with_adapters(weight_map, architecture.rows_together(folder.config), section)
     if options.prediction is None:
         return weight_map
     if weight_map.prediction is None:
@@ -99,8 +97,9 @@ def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folde
             if (rule.tp_axis is not None or whole_expert) and not hasattr(tensor, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(tensor, True, rule.tp_axis or 0, 1)
     if options.lora is not None:
-        read = AdapterFolder(options.adapter, folder.config).get_slice if options.adapter is not None else None
-        load_adapters(chunks, options.lora_seed, read)
+        folder_of = adapter_part("peft_folder").AdapterFolder
+        read = folder_of(options.adapter, folder.config).get_slice if options.adapter is not None else None
+        adapter_part("layers").load_adapters(chunks, options.lora_seed, read)
 
 
 def _keep_full_precision(tensor: Any, values: Tensor, *, trainable: bool) -> None:
@@ -131,7 +130,7 @@ def local_shards(
     With a `quantiser` what it applies to is quantised; that may be collective over the ranks that share a parameter.
     """
     found: dict[str, Tensor] = {}
-    values = MergedWeights(chunks if merged else (), weight_map)
+    values = _values(chunks, options, merged=merged)
     for name, tensor in global_tensors(chunks):
         if is_value_head(name, options):
             continue
@@ -147,6 +146,17 @@ def local_shards(
     return {name: values(name, tensor) for name, tensor in found.items()} if at_once else _PlainInTurn(found, values)
 
 
+Values = Callable[[str, Tensor], Tensor]
+"""The values of a parameter that the weight map calls so: a view, or a copy with adapters merged in."""
+
+
+def _values(chunks: Sequence[torch.nn.Module], options: ModelOptions, *, merged: bool) -> Values:
+    if options.lora is None or not merged:
+        return lambda name, tensor: plain(tensor)
+    values: Values = adapter_part("layers").MergedWeights(chunks)
+    return values
+
+
 def adapter_shards(chunks: Sequence[torch.nn.Module], weight_map: WeightMap) -> dict[str, Tensor]:
     """The shards of adapters on this rank, by the weight map's names."""
     rules = ((weight_map.rule_for(name), tensor) for name, tensor in global_tensors(chunks) if is_adapter(name))
@@ -156,7 +166,7 @@ def adapter_shards(chunks: Sequence[torch.nn.Module], weight_map: WeightMap) -> 
 class _PlainInTurn(Mapping[str, Tensor]):
     """Tensors by name, of which one in FP8 is made plain when it is asked for. The last one is remembered."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], values: MergedWeights) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], values: Values) -> None:
         self._tensors, self._values = tensors, values
         self._last: tuple[str, Tensor] | None = None
 
@@ -179,7 +189,7 @@ def _tensor_group(rule: BoundRule) -> Any:
 
 
 class Quantiser(Protocol):
-    """Makes of a rank's shard what an engine's format stores in its place, in fewer bytes; see `reshard.quantise`."""
+    """Makes of a rank's shard what an engine's format stores in its place: `options/few_bits/quantise.py`."""
 
     def applies_to(self, rule: BoundRule) -> bool:
         """Return whether the parameter is one that is quantised."""
@@ -226,7 +236,7 @@ def export_weights(
     of_experts = parallel_state.get_expert_data_parallel_rank() == 0
     lead = options.layout.rank(pp=at.pp, dp=0 if weight_map.num_experts else at.dp)
     leads = of_replica and torch.distributed.get_rank() == lead
-    values = MergedWeights(chunks if which == "merged" else (), weight_map)
+    values = _values(chunks, options, merged=which == "merged")
     for name, tensor in global_tensors(chunks):
         if name.startswith(PREDICTION) and not prediction:
             continue

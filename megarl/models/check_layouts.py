@@ -11,12 +11,12 @@ from megarl.config.fp8 import Fp8Widths, check_fp8_sizes
 from megarl.config.layout import Layout, closest, divisors
 from megarl.config.sections import ExpertsConfig, TrainedRole
 from megarl.errors import ConfigError, LayoutError, ModelError
+from megarl.models.adapters import adapters_of
 from megarl.models.parameter_patterns import check_patterns
 from megarl.models.registry import architecture_for, load_hf_config, use_architecture
 from megarl.models.shape import ModelShape
+from megarl.models.weight_formats import WeightFormat, format_called, stored_format
 from megarl.models.windows import check_windows
-from megarl.options.few_bits.formats import WeightFormat, check_format, check_groups, int4, stored_format
-from megarl.options.lora.peft_header import lora_of
 
 A_MODEL = "a Hugging Face model folder, or ORG/NAME of the hub (hf://ORG/NAME where a folder ORG is here)"
 
@@ -40,11 +40,12 @@ def check_models(config: AnyConfig) -> None:
         widths = Fp8Widths(model.hidden, model.attention_width, model.divided_ffn, model.expert_ffn or None, model.layers)
         check_fp8_sizes(config.model, f"{role.name}.layout", layout, widths)
         if role.trained is not None:
-            model.with_lora(lora_of(role.trained.lora, model.config, f"{role.name}.lora"), f"{role.name}.lora")
+            model.with_lora(adapters_of(role.trained, model.config, f"{role.name}.lora"), f"{role.name}.lora")
             _check_experts(f"{role.name}.experts", role.trained.experts, model)
             _check_patterns(role.name, role.trained, model)
         if config.model.int4_experts and role.name in ("policy", "reference"):
-            _check_format(int4(config.model.int4_experts), "model.int4_experts", f"{role.name}.layout", layout, model)
+            format = _experts_format(config.model.int4_experts)
+            _check_format(format, "model.int4_experts", f"{role.name}.layout", layout, model)
     if config.routing_replay != "none" and not read_shape("model.path", config.model.path).experts:
         reason = f"is for mixtures of experts, and the model in '{config.model.path}' has none"
         raise ConfigError.of("policy.routing.replay", config.routing_replay, reason, allowed="'none'")
@@ -88,15 +89,20 @@ def _check_served(config: AnyConfig) -> None:
         if format is not None:
             model = read_shape("model.path", config.model.path)
             _check_format(format, field, "policy.layout", config.policy.layout, model)
-    if group and format != int4(group):
+    if group and format != _experts_format(group):
         remedy = f"name a folder that `megarl convert export --dtype int4-{group}` wrote, or set model.int4_experts to 0"
         raise ConfigError.needs(f"model.int4_experts = {group}", f"engines that serve such weights by {field}", remedy)
 
 
+def _experts_format(group: int) -> WeightFormat:
+    """The format that `model.int4_experts` rounds to."""
+    return format_called(f"int4-{group}", "model.int4_experts")
+
+
 def _check_format(format: WeightFormat, field: str, of_layout: str, layout: Layout, model: ModelShape) -> None:
     try:
-        check_format(format, model.config)
-        check_groups(format, model.config, layout.tp, layout.etp)
+        format.check_model(model.config)
+        format.check_ranks(model.config, layout.tp, layout.etp)
     except LayoutError as error:
         raise ConfigError(f"{of_layout} does not go with {field}: {error}") from None
     except ModelError as error:

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.data.micro_batches import Grid
+from megarl.models.adapters import is_adapter
 from megarl.models.shape import ModelShape
-from megarl.options.lora.weight_map import is_adapter
 from megarl.options.pictures.vision import Vision
 
 Length = TypeVar("Length", int, npt.NDArray[np.int64])

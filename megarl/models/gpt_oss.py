@@ -1,6 +1,6 @@
 """gpt-oss: attention with sinks, through a window in every other layer, and experts of clamped SwiGLU; biases everywhere.
 
-The hub stores the experts' matrices as MXFP4, which are read as bfloat16 (`mxfp4.py`), and written as that.
+The hub stores the experts' matrices as MXFP4, which are read as bfloat16 (`options/few_bits/mxfp4.py`), and written as that.
 """
 
 from __future__ import annotations

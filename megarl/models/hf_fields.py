@@ -65,7 +65,7 @@ def refuse_quantised(hf_config: dict[str, Any]) -> None:
 
 
 def without_mxfp4(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """The config of the same model with MXFP4 experts as they are after dequantisation (`mxfp4.py`)."""
+    """The config of the same model with MXFP4 experts as they are after dequantisation."""
     quantisation = hf_config.get("quantization_config")
     if not isinstance(quantisation, dict) or quantisation.get("quant_method") != "mxfp4":
         return hf_config

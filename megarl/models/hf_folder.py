@@ -22,12 +22,12 @@ from torch import Tensor
 
 from megarl.errors import ModelError, nearest
 from megarl.models.expert_tensors import ExpertSlice, RowSlice, joined
-from megarl.models.fused_experts import ExpertPlace, FusedExperts
+from megarl.models.fused_experts import BLOCKS, SCALES, ExpertPlace, FusedExperts
 from megarl.models.fused_rows import FusedRows, MatrixPlace
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.safetensors_layout import Entry, read_entries, read_json_without_duplicates
+from megarl.models.weight_formats import mxfp4_in
 from megarl.models.weight_map import WeightMap
-from megarl.options.few_bits.mxfp4 import BLOCKS, SCALES, Mxfp4Tensor
 from megarl.system.atomic_files import whole_folder
 
 SINGLE_FILE = "model.safetensors"
@@ -148,7 +148,8 @@ class HFFolder:
 
     def _stored_experts(self, stored: str) -> Any:
         if stored not in self._file_of and stored + BLOCKS in self._file_of:
-            return Mxfp4Tensor(self.get_slice(stored + BLOCKS), self.get_slice(stored + SCALES), stored)
+            mxfp4 = mxfp4_in(f"'{stored + BLOCKS}' in '{self.path}'")
+            return mxfp4.Mxfp4Tensor(self.get_slice(stored + BLOCKS), self.get_slice(stored + SCALES), stored)
         return self.get_slice(stored)
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from megarl.errors import LayoutError
 
@@ -33,6 +33,21 @@ class Packing(Protocol):
 
     def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
         """The runs that make up the shard of `tp_rank` along the split axis (axis 0 if nothing is split)."""
+
+
+@runtime_checkable
+class BesideWeight(Protocol):
+    """The packing of what lies beside a weight, such as its scales: an engine's ranks share it out as they do the weight."""
+
+    def followed(self, part: int) -> tuple[Packing, int] | None:
+        """The weight's packing and the tensor of it that the `part`-th follows; None: it has shares of its own."""
+
+    def held(self, start: int, stop: int, part: int, name: str) -> tuple[int, int]:
+        """The part that belongs to `start:stop` of the weight, along the axis that is split, which a rank of an engine holds.
+
+        Raises:
+            LayoutError: nothing belongs to just these.
+        """
 
 
 @dataclass(frozen=True)

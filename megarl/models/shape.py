@@ -8,11 +8,11 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from megarl.models.adapters import AdapterSpec
 from megarl.models.architecture import DecoderTraits, LinearAttention
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.rope import exact_positions
 from megarl.models.weight_map import WeightMap
-from megarl.options.lora.weight_map import Lora, with_adapters
 from megarl.options.pictures.vision import Vision
 
 
@@ -66,23 +66,23 @@ class ModelShape:
     gated: bool = False
     sinks: bool = False
     predicts: bool = False
-    lora: Lora | None = None
+    lora: AdapterSpec | None = None
 
     @cached_property
     def with_prediction(self) -> ModelShape:
         """The same model with the layer for multi-token prediction, which must be one that a folder of it may have."""
         return replace(self, weight_map=self.weight_map.with_prediction(), predicts=True)
 
-    def with_lora(self, lora: Lora | None, field: str = "policy.lora") -> ModelShape:
+    def with_lora(self, lora: AdapterSpec | None, field: str = "policy.lora") -> ModelShape:
         """The same model with adapters, which alone are trained, in its weight map; None: without.
 
         Raises:
-            ConfigError: as `models.lora.with_adapters`, about the section at `field`.
+            ConfigError: as `AdapterSpec.with_adapters`, about the section at `field`.
         """
         if lora is None:
             return self
         rows = architecture_for(self.config).rows_together(self.config)
-        return replace(self, weight_map=with_adapters(self.weight_map, lora, rows, field), lora=lora)
+        return replace(self, weight_map=lora.with_adapters(self.weight_map, rows, field), lora=lora)
 
     @property
     def attention_layers(self) -> int:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megarl.megatron.options import default_chunk_tokens
+from megarl.models.adapters import adapter_part
 from megarl.models.packings import padded_vocab
 from megarl.option_list import functions
-from megarl.options.lora.plan import kept_of_layer, rules_of_layer, spread_bytes
 from megarl.options.pictures.plan_pictures import prompts_at_once
 from megarl.options.pictures.plan_towers import tower_activations
 from megarl.planning.activations import STATISTICS, LayerActivations, Precision, layer_activations, norm
@@ -193,7 +193,8 @@ def _layers(role: PlannedRole, stage: int, precision: Precision, work: Workload)
     shape, layout = role.shape, role.layout
     layers = [layer for chunk in layout.stage_layers(shape.layers)[stage] for layer in chunk]
     linear = shape.linear.layers if shape.linear else frozenset()
-    adapted = {layer: rules_of_layer(shape, layer) if shape.lora is not None else () for layer in layers}
+    beside = adapter_part("plan") if shape.lora is not None else None
+    adapted = {layer: beside.rules_of_layer(shape, layer) if beside is not None else () for layer in layers}
     kind_of = {layer: (layer in shape.expert_layers, layer in linear, adapted[layer]) for layer in layers}
     kinds = {
         kind: layer_activations(
@@ -203,7 +204,7 @@ def _layers(role: PlannedRole, stage: int, precision: Precision, work: Workload)
             has_experts=kind[0],
             is_linear=kind[1],
             mean_length=work.mean_length,
-            adapters=kept_of_layer(shape, layer, layout, precision) if shape.lora is not None else None,
+            adapters=beside.kept_of_layer(shape, layer, layout, precision) if beside is not None else None,
         )
         for kind, layer in {kind: layer for layer, kind in kind_of.items()}.items()
     }
@@ -227,7 +228,7 @@ def _kept_of_a_pass(role: PlannedRole, stage: int, precision: Precision, work: W
         kept += sum(role.rounded_experts(stage, precision))
     if recompute != "full" and shape.lora is not None:
         layers = (layer for chunk in role.layout.stage_layers(shape.layers)[stage] for layer in chunk)
-        kept += sum(spread_bytes(shape, layer, role.layout, precision.itemsize) for layer in layers)
+        kept += sum(adapter_part("plan").spread_bytes(shape, layer, role.layout, precision.itemsize) for layer in layers)
     return kept + tokens * sum(of_option(role, stage, precision) for of_option in functions("plan", "kept_behind_layers"))
 
 

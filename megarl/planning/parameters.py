@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields
 from functools import cache
 
 from megarl.config.layout import Layout
+from megarl.models.adapters import is_adapter
 from megarl.models.packings import padded_vocab
 from megarl.models.parameter_patterns import ParameterPatterns
 from megarl.models.shape import ModelShape
 from megarl.models.weight_map import BoundRule, Rule
-from megarl.options.lora.weight_map import is_adapter
 from megarl.options.pictures.vision import TOWER
 
 

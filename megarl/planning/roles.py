@@ -12,12 +12,10 @@ from megarl.config.engine_kinds import capabilities_of
 from megarl.config.layout import Layout
 from megarl.config.questions import ConfiguredRole
 from megarl.config.sections import TrainedRole
+from megarl.models.adapters import AdapterSpec, adapters_of
 from megarl.models.registry import load_hf_config
 from megarl.models.shape import ModelShape
-from megarl.options.few_bits.formats import WeightFormat, engine_format
-from megarl.options.lora.config import LoraConfig
-from megarl.options.lora.peft_header import lora_of
-from megarl.options.lora.weight_map import Lora
+from megarl.models.weight_formats import WeightFormat, engine_format
 from megarl.planning.activations import Precision
 from megarl.planning.optimizer_bytes import StateBytes, state_bytes
 from megarl.planning.parameters import NOTHING_HELD, ParameterCounts, stage_parameters
@@ -98,7 +96,7 @@ class Engines:
     memory_fraction: float | None
     stages_weights: bool
     relays_weights: bool
-    lora: Lora | None = None
+    lora: AdapterSpec | None = None
 
     @property
     def plan(self) -> ReshardPlan:
@@ -153,7 +151,12 @@ class Engines:
 
 @lru_cache(maxsize=32)
 def _reshard_plan(
-    shape: ModelShape, trainer: Layout, target: EngineTarget, itemsize: int, format: WeightFormat | None, lora: Lora | None
+    shape: ModelShape,
+    trainer: Layout,
+    target: EngineTarget,
+    itemsize: int,
+    format: WeightFormat | None,
+    lora: AdapterSpec | None,
 ) -> ReshardPlan:
     return plan_reshard(shape.config, trainer, target, itemsize=itemsize, format=format, predicts=shape.predicts, lora=lora)
 
@@ -236,17 +239,12 @@ def role_shape(role: ConfiguredRole) -> ModelShape:
     if role.trained is None:
         return ModelShape.read(role.folder)
     shape, field = ModelShape.read(role.folder, predicts=role.trained.predicts), f"{role.name}.lora"
-    return _adapted(shape, role.trained.lora, field) if role.trained.lora.on else shape
+    return _with_lora(shape, adapters_of(role.trained, shape.config, field), field)
 
 
 @lru_cache(maxsize=8)
-def _with_lora(shape: ModelShape, lora: Lora | None) -> ModelShape:
-    return shape.with_lora(lora)
-
-
-@lru_cache(maxsize=8)
-def _adapted(shape: ModelShape, section: LoraConfig, field: str) -> ModelShape:
-    return shape.with_lora(lora_of(section, shape.config, field), field)
+def _with_lora(shape: ModelShape, lora: AdapterSpec | None, field: str = "policy.lora") -> ModelShape:
+    return shape.with_lora(lora, field)
 
 
 def _role(config: AnyConfig, role: ConfiguredRole) -> PlannedRole:

@@ -18,11 +18,10 @@ import torch
 import xxhash
 
 from megarl.errors import EngineError
+from megarl.models.adapters import AdapterSpec, is_adapter_tensor
 from megarl.models.architecture import HFConfig
 from megarl.models.registry import architecture_for
 from megarl.models.weight_map import WeightMap
-from megarl.options.lora.adapter_place import is_adapter_tensor
-from megarl.options.lora.weight_map import Lora
 from megarl.weights.cuda_ipc import checksum
 from megarl.weights.model_compatibility import ServedModel
 from megarl.weights.rank_plan import SliceKey, WeightSlice
@@ -53,7 +52,7 @@ class EngineLayout:
         target: EngineTarget | None = None,
         *,
         predicts: bool = False,
-        lora: Lora | None = None,
+        lora: AdapterSpec | None = None,
     ) -> EngineLayout:
         """Layout for the Hugging Face folder `model_path` in an engine of `tp` ranks that computes in `dtype` on `device`.
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.errors import EngineError
+from megarl.models.adapters import AdapterSpec
 from megarl.models.registry import architecture_for
+from megarl.models.weight_formats import WeightFormat, engine_format
 from megarl.models.weight_map import WeightMap
-from megarl.options.few_bits.formats import WeightFormat, engine_format
-from megarl.options.lora.weight_map import Lora, with_adapters
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -26,7 +26,7 @@ class ServedModel:
     config: Mapping[str, Any]
     dtype: str
     predicts: bool = False
-    lora: Lora | None = None
+    lora: AdapterSpec | None = None
 
     @property
     def weight_map(self) -> WeightMap:
@@ -37,12 +37,12 @@ class ServedModel:
 
     @property
     def adapter_map(self) -> WeightMap:
-        """The map of the adapters that are sent: no rules where there are none. Raises ConfigError: see `with_adapters`."""
+        """The map of the adapters that are sent: no rules where there are none. Raises ConfigError: see `AdapterSpec`."""
         weight_map = self.weight_map
         if self.lora is None:
             return replace(weight_map, rules=())
         fused = architecture_for(dict(self.config)).rows_together(dict(self.config))
-        rules = with_adapters(weight_map, self.lora, fused).rules
+        rules = self.lora.with_adapters(weight_map, fused).rules
         return replace(weight_map, rules=rules[len(weight_map.rules) :])
 
     @property

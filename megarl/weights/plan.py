@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.config.layout import Layout
+from megarl.models.adapters import AdapterSpec
 from megarl.models.architecture import HFConfig
 from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
+from megarl.models.weight_formats import WeightFormat
 from megarl.models.weight_map import WeightMap
-from megarl.options.few_bits.formats import WeightFormat
-from megarl.options.lora.weight_map import Lora, with_adapters
 from megarl.weights.engine_line import engine_position
 from megarl.weights.sglang_targets import EVERY_RANK, EngineTarget, check_target
 from megarl.weights.slices import Slices, engine_slices
@@ -275,7 +275,7 @@ def plan_reshard(
     bucket_bytes: int = BUCKET_BYTES,
     format: WeightFormat | None = None,
     predicts: bool = False,
-    lora: Lora | None = None,
+    lora: AdapterSpec | None = None,
 ) -> ReshardPlan:
     """Plan the way from training ranks in `layout` to engines; the config is all that is read of the model.
 
@@ -293,7 +293,7 @@ def plan_reshard(
     weight_map = architecture.weight_map(hf_config)
     weight_map = weight_map.with_prediction() if predicts else weight_map
     if lora is not None:
-        adapted = with_adapters(weight_map, lora, architecture.rows_together(hf_config))
+        adapted = lora.with_adapters(weight_map, architecture.rows_together(hf_config))
         weight_map = replace(adapted, rules=adapted.rules[len(weight_map.rules) :])
     weight_map = format.quantised_map(weight_map) if format is not None else weight_map
     return plan_of_map(weight_map, layout, target, padded_vocab(vocab, layout.tp), itemsize, bucket_bytes)

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import ConfigError, LayoutError, describe_value
+from megarl.models.adapters import AdapterSpec, adapters_of
 from megarl.models.registry import load_hf_config
+from megarl.models.weight_formats import engine_format
 from megarl.option_list import part
-from megarl.options.few_bits.formats import engine_format
-from megarl.options.lora.peft_header import lora_of
-from megarl.options.lora.weight_map import Lora
 from megarl.weights.communicators import check_communicators
 from megarl.weights.plan import LOAD_BYTES, ReshardPlan, bucket_of_load, plan_reshard
 from megarl.weights.sglang_targets import EngineTarget
@@ -57,13 +56,13 @@ def plan_of_run(config: Config, platform: str = "cuda") -> ReshardPlan:
     )
 
 
-def sent_adapters(config: AnyConfig) -> Lora | None:
+def sent_adapters(config: AnyConfig) -> AdapterSpec | None:
     """The adapters that engines are sent, which keep the model's own weights; None: they are sent weights.
 
     Raises:
         ModelError: the model's config.json, or the adapters that training starts from, cannot be read.
     """
-    return lora_of(config.policy.lora, load_hf_config(config.model.path), "policy.lora") if config.sends_adapters else None
+    return adapters_of(config.policy, load_hf_config(config.model.path), "policy.lora") if config.sends_adapters else None
 
 
 def check_transport(config: Config, placement: Placement, platform: str = "cuda") -> None:

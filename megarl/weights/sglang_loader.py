@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-from megarl.option_list import part, parts
-from megarl.options.lora.adapter_place import is_adapter_tensor, tensors_of
+from megarl.models.adapters import is_adapter_tensor
+from megarl.option_list import functions, part, parts
 from megarl.weights.checksums import digest
 from megarl.weights.copying import copy, in_threads
 from megarl.weights.cuda_ipc import opened
@@ -133,7 +133,9 @@ class ModelParameters:
                 up_first += [f"{name}.{EXPERTS}", f"{name}.{EXPERTS}_scale_inv"]
             if hasattr(module, EXPERTS + BIAS) and module.moe_runner_config.gemm1_alpha is not None:
                 alternating += [f"{name}.{EXPERTS}", f"{name}.{EXPERTS}{BIAS}"]
-        tensors = {**dict(model.named_parameters()), **tensors_of(model)}
+        tensors = dict(model.named_parameters())
+        for tensors_of in functions("adapter_place", "tensors_of"):
+            tensors |= tensors_of(model)
         of_draft = names.of_the_draft(model) if (names := _draft_names()) is not None else ()
         return cls(tensors, frozenset(up_first), frozenset(alternating), of_draft)
 

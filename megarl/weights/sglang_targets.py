@@ -15,11 +15,9 @@ import numpy as np
 from megarl.config.layout import closest, divisors
 from megarl.errors import LayoutError
 from megarl.models.architecture import HFConfig
-from megarl.models.packings import GateUp, GroupedQKV, Sections, Vocabulary
+from megarl.models.packings import BesideWeight, GateUp, GroupedQKV, Sections, Vocabulary
 from megarl.models.registry import architecture_for, architectures
 from megarl.models.weight_map import Rule
-from megarl.options.few_bits.packings import BlockScales, GroupedColumns
-from megarl.options.lora.weight_map import AdapterColumns, AdapterRows
 from megarl.weights.tensors import Ints
 
 VOCAB_PADDING = 64
@@ -102,13 +100,12 @@ class EngineTarget:
     def own_intervals(self, rule: Rule, part: int) -> list[Interval]:
         """The intervals that each rank holds: as `intervals` where nothing is taken whole."""
         axis = rule.packing.tp_axis
-        if isinstance(rule.packing, BlockScales | GroupedColumns):
-            inner, name = replace(rule, packing=rule.packing.of), rule.hf_names[part]
-            return [rule.packing.held(*held, part, name) for held in self.own_intervals(inner, part)]
+        beside = rule.packing if isinstance(rule.packing, BesideWeight) else None
+        if beside is not None and (followed := beside.followed(part)) is not None:
+            weight, its_part = followed
+            of_weight = self.own_intervals(replace(rule, packing=weight), its_part)
+            return [beside.held(start, stop, part, rule.hf_names[part]) for start, stop in of_weight]
         length = rule.packing.hf_shapes[part][axis or 0]
-        if isinstance(rule.packing, AdapterRows | AdapterColumns) and axis is not None:
-            weight = replace(rule, packing=rule.packing.weight)
-            return self.own_intervals(weight, rule.packing.parts[part] if isinstance(rule.packing, AdapterRows) else 0)
         if rule.is_expert and axis is None:  # a bias of outputs that these ranks add up
             return [(0, length)] + [(0, 0)] * (self.expert_tp - 1)
         if rule.is_expert:

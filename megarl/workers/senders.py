@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 from megarl.config.layout import Layout
 from megarl.errors import EngineError
 from megarl.option_list import part
-from megarl.options.few_bits.quantise import FormatQuantiser
 from megarl.rollout.engines.protocol import Engine
 from megarl.weights.model_compatibility import ServedModel
 from megarl.weights.plan import ReshardPlan, bucket_of_load, plan_of_map, plan_reshard
@@ -22,6 +21,9 @@ from megarl.weights.rank_plan import SliceKey, WeightSlice
 from megarl.weights.sglang_senders import GroupSender, ServerEndpoint, TensorSender
 from megarl.weights.staging import StagedSlices, Staging
 from megarl.workers.engine_calls import submit
+
+if TYPE_CHECKING:
+    from megarl.megatron.weights import Quantiser
 
 SendTarget = Any
 """An SGLang server's `ServerEndpoint`, or the Ray handle of an actor that holds an engine without a server."""
@@ -129,9 +131,12 @@ def plans_for(target: SendTarget, trainer: ServedModel, layout: Layout, engines:
     return [weights, plan_of_map(trainer.adapter_map, layout, to, weights.padded_vocab, itemsize, bucket_bytes)]
 
 
-def quantiser_for(target: SendTarget) -> FormatQuantiser | None:
+def quantiser_for(target: SendTarget) -> Quantiser | None:
     """The quantiser that makes an engine's weights of the trainer's, if it serves them in few bits; None: they are sent
     as they are."""
     model = target.layout.model if isinstance(target, ServerEndpoint) else model_of(target)
     format = model.format if model is not None else None
-    return FormatQuantiser(format) if format is not None else None
+    if format is None:
+        return None
+    quantiser: Quantiser = part("few_bits", "quantise", f"an engine that serves {format.name}").FormatQuantiser(format)
+    return quantiser

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
+from megarl.option_list import OPTIONS
 
 ROOT = Path(__file__).parents[2]
 MOE = (
@@ -76,6 +77,7 @@ def test_over_a_process_group_too_every_rank_is_sent_its_own_slices(capsys: pyte
     assert re.search(r"communicators \d+( to \d+)? of a training rank, 1 of an engine's rank, of at most \d+ members", out)
 
 
+@pytest.mark.skipif("few_bits" not in OPTIONS, reason="needs the option few_bits")
 def test_engines_that_serve_an_fp8_model_are_sent_half_of_the_linear_layers_bytes_and_scales(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -17,6 +17,7 @@ from megarl.convert.sources import open_hf
 from megarl.convert.verify import compare, open_any
 from megarl.errors import CheckpointError, LayoutError, ModelError
 from megarl.models.hf_folder import HFFolder, write_hf_folder
+from megarl.option_list import OPTIONS
 from tests.convert.conftest import assert_same_tensors, exported, imported, resharded, tensors
 from tests.convert.test_megatron_core import described, load_over_garbage, save_with_megatron_core
 from tests.seeing import SEEING, build_seeing_folder, hugging_face
@@ -149,6 +150,7 @@ def broken(folder: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.skipif("few_bits" not in OPTIONS, reason="needs the option few_bits")
 def test_experts_that_are_stored_together_are_not_written_in_fp8(seeing: Callable[[str], Path]) -> None:
     with pytest.raises(ModelError, match=r"of family .qwen3_vl_moe. cannot be stored as fp8-block: it has a vision tower"):
         plan_hf("cast", open_hf(seeing("qwen3_vl_moe")), "fp8-block")

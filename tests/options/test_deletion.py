@@ -19,7 +19,7 @@ from megarl.option_list import OPTIONS
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "tiny-arithmetic"
 NOT_YET = (
-    "pictures", "lora", "few_bits",
+    "pictures",
 )  # fmt: skip
 """Options that the core still imports; tests/test_rooms.py counts by how many imports."""
 DELETABLE = tuple(name for name in OPTIONS if name not in NOT_YET)
@@ -44,6 +44,7 @@ ASKED_BY_VALUE = {
     "transports": "rollout.weight_transport=rdma",
     "routing_replay": "policy.routing.replay=engine",
     "prediction": "rollout.speculative.algorithm=ngram",
+    "few_bits": "model.int4_experts=32",
 }
 """Values of core fields that ask for an option."""
 TIMED = ("time", "speed/", "memory/", "policy/tflops", "policy/mfu")

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megarl.config import parse_config
 from megarl.config.layout import Layout
+from megarl.models.adapters import AdapterSpec
 from megarl.models.registry import load_hf_config
-from megarl.options.lora.weight_map import Lora
 from megarl.weights.plan import plan_reshard
 from megarl.weights.run_plan import plan_of_run
 from megarl.weights.sglang_targets import EngineTarget
@@ -70,7 +70,7 @@ class Collecting:
         """Nothing is held."""
 
 
-def engine_layout(folder: str, tp: int, ep: int = 1, *, predicts: bool = False, lora: Lora | None = None) -> Any:
+def engine_layout(folder: str, tp: int, ep: int = 1, *, predicts: bool = False, lora: AdapterSpec | None = None) -> Any:
     """How an engine of `tp` ranks holds the model of `folder`."""
     from megarl.weights.checksums import EngineLayout
     from megarl.weights.model_compatibility import ServedModel

@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from megarl.errors import EngineError, ModelError
+from megarl.errors import ModelError
 from megarl.models.packings import FP8_BLOCK, SCALE_SUFFIX, Packing, Sections
 from megarl.models.registry import architecture_for
+from megarl.models.weight_formats import StoredPart
 from megarl.models.weight_map import Rule, WeightMap
 from megarl.options.few_bits.packings import BlockScales, GroupedColumns, WeightShapes
 
@@ -34,17 +35,8 @@ NOT_EXPERTS = r"re:^(?!.*\.experts\.\d+\.).*$"
 
 
 @dataclass(frozen=True)
-class StoredPart:
-    """One of the tensors that a weight is stored as: what is added to the weight's name, how it lies, and its dtype."""
-
-    suffix: str
-    packing: Packing
-    dtype: str
-
-
-@dataclass(frozen=True)
-class WeightFormat:
-    """The format of the weights of linear layers in an engine's folder.
+class FewBits:
+    """A `WeightFormat` (models/weight_formats.py): the format of the weights of linear layers in an engine's folder.
 
     `group`: columns that share a scale in a row (of `fp8-block`: in 128 rows). `scales` are those of `fp8-block`.
     """
@@ -52,6 +44,15 @@ class WeightFormat:
     name: FormatName
     group: int
     scales: Literal["float", "power_of_two"] = "float"
+
+    @property
+    def rows_per_scale(self) -> int:
+        """Rows that share a scale."""
+        return FP8_BLOCK if self.name == "fp8-block" else 1
+
+    def width(self, cols: int) -> int:
+        """Values of a row that is stored as `cols` numbers."""
+        return cols * PER_WORD if self.name == "int4" else cols
 
     def applies_to(self, megatron_name: str) -> bool:
         """Return whether a parameter is stored so: weights of linear layers, but for router and output layer."""
@@ -123,6 +124,37 @@ class WeightFormat:
         block = [FP8_BLOCK, FP8_BLOCK] if self.name == "fp8-block" else [1, MX_GROUP]
         return {**said, "weight_block_size": block, "modules_to_not_convert": ["lm_head", *sorted(kept)]}
 
+    def check_model(self, hf_config: dict[str, Any]) -> None:
+        """Refuse a model that is not stored in the format, or of which engines would quantise other weights than megarl.
+
+        Raises:
+            ModelError: names the reason.
+        """
+        architecture = architecture_for(hf_config)
+        weight_map = architecture.weight_map(hf_config)
+        why = None
+        if architecture.vision(hf_config) is not None:
+            why = "it has a vision tower, whose weights engines would quantise too"
+        elif any(isinstance(rule.packing, Sections) for rule in weight_map.rules):
+            why = "it has linear attention, whose projections megarl does not quantise"
+        elif architecture.fused_experts is not None or architecture.fused_rows is not None:
+            why = "folders of its family store several weights as one tensor"
+        if why is not None:
+            family = f"a model of family '{architecture.name}'"
+            raise ModelError(f"config.json: {family} cannot be stored as {self.name}: {why}")
+        self.quantised_map(weight_map)
+
+    def check_ranks(self, hf_config: dict[str, Any], tp: int, etp: int) -> None:
+        """Refuse training ranks that would share a group of numbers which has one scale.
+
+        Raises:
+            LayoutError: names the width and the group.
+            ModelError: the format does not go with the model.
+        """
+        for rule in self.quantised_map(architecture_for(hf_config).weight_map(hf_config)).rules:
+            if isinstance(rule.packing, GroupedColumns):
+                rule.packing.runs(0, etp if rule.is_expert else tp, None)
+
 
 INT4_WEIGHTS: dict[str, Any] = {
     "num_bits": 4,
@@ -132,25 +164,17 @@ INT4_WEIGHTS: dict[str, Any] = {
     "dynamic": False,
     "actorder": None,
 }
-FP8 = WeightFormat("fp8-block", FP8_BLOCK)
-MXFP8 = WeightFormat("mxfp8", MX_GROUP)
+FP8 = FewBits("fp8-block", FP8_BLOCK)
+MXFP8 = FewBits("mxfp8", MX_GROUP)
 
 
-def int4(group: int) -> WeightFormat:
+def int4(group: int) -> FewBits:
     """INT4 of experts, `group` columns of a row with one scale."""
-    return WeightFormat("int4", group)
+    return FewBits("int4", group)
 
 
-def check_groups(format: WeightFormat, hf_config: dict[str, Any], tp: int, etp: int) -> None:
-    """Refuse training ranks that would share a group of numbers which has one scale.
-
-    Raises:
-        LayoutError: names the width and the group.
-        ModelError: the format does not go with the model.
-    """
-    for rule in format.quantised_map(architecture_for(hf_config).weight_map(hf_config)).rules:
-        if isinstance(rule.packing, GroupedColumns):
-            rule.packing.runs(0, etp if rule.is_expert else tp, None)
+FORMATS = {"fp8-block": FP8, "mxfp8": MXFP8} | {f"int4-{group}": int4(group) for group in INT4_GROUPS}
+"""By the names that `megarl convert export --dtype` has."""
 
 
 def is_linear_weight(megatron_name: str) -> bool:
@@ -159,15 +183,13 @@ def is_linear_weight(megatron_name: str) -> bool:
     return name == "weight" and module.rpartition(".")[2].startswith("linear_")
 
 
-def stored_format(hf_config: Mapping[str, Any]) -> WeightFormat | None:
-    """The format of weights in the folder of a `config.json`; None: they are not quantised.
+def stored_format(hf_config: Mapping[str, Any]) -> FewBits:
+    """The format of weights in the folder of a `config.json` that has a `quantization_config`.
 
     Raises:
         ModelError: they are quantised in another way, or the model is of a family that is not served so.
     """
-    quantisation = hf_config.get("quantization_config")
-    if not quantisation:
-        return None
+    quantisation = hf_config["quantization_config"]
     found = _format_of(quantisation)
     if found is None:
         what = {name: quantisation[name] for name in ("quant_method", "weight_block_size", "format") if name in quantisation}
@@ -178,48 +200,16 @@ def stored_format(hf_config: Mapping[str, Any]) -> WeightFormat | None:
             f"{', '.join(map(str, INT4_GROUPS))}"
         )
     plain = {name: value for name, value in hf_config.items() if name != "quantization_config"}
-    check_format(found, plain)
+    found.check_model(plain)
     if found.name == "int4":
         _check_ignored(quantisation, architecture_for(plain).weight_map(plain))
     return found
 
 
-def engine_format(hf_config: Mapping[str, Any]) -> WeightFormat | None:
-    """Find the format, as `stored_format`, of the folder that an engine serves.
-
-    Raises:
-        EngineError: as there ModelError.
-    """
-    try:
-        return stored_format(hf_config)
-    except ModelError as error:
-        raise EngineError(f"the engine's {error}") from None
-
-
-def check_format(format: WeightFormat, hf_config: dict[str, Any]) -> None:
-    """Refuse a model that is not stored in a format, or of which engines would quantise other weights than megarl.
-
-    Raises:
-        ModelError: names the reason.
-    """
-    architecture = architecture_for(hf_config)
-    weight_map = architecture.weight_map(hf_config)
-    why = None
-    if architecture.vision(hf_config) is not None:
-        why = "it has a vision tower, whose weights engines would quantise too"
-    elif any(isinstance(rule.packing, Sections) for rule in weight_map.rules):
-        why = "it has linear attention, whose projections megarl does not quantise"
-    elif architecture.fused_experts is not None or architecture.fused_rows is not None:
-        why = "folders of its family store several weights as one tensor"
-    if why is not None:
-        raise ModelError(f"config.json: a model of family '{architecture.name}' cannot be stored as {format.name}: {why}")
-    format.quantised_map(weight_map)
-
-
-def _format_of(quantisation: Mapping[str, Any]) -> WeightFormat | None:
+def _format_of(quantisation: Mapping[str, Any]) -> FewBits | None:
     method, block = quantisation.get("quant_method"), quantisation.get("weight_block_size")
     if method == "fp8" and list(block or ()) == [FP8_BLOCK, FP8_BLOCK]:
-        return WeightFormat("fp8-block", FP8_BLOCK, "power_of_two" if quantisation.get("scale_fmt") == "ue8m0" else "float")
+        return FewBits("fp8-block", FP8_BLOCK, "power_of_two" if quantisation.get("scale_fmt") == "ue8m0" else "float")
     if method == "mxfp8" and list(block or (1, MX_GROUP)) == [1, MX_GROUP]:
         return MXFP8
     groups = quantisation.get("config_groups")

@@ -6,14 +6,15 @@ exponents plus 127 (OCP Microscaling Formats 1.0, MXFP4). The hub's tensor that 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarl.errors import ModelError
+from megarl.models.fused_experts import BLOCKS, SCALES
 
-BLOCKS, SCALES = "_blocks", "_scales"
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.bfloat16)
 _BIAS = 127
@@ -24,6 +25,18 @@ def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
     numbers = torch.stack([blocks & 0x0F, blocks >> 4], dim=-1).flatten(-2)
     values = torch.ldexp(_VALUES[numbers.int()], (scales.int() - _BIAS)[..., None])
     return values.flatten(-2)
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """A `NumberFormat` (models/weight_formats.py): a byte holds two values, and 32 values of a row have one exponent."""
+
+    name: str = "mxfp4"
+    rows_per_scale: int = 1
+
+    def width(self, cols: int) -> int:
+        """Values of a row of `cols` bytes."""
+        return 2 * cols
 
 
 class Mxfp4Tensor:

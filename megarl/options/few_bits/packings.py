@@ -33,6 +33,10 @@ class BlockScales:
         """The blocks that begin in the rank's part."""
         return [(part, _up(start), _up(stop)) for part, start, stop in self.of.runs(tp_rank, tp_size, padded_vocab)]
 
+    def followed(self, part: int) -> tuple[Packing, int]:
+        """The same tensor of the weight."""
+        return self.of, part
+
     def held(self, start: int, stop: int, part: int, name: str) -> tuple[int, int]:
         """The blocks of `start:stop` of the weight, along the axis that is split, which a rank of an engine holds.
 
@@ -85,6 +89,10 @@ class GroupedColumns:
                 f"with one scale; each rank's share must be a multiple of {self.group}"
             )
         return [(part, start // self.per, stop // self.per) for part, start, stop in runs]
+
+    def followed(self, part: int) -> tuple[Packing, int]:
+        """The same tensor of the weight."""
+        return self.of, part
 
     def held(self, start: int, stop: int, part: int, name: str) -> tuple[int, int]:
         """The part that belongs to `start:stop` of the weight, along the axis that is split, which a rank of an engine holds.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.models.packings import FP8_BLOCK, SCALE_SUFFIX
 from megarl.models.weight_map import BoundRule
-from megarl.options.few_bits.formats import SHAPE, WeightFormat
+from megarl.options.few_bits.formats import SHAPE, FewBits
 from megarl.options.few_bits.fp8_blocks import LARGEST
 from megarl.options.few_bits.packings import BlockScales
 from megarl.options.few_bits.tensors import main_suffix, scale_suffix, shape_tensor, stored_rows
@@ -44,7 +44,7 @@ class MatrixBox:
 class FormatQuantiser:
     """`megatron.weights.Quantiser` for the folders that SGLang reads (`options/few_bits/formats.py`)."""
 
-    format: WeightFormat
+    format: FewBits
 
     def applies_to(self, rule: BoundRule) -> bool:
         """Return whether the format quantises the parameter."""

@@ -1,7 +1,7 @@
 """Quantisation-aware training of experts: their layers compute with weights as an engine that serves INT4 decodes them.
 
 The weights themselves, their gradients and the optimizer's state stay as they are. Each rank rounds its own shard, on whose
-borders groups of columns end (`models.weight_formats.check_groups`), by the quantiser of exports and weight updates.
+borders groups of columns end (`WeightFormat.check_ranks`), by the quantiser of exports and weight updates.
 """
 
 from __future__ import annotations

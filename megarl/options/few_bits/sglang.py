@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.errors import EngineError, describe_value
-from megarl.options.few_bits.formats import WeightFormat
+from megarl.config.rollout import RolloutConfig
+from megarl.errors import ConfigError, EngineError, describe_value
+from megarl.options.few_bits.formats import FewBits
 
 MARLIN = ((8, 0), (8, 9))
 """From and to before: GPUs without FP8, where linear layers are packed for Marlin's kernels."""
 
 
 def check_weight_layout(
-    format: WeightFormat, engine_args: Mapping[str, Any], capability: tuple[int, int], *, has_experts: bool
+    format: FewBits, engine_args: Mapping[str, Any], capability: tuple[int, int], *, has_experts: bool
 ) -> None:
     """Refuse a server of a model in `format` on GPUs of this compute capability that would pack its weights anew.
 
@@ -40,6 +41,18 @@ def check_weight_layout(
             f"{format.name} {here} packs them anew after loading, so that no weights can be sent to it; it must be "
             f"{keeps[-1]!r}"
         )
+
+
+def check_delta(format: FewBits, rollout: RolloutConfig) -> None:
+    """Refuse updates of what changed alone for engines that repack their weights.
+
+    Raises:
+        ConfigError: names `rollout.delta_every`.
+    """
+    if format.name != "fp8-block":
+        served = rollout.servers.model_path
+        reason = f"leaves what did not change as SGLang has repacked it, and {served} is in {format.name}"
+        raise ConfigError.of("rollout.delta_every", rollout.delta_every, reason, allowed="0")
 
 
 def check_fp8_layout(engine_args: Mapping[str, Any], capability: tuple[int, int]) -> None:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from megarl.models.packings import SCALE_SUFFIX
-from megarl.options.few_bits import fp8_blocks, int4, mxfp8
-from megarl.options.few_bits.formats import GROUP_SCALE, PACKED, SHAPE, WeightFormat
+from megarl.models.weight_formats import NumberFormat
+from megarl.options.few_bits import fp8_blocks, int4, mxfp4, mxfp8
+from megarl.options.few_bits.formats import GROUP_SCALE, PACKED, SHAPE, FewBits
 
 
-def stored_rows(rows: Tensor, format: WeightFormat) -> tuple[Tensor, Tensor]:
+def stored_rows(rows: Tensor, format: FewBits) -> tuple[Tensor, Tensor]:
     """Values and scales of rows of a weight (of `fp8-block`: of whole blocks of rows, with scales as floats)."""
     if format.name == "fp8-block":
         return fp8_blocks.quantise_rows(rows)
@@ -22,23 +23,25 @@ def stored_rows(rows: Tensor, format: WeightFormat) -> tuple[Tensor, Tensor]:
     return int4.packed(numbers), scales
 
 
-def main_suffix(format: WeightFormat) -> str:
+def main_suffix(format: FewBits) -> str:
     """The suffix of a weight's name for its values."""
     return PACKED if format.name == "int4" else ""
 
 
-def scale_suffix(format: WeightFormat) -> str:
+def scale_suffix(format: FewBits) -> str:
     """The suffix of a weight's name for its scales."""
     return GROUP_SCALE if format.name == "int4" else SCALE_SUFFIX
 
 
-def dequantised(values: Tensor, scales: Tensor, format: WeightFormat, start: int = 0) -> Tensor:
-    """The float32 rows from `start` on that stored `values` stand for; `scales` are those of the whole weight."""
+def dequantised(values: Tensor, scales: Tensor, format: NumberFormat, start: int = 0) -> Tensor:
+    """The float32 rows (bfloat16, of MXFP4) from `start` on that `values` stand for; `scales` are those of the whole weight."""
     if format.name == "fp8-block":
         return fp8_blocks.dequantise_rows(values, scales, start)
     own = scales[start : start + len(values)]
     if format.name == "mxfp8":
         return mxfp8.dequantise_rows(values, own)
+    if format.name == "mxfp4":
+        return mxfp4.dequantised(values.unflatten(1, (own.shape[1], -1)), own)
     return int4.dequantise_rows(int4.unpacked(values), own)
 
 
@@ -48,7 +51,7 @@ class Dequantiser:
     A tensor that comes again takes the place of the last one, beside those that came with it. float8 may come as its bytes.
     """
 
-    def __init__(self, format: WeightFormat, is_weight: Callable[[str], bool]) -> None:
+    def __init__(self, format: FewBits, is_weight: Callable[[str], bool]) -> None:
         """`is_weight`: whether the model has a weight of this name that is stored quantised."""
         self._format, self._is_weight = format, is_weight
         self._parts: dict[str, dict[str, Tensor]] = {}

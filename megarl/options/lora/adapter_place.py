@@ -12,21 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
-from megarl.options.lora.weight_map import LORA_A, LORA_B, Lora
+from megarl.models.adapters import LORA_A, LORA_B
+from megarl.options.lora.weight_map import Lora
 
 ADAPTERS = "policy"
 """The server's name of its adapters, whatever their version."""
 _MANAGER = "megarl_adapters"
-
-
-def named(version: object) -> str:
-    """The name of a version's adapters in a request."""
-    return f"version-{version}"
-
-
-def is_adapter_tensor(name: str) -> bool:
-    """Return whether a tensor, by its name on the hub or in an engine, is one of an adapter."""
-    return name.endswith((LORA_A, LORA_B))
 
 
 def making_place(lora: Lora, ranks: int, nothing: str) -> dict[str, Any]:

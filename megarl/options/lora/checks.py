@@ -5,27 +5,56 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.config.engine_kinds import EngineCapabilities
+from megarl.config.schema import Config
 from megarl.config.sections import ModelConfig, PolicyConfig, ReferenceConfig, TrainedRole
+from megarl.config.supervised import SupervisedConfig
 from megarl.errors import ConfigError
-from megarl.options.lora.config import LoraConfig
+from megarl.options.lora.section import LoraConfig, lora_of_policy, section_of
 
 _OF_FOLDER = ("rank", "alpha", "rslora", "targets", "exclude")
 """Fields that say what a PEFT folder says of its adapters."""
 
 
-def check_lora(
+def check(config: Config) -> None:
+    """Raise ConfigError for the first field that the adapters of policy or critic contradict."""
+    _check_lora(config.model, {"policy": config.policy, "critic": config.critic}, config.reference, has_engines=True)
+
+
+def check_supervised(config: SupervisedConfig) -> None:
+    """`check` for a run that trains on given responses."""
+    _check_lora(config.model, {"policy": config.policy}, config.reference, has_engines=False)
+
+
+def check_engines(config: Config, engine: EngineCapabilities) -> None:
+    """Raise ConfigError where engines are to be sent adapters and cannot add them."""
+    if not config.sends_adapters:
+        return
+    if not engine.adapters:
+        reason = f"is not what engines of rollout.engine = '{config.rollout.engine}' take"
+        reason += ", whose weights are a folder" if engine.weights == "folder" else ""
+        raise ConfigError.of("policy.lora.sync", "adapters", reason, allowed="'merged'")
+    if (served := config.rollout.servers.model_path) is not None:
+        reason = f"are added to the weights of model.path, and rollout.servers.model_path is {served}"
+        raise ConfigError.of("policy.lora.sync", "adapters", reason, allowed="'merged'")
+    if config.rollout.delta_every:
+        reason = "tells what has changed of weights, and policy.lora.sync is 'adapters'"
+        raise ConfigError.of("rollout.delta_every", config.rollout.delta_every, reason, allowed="0")
+
+
+def _check_lora(
     model: ModelConfig, trained: Mapping[str, TrainedRole], reference: ReferenceConfig, *, has_engines: bool
 ) -> None:
     """Raise ConfigError for the first field that a role's adapters contradict; `trained`: by name, the roles that are."""
     for name, role in trained.items():
-        _check_section(f"{name}.lora", role.lora)
-        if role.lora.on:
+        _check_section(f"{name}.lora", section_of(role))
+        if role.has_adapters:
             _check_role(name, role, model)
             if (
                 has_engines
                 and isinstance(role, PolicyConfig)
                 and role.experts.bias_update_rate
-                and role.lora.sync == "adapters"
+                and lora_of_policy(role).sync == "adapters"
             ):
                 reason = "moves biases of routers, which engines would not be sent"
                 allowed = "0 with policy.lora, or policy.lora.sync 'merged'"

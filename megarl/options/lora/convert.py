@@ -12,10 +12,10 @@ from megarl.checkpoint.format.dist_format import DistFolder
 from megarl.config.yaml_tree import read_yaml
 from megarl.convert.sources import DistSource
 from megarl.errors import CheckpointError, ConfigError
-from megarl.options.lora.config import LoraConfig
+from megarl.models.adapters import IN_CHECKPOINTS, LORA_A
 from megarl.options.lora.peft_folder import write_peft_folder
-from megarl.options.lora.peft_header import SCORE, lora_of
-from megarl.options.lora.weight_map import IN_CHECKPOINTS, LORA_A
+from megarl.options.lora.peft_header import SCORE, lora_of_section
+from megarl.options.lora.section import LoraConfig
 
 _VALUE_HEAD = "output_layer.weight"
 
@@ -31,8 +31,7 @@ def export_adapters(source: DistSource, target: str | Path) -> int:
     """
     folder, hf_config = source.dist, source.hf_config
     assert folder is not None, "it has been read"
-    lora = lora_of(_section(source.path), hf_config, f"{source.path.resolve().name}.lora")
-    assert lora is not None, "a run that has such a checkpoint has adapters"
+    lora = lora_of_section(_section(source.path), hf_config, f"{source.path.resolve().name}.lora")
     names = {key.removeprefix(IN_CHECKPOINTS): key for key in folder.keys if key.startswith(IN_CHECKPOINTS)}
     if _VALUE_HEAD in folder.keys:
         names[SCORE] = _VALUE_HEAD

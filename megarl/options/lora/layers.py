@@ -32,10 +32,11 @@ from torch.nn.functional import linear, rms_norm
 
 from megarl.megatron.global_names import global_tensors
 from megarl.megatron.shards import is_tensor, plain
+from megarl.models.adapters import IN_CHECKPOINTS
 from megarl.models.fused_rows import FusedRows
 from megarl.models.weight_map import BoundRule, WeightMap
 from megarl.models.weight_tensors import shard_from_hf
-from megarl.options.lora.weight_map import IN_CHECKPOINTS, Lora, Site, adapter_name, is_linear, site_of
+from megarl.options.lora.weight_map import Lora, Site, adapter_name, is_linear, site_of
 
 
 class Adapter(torch.nn.Module):
@@ -191,7 +192,7 @@ def insert_adapters(
     lora: Lora,
     fused: FusedRows | None,
     weight_map: WeightMap,
-    switch: AdapterSwitch,
+    switch: AdapterSwitch | None,
     *,
     value_head: bool,
 ) -> None:
@@ -218,7 +219,7 @@ def insert_adapters(
         made: torch.nn.Module = ExpertAdapters(adapters) if grouped else adapters[0]
         parent, _, own = place.rpartition(".")
         chunk.get_submodule(parent).add_module(f"{own}_lora", made)
-        put_beside(layer, made, switch)
+        put_beside(layer, made, switch or AdapterSwitch())
 
 
 def load_adapters(chunks: Sequence[torch.nn.Module], seed: int, read: Callable[[str], Any] | None) -> None:
@@ -244,9 +245,9 @@ def adapters_of(chunks: Sequence[torch.nn.Module]) -> Iterator[Adapter]:
 
 
 class MergedWeights:
-    """The values of this rank's weights, with the adapters of `chunks` merged in; of no chunks: as training began with them."""
+    """The values of this rank's weights, with the adapters of `chunks` merged in."""
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], weight_map: WeightMap) -> None:
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
         self._beside = {adapter.site.a.megatron_name: adapter for adapter in adapters_of(chunks)}
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:

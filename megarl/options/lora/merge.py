@@ -8,11 +8,11 @@ from pathlib import Path
 from torch import Tensor
 
 from megarl.errors import ModelError
+from megarl.models.adapters import LORA_A, LORA_B
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for, sequence_classifier
 from megarl.options.lora.peft_folder import AdapterFolder
 from megarl.options.lora.peft_header import SCORE
-from megarl.options.lora.weight_map import LORA_A, LORA_B
 
 _OUTPUT = "lm_head.weight"
 

@@ -13,14 +13,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.errors import ModelError, nearest
+from megarl.models.adapters import LORA_A, LORA_B
 from megarl.models.expert_tensors import RowSlice, joined
 from megarl.models.fused_rows import FusedRows
 from megarl.models.hf_folder import new_folder
 from megarl.models.registry import architecture_for
-from megarl.options.lora.config import ALL_LINEAR
 from megarl.options.lora.peft_config import CONFIG_FILE, config_of
 from megarl.options.lora.peft_header import PREFIX, SCORE, WEIGHTS_FILE, AdapterHeader, lora_b, weight_of
-from megarl.options.lora.weight_map import LORA_A, LORA_B, Lora
+from megarl.options.lora.section import ALL_LINEAR
+from megarl.options.lora.weight_map import Lora
 
 
 def read_adapter_config(folder: str | Path, hf_config: Mapping[str, Any]) -> Lora:

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from megarl.config.sections import TrainedRole
 from megarl.errors import ModelError, nearest
+from megarl.models.adapters import LORA_A, LORA_B
 from megarl.models.registry import architecture_for
-from megarl.options.lora.config import LoraConfig
 from megarl.options.lora.peft_config import CONFIG_FILE, plain_lora, read_config
-from megarl.options.lora.weight_map import LORA_A, LORA_B, Lora, layer_shapes
+from megarl.options.lora.section import LoraConfig, section_of
+from megarl.options.lora.weight_map import Lora, layer_shapes
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -40,16 +42,21 @@ class ExpertPart:
     rows: slice
 
 
-def lora_of(section: LoraConfig, hf_config: Mapping[str, Any], field: str) -> Lora | None:
-    """The adapters that a section `lora` at `field` asks for beside the model of `hf_config`; None: none.
+def lora_of(role: TrainedRole, hf_config: Mapping[str, Any], field: str) -> Lora:
+    """The adapters of a role that has some; see `models.adapters.adapters_of`."""
+    return lora_of_section(section_of(role), hf_config, field)
+
+
+def lora_of_section(section: LoraConfig, hf_config: Mapping[str, Any], field: str) -> Lora:
+    """The adapters that a section `lora` at `field` asks for beside the model of `hf_config`.
 
     Raises:
         ModelError: `adapter` names no PEFT folder for this model.
     """
     if section.adapter is None:
-        return Lora(section.rank, section.alpha, section.rslora, section.targets, section.exclude) if section.on else None
+        return Lora(section.rank, section.alpha, section.rslora, section.targets, section.exclude)
     try:
-        return AdapterHeader(section.adapter, hf_config).lora
+        return replace(AdapterHeader(section.adapter, hf_config).lora, folder=section.adapter)
     except ModelError as error:
         raise ModelError(f"{field}.adapter: {error}") from None
 

@@ -12,9 +12,10 @@ import math
 from collections.abc import Mapping
 
 from megarl.config.layout import Layout
+from megarl.models.adapters import is_adapter
 from megarl.models.shape import ModelShape
 from megarl.models.weight_map import Rule
-from megarl.options.lora.weight_map import is_adapter, linear_rules
+from megarl.options.lora.weight_map import linear_rules
 from megarl.planning.activations import Precision
 
 ATTENTION, MLP = "self_attention", "mlp"

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from megarl.options.lora.adapter_place import ADAPTERS, named, remember
+from megarl.models.adapters import served_name
+from megarl.options.lora.adapter_place import ADAPTERS, remember
 
 
 def install() -> None:
@@ -41,7 +42,7 @@ def _refuse_other_versions() -> None:
     async def of_this_version(self: Any, request: Any) -> None:
         """SGLang would answer a request that names no adapters with the model alone."""
         if self.enable_lora and not str(request.rid).startswith(HEALTH_CHECK_RID_PREFIX):
-            serves = named(self.config_value("weight_version"))
+            serves = served_name(self.config_value("weight_version"))
             if request.lora_path != serves:
                 asked = "no adapters" if request.lora_path is None else request.lora_path
                 raise ValueError(f"the request asks for {asked}, but this server has {serves}")

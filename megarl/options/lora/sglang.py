@@ -67,14 +67,12 @@ def _refused(what: str) -> ConfigError:
     return ConfigError(f"policy.lora.sync is 'adapters', which SGLang's servers do not do with {what}; it may be 'merged'")
 
 
-def adapter_arguments(lora: Lora | None, model_path: str | Path, device: str) -> Mapping[str, Any]:
+def adapter_arguments(lora: Lora, model_path: str | Path, device: str) -> Mapping[str, Any]:
     """SGLang's arguments by which a server has room for adapters of this rank beside these layers.
 
     Raises:
         EngineError: the server would not add them exactly.
     """
-    if lora is None:
-        return {}
     if (why := refusal(model_path, lora)) is not None:
         raise EngineError(str(_refused(why)))
     weight_map = architecture_for(config := load_hf_config(model_path)).weight_map(config)

@@ -12,37 +12,36 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import translate
 from functools import cached_property
 
 from megarl.errors import ConfigError, nearest
+from megarl.models.adapters import LORA_A, LORA_B
 from megarl.models.fused_rows import FusedRows
 from megarl.models.packings import Packing, RowRange
 from megarl.models.weight_map import BoundRule, Rule, WeightMap
-from megarl.options.lora.config import ALL_LINEAR
+from megarl.options.lora.section import ALL_LINEAR
 
 SUFFIX = "_lora"
 """Name of the module of a layer's adapter, behind the layer's own name."""
-IN_CHECKPOINTS = "adapters."
-"""Beginning of the keys of adapters in checkpoints, before the hub's names of their tensors."""
-LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
-"""How the names of an adapter's tensors end, as in PEFT's folders."""
-
 _LINEAR = re.compile(r"decoder\.layers\.[^.]+\.(.+\.)?(linear_\w+|in_proj|out_proj)\.weight")
-_IS_ADAPTER = re.compile(r"_lora\.(local_experts\.[^.]+\.)?[AB]$")
 _MEGATRON_WEIGHT = re.compile(r"\.weight(\d+|\{expert\})?$")
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Rank, scale and layers of a role's adapters. `targets` and `exclude`: `all-linear`, ends of names, or patterns."""
+    """An `AdapterSpec` (models/adapters.py): rank, scale and layers of a role's adapters.
+
+    `targets` and `exclude`: `all-linear`, ends of names, or patterns. `folder`: where training starts from.
+    """
 
     rank: int
     alpha: float
     rslora: bool = False
     targets: tuple[str, ...] = (ALL_LINEAR,)
     exclude: tuple[str, ...] = ()
+    folder: str | None = field(default=None, compare=False)
 
     @property
     def scale(self) -> float:
@@ -52,6 +51,10 @@ class Lora:
     def has_adapter(self, layer: str) -> bool:
         """Return whether the linear layer of this name, such as `model.layers.0.self_attn.q_proj`, has an adapter."""
         return self._wanted.match(layer) and not self._unwanted.match(layer)
+
+    def with_adapters(self, weight_map: WeightMap, fused: FusedRows | None, field: str = "policy.lora") -> WeightMap:
+        """See `with_adapters` below."""
+        return with_adapters(weight_map, self, fused, field)
 
     @cached_property
     def _wanted(self) -> _Names:
@@ -108,6 +111,14 @@ class AdapterRows:
         places = {part: place for place, part in enumerate(self.parts)}
         return [(places[part], start, stop) for part, start, stop in found if part is not None and part in places]
 
+    def followed(self, part: int) -> tuple[Packing, int] | None:
+        """The tensor of the weight, if its rows are split."""
+        return (self.weight, self.parts[part]) if self.tp_axis == 0 else None
+
+    def held(self, start: int, stop: int, part: int, name: str) -> tuple[int, int]:
+        """The same rows."""
+        return start, stop
+
 
 @dataclass(frozen=True)
 class AdapterColumns:
@@ -133,6 +144,14 @@ class AdapterColumns:
             return self.weight.runs(tp_rank, tp_size, padded_vocab)
         return [(layer, 0, self.rank) for layer in range(self.layers)]
 
+    def followed(self, part: int) -> tuple[Packing, int] | None:
+        """The weight, if its columns are split."""
+        return (self.weight, 0) if self.tp_axis == 1 else None
+
+    def held(self, start: int, stop: int, part: int, name: str) -> tuple[int, int]:
+        """The same columns."""
+        return start, stop
+
 
 @dataclass(frozen=True)
 class Site:
@@ -153,11 +172,6 @@ def adapter_name(weight: str) -> str:
     assert number is not None, f"'{weight}' is no weight"
     of_expert = f"local_experts.{number[1]}." if number[1] else ""
     return f"{weight[: number.start()]}{SUFFIX}.{of_expert}"
-
-
-def is_adapter(megatron_name: str) -> bool:
-    """Return whether a parameter is part of an adapter."""
-    return _IS_ADAPTER.search(megatron_name) is not None
 
 
 def site_of(rule: BoundRule, lora: Lora, fused: FusedRows | None) -> Site | None:

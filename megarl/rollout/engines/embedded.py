@@ -22,13 +22,12 @@ from megarl.config import Config
 from megarl.config.engine_kinds import EMBEDDED
 from megarl.config.rollout import SpeculativeConfig
 from megarl.errors import DeadlineError, EngineError
+from megarl.models.adapters import AdapterSpec, adapter_part
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import load_hf_config
 from megarl.models.transformers_names import config_in_transformers, hub_tensors
+from megarl.models.weight_formats import tensors_of
 from megarl.option_list import functions, part
-from megarl.options.few_bits.tensors import Dequantiser
-from megarl.options.lora.embedded import Adapters
-from megarl.options.lora.weight_map import Lora
 from megarl.options.pictures.embedded import Sight
 from megarl.options.pictures.media import Media
 from megarl.options.pictures.picture_rules import sees
@@ -110,7 +109,7 @@ class EmbeddedEngine(Engine):
         speculative: SpeculativeConfig | None = None,
         updates_draft: bool = False,
         turn_cache_bytes: int = 0,
-        lora: Lora | None = None,
+        lora: AdapterSpec | None = None,
     ) -> None:
         self._model = _load(model_path, dtype, device)
         self._sight = Sight.of(model_path, media_folder)
@@ -124,10 +123,10 @@ class EmbeddedEngine(Engine):
         self._turns = TurnCache(turn_cache_bytes) if keeps_turns else None
         self._recorders = [open_recorder(self._model) for open_recorder in functions("embedded", "open_recorder")]
         self._serves = ServedModel(load_hf_config(served_path or model_path), dtype, predicts=updates_draft, lora=lora)
-        self._adapters = Adapters(self._serves, lora, self._held) if lora is not None else None
+        self._adapters = adapter_part("embedded").Adapters(self._serves, lora, self._held) if lora is not None else None
         if self._adapters is not None:
             self._held = self._adapters.tensors
-        self._dequantiser: Dequantiser | None = None
+        self._dequantiser: Any = None
         if served_path is not None:
             self._begin_with(HFFolder(served_path), ServedModel(load_hf_config(model_path), dtype, predicts=updates_draft))
         self._seed, self._max_batch_samples = seed, max_batch_samples
@@ -145,7 +144,7 @@ class EmbeddedEngine(Engine):
         check_same_model(self._serves, model)
         if self._serves.format is not None:
             format, names = self._serves.format, self._serves.quantised
-            self._dequantiser = Dequantiser(format, names.__contains__)
+            self._dequantiser = tensors_of(format).Dequantiser(format, names.__contains__)
         missing = set(self._held)
         for name in folder.names:
             for weight, values in self._arrived(name, folder.get_slice(name)[...]):

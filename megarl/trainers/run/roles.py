@@ -38,11 +38,11 @@ from megarl.megatron.options import (
     SamplingLimits,
     untested_pair,
 )
+from megarl.models.adapters import adapters_of
 from megarl.models.flops import FlopsModel
 from megarl.models.registry import load_hf_config
 from megarl.models.update_flops import PASSES, UpdateFlops, update_flops
 from megarl.option_list import parts
-from megarl.options.lora.peft_header import lora_of
 from megarl.planning.gpus import gpu_called
 from megarl.trainers.run.update_metrics import combine
 from megarl.weights.machines import Machines
@@ -207,11 +207,13 @@ class Roles:
         trained, config = self.specs[role].trained, self.config
         if role == REFERENCE and config.reference.is_policy_as_it_began(config.policy, config.model.path):
             return {"begins": POLICY}
-        if trained is None or not trained.lora.on:
+        if trained is None or not trained.has_adapters:
             return {}
+        lora = adapters_of(trained, load_hf_config(self.specs[role].path), f"{role}.lora")
+        assert lora is not None, "a role that has adapters"
         return {
-            "lora": lora_of(trained.lora, load_hf_config(self.specs[role].path), f"{role}.lora"),
-            "adapter": trained.lora.adapter,
+            "lora": lora,
+            "adapter": lora.folder,
             "lora_seed": self.config.run.seed,
             "sends_adapters": role == POLICY and self.config.sends_adapters,
         }

@@ -14,10 +14,10 @@ import transformers
 
 from megarl.config import Config
 from megarl.config.layout import Layout
-from megarl.convert.plan import FORMATS
 from megarl.models.hf_folder import HFFolder
 from megarl.models.transformers_names import hub_tensors
 from megarl.observe import read_metrics
+from megarl.options.few_bits.formats import FORMATS
 from megarl.options.few_bits.tensors import dequantised, main_suffix, scale_suffix
 from megarl.trainers.rl.loop import train
 from tests.convert.conftest import exported, imported, tensors

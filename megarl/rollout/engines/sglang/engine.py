@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -16,12 +17,10 @@ from torch.distributed import TCPStore
 from megarl.config import Config
 from megarl.config.engine_kinds import SGLANG
 from megarl.errors import ConfigError, EngineError
+from megarl.models.adapters import adapter_part
 from megarl.models.registry import load_hf_config
+from megarl.models.weight_formats import engine_format
 from megarl.option_list import functions, part
-from megarl.options.few_bits.formats import engine_format
-from megarl.options.few_bits.sglang import check_weight_layout
-from megarl.options.lora.adapter_place import making_place
-from megarl.options.lora.sglang import adapter_arguments, check_adapters
 from megarl.options.pictures.picture_rules import load_picture_rules, sees
 from megarl.rollout.engines.protocol import EnginePlace
 from megarl.rollout.engines.sglang.answered import answered_columns
@@ -63,6 +62,10 @@ def check_picture_limits(config: Config) -> None:
             raise ConfigError.of(f"data.{field}", value, reason, allowed=allowed)
 
 
+def _few_bits_served() -> ModuleType:
+    return part("few_bits", "sglang", "rollout.servers.model_path")
+
+
 class SglangEngine(ServedEngine):
     """An SGLang server of this run's own and its client. Made by `await SglangEngine.start(...)`, or `open`."""
 
@@ -75,13 +78,12 @@ class SglangEngine(ServedEngine):
         check_picture_limits(config)
         if config.rollout.delta_every and (served := config.rollout.servers.model_path) is not None:
             format = engine_format(load_hf_config(served))
-            if format is not None and format.name != "fp8-block":
-                reason = f"leaves what did not change as SGLang has repacked it, and {served} is in {format.name}"
-                raise ConfigError.of("rollout.delta_every", config.rollout.delta_every, reason, allowed="0")
+            if format is not None:
+                _few_bits_served().check_delta(format, config.rollout)
         for check_servers in functions("sglang", "check_servers"):
             check_servers(config, platform)
         if (lora := sent_adapters(config)) is not None:
-            check_adapters(config, lora, platform)
+            adapter_part("sglang").check_adapters(config, lora, platform)
         if config.rollout.weight_transport == "rdma":
             part("transports", "checks", "rollout.weight_transport").check_nixl()
         by_group = config.rollout.weight_transport == "process_group"
@@ -141,16 +143,19 @@ class SglangEngine(ServedEngine):
         layout = EngineLayout.of_model(
             model_path, options.dtype, options.tp, options.device, target, predicts=options.updates_draft, lora=options.lora
         )
-        of_adapters = adapter_arguments(options.lora, model_path, options.device)
+        of_adapters: Mapping[str, Any] = {}
+        if options.lora is not None:
+            of_adapters = adapter_part("sglang").adapter_arguments(options.lora, model_path, options.device)
         if options.device == "cuda" and (format := layout.model.format) is not None:
-            check_weight_layout(format, options.extra, compute_capability(), has_experts=layout.model.has_experts)
+            here = compute_capability()
+            _few_bits_served().check_weight_layout(format, options.extra, here, has_experts=layout.model.has_experts)
         server = SglangServer(replace(options, extra={**layout.server_arguments, **of_adapters, **options.extra}), nodes)
         await asyncio.to_thread(server.start)
         try:
             # the engine's ranks and its senders may be on other machines
             engine = cls(server, layout, initial_version, TCPStore(host(), 0, is_master=True, wait_for_workers=False))
             if options.lora is not None:
-                place = making_place(options.lora, layout.target.ranks, serialize({}))
+                place = adapter_part("adapter_place").making_place(options.lora, layout.target.ranks, serialize({}))
                 await engine._client.load_adapters(place)
             if initial_version is not None:
                 await engine._client.name_weights(initial_version)

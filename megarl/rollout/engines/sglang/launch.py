@@ -16,7 +16,7 @@ import sys
 import threading
 from pathlib import Path
 
-from megarl.options.lora import served as served_adapters
+from megarl.models.adapters import adapter_part
 from megarl.rollout.engines.sglang import repairs
 from megarl.system.process_tree import end_tree
 
@@ -57,7 +57,7 @@ def _prepare_for_cpu(arguments: list[str]) -> None:
         attention.allow_sinks()
     cuda_only.install()
     if _ADAPTERS in arguments:
-        served_adapters.allow_on_cpu()
+        adapter_part("served").allow_on_cpu()
 
 
 def _model_path(arguments: list[str]) -> str:
@@ -68,7 +68,7 @@ def _install(arguments: list[str]) -> None:
     """Install what every process of the server needs before it makes the model."""
     repairs.install(_model_path(arguments))
     if _ADAPTERS in arguments:
-        served_adapters.install()
+        adapter_part("served").install()
 
 
 def main(arguments: list[str]) -> None:

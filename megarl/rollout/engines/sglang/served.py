@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megarl.options.lora.adapter_place import named
+from megarl.models.adapters import served_name
 from megarl.rollout.engines.protocol import Engine, EngineRequest, Generation, check_version
 from megarl.rollout.engines.sglang.answered import AnsweredColumn
 from megarl.rollout.engines.sglang.client import AskedServer, SglangClient
@@ -40,7 +40,7 @@ class ServedEngine(Engine):
     def _adapters(self) -> str | None:
         """The server's name for the adapters that a request is to be answered with: a held one, with those that come."""
         version = self._weights.version if self._weights.updating is None else self._weights.updating
-        return named(version) if version is not None else None
+        return served_name(version) if version is not None else None
 
     async def generate(self, request: EngineRequest) -> list[list[Generation]]:
         return await self._client.generate(request, check_version(self.weight_version))

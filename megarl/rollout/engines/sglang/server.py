@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 
 from megarl.config.secrets import bearer
 from megarl.errors import EngineError
-from megarl.options.lora.weight_map import Lora
+from megarl.models.adapters import AdapterSpec
 from megarl.rollout.engines.sglang.server_process import ServerProcess, claim_port, host, log_tail
 from megarl.system.http_requests import AnswerError, open_url, parsed, read_answer
 from megarl.weights.staging import SLICED
@@ -78,7 +78,7 @@ class ServerOptions:
     start_timeout_s: float = 300.0
     media_folder: Path | None = None
     updates_draft: bool = False
-    lora: Lora | None = None
+    lora: AdapterSpec | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self, port: int, start_id: str) -> list[str]:

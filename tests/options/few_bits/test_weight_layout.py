@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from megarl.errors import ConfigError, EngineError
-from megarl.options.few_bits.formats import FP8, MXFP8, WeightFormat, int4
+from megarl.options.few_bits.formats import FP8, MXFP8, FewBits, int4
 from megarl.options.few_bits.sglang import check_fp8_layout, check_weight_layout
 from megarl.rollout.engines.sglang import engine
 from megarl.rollout.engines.sglang.server import ServerOptions
 from tests.families import build_folder
-from tests.models.test_served_formats import config_of, served
+from tests.options.few_bits.test_served_formats import config_of, served
 
 TRITON = {"fp8_gemm_runner_backend": "triton"}
 DEEP_GEMM = {"fp8_gemm_runner_backend": "deep_gemm"}
@@ -61,7 +61,7 @@ REPACKED = [
 
 @pytest.mark.parametrize(("format", "arguments", "capability", "named"), REPACKED)
 def test_other_formats_are_refused_where_they_are_repacked(
-    format: WeightFormat, arguments: dict[str, Any], capability: tuple[int, int], named: str
+    format: FewBits, arguments: dict[str, Any], capability: tuple[int, int], named: str
 ) -> None:
     with pytest.raises(EngineError, match=named):
         check_weight_layout(format, arguments, capability, has_experts=True)
@@ -78,7 +78,7 @@ def test_other_formats_are_refused_where_they_are_repacked(
     ],
 )
 def test_and_are_served_where_they_are_not(
-    format: WeightFormat, arguments: dict[str, Any], capability: tuple[int, int], has_experts: bool
+    format: FewBits, arguments: dict[str, Any], capability: tuple[int, int], has_experts: bool
 ) -> None:
     check_weight_layout(format, arguments, capability, has_experts=has_experts)
 

@@ -22,7 +22,7 @@ from megarl.planning.plan import make_plan
 from megarl.weights.run_plan import plan_of_run
 from tests.models.test_flops import responses
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LARGE = ROOT / "examples/lora/llama-3.1-70b-grpo-8xh100.yaml"
 RANK = 4
 LORA = Lora(rank=RANK, alpha=8.0)

@@ -1,4 +1,4 @@
-"""The section of low-rank adapters (LoRA), which a trained role may have; importable without torch.
+"""The sections `policy.lora` and `critic.lora`: low-rank adapters (LoRA) of a trained role. Importable without torch.
 
 Source: LoRA, arXiv 2106.09685; its scale by the square root of the rank, arXiv 2312.03732.
 """
@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megarl.config.option_sections import AddedField
 from megarl.config.section import Count, Section
 
 ALL_LINEAR = "all-linear"
@@ -42,3 +43,20 @@ class PolicyLoraConfig(LoraConfig):
 
     sync: Literal["adapters", "merged"] = "adapters"
     """What a weight update sends: `adapters` alone, which engines add themselves, or all weights with adapters `merged` in."""
+
+
+_TRAINED = "Low-rank adapters, which are trained in place of the weights"
+FIELDS = (
+    AddedField("PolicyConfig", "lora", PolicyLoraConfig, PolicyLoraConfig(), f"{_TRAINED} (docs/lora.md)."),
+    AddedField("CriticConfig", "lora", LoraConfig, LoraConfig(), f"{_TRAINED}."),
+)
+
+
+def section_of(role: Section) -> LoraConfig:
+    """The section `lora` of a role that is trained."""
+    return getattr(role, "lora")  # noqa: B009 - a field that this option adds
+
+
+def lora_of_policy(policy: Section) -> PolicyLoraConfig:
+    """The section `policy.lora`."""
+    return getattr(policy, "lora")  # noqa: B009 - a field that this option adds

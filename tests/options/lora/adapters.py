@@ -16,9 +16,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from megarl.models.adapters import LORA_A, LORA_B
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import architecture_for
-from megarl.options.lora.weight_map import LORA_A, LORA_B, Lora, layer_shapes
+from megarl.options.lora.weight_map import Lora, layer_shapes
 
 LORA = Lora(rank=3, alpha=5.0)
 """A rank that no number of ranks divides."""

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from megarl.cli import main
 from megarl.errors import ModelError
+from megarl.models.adapters import LORA_A, LORA_B
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for
 from megarl.options.lora.merge import merge_adapters
 from megarl.options.lora.peft_folder import write_peft_folder
 from megarl.options.lora.peft_header import SCORE
-from megarl.options.lora.weight_map import LORA_A, LORA_B, Lora, with_adapters
+from megarl.options.lora.weight_map import Lora, with_adapters
 from tests.families import FAMILIES, build_folder, hugging_face
 
 DENSE = [name for name, family in FAMILIES.items() if family.num_experts is None]

@@ -13,20 +13,21 @@ from safetensors.torch import load_file
 from megarl.config.layout import Layout
 from megarl.errors import EngineError, LayoutError, ModelError
 from megarl.models.registry import architecture_for, load_hf_config
-from megarl.options.few_bits.formats import FP8, MXFP8, WeightFormat, engine_format, int4, stored_format
+from megarl.models.weight_formats import engine_format, stored_format
+from megarl.options.few_bits.formats import FP8, MXFP8, FewBits, int4
 from megarl.weights.model_compatibility import ServedModel
 from megarl.weights.plan import plan_reshard
 from megarl.weights.sglang_targets import EngineTarget
 from megarl.weights.verify import verify
 from tests.families import FAMILIES, build_folder, hugging_face
+from tests.options.few_bits.test_fp8_export import wide_folder
 from tests.weights.test_execution import Collecting, given, rank_of, together
-from tests.weights.test_fp8_export import wide_folder
 from tests.world import World
 
 FORMATS = {"mxfp8": MXFP8, "int4": int4(32)}
 
 
-def stored(folder: Path, format: WeightFormat) -> dict[str, torch.Tensor]:
+def stored(folder: Path, format: FewBits) -> dict[str, torch.Tensor]:
     """The tensors of a folder as the format has them, each quantised whole."""
     from megarl.options.few_bits import fp8_blocks, mxfp8
     from megarl.options.few_bits import int4 as four_bits
@@ -46,7 +47,7 @@ def stored(folder: Path, format: WeightFormat) -> dict[str, torch.Tensor]:
 
 
 def exported_and_pushed(
-    rank: int, world_size: int, folder: str, layout: Layout, formats: list[WeightFormat], targets: list[tuple[int, int]]
+    rank: int, world_size: int, folder: str, layout: Layout, formats: list[FewBits], targets: list[tuple[int, int]]
 ) -> tuple[list[list[str]], list[Any]]:
     """(of each format what of an export is not as it must be, what each format's engines of each target are sent)."""
     from megarl.options.few_bits.quantise import FormatQuantiser
@@ -114,7 +115,7 @@ def test_ranks_export_and_send_what_the_whole_tensors_are_stored_as(
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-def test_ranks_and_engines_that_would_share_a_group_are_refused(tmp_path: Path, format: WeightFormat) -> None:
+def test_ranks_and_engines_that_would_share_a_group_are_refused(tmp_path: Path, format: FewBits) -> None:
     config = load_hf_config(wide_folder("Mixtral", tmp_path / "model"))
     config |= {"num_attention_heads": 16, "num_key_value_heads": 16}
     with pytest.raises(LayoutError, match=r"16 ranks would share .* width of 256 inside groups of 32.* a multiple of 32"):

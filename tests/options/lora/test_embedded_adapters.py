@@ -11,12 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.errors import EngineError
+from megarl.models.adapters import LORA_B
 from megarl.models.transformers_names import config_in_transformers
-from megarl.options.lora.weight_map import LORA_B, Lora
+from megarl.options.lora.weight_map import Lora
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
-from tests.adapters import LORA, tensors, with_adapters
 from tests.families import build_folder
+from tests.options.lora.adapters import LORA, tensors, with_adapters
 from tests.rollout.tiny import Weights, largest_difference
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13], [40, 41]]

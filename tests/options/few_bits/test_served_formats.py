@@ -12,14 +12,14 @@ from megarl.config import parse_config, parse_supervised_config
 from megarl.errors import ConfigError, MegarlError
 from megarl.models.check_layouts import check_models
 from megarl.models.registry import architecture_for, load_hf_config
-from megarl.options.few_bits.formats import FP8, MXFP8, WeightFormat, int4
+from megarl.options.few_bits.formats import FP8, MXFP8, FewBits, int4
 from megarl.planning.gpus import gpu_named
 from megarl.planning.memory import Workload, precision_of, role_memory
 from megarl.planning.roles import _engines, run_shape
 from tests.families import build_folder
 
 
-def served(folder: Path, format: WeightFormat, **changes: Any) -> Path:
+def served(folder: Path, format: FewBits, **changes: Any) -> Path:
     """The config.json alone of a model, as a folder in a format says it."""
     config = load_hf_config(folder)
     said = format.quantization_config(architecture_for(config).weight_map(config))
@@ -72,7 +72,7 @@ def test_engines_and_training_ranks_that_agree_are_accepted(wide: Path) -> None:
         (int4(32), {"policy__layout": {"tp": 4, "etp": 4, **SP}}, "policy.layout does not go with .*model_path: 4 ranks"),
     ],
 )  # fmt: skip
-def test_others_are_refused_by_name(wide: Path, format: WeightFormat | None, overrides: dict[str, Any], message: str) -> None:
+def test_others_are_refused_by_name(wide: Path, format: FewBits | None, overrides: dict[str, Any], message: str) -> None:
     folder = served(wide, format) if format is not None else None
     with pytest.raises(MegarlError, match=message):
         check_models(config_of(wide, folder, **overrides))

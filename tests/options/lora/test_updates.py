@@ -30,7 +30,7 @@ def push_twice(rank: int, world_size: int, folder: str, layout: Layout, lora: Lo
     from unittest import mock
 
     from megarl.megatron.weights import global_tensors
-    from megarl.options.lora.weight_map import is_adapter
+    from megarl.models.adapters import is_adapter
     from megarl.workers.rank import Rank
 
     mine = rank_of(rank, folder, layout, lora=lora, sends_adapters=True)

@@ -14,7 +14,7 @@ from megarl.convert.verify import compare
 from megarl.errors import ModelError
 from megarl.models.hf_folder import HFFolder
 from tests.convert.conftest import exported, imported
-from tests.models.test_gpt_oss import mxfp4_folder
+from tests.options.few_bits.test_mxfp4 import mxfp4_folder
 
 
 @pytest.mark.parametrize(

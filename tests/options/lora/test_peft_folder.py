@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.errors import ModelError
+from megarl.models.adapters import LORA_A, LORA_B
 from megarl.models.registry import architecture_for
 from megarl.models.transformers_names import hub_tensors
 from megarl.options.lora.peft_config import CONFIG_FILE
 from megarl.options.lora.peft_folder import AdapterFolder, read_adapter_config, write_peft_folder
 from megarl.options.lora.peft_header import SCORE, WEIGHTS_FILE
-from megarl.options.lora.weight_map import LORA_A, LORA_B, Lora, with_adapters
+from megarl.options.lora.weight_map import Lora, with_adapters
 from tests.families import FAMILIES, hugging_face
 
 SEPARATE_EXPERTS = {"mixtral": (), "qwen3_moe": ("*.layers.1.mlp.*",), "qwen3_next": ("*.layers.1.mlp.*", "*.shared_expert.*")}

@@ -10,16 +10,17 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.config.layout import Layout
-from megarl.convert.plan import FORMATS, plan_dist
+from megarl.convert.plan import plan_dist
 from megarl.convert.sources import open_hf
 from megarl.convert.verify import check_record, compare, open_any
 from megarl.errors import ModelError
 from megarl.models.hf_folder import HFFolder
-from megarl.options.few_bits.formats import stored_format
+from megarl.models.weight_formats import stored_format
+from megarl.options.few_bits.formats import FORMATS
 from megarl.options.few_bits.tensors import dequantised, main_suffix, scale_suffix
 from tests.convert.conftest import exported, imported, tensors
-from tests.weights.test_formats import stored
-from tests.weights.test_fp8_export import wide_folder
+from tests.options.few_bits.test_formats import stored
+from tests.options.few_bits.test_fp8_export import wide_folder
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ import transformers
 from torch import Tensor
 
 from megarl.config.layout import Layout
-from megarl.convert.plan import FORMATS
 from megarl.errors import EngineError
 from megarl.models.transformers_names import hub_tensors
+from megarl.options.few_bits.formats import FORMATS
 from megarl.options.few_bits.tensors import Dequantiser, dequantised, main_suffix, scale_suffix
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from tests.convert.conftest import exported, imported, tensors

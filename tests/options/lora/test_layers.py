@@ -15,9 +15,9 @@ from torch.nn.functional import linear, rms_norm
 
 from megarl.config.layout import Layout
 from megarl.options.lora.weight_map import Lora
-from tests.adapters import LORA
 from tests.families import build_folder
 from tests.megatron.moments import trained, update
+from tests.options.lora.adapters import LORA
 from tests.world import World
 
 

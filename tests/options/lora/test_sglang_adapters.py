@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.errors import EngineError
+from megarl.models.adapters import LORA_A, LORA_B
 from megarl.models.hf_folder import HFFolder
-from megarl.options.lora.weight_map import LORA_A, LORA_B, Lora
+from megarl.options.lora.weight_map import Lora
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
