@@ -25,7 +25,10 @@ LAYOUTS = {
 }
 
 
-def routed(rank: int, world_size: int, folder: Path, layout: Layout, mode: str) -> dict[int, LayerRouting]:
+def routed(
+    rank: int, world_size: int, folder: Path, layout: Layout, mode: str, gathers: bool = False
+) -> dict[int, LayerRouting]:
+    """`gathers`: an optimizer step is one pass for each micro-batch."""
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
@@ -37,6 +40,10 @@ def routed(rank: int, world_size: int, folder: Path, layout: Layout, mode: str) 
     mine = micro_batches(MODES[mode], layout.dp, units())[layout.coords(rank).dp]
     role.update(mine, objective)
     role.forward(mine)  # what only answers is not counted
+    if gathers:
+        for micro_batch in mine:
+            role.accumulate([micro_batch], objective)
+        return role.step().get(EXPERTS, {})
     return role.update(mine, objective).get(EXPERTS, {})
 
 
@@ -44,6 +51,7 @@ def routed(rank: int, world_size: int, folder: Path, layout: Layout, mode: str) 
     ("family", "layout", "mode"),
     [
         ("mixtral", "alone", "packed"),
+        ("mixtral", "alone", "unpacked, gathered"),
         ("mixtral", "dp2·cp2", "packed, full recomputation"),
         ("mixtral", "ep2·tp2+sp", "unpacked"),
         ("deepseek_v3", "tp2+sp·pp2", "packed"),
@@ -55,7 +63,8 @@ def test_loads_and_entropies_are_those_of_transformers(
 ) -> None:
     build_folder(family, tmp_path / family)
     of_ranks = LAYOUTS[layout]
-    answers = world.call(routed, tmp_path / family, of_ranks, mode, size=of_ranks.world_size)
+    plain, gathers = mode.removesuffix(", gathered"), mode.endswith(", gathered")
+    answers = world.call(routed, tmp_path / family, of_ranks, plain, gathers, size=of_ranks.world_size)
     found: dict[int, LayerRouting] = {}
     for answer in answers:
         assert not found.keys() & answer.keys()
