@@ -118,7 +118,8 @@ def test_without_an_option_a_run_computes_the_same(option: str, steps_with_all: 
 @pytest.mark.parametrize("option", DELETABLE)
 def test_without_an_option_the_quick_tests_of_the_rest_pass(option: str, tmp_path: Path) -> None:
     root = without(option, tmp_path)
-    for name in ("tests", "examples", "benchmarks", "tools", "docs", "pyproject.toml", "Makefile", "README.md", "mkdocs.yml"):
+    folders = ("tests", "examples", "benchmarks", "tools", "docs", "requirements")
+    for name in (*folders, "pyproject.toml", "Makefile", "README.md", "mkdocs.yml"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, root / name)
     shutil.rmtree(root / "tests" / "options" / option, ignore_errors=True)
