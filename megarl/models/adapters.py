@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megarl.config.sections import TrainedRole
 
 IN_CHECKPOINTS = "adapters."
-"""What the keys of adapters in checkpoints begin with, before the hub's names of their tensors."""
+"""Beginning of the keys of adapters in checkpoints, before the hub's names of their tensors."""
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 """How the names of an adapter's tensors end, as in PEFT's folders."""
 _IS_ADAPTER = re.compile(r"_lora\.(local_experts\.[^.]+\.)?[AB]$")

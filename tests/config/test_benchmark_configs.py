@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.config import load_config, parse_config
+from megarl.errors import ConfigError
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -31,7 +32,12 @@ def each_row(learning: Any) -> list[dict[str, Any]]:
 def test_the_configs_load(module: str, trees: Callable[[Any], list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     for tree in trees(importlib.import_module(module)):
-        parse_config(tree)
+        try:
+            parse_config(tree)
+        except ConfigError as error:
+            if "which this installation does not have" in str(error):
+                pytest.skip(str(error))
+            raise
 
 
 def test_the_step_loads() -> None:

@@ -43,6 +43,8 @@ def test_a_login_node_makes_the_same_plans(names: tuple[str, ...], capsys: pytes
     child = subprocess.run(
         [sys.executable, "-c", BLOCKED, *paths], capture_output=True, text=True, timeout=240, check=False, cwd=ROOT
     )
+    if child.returncode and "which this installation does not have" in child.stderr:
+        pytest.skip(child.stderr)
     assert child.returncode == 0, child.stderr
     elsewhere = [json.loads(text) for text in child.stdout.split("PLAN\n")[1:]]
     for path, plan in zip(paths, elsewhere, strict=True):
