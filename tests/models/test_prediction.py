@@ -13,6 +13,7 @@ from megarl.errors import ConfigError
 from megarl.models.check_layouts import check_models
 from megarl.models.hf_folder import write_hf_folder
 from megarl.models.registry import architecture_for
+from megarl.option_list import OPTIONS
 from tests.families import build_folder, hub_tensors, hugging_face
 from tests.predicting import DRAFTED, VARIANTS_PREDICTING, all_tensors, build_predicting, config_of
 
@@ -48,6 +49,7 @@ def test_the_map_with_the_layer_names_every_tensor_of_the_folder(family: str) ->
         assert whole.rule_for(rule.megatron_name) == rule
 
 
+@pytest.mark.skipif("prediction" not in OPTIONS, reason="asks for the option prediction")
 def test_models_that_cannot_have_the_layer_are_refused(folder: Callable[[str], Path], tmp_path: Path) -> None:
     train = {"mtp": {"train": True}}
     checked(folder("qwen3_5"), train)
@@ -63,6 +65,7 @@ def test_models_that_cannot_have_the_layer_are_refused(folder: Callable[[str], P
         check_models(parse_supervised_config(tree))
 
 
+@pytest.mark.skipif("prediction" not in OPTIONS, reason="asks for the option prediction")
 def test_patterns_know_the_layers_tensors_where_it_is_trained(folder: Callable[[str], Path]) -> None:
     frozen = {"freeze": ["mtp.layers.0.*"]}
     checked(folder("qwen3_5"), frozen | {"mtp": {"train": True}})

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from megarl.config.rollout import SpeculativeConfig
 from megarl.data.prefills import PrefillCounts
+from megarl.option_list import OPTIONS
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.embedded_turns import KeptTurn, TurnCache
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
@@ -78,6 +79,7 @@ def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(tiny_path: P
             assert (by_version[0] - by_version[1])[old:].abs().max() > 0.1, "the weights must differ for this to say anything"
 
 
+@pytest.mark.skipif("prediction" not in OPTIONS, reason="asks for the option prediction")
 @pytest.mark.parametrize("draft", ["ngram"])
 def test_drafts_do_not_keep_a_response_from_going_on(tiny_path: Path, draft: Any) -> None:
     async def scenario() -> list[list[Generation]]:
