@@ -44,7 +44,7 @@ from megarl.weights.pusher import Pushed, Pusher, merge
 from megarl.workers import senders
 from megarl.workers.planned_part import PlannedPart
 from megarl.workers.profiling import Profile
-from megarl.workers.rank_calls import RankCalls, RankRecord
+from megarl.workers.rank_record import RankRecord
 
 
 def free_address() -> tuple[str, int]:
@@ -58,8 +58,11 @@ def free_address() -> tuple[str, int]:
     "add_role", "forward", "update", "accumulate", "optimizer_step", "open_senders", "push_weights", "keep_on_device",
     "export_role", "save_role", "load_role",
 )  # fmt: skip
-class Rank(RankCalls):
-    """Rank `rank` of a world that runs `layout`."""
+class Rank:
+    """Rank `rank` of a world that runs `layout`. The driver calls its methods by name (`RankCalls`).
+
+    An exception reaches the driver as it is raised.
+    """
 
     def __init__(self, name: str, rank: int, layout: Layout, threads: int, platform: Platform, gpu: int = 0) -> None:
         """`gpu`: the number of its GPU among those that this process sees."""
@@ -78,6 +81,10 @@ class Rank(RankCalls):
         self.profile: Profile | None = None
 
     def connect(self, address: tuple[str, int] | None, seed: int, timeout_s: float) -> int:
+        """Join torch.distributed and make the layout's process groups; returns this process's id.
+
+        `address` is where rank 0 leads the rendezvous; None: where torchrun's environment says.
+        """
         self.platform.set_device(self.gpu)  # of this thread, in which Ray calls everything that computes
         self._stay_near_the_gpu()
         torch.distributed.init_process_group(
@@ -99,6 +106,7 @@ class Rank(RankCalls):
             sys.stderr.write(f"rank {self.rank} of {self.name} is bound to the {stated}\n")  # which is its log
 
     def add_role(self, role: str, options: ModelOptions, optimizer: OptimizerOptions | None) -> str | None:
+        """Build `role` from `options` and load its weights; says which optimizer computes its updates."""
         if options.begins is not None:
             self.beginnings[role] = options
             return None
@@ -106,11 +114,14 @@ class Rank(RankCalls):
         return describe_optimizer(optimizer) if optimizer is not None else None
 
     def drop_role(self, role: str) -> None:
+        """Free a role that is no longer needed."""
         if self.beginnings.pop(role, None) is None:
             del self.roles[role]
             self.offloads.pop(role, None)
 
     def forward(self, role: str, shares: Sequence[Share], position: ScorePosition, top_k: TopK | None = None) -> Answers | None:
+        """`{response index: float32 [L, C]}` for the micro-batches of all `shares` (see `step.forward`); None where this rank
+        does not report."""
         with record_function(f"forward {role}"):  # a profile shows it under this name
             begun = self.beginnings.get(role)
             model = self.roles[role if begun is None or begun.begins is None else begun.begins]
@@ -118,23 +129,29 @@ class Rank(RankCalls):
                 return model.forward([*chain(*shares)], position=position, top_k=top_k) or None
 
     def ask(self, role: str, question: Callable[[Any], Any]) -> Any:
+        """Answer an option's `question` about the role's model (`RankModel`) on this rank; collective if the question is."""
         return question(self.roles[role])
 
     def update(self, role: str, shares: Sequence[Share], loss_function: Any, position: ScorePosition) -> dict[str, float]:
+        """One optimizer step on the micro-batches of all `shares`; metric sums of this rank."""
         with record_function(f"update {role}"):
             return self.roles[role].update([*chain(*shares)], loss_function, position=position)
 
     def accumulate(self, role: str, shares: Sequence[Share], loss_function: Any, position: ScorePosition) -> dict[str, float]:
+        """Gradients of the micro-batches of all `shares`, added to those since the last step; metric sums of this rank."""
         with record_function(f"accumulate {role}"):
             return self.roles[role].accumulate([*chain(*shares)], loss_function, position=position)
 
     def optimizer_step(self, role: str) -> dict[str, float]:
+        """One optimizer step by what was accumulated; `grad_norm`, `lr` and whether it was skipped, on rank 0."""
         return self.roles[role].step()
 
     def copy_role(self, source: str, target: str, share: float) -> None:
+        """`target` ← share·`source` + (1 − share)·`target`; both have the same layout and head. 1: copy."""
         self.roles[target].copy_weights_from(self.roles[source], share)
 
     def export_role(self, role: str, folder: str, adapters: bool) -> None:
+        """Write the role as a Hugging Face folder, or its adapters as a PEFT folder; collective over the world."""
         write_role(self.roles[role], folder, adapters=adapters)
 
     def open_senders(
@@ -146,6 +163,17 @@ class Rank(RankCalls):
         connection: int = 0,
         machines: Machines | None = None,
     ) -> None:
+        """Connect to engines by number, or anew to those that were restarted, where this rank has weights to send them.
+
+        Servers that take slices are sent what the reshard plan for all `engines` (None: those in `targets`) says, by every
+        rank that it names. Whole tensors are sent by the leading ranks of stages: each stage's replicas share the engines
+        evenly; replicas of a model with experts hold no more than a part of them each, so there it is the first one alone.
+        An engine that cannot be reached is an error of the next push. `timeout_s` is as in `senders.open_sender`,
+        `connection` as in `senders.Membership`. With `machines` what an engine's rank elsewhere is to open goes by its relay.
+
+        Raises:
+            EngineError: an engine serves another model than the policy.
+        """
         policy = self.roles["policy"].options
         lora = policy.lora if policy.sends_adapters else None
         trainer = ServedModel(load_hf_config(policy.path), policy.dtype, predicts=policy.syncs_prediction, lora=lora)
@@ -194,6 +222,7 @@ class Rank(RankCalls):
     def push_weights(
         self, role: str, bases: Mapping[int, int | None] | None = None, version: int | None = None, verify: bool = True
     ) -> dict[int, Pushed]:
+        """Send this rank's part of the weights to engines: by engine what came of it; see `Pusher.push_loads`."""
         bases = dict.fromkeys(self.engines) if bases is None else bases
         mine = {engine: bases[engine] for engine in self.engines & bases.keys()}
         policy = self.roles[role]
@@ -230,34 +259,42 @@ class Rank(RankCalls):
         return merge(pushed)
 
     def keep_on_device(self, what: str) -> None:
+        """Have `all` roles on the device, the `policy`'s weights alone, or `none`; see `megatron.offload`."""
         for name, role in self.roles.items():
             offload = self.offloads.setdefault(name, Offload(role))
             offload.keep(weights=what == "all" or (what, name) == ("policy", "policy"), rest=what == "all")
         self.platform.empty_cache()
 
     def save_role(self, role: str, folder: str) -> None:
+        """Copy this rank's part of the role's checkpoint, and write it into `folder` in the background."""
         self.writer = self.writer or BackgroundWriter()
         self.writer.begin(role, self.roles[role].shards(), folder)
 
     def saved_role(self, role: str, wait: bool) -> Written | None:
+        """The files that `save_role` wrote once it is on the disk; None if it is not yet and `wait` is not asked for."""
         assert self.writer is not None, "save_role comes before"
         return self.writer.result(role, wait=wait)
 
     def load_role(self, role: str, folder: str) -> None:
+        """Read the role's distributed checkpoint; collective over the world."""
         self.roles[role].load(folder)
 
     def start_profile(self, file: str | None) -> None:
+        """Record what is computed until `stop_profile`, for `file` (see `profiling.Profile`); None: this rank does not."""
         self.profile = Profile(file, self.platform) if file is not None else None
 
     def stop_profile(self) -> None:
+        """Write what was recorded."""
         if self.profile is not None:
             self.profile.write()
             self.profile = None
 
     def device_name(self) -> str | None:
+        """The driver's name for this rank's GPU; None on a CPU."""
         return self.platform.device_name()
 
     def take_record(self) -> RankRecord:
+        """The record of what this rank did since the last call."""
         tower_s = self.roles["policy"].take_tower_seconds() if "policy" in self.roles else 0.0
         # on a device the allocator's peak, on the CPU that of resident memory
         return RankRecord(take_spans(self), int(self.platform.memory()["peak_bytes"]), tower_s)

@@ -20,7 +20,7 @@ from megarl.models.update_flops import UpdateFlops, update_flops
 from megarl.options.pictures.media import Media
 from megarl.planning.gpus import gpu_called, gpu_named
 from megarl.trainers.run.timeline import throughput
-from megarl.workers.rank_calls import RankRecord
+from megarl.workers.rank_record import RankRecord
 from tests import seeing
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -15,7 +15,7 @@ from megarl.models.update_flops import UpdateFlops
 from megarl.trainers.run import roles
 from megarl.trainers.run.roles import shares_prefixes
 from megarl.trainers.run.timeline import throughput
-from megarl.workers.rank_calls import RankRecord
+from megarl.workers.rank_record import RankRecord
 
 LLAMA = Path(__file__).resolve().parents[2] / "examples/models/llama-3.1-70b"
 FLOPS = FlopsModel.of(ModelShape.read(LLAMA))

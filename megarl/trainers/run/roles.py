@@ -49,7 +49,8 @@ from megarl.weights.machines import Machines
 from megarl.weights.pusher import Pushed, merge
 from megarl.workers.cluster import GroupRequest
 from megarl.workers.group import RankGroup
-from megarl.workers.rank_calls import RankCalls, RankRecord
+from megarl.workers.rank_calls import RankCalls
+from megarl.workers.rank_record import RankRecord
 
 POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
 

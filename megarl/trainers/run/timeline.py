@@ -10,7 +10,7 @@ from megarl.observe import MetricsFile, Phases
 from megarl.observe.trace import PhaseSpans, Span, by_process
 from megarl.trainers.run.observers import RunObserver
 from megarl.trainers.run.roles import POLICY, Roles
-from megarl.workers.rank_calls import RankRecord
+from megarl.workers.rank_record import RankRecord
 
 GIB = 2**30
 
