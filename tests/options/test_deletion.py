@@ -45,6 +45,7 @@ ASKED_BY_VALUE = {
     "routing_replay": "policy.routing.replay=engine",
     "prediction": "rollout.speculative.algorithm=ngram",
     "few_bits": "model.int4_experts=32",
+    "online_pairs": "algorithm.name=online_dpo",
 }
 """Values of core fields that ask for an option."""
 TIMED = ("time", "speed/", "memory/", "policy/tflops", "policy/mfu")
