@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests import adapters
 from tests.families import FAMILIES, build_folder, by_hub_name, hugging_face
+from tests.options.lora import adapters
 from tests.themes.parallel.adapted import run_adapted
 from tests.themes.parallel.comparison import TOLERANCE, compare, deviations, joined
 from tests.themes.parallel.test_parity import MATRIX, values_of
