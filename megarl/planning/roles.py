@@ -140,7 +140,7 @@ class Engines:
 
     @property
     def state_bytes_per_sequence(self) -> float:
-        """What linear attention keeps of a sequence on a rank."""
+        """Bytes of the states of linear attention of a sequence, on a rank."""
         linear = self.shape.linear
         return 0.0 if linear is None else len(linear.layers) * linear.state_bytes(self.itemsize) / self.target.tp
 

@@ -199,7 +199,7 @@ def _load_whole(model: Any, whole: Whole) -> None:
 _received = ReceivedDigests()
 @dataclass
 class Waiting:
-    """What came for the draft, or was asked of it, in the call for the policy."""
+    """Weights that came for the draft, and questions about it, in the call for the policy."""
 
     boxes: list[tuple[SliceKey, torch.Tensor]] = field(default_factory=list)
     whole: list[tuple[str, torch.Tensor]] = field(default_factory=list)

@@ -64,7 +64,7 @@ class RoutingReplay(PassPart):
 
     @contextmanager
     def forward(self, model: Any, given: Tensor | None) -> Iterator[None]:
-        """What routers compute outside of it is computed anew."""
+        """Give routers the routes of a micro-batch; outside of this a layer is computed anew, with routes that were kept."""
         self.routes, self.is_forward = given, True
         try:
             yield

@@ -354,12 +354,15 @@ def mini_batch_rows(batch: Batch, mini_batches: int, seed: int, of: Sequence[int
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
-def set_loss_weights(batch: Batch, rows: Sequence[int], config: Config) -> None:
-    """Column `weights`: the global denominators of one optimizer step over `rows` (docs/methods.md#aggregation)."""
+def set_loss_weights(batch: Batch, rows: Sequence[int], config: Config, aggregation: str | None = None) -> None:
+    """Column `weights`: the global denominators of one optimizer step over `rows` (docs/methods.md#aggregation).
+
+    `aggregation`: None: `algorithm.aggregation`.
+    """
     norm_length = config.algorithm.norm_length or config.rollout.max_new_tokens
     mask = torch.zeros_like(batch.mask)
     mask[list(rows)] = batch.mask[list(rows)]
-    batch.columns["weights"] = token_weights(mask, config.algorithm.aggregation, norm_length=norm_length)
+    batch.columns["weights"] = token_weights(mask, aggregation or config.algorithm.aggregation, norm_length=norm_length)
 
 
 def _explained(returns: Tensor, batch: Batch) -> dict[str, float]:

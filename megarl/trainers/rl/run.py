@@ -110,8 +110,7 @@ class RlRun(Run):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where `state()` was taken; the engines have yet to be given the policy."""
-        self.sampler.load_state_dict(state["sampler"])
-        self.experience.load_state_dict(state["experience"])
+        self.session.load_state(state)
         self.guards.load_state_dict(state.get("guards"))
         self.parity.load(state.get("gates", {}))
         for part in self.parts:

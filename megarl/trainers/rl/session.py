@@ -1,4 +1,4 @@
-"""Engines and models of a config, and what a loop asks of them: `RlRun` and loops of users' own are written in these calls."""
+"""Engines and models of a config, and what a loop asks of them: users' own loops all of it, `RlRun` a part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megarl.algorithms import AGGREGATIONS, POLICY_LOSSES, LossSettings, token_weights
+from megarl.algorithms import AGGREGATIONS, POLICY_LOSSES, LossSettings
 from megarl.checkpoint.provenance import provenance
 from megarl.checkpoint.run_checkpoint import CheckpointFolder, read_state
 from megarl.config import Config, to_yaml
@@ -76,6 +76,11 @@ class Session:
             config.rollout.prompts_per_step,
             partial(place_of_row, source=config.data.train),
         )
+
+    @cached_property
+    def _builder(self) -> PromptBuilder:
+        episodes = self.inputs.episodes
+        return PromptBuilder(self.inputs.tokenizer, self.config.data, episodes.tool_schemas if episodes is not None else ())
 
     # processes ----------------------------------------------------------------------------------------------------
 
@@ -153,11 +158,9 @@ class Session:
         Raises:
             DataError: it is empty, too long (`data.max_prompt_tokens`), or no prompt.
         """
-        episodes = self.inputs.episodes
-        builder = PromptBuilder(self.inputs.tokenizer, self.config.data, episodes.tool_schemas if episodes is not None else ())
         text = content if isinstance(content, str) else [dict(message) for message in content]
         rows = [{**(row or {}), self.config.data.prompt_key: text}]
-        (made,) = builder.build(rows, prefix=f"asked-{next(self._calls)}", origin=Origin("the prompt", None))
+        (made,) = self._builder.build(rows, prefix=f"asked-{next(self._calls)}", origin=Origin("the prompt", None))
         return made
 
     def sample(
@@ -254,23 +257,19 @@ class Session:
             ConfigError: the config has no such role.
         """
         self._check_role(role)
-        if role == CRITIC:
-            names = ["values"]
-        else:
-            more = self._limited() + (["collision"] if role == POLICY and self.config.needs_collision else [])
-            names = ["log_probs", "entropy", *(more if role == POLICY else [])]
+        further = [*self._limited(), *(["collision"] if self.config.needs_collision else [])] if role == POLICY else []
+        names = ["values"] if role == CRITIC else ["log_probs", "entropy", *further]
         before = dict(batch.columns)
         self.roles.forward(role, batch, names)
         answered = {name: batch.columns[name] for name in names}
         batch.columns = before
         return answered
 
-    def old_log_probs(self, batch: Batch, **more: Any) -> None:
+    def old_log_probs(self, batch: Batch) -> None:
         """Add the columns that an update compares with, `old_log_probs` and `old_entropy`, by the policy as it is."""
         limited = self._limited()
         names = ["old_log_probs", "old_entropy", *limited, *(["old_collision"] if self.config.needs_collision else [])]
-        for part in self.inputs.parts:
-            more |= part.asked_of_policy()
+        more = {name: value for part in self.inputs.parts for name, value in part.asked_of_policy().items()}
         self.roles.forward(POLICY, batch, names, **more)
         for name in limited:  # the engine's are over all tokens
             batch.columns["rollout_log_probs"] = batch.columns["rollout_log_probs"] - batch.columns[name]
@@ -324,13 +323,8 @@ class Session:
             batch.columns["advantages"] = _of_tokens(advantages, batch)
         if isinstance(weights, Tensor):
             batch.columns["weights"] = weights
-        elif weights is None:
-            set_loss_weights(batch, chosen, self.config)
-        elif weights in AGGREGATIONS:
-            mask = torch.zeros_like(batch.mask)
-            mask[list(chosen)] = batch.mask[list(chosen)]
-            length = self.config.algorithm.norm_length or self.config.rollout.max_new_tokens
-            batch.columns["weights"] = token_weights(mask, weights, norm_length=length)
+        elif weights is None or weights in AGGREGATIONS:
+            set_loss_weights(batch, chosen, self.config, weights)
         else:
             hint = nearest(weights, AGGREGATIONS)
             raise ConfigError(f"weights is '{weights}'{hint}; it must be {', '.join(AGGREGATIONS)}, or a tensor [B, T]")
@@ -340,10 +334,9 @@ class Session:
             raise ConfigError(f"the batch has no column {' and '.join(missing)}, which the loss reads; call advantages() first")
         if loss is None and role == POLICY:
             set_token_columns(batch, chosen, self.config, rewards=self._rewards, update_number=self.step)
-        self._accumulated.add(role)
-        columns = [*batch.columns]
-        update = self.roles.start_update(role, batch, chosen, columns, objective, applies=False)
+        update = self.roles.start_update(role, batch, chosen, [*batch.columns], objective, applies=False)
         (metrics,) = self.roles.finish_updates([update])
+        self._accumulated.add(role)
         metrics.pop(EXPERTS, None)
         return metrics
 
@@ -457,9 +450,7 @@ class Session:
         state = read_state(path)
         self.roles.restore(str(path.resolve()))
         self.step = state["step"]
-        if self.inputs.train and "sampler" in state:
-            self.sampler.load_state_dict(state["sampler"])
-        self.experience.load_state_dict(state["experience"])
+        self.load_state(state)
         self._accumulated.clear()
         self.rollouts.stale = True
 
@@ -477,6 +468,12 @@ class Session:
             "engines_are_behind": self.rollouts.stale,
             "experience": self.experience.state_dict(),
         }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue in the data, and with what shaping and controllers remember, where `state()` was taken."""
+        if self.inputs.train and "sampler" in state:
+            self.sampler.load_state_dict(state["sampler"])
+        self.experience.load_state_dict(state["experience"])
 
 
 def _flat(samples: Sequence[Sample | Sequence[Sample]]) -> Iterator[Sample]:
