@@ -249,6 +249,18 @@ PLAIN_PATH = {"lines": 10_031, "lines_that_name_an_option": 208}
 """What a reader of a plain step reads, in the files that docs/architecture.md names; both may only fall."""
 
 
+CORE = {"lines": 2_000, "lines_that_name_an_option": 4}
+"""The room `core` is read in one sitting; that it imports no backend is a layer in pyproject.toml."""
+
+
+def test_the_core_is_small_and_imports_no_option() -> None:
+    figures = runpy.run_path(str(ROOT / "tools" / "house" / "measure.py"))["measure"]()["core"]
+    assert figures["lines"] > 1000, "the core was not found"
+    assert {name: count for name, count in CORE.items() if figures[name] > count} == {}
+    of_core = {module: imported(path) for module, path in MODULES.items() if module.startswith("megarl.core.")}
+    assert {other for others in of_core.values() for other in others if other.startswith("megarl.options")} == set()
+
+
 def test_the_plain_path_does_not_grow() -> None:
     figures = runpy.run_path(str(ROOT / "tools" / "house" / "measure.py"))["measure"]()["plain_path"]
     assert figures["files"] > 30, "docs/architecture.md names the files of a step"

@@ -275,7 +275,7 @@ def _train(arguments: argparse.Namespace) -> int:
         )
     config = models_here(config)
     check_models(config)
-    return _watch(f"megarl.trainers.{config.trainer}.loop", config, arguments)
+    return _watch(f"megarl.trainers.{config.trainer}.train", config, arguments)
 
 
 def _watch(loop: str, config: Any, arguments: argparse.Namespace) -> int:

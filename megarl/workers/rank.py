@@ -33,6 +33,7 @@ from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.megatron.rank_model import RankModel
 from megarl.megatron.weights import Quantiser, adapter_shards, local_shards
 from megarl.models.registry import load_hf_config
+from megarl.observe.rank_record import RankRecord
 from megarl.observe.trace import take_spans, timed
 from megarl.option_list import part
 from megarl.platform.base import Platform
@@ -44,7 +45,6 @@ from megarl.weights.pusher import Pushed, Pusher, merge
 from megarl.workers import senders
 from megarl.workers.planned_part import PlannedPart
 from megarl.workers.profiling import Profile
-from megarl.workers.rank_record import RankRecord
 
 
 def free_address() -> tuple[str, int]:

@@ -14,11 +14,11 @@ from megarl.data.sample import Prompt
 from megarl.data.stream import SCORED_IDS, TopK
 from megarl.data.tokenize import load_tokenizer
 from megarl.errors import ConfigError, DataError
+from megarl.experience.step_parts import StepPart
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.options.distillation.loss import DistillationLoss
 from megarl.options.distillation.section import distillation_of, teacher_of
-from megarl.trainers.rl.step_parts import StepPart
-from megarl.trainers.run.roles import Roles
+from megarl.runs.training_side import TrainingSide
 
 SCORED = "teacher_scored_log_probs"
 """The column `[B, T, k]` of the teacher's log-probs of the tokens in `SCORED_IDS`."""
@@ -64,7 +64,7 @@ class Teachers(StepPart):
             return {}
         return {"top_k": self.top_k, "wide": {SCORED_IDS: self.top_k.k, "policy_scored_log_probs": self.top_k.k}}
 
-    def prepare(self, roles: Roles, batch: Batch) -> None:
+    def prepare(self, roles: TrainingSide, batch: Batch) -> None:
         """Add `teacher_log_probs` and `teacher_entropy` to `batch`, and where the loss reads them `SCORED_IDS` and `SCORED`."""
         rows_of: dict[str, list[int]] = {}
         for row, sample in enumerate(batch.samples):

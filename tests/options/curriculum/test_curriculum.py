@@ -20,9 +20,9 @@ from megarl.data.sample import Prompt, Sample
 from megarl.data.sampler import MixtureSampler, RowSampler, build_sampler
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings
 from megarl.errors import CheckpointError, ConfigError, DataError
+from megarl.experience.eval_figures import pass_rates
 from megarl.options.curriculum.curriculum import Curriculum
 from megarl.options.curriculum.section import CurriculumConfig
-from megarl.trainers.rl.eval_figures import pass_rates
 from tests.data.chat_tokenizers import byte_tokenizer
 
 HARD = [3, 1, 2, 1, 0, 2, 5, 4, 1]

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from megarl.config import Config
-from megarl.trainers.rl.loop import train
-from megarl.trainers.run.roles import POLICY, Roles
+from megarl.runs.training_side import POLICY
+from megarl.trainers.rl.train import train
+from megarl.workers.roles import Roles
 from tests.themes.e2e.records import curve
 
 pytestmark = pytest.mark.usefixtures("local_ray")

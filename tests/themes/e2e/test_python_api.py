@@ -15,7 +15,7 @@ from torch import Tensor
 
 import megarl
 from megarl.config import Config
-from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.train import train
 from tests.themes.e2e.records import curve
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.slow]
