@@ -445,7 +445,7 @@ class Run(ABC):
         model = self.folder / "model"
         if self._settings.run.export and not self.roles.groups[POLICY].any_rank(model.exists()):
             with self.phases("export"):
-                self.roles.export(POLICY, str(model.resolve()), adapters=self._settings.policy.has_adapters)
+                self.roles.export(POLICY, str(model.resolve()))
         self.timeline.record(self.step, self.roles)
         summary = build_summary(
             self._settings,

@@ -429,8 +429,7 @@ class Session:
     def export(self, folder: str | Path, role: str = POLICY) -> None:
         """Write `role` as a Hugging Face model folder, whole or not at all; adapters as a PEFT folder."""
         self._check_role(role)
-        adapters = role == POLICY and self.config.policy.has_adapters
-        self.roles.export(role, str(Path(folder).resolve()), adapters=adapters)
+        self.roles.export(role, str(Path(folder).resolve()))
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint besides the roles; JSON-able."""

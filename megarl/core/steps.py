@@ -151,7 +151,7 @@ class RlRun(Run):
             rewards = self.session.reward(samples)
         if self.sampler.takes_pass_rates:
             self.sampler.record(pass_rates(first_branches(samples)))
-            self.metrics["curriculum/left_out"] = self.sampler.left_out
+            self.metrics |= self.sampler.figures()
         return rewards
 
     def replace_uniform_groups(self, samples: list[Sample], rewards: list[float]) -> tuple[list[Sample], list[float]]:

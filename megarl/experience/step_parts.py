@@ -63,7 +63,7 @@ class StepPart:
         """Look at the rows before a run starts; MegarlErrors end it."""
 
     def asked_of_policy(self) -> dict[str, Any]:
-        """Further arguments of the policy's pass at the start of a step (`TrainingSide.forward_each`)."""
+        """Further arguments of the policy's pass at the start of a step (`TrainingSide.forward`)."""
         return {}
 
     def behind_policy_pass(self, roles: TrainingSide, batch: Batch, step: int) -> None:

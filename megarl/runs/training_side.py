@@ -73,29 +73,18 @@ class TrainingSide(Protocol):
 
     def forward(
         self,
-        role: str,
+        role: str | Mapping[str, Sequence[int]],
         batch: Batch,
         names: Sequence[str],
         *,
         rows: Sequence[int] | None = None,
         at: Tensor | None = None,
-        **more: Any,
-    ) -> None:
-        """Add the role's outputs to `batch` as columns `names`, computed without gradients; see `workers/roles.py`."""
-        ...
-
-    def forward_each(
-        self,
-        rows_of: Mapping[str, Sequence[int]],
-        batch: Batch,
-        names: Sequence[str],
-        *,
         columns: Sequence[str] = (),
         top_k: TopK | None = None,
         wide: Mapping[str, int] = MappingProxyType({}),
         extra: bool = True,
     ) -> None:
-        """`forward` of several roles, each on its own rows of `batch`, which together are all."""
+        """Add the role's outputs to `batch` as columns `names`, computed without gradients; see `workers/roles.py`."""
         ...
 
     def ask(self, role: str, question: Callable[[Any], Answer]) -> list[Answer]:
@@ -130,8 +119,8 @@ class TrainingSide(Protocol):
         """`target` ← share·`source` + (1 − share)·`target`; both must live in the same ranks and layout."""
         ...
 
-    def export(self, role: str, folder: str, *, adapters: bool = False) -> None:
-        """Write `role` as a Hugging Face model folder, or its `adapters` alone as a PEFT folder, whole or not at all."""
+    def export(self, role: str, folder: str) -> None:
+        """Write what was trained of `role`, a Hugging Face model folder or a PEFT folder, whole or not at all."""
         ...
 
     def save(self, folder: str) -> None:

@@ -233,59 +233,46 @@ class Roles:
 
     def forward(
         self,
-        role: str,
+        role: str | Mapping[str, Sequence[int]],
         batch: Batch,
         names: Sequence[str],
         *,
         rows: Sequence[int] | None = None,
-        at: Tensor | None = None,
-        **more: Any,
-    ) -> None:
-        """Add the role's outputs to `batch` as columns `names`, computed without gradients.
-
-        `rows`: of these rows alone; the others' are 0. `at` bool `[B, T]`: score at these tokens, after having read them,
-        instead of before each sampled one. `more` is as in `forward_each`.
-        """
-        self.forward_each({role: range(len(batch)) if rows is None else rows}, batch, names, asked=rows, at=at, **more)
-
-    def forward_each(
-        self,
-        rows_of: Mapping[str, Sequence[int]],
-        batch: Batch,
-        names: Sequence[str],
-        *,
-        asked: Sequence[int] | None = None,
         at: Tensor | None = None,
         columns: Sequence[str] = (),
         top_k: TopK | None = None,
         wide: Mapping[str, int] = MappingProxyType({}),
         extra: bool = True,
     ) -> None:
-        """`forward` of several roles, each on its own rows of `batch`, at the same time where their processes are others.
+        """Add the role's outputs to `batch` as columns `names`, computed without gradients.
 
-        Together they must be all rows, or all that are `asked`.
+        Several roles answer at the same time, where their processes are others, if `role` gives the rows of each; together they
+        must be all rows, or all that are asked. `rows`: of these rows alone; the others' are 0. `at` bool `[B, T]`: score at
+        these tokens, after having read them, instead of before each sampled one.
 
         The policy takes the batch's token columns, if there are any, unless `extra` is false. `columns` are sent along
         (`SCORED_IDS`); `top_k` asks for the likeliest tokens. What is then answered besides `names` becomes the columns
         `wide`, by name and width (see `megatron.step.forward`).
         """
+        of_role = range(len(batch)) if rows is None else rows
+        rows_of = {role: of_role} if isinstance(role, str) else role
         self.before_use()
         position, running = ScorePosition.of(at), []
-        for role, rows in rows_of.items():
-            group = self.group_of(role)
+        for name, its in rows_of.items():
+            group = self.group_of(name)
             # No replica may be without work: rows of others fill up, and nobody reads what is answered to them.
-            missing = max(0, group.layout.dp - len(rows))
-            filling = sorted({*range(len(batch))} - {*rows})[:missing] if missing else []
-            of_policy = extra and role == POLICY
-            replicas = [[share] for share in self._shares(role, batch, [*rows, *filling], columns, at=at, extra=of_policy)]
-            arguments = [(role, shares, position, top_k) for shares in group.per_rank(replicas)]
-            running.append((role, rows if filling else None, group.submit(RankCalls.forward, arguments)))
+            missing = max(0, group.layout.dp - len(its))
+            filling = sorted({*range(len(batch))} - {*its})[:missing] if missing else []
+            of_policy = extra and name == POLICY
+            replicas = [[share] for share in self._shares(name, batch, [*its, *filling], columns, at=at, extra=of_policy)]
+            arguments = [(name, shares, position, top_k) for shares in group.per_rank(replicas)]
+            running.append((name, its if filling else None, group.submit(RankCalls.forward, arguments)))
         answers: list[Answers | None] = []
-        for role, read, submitted in running:
-            phase, deadline_s = f"{role} forward", self._deadlines.step_s
-            given = self.group_of(role).wait(submitted, phase=phase, deadline_s=deadline_s)
-            answers += given if read is None else [answer and answer.of_rows(read) for answer in given]
-        batch.gather(names, answers, wide, asked=asked)
+        for name, read, submitted in running:
+            phase, deadline_s = f"{name} forward", self._deadlines.step_s
+            answered = self.group_of(name).wait(submitted, phase=phase, deadline_s=deadline_s)
+            answers += answered if read is None else [answer and answer.of_rows(read) for answer in answered]
+        batch.gather(names, answers, wide, asked=rows)
 
     def ask(self, role: str, question: Callable[[Any], Answer]) -> list[Answer]:
         """The answers of all ranks of `role` to an option's `question`, which gets the role's `RankModel`."""
@@ -350,8 +337,12 @@ class Roles:
         group, phase = self.group_of(target), f"copy of {source}"
         group.call(RankCalls.copy_role, source, target, share, phase=phase, deadline_s=self._deadlines.step_s)
 
-    def export(self, role: str, folder: str, *, adapters: bool = False) -> None:
-        """Write `role` as a Hugging Face model folder, or its `adapters` alone as a PEFT folder, whole or not at all."""
+    def export(self, role: str, folder: str, *, merged: bool = False) -> None:
+        """Write what was trained of `role` as a Hugging Face folder, whole or not at all; a policy's adapters as a PEFT folder.
+
+        `merged`: the weights of the whole model, to which adapters are added.
+        """
+        adapters = role == POLICY and self.config.policy.has_adapters and not merged
         self.before_use()
         group, phase = self.group_of(role), f"export of {role}"
         group.call(RankCalls.export_role, role, folder, adapters, phase=phase, deadline_s=self._deadlines.save_s)

@@ -106,7 +106,7 @@ class WeightUpdates:
     def _load(self, engines: Collection[int], version: int) -> dict[int, Exception]:
         """Write the policy as a folder and have these engines read it; by engine why it did not."""
         folder = self.folder / f"version-{version}"
-        self.roles.export(POLICY, str(folder))
+        self.roles.export(POLICY, str(folder), merged=True)
         deadline_s = self.rollout.deadlines.update_s
         try:
             return failures(

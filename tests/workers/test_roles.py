@@ -93,7 +93,7 @@ def test_each_role_answers_for_its_own_rows_and_a_replica_without_any_gets_one_t
     batch = batch_of(4, 5)
     batch.columns["ids"] = torch.arange(4 * 5 * 2).view(4, 5, 2).float()
     given = {POLICY: [0, 1, 3], "teacher": [2]}
-    roles.forward_each(given, batch, ["log_probs"], columns=["ids"], wide={"both": 2})
+    roles.forward(given, batch, ["log_probs"], columns=["ids"], wide={"both": 2})
     asked = [sorted(row for [share] in group.stored[at : at + 2] for row in share.rows.tolist()) for at in (0, 2)]
     assert asked == [[0, 1, 3], [0, 2]]
     for [share] in group.stored:
@@ -102,7 +102,7 @@ def test_each_role_answers_for_its_own_rows_and_a_replica_without_any_gets_one_t
     assert torch.equal(batch.columns["log_probs"], rows)
     assert torch.equal(batch.columns["both"], torch.stack([2 * rows, 3 * rows], dim=-1))
     with pytest.raises(ValueError, match="was answered with 3 columns; there must be 4"):
-        roles.forward_each(given, batch, ["log_probs"], wide={"both": 3})
+        roles.forward(given, batch, ["log_probs"], wide={"both": 3})
 
 
 def test_examples_that_are_mixed_in_follow_in_micro_batches_and_with_columns_of_their_own() -> None:

@@ -59,7 +59,7 @@ class Teachers(StepPart):
             self._role(prompt.row, prompt.row_id)
 
     def asked_of_policy(self) -> dict[str, Any]:
-        """Further arguments of the policy's pass at the start of a step (`Roles.forward_each`)."""
+        """Further arguments of the policy's pass at the start of a step (`TrainingSide.forward`)."""
         if self.top_k is None or not self.distillation.asks_policy:
             return {}
         return {"top_k": self.top_k, "wide": {SCORED_IDS: self.top_k.k, "policy_scored_log_probs": self.top_k.k}}
@@ -75,7 +75,7 @@ class Teachers(StepPart):
             del batch.columns["policy_scored_log_probs"]
         elif self.top_k is not None:
             more = {"top_k": self.top_k, "wide": {SCORED_IDS: self.top_k.k, SCORED: self.top_k.k}}
-        roles.forward_each(rows_of, batch, ["teacher_log_probs", "teacher_entropy"], **more)
+        roles.forward(rows_of, batch, ["teacher_log_probs", "teacher_entropy"], **more)
 
     def shape_advantages(self, advantages: Tensor, sampled: Callable[[], Tensor], batch: Batch) -> Tensor:
         """The advantages of the rewards and those of the teacher, weighted; nothing is normalised after this."""
