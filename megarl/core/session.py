@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
@@ -28,7 +28,8 @@ from megarl.experience.eval_figures import evaluation
 from megarl.experience.experience import Experience, set_loss_weights
 from megarl.experience.inputs import RlInputs
 from megarl.experience.objectives import OwnLoss, PolicyObjective, TokenFunction, ValueObjective, cross_entropy
-from megarl.experience.step_tokens import loss_arguments, set_token_columns
+from megarl.experience.step_parts import ChosenRows
+from megarl.experience.step_tokens import TOKEN_COLUMNS, loss_arguments, set_token_columns
 from megarl.observe.expert_load import EXPERTS
 from megarl.runs.provenance import provenance
 from megarl.runs.run_checkpoint import CheckpointFolder, read_state
@@ -36,6 +37,8 @@ from megarl.runs.saving import Saving
 from megarl.runs.training_side import CRITIC, POLICY, REFERENCE, TrainingSide
 from megarl.system.user_code import absolute_name
 
+LOSS_COLUMNS = ("weights", "advantages", "rollout_log_probs", "old_log_probs", "reference_log_probs", "correction")
+"""Columns of a batch that the policy's losses read, beside those of single tokens and of options."""
 PromptLike = Prompt | str | Sequence[Mapping[str, Any]]
 """A prompt that was made before, a text, or chat messages."""
 
@@ -246,20 +249,33 @@ class Session:
         for name in limited:  # the engine's are over all tokens
             batch.columns["rollout_log_probs"] = batch.columns["rollout_log_probs"] - batch.columns[name]
 
+    def prepare(self, batch: Batch, step: int | None = None) -> None:
+        """Add the columns that the config's estimator and losses read, where the batch has none: old and reference log-probs,
+        values, and those of options. `step`: the number of the step (None: that of the session)."""
+        config, parts = self.config, self.inputs.parts
+        if config.needs_old_log_probs and "old_log_probs" not in batch.columns:
+            self.old_log_probs(batch)
+        for part in parts:
+            part.behind_policy_pass(self.roles, batch, self.step if step is None else step)
+        if config.uses_reference and "reference_log_probs" not in batch.columns:
+            self.roles.forward(REFERENCE, batch, ["reference_log_probs", "reference_entropy"])
+        for part in parts:
+            part.prepare(self.roles, batch)
+        if config.uses_critic and "values" not in batch.columns:
+            self.roles.forward(CRITIC, batch, ["values"])
+            if config.algorithm.truncated_responses == "bootstrap":
+                self.roles.forward(CRITIC, batch, ["values_after"], at=batch.last_tokens)
+
     def advantages(self, batch: Batch, rewards: Sequence[float]) -> dict[str, float]:
         """Add the columns `advantages`, and for a critic `returns`, by the config's estimator; returns metrics.
 
         `rewards`: one per row. Log-probs and values that the estimator reads are computed where the batch has none.
         """
-        config = self.config
         if len(rewards) != len(batch):
             raise ConfigError(f"rewards has {len(rewards)} numbers for {len(batch)} samples; it must have one for each")
-        if config.needs_old_log_probs and "old_log_probs" not in batch.columns:
-            self.old_log_probs(batch)
-        if config.uses_reference and "reference_log_probs" not in batch.columns:
-            self.roles.forward(REFERENCE, batch, ["reference_log_probs", "reference_entropy"])
-        if config.uses_critic and "values" not in batch.columns:
-            self.roles.forward(CRITIC, batch, ["values"])
+        self.prepare(batch)
+        for part in self.inputs.parts:
+            part.take_rewards(batch, rewards)
         self._rewards = list(rewards)
         return self.experience.estimate(batch, rewards)
 
@@ -301,9 +317,8 @@ class Session:
             hint = nearest(weights, AGGREGATIONS)
             raise ConfigError(f"weights is '{weights}'{hint}; it must be {', '.join(AGGREGATIONS)}, or a tensor [B, T]")
         objective = self._objective(loss, role)
-        needed = {"values", "returns"} if role == CRITIC else set() if isinstance(objective, OwnLoss) else {"advantages"}
-        if missing := sorted(needed - batch.columns.keys()):
-            raise ConfigError(f"the batch has no column {' and '.join(missing)}, which the loss reads; call advantages() first")
+        if not isinstance(objective, OwnLoss):
+            _check_columns(batch, role)
         if loss is None and role == POLICY:
             set_token_columns(batch, chosen, self.config, rewards=self._rewards, update_number=self.step)
         update = self.roles.start_update(role, batch, chosen, [*batch.columns], objective, applies=False)
@@ -311,6 +326,63 @@ class Session:
         self._accumulated.add(role)
         metrics.pop(EXPERTS, None)
         return metrics
+
+    def update(
+        self,
+        batch: Batch,
+        rows: Sequence[int] | None = None,
+        *,
+        roles: Sequence[str] | None = None,
+        chosen: ChosenRows | None = None,
+        has_weights: bool = False,
+        shown_rows: int = 0,
+        without: Collection[str] = (),
+    ) -> dict[str, dict[str, Any]]:
+        """Make one optimizer step of each of `roles` by the config's losses, at the same time; returns metrics by role.
+
+        Args:
+            batch: with the columns of `advantages`.
+            rows: of the batch; None: all.
+            roles: None: all that are trained.
+            chosen: the rows that an option trains on, if one does.
+            has_weights: the weights of the loss and the columns of `step_tokens` are those of the batch.
+            shown_rows: number of the first rows whose log-probs come with the policy's metrics, as `LOG_PROBS`.
+            without: columns that the policy's loss is not to read.
+
+        Raises:
+            ConfigError: a role is not trained, the batch lacks a column, or gradients of `forward_backward` wait.
+        """
+        config, parts = self.config, self.inputs.parts
+        named = (CRITIC, POLICY) if roles is None and config.uses_critic else (POLICY,) if roles is None else roles
+        for role in named:
+            self._check_role(role, trained=True)
+            _check_columns(batch, role)
+            if role in self._accumulated:
+                raise ConfigError(
+                    f"update would lose the gradients of forward_backward of {role}; call optimizer_step before it"
+                )
+        trained = range(len(batch)) if rows is None else rows
+        if not has_weights:
+            set_loss_weights(batch, trained, config)
+            set_token_columns(batch, trained, config, rewards=self._rewards, update_number=self.step)
+        running = []
+        if CRITIC in named:
+            objective = ValueObjective(config.critic.value_clip)
+            running.append(self.roles.start_update(CRITIC, batch, trained, ["weights", "values", "returns"], objective))
+        if POLICY in named:
+            read = [*LOSS_COLUMNS, *TOKEN_COLUMNS, *(chosen.columns if chosen is not None else ())]
+            read += [name for part in parts for name in part.loss_columns()] + [*config.algorithm.loss_needs.columns]
+            columns = [name for name in dict.fromkeys(read) if name in batch.columns and name not in without]
+            stream_loss = next(filter(None, (part.stream_loss() for part in parts)), None)
+            loss = self.policy_objective(shown_rows=shown_rows, stream_loss=stream_loss)
+            mixed_in = next(filter(None, (part.mixed_in() for part in parts)), None)
+            together = chosen is not None
+            running.append(
+                self.roles.start_update(POLICY, batch, trained, columns, loss, keep_groups=together, mixed_in=mixed_in)
+            )
+            self.rollouts.stale = True
+            self.step += 1
+        return dict(zip(named, self.roles.finish_updates(running), strict=True))
 
     def optimizer_step(self, role: str = POLICY) -> dict[str, float]:
         """Apply the gradients since the last step, clipped and scheduled as `<role>.optimizer` says.
@@ -453,6 +525,13 @@ def _flat(samples: Sequence[Sample | Sequence[Sample]]) -> Iterator[Sample]:
             yield one
         else:
             yield from one
+
+
+def _check_columns(batch: Batch, role: str) -> None:
+    """Refuse a batch without the columns that the config's loss of `role` reads."""
+    needed = {"values", "returns"} if role == CRITIC else {"advantages"}
+    if missing := sorted(needed - batch.columns.keys()):
+        raise ConfigError(f"the batch has no column {' and '.join(missing)}, which the loss reads; call advantages() first")
 
 
 def _of_tokens(advantages: Sequence[float] | Tensor, batch: Batch) -> Tensor:

@@ -25,12 +25,11 @@ from megarl.experience.experience import (
     set_loss_weights,
 )
 from megarl.experience.inputs import RlInputs
-from megarl.experience.objectives import ValueObjective
 from megarl.experience.parity_checks import ParityChecks, bounds
 from megarl.experience.samples_file import SamplesFile
 from megarl.experience.source_figures import DataSources
 from megarl.experience.step_parts import ChosenRows
-from megarl.experience.step_tokens import TOKEN_COLUMNS, older_tokens, set_token_columns
+from megarl.experience.step_tokens import older_tokens, set_token_columns
 from megarl.observe import MetricsFile, distributions
 from megarl.observe.progress import SHOWN, rows_line
 from megarl.runs.training_side import CRITIC, POLICY, REFERENCE
@@ -183,24 +182,14 @@ class RlRun(Run):
         with self.phases("log_probs"):
             if self._first_update_is_a_pass:
                 self._forward_later_rows(batch)
-            elif config.needs_old_log_probs:
-                self.session.old_log_probs(batch)
-            for part in self.parts:
-                part.behind_policy_pass(self.roles, batch, self.step)
             if config.uses_reference:
                 self.reset_reference_if_due()
-                self.roles.forward(REFERENCE, batch, ["reference_log_probs", "reference_entropy"])
             elif self.step == 0:
                 # No KL term, but the policy must still start out as the reference: loaded, compared once, dropped.
                 self.roles.load(REFERENCE)
                 self.roles.forward(REFERENCE, batch, ["reference_log_probs", "reference_entropy"])
                 self.roles.drop(REFERENCE)
-            for part in self.parts:
-                part.prepare(self.roles, batch)
-            if config.uses_critic:
-                self.roles.forward(CRITIC, batch, ["values"])
-                if config.algorithm.truncated_responses == "bootstrap":
-                    self.roles.forward(CRITIC, batch, ["values_after"], at=batch.last_tokens)
+            self.session.prepare(batch, self.step)
         return batch
 
     def estimate_advantages(self, batch: Batch, rewards: Sequence[float]) -> None:
@@ -273,31 +262,18 @@ class RlRun(Run):
             self._episodes.split(["weights"])
             number = self.step * config.optimizer_steps_per_step + len(self._updates)
             set_token_columns(batch, rows, config, rewards=self._scores, update_number=number)
-            running = []
-            if config.uses_critic:
-                value_columns = ["weights", "values", "returns"]
-                objective = ValueObjective(config.critic.value_clip)
-                running.append(self.roles.start_update(CRITIC, batch, rows, value_columns, objective))
-            if not self._warms_up:
-                wanted = ["weights", "advantages", "rollout_log_probs", "old_log_probs", "reference_log_probs", "correction"]
-                wanted += [name for part in self.parts for name in part.loss_columns()]
-                wanted += (*TOKEN_COLUMNS, *(self._chosen.columns if self._chosen is not None else ()))
-                wanted += [name for name in config.algorithm.loss_needs.columns if name not in wanted]
-                absent = ["old_log_probs"] if computes_old else []
-                columns = [name for name in wanted if name in batch.columns and name not in absent]
-                mixed_in = next(filter(None, (part.mixed_in() for part in self.parts)), None)
-                shown = 0 if "old_log_probs" in batch.columns else config.run.log_samples
-                loss = self.session.policy_objective(
-                    shown_rows=len(batch) if computes_old else shown,
-                    stream_loss=next(filter(None, (part.stream_loss() for part in self.parts)), None),
-                )
-                together = self._chosen is not None
-                update = self.roles.start_update(POLICY, batch, rows, columns, loss, keep_groups=together, mixed_in=mixed_in)
-                running.append(update)
-                self.rollouts.stale = True
-            names = [CRITIC, POLICY] if config.uses_critic else [POLICY]
+            shown = 0 if "old_log_probs" in batch.columns else config.run.log_samples
+            updates = self.session.update(
+                batch,
+                rows,
+                roles=[*([CRITIC] if config.uses_critic else []), *([] if self._warms_up else [POLICY])],
+                chosen=self._chosen,
+                has_weights=True,
+                shown_rows=len(batch) if computes_old else shown,
+                without=["old_log_probs"] if computes_old else (),
+            )
             merged: dict[str, float] = {}
-            for name, metrics in zip(names, self.roles.finish_updates(running), strict=False):
+            for name, metrics in updates.items():
                 self._take_log_probs(batch, metrics.pop(LOG_PROBS, {}), are_old=computes_old)
                 self.experts.take(name, metrics)
                 merged |= {(f"{name}/{key}" if "/" not in key else key): value for key, value in metrics.items()}
