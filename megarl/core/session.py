@@ -321,6 +321,7 @@ class Session:
             _check_columns(batch, role)
         if loss is None and role == POLICY:
             set_token_columns(batch, chosen, self.config, rewards=self._rewards, update_number=self.step)
+        self._accumulated.discard(role)  # a pass that fails takes those before it along
         update = self.roles.start_update(role, batch, chosen, [*batch.columns], objective, applies=False)
         (metrics,) = self.roles.finish_updates([update])
         self._accumulated.add(role)

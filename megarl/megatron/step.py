@@ -91,8 +91,9 @@ def forward(
         outputs.append(output)
         return output.sum(), {}
 
-    with torch.no_grad():
-        _run(chunks, options, micro_batches, collect, position, progress, forward_only=True, top_k=top_k, parts=parts)
+    scheduled = partial(_scheduled, chunks, options, micro_batches, position=position, progress=progress, parts=parts)
+    with torch.no_grad(), scheduled(collect, forward_only=True, top_k=top_k) as run:
+        run()
     return Answers.joined([stream.answers(output) for stream, output in zip(streams, on_host(outputs), strict=True)])
 
 
@@ -117,13 +118,13 @@ def forward_backward(
         for chunk in chunks:
             chunk.zero_grad_buffer()
     totals: dict[str, Any] = {}
-    run = partial(_run, chunks, options, micro_batches, position=position, progress=progress, parts=parts)
+    scheduled = partial(_scheduled, chunks, options, micro_batches, position=position, progress=progress, parts=parts)
     if parts.watch is not None and parts.watch.counts_first:
-        with torch.no_grad():
-            run(_no_loss, forward_only=True)
+        with torch.no_grad(), scheduled(_no_loss, forward_only=True) as run:
+            run()
         parts.watch.keep_loads()
-    with nullcontext() if reduces else _unreduced(chunks):
-        of_micro_batches = run(loss_function, forward_only=False)
+    with nullcontext() if reduces else _unreduced(chunks), scheduled(loss_function, forward_only=False) as run:
+        of_micro_batches = run()
     for metrics in metrics_on_host(of_micro_batches):
         add_metrics(totals, metrics)
     return totals
@@ -189,7 +190,8 @@ def metrics_on_host(of_micro_batches: Sequence[Mapping[str, Any]]) -> list[dict[
     return numbers
 
 
-def _run(
+@contextmanager
+def _scheduled(
     chunks: Sequence[Any],
     options: ModelOptions,
     micro_batches: Sequence[MicroBatch],
@@ -200,7 +202,8 @@ def _run(
     forward_only: bool,
     top_k: TopK | None = None,
     parts: PassParts = NO_PARTS,
-) -> list[dict[str, Any]]:
+) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """megatron-core's schedule of a pass, to be called once: metrics of each micro-batch. Its inputs are made meanwhile."""
     device = torch.device(torch.cuda.current_device())
     parts = parts.joining(training=not forward_only)
     filled = [(units, loss_function) for units in micro_batches]
@@ -235,7 +238,8 @@ def _run(
     makers = [partial(_prepare, lay, options, shape, device) for lay in laid]
     with Prefetched(makers, device, takers=len(chunks)) as inputs:
         iterators = [inputs.iterator() for _ in chunks]
-        outputs = get_forward_backward_func()(
+        yield partial(
+            get_forward_backward_func(),
             forward_step_func=partial(_forward_step, options=options, progress=progress, top_k=top_k, parts=parts),
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=list(chunks),
@@ -245,7 +249,6 @@ def _run(
             forward_only=forward_only,
         )
     progress.wanted = 0
-    return outputs
 
 
 _NOTHING: MicroBatch = [

@@ -55,7 +55,7 @@ def free_address() -> tuple[str, int]:
 
 
 @timed(
-    "add_role", "forward", "update", "accumulate", "optimizer_step", "open_senders", "push_weights", "keep_on_device",
+    "add_role", "forward", "update", "optimizer_step", "open_senders", "push_weights", "keep_on_device",
     "export_role", "save_role", "load_role",
 )  # fmt: skip
 class Rank:
@@ -132,18 +132,15 @@ class Rank:
         """Answer an option's `question` about the role's model (`RankModel`) on this rank; collective if the question is."""
         return question(self.roles[role])
 
-    def update(self, role: str, shares: Sequence[Share], loss_function: Any, position: ScorePosition) -> dict[str, float]:
-        """One optimizer step on the micro-batches of all `shares`; metric sums of this rank."""
+    def update(
+        self, role: str, shares: Sequence[Share], loss_function: Any, position: ScorePosition, applies: bool = True
+    ) -> dict[str, float]:
+        """One optimizer step on the micro-batches of all `shares`, or gradients for one; metric sums of this rank."""
         with record_function(f"update {role}"):
-            return self.roles[role].update([*chain(*shares)], loss_function, position=position)
-
-    def accumulate(self, role: str, shares: Sequence[Share], loss_function: Any, position: ScorePosition) -> dict[str, float]:
-        """Gradients of the micro-batches of all `shares`, added to those since the last step; metric sums of this rank."""
-        with record_function(f"accumulate {role}"):
-            return self.roles[role].accumulate([*chain(*shares)], loss_function, position=position)
+            return self.roles[role].update([*chain(*shares)], loss_function, position=position, applies=applies)
 
     def optimizer_step(self, role: str) -> dict[str, float]:
-        """One optimizer step by what was accumulated; `grad_norm`, `lr` and whether it was skipped, on rank 0."""
+        """One optimizer step by gradients of updates that did not apply; `grad_norm`, `lr`, and if it was skipped, on rank 0."""
         return self.roles[role].step()
 
     def copy_role(self, source: str, target: str, share: float) -> None:

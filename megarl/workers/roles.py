@@ -314,8 +314,8 @@ class Roles:
                 logits=self.specs[role].head == "log_probs",
                 tower_passes=1 if "vision" in self.config.policy.freeze else PASSES,
             )
-        arguments = [(role, shares, loss, position) for shares in group.per_rank(replicas)]
-        return group, group.submit(RankCalls.update if applies else RankCalls.accumulate, arguments)
+        arguments = [(role, shares, loss, position, applies) for shares in group.per_rank(replicas)]
+        return group, group.submit(RankCalls.update, arguments)
 
     def finish_updates(self, updates: Sequence[Any]) -> list[dict[str, Any]]:
         """Wait for updates and return each one's metrics (see `combine`)."""
