@@ -38,11 +38,9 @@ from megarl.megatron.update_guard import WatchedLoss, refusal
 from megarl.megatron.weights import Quantiser, export_weights, load_weights, role_map
 from megarl.models.adapters import adapter_part
 from megarl.models.hf_folder import HFFolder
-from megarl.models.registry import architecture_for
 from megarl.models.weight_map import PREDICTION
 from megarl.observe.expert_load import EXPERTS
-from megarl.options.pictures.positions import with_positions
-from megarl.options.pictures.tower import SeeingModel
+from megarl.option_list import functions
 from megarl.platform.deterministic import make_deterministic
 
 
@@ -62,9 +60,7 @@ class RankModel:
         if options.deterministic:
             make_deterministic()
         folder = HFFolder(options.path)
-        architecture = architecture_for(folder.config)
         self.weight_map = role_map(options, folder)
-        self.vision = architecture.vision(folder.config)
         self.adapters: Any = adapter_part("layers").AdapterSwitch() if options.lora is not None else None
         self.chunks = build_model(options, folder, self.adapters)
         load_weights(self.chunks, options, folder, self.weight_map)
@@ -200,16 +196,13 @@ class RankModel:
 
     def take_tower_seconds(self) -> float:
         """Seconds of the vision tower's forward passes in updates since the last call; 0 where this rank has none."""
-        chunks = (unwrap_model(chunk) for chunk in self.chunks)
-        return sum(chunk.tower_time.take() for chunk in chunks if isinstance(chunk, SeeingModel))
+        return sum((take(self.chunks) for take in functions("model_part", "take_tower_seconds")), 0.0)
 
     def _placed(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """The same micro-batches, in which prompts and responses that show pictures have positions on three axes."""
-        vision = self.vision
-        if vision is None:
-            return micro_batches
-
-        return [[with_positions(unit, vision) for unit in units] for units in micro_batches]
+        """The same micro-batches with what parts of options want them to have before they are laid."""
+        for part in self.parts:
+            micro_batches = [part.placed(units) for units in micro_batches]
+        return micro_batches
 
     def copy_weights_from(self, other: RankModel, share: float = 1.0) -> None:
         """Weights ← share·(those of a role with the same layout and head) + (1 − share)·(own); with 1 they are taken over.

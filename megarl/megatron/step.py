@@ -42,8 +42,6 @@ from megarl.megatron.options import ModelOptions
 from megarl.megatron.pass_parts import PassParts
 from megarl.megatron.prefetch import Prefetched, on_device
 from megarl.megatron.rotary import PackedRotaryEmbedding
-from megarl.options.pictures.stream_media import StreamMedia
-from megarl.options.pictures.tower import SeeingModel
 
 LossFunction = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, Any]]]
 """(model output `[N, C]`, stream) → (scalar loss already divided by its global denominator, metric sums).
@@ -224,7 +222,7 @@ def _scheduled(
     laid = [partial(_lay, units, loss, options, shape, device, parts) for units, loss in filled]
     all_laid: list[_Laid] = []
     has_balance = parts.watch is not None and parts.watch.balance.has_losses and not forward_only
-    if parts.parts or has_balance:
+    if any(part.reads_ahead for part in parts.parts) or has_balance:
         # Each of them reads all micro-batches before the first.
         all_laid = [lay() for lay in laid]
         laid = [partial(_itself, one) for one in all_laid]
@@ -279,8 +277,8 @@ class _Laid(NamedTuple):
     """A micro-batch: the whole stream, the same on all ranks of a replica, and what this rank holds of it.
 
     `stream` and `share` are in main memory, all else is on the device, these two as `on_device` and `held`. `positions` is how
-    many positions the rotary embedding must know. `seen` are the pictures that this rank's tokens show, `given` what
-    each part of an option needs, `routed` the tokens whose experts are counted.
+    many positions the rotary embedding must know. `given` is what each part of an option needs, `routed` the tokens whose
+    experts are counted.
     """
 
     stream: PackedStream
@@ -288,7 +286,6 @@ class _Laid(NamedTuple):
     on_device: PackedStream
     held: StreamShard
     positions: int
-    seen: StreamMedia | None
     given: Sequence[Any]
     routed: TokenSequences | None
     loss_function: LossFunction
@@ -315,14 +312,12 @@ def _lay(
         arguments["pad_to_multiple"] = shape.tokens
     stream = pack(units, position=shape.position, **arguments)
     share = context_parallel_shard(stream, options.layout.cp, parallel_state.get_context_parallel_rank())
-    seen = stream.media.of_tokens(share.positions, len(stream.token_ids)) if stream.media is not None else None
     return _Laid(
         stream,
         share,
         stream.to(device),
         share.to(device),
         int(stream.position_ids.max()) + 1,
-        seen.to(device) if seen else None,
         [part.lay(units, stream, share, device) for part in parts.parts],
         parts.watch.tokens_of(stream, share).to(device) if parts.watch is not None else None,
         loss_function,
@@ -384,8 +379,6 @@ def _forward_step(
         # Of the whole stream's angles Transformer Engine's layers pick their rank's themselves.
         whole = options.layer_spec == "transformer_engine" and options.core_attention == "spec"
         rotary.positions = (stream.position_ids if whole else position_ids, laid.positions)
-    if isinstance(core, SeeingModel):
-        core.seen = laid.seen
     if core.post_process:
         core.output_layer.request = HeadRequest(share.rows, _targets(stream)[share.scored], top_k)
     with parts.micro_batch(core, laid.given, laid.routed):
