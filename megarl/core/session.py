@@ -10,10 +10,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
-from megarl.algorithms import AGGREGATIONS, POLICY_LOSSES, LossSettings
+from megarl.algorithms import AGGREGATIONS
 from megarl.config import Config, to_yaml
 from megarl.core.protocols import Placed, RolloutSide, StartProcesses
 from megarl.data.batch import Batch
@@ -27,15 +26,15 @@ from megarl.errors import ConfigError, nearest
 from megarl.experience.eval_figures import evaluation
 from megarl.experience.experience import Experience, set_loss_weights
 from megarl.experience.inputs import RlInputs
-from megarl.experience.objectives import OwnLoss, PolicyObjective, TokenFunction, ValueObjective, cross_entropy
+from megarl.experience.losses_of_config import check_columns, objective_of, of_tokens, policy_objective
+from megarl.experience.objectives import OwnLoss, TokenFunction
 from megarl.experience.step_parts import ChosenRows
-from megarl.experience.step_tokens import TOKEN_COLUMNS, loss_arguments, set_token_columns
+from megarl.experience.step_tokens import TOKEN_COLUMNS, set_token_columns
 from megarl.observe.expert_load import EXPERTS
 from megarl.runs.provenance import provenance
 from megarl.runs.run_checkpoint import CheckpointFolder, read_state
 from megarl.runs.saving import Saving
 from megarl.runs.training_side import CRITIC, POLICY, REFERENCE, TrainingSide
-from megarl.system.user_code import absolute_name
 
 LOSS_COLUMNS = ("weights", "advantages", "rollout_log_probs", "old_log_probs", "reference_log_probs", "correction")
 """Columns of a batch that the policy's losses read, beside those of single tokens and of options."""
@@ -308,7 +307,7 @@ class Session:
         self._check_role(role, trained=True)
         chosen = range(len(batch)) if rows is None else rows
         if advantages is not None:
-            batch.columns["advantages"] = _of_tokens(advantages, batch)
+            batch.columns["advantages"] = of_tokens(advantages, batch)
         if isinstance(weights, Tensor):
             batch.columns["weights"] = weights
         elif weights is None or weights in AGGREGATIONS:
@@ -316,9 +315,9 @@ class Session:
         else:
             hint = nearest(weights, AGGREGATIONS)
             raise ConfigError(f"weights is '{weights}'{hint}; it must be {', '.join(AGGREGATIONS)}, or a tensor [B, T]")
-        objective = self._objective(loss, role)
+        objective = objective_of(loss, role, self.config, self.experience, self.inputs.parts)
         if not isinstance(objective, OwnLoss):
-            _check_columns(batch, role)
+            check_columns(batch, role)
         if loss is None and role == POLICY:
             set_token_columns(batch, chosen, self.config, rewards=self._rewards, update_number=self.step)
         self._accumulated.discard(role)  # a pass that fails takes those before it along
@@ -357,7 +356,7 @@ class Session:
         named = (CRITIC, POLICY) if roles is None and config.uses_critic else (POLICY,) if roles is None else roles
         for role in named:
             self._check_role(role, trained=True)
-            _check_columns(batch, role)
+            check_columns(batch, role)
             if role in self._accumulated:
                 raise ConfigError(
                     f"update would lose the gradients of forward_backward of {role}; call optimizer_step before it"
@@ -368,14 +367,14 @@ class Session:
             set_token_columns(batch, trained, config, rewards=self._rewards, update_number=self.step)
         running = []
         if CRITIC in named:
-            objective = ValueObjective(config.critic.value_clip)
-            running.append(self.roles.start_update(CRITIC, batch, trained, ["weights", "values", "returns"], objective))
+            value_loss = objective_of(None, CRITIC, config, self.experience, parts)
+            running.append(self.roles.start_update(CRITIC, batch, trained, ["weights", "values", "returns"], value_loss))
         if POLICY in named:
             read = [*LOSS_COLUMNS, *TOKEN_COLUMNS, *(chosen.columns if chosen is not None else ())]
             read += [name for part in parts for name in part.loss_columns()] + [*config.algorithm.loss_needs.columns]
             columns = [name for name in dict.fromkeys(read) if name in batch.columns and name not in without]
             stream_loss = next(filter(None, (part.stream_loss() for part in parts)), None)
-            loss = self.policy_objective(shown_rows=shown_rows, stream_loss=stream_loss)
+            loss = policy_objective(config, self.experience, parts, shown_rows=shown_rows, stream_loss=stream_loss)
             mixed_in = next(filter(None, (part.mixed_in() for part in parts)), None)
             together = chosen is not None
             running.append(
@@ -404,51 +403,6 @@ class Session:
             self.step += 1
             self.rollouts.stale = True
         return metrics
-
-    def policy_objective(self, name: str | None = None, shown_rows: int = 0, stream_loss: Any = None) -> PolicyObjective:
-        """The config's policy loss with its penalties and bonuses; `name`: another policy loss in its place.
-
-        `shown_rows` and `stream_loss` are as in `PolicyObjective`.
-        """
-        algorithm, parts = self.config.algorithm, self.inputs.parts
-        return PolicyObjective(
-            absolute_name(name or algorithm.policy_loss),
-            LossSettings(
-                clip_low=algorithm.clip_low,
-                clip_high=algorithm.clip_high,
-                dual_clip=algorithm.dual_clip,
-                kl_coef=self.experience.old_policy_kl,
-            ),
-            kl_coef=algorithm.kl.coef if algorithm.kl.apply_to == "loss" else 0.0,
-            kl_estimator=algorithm.kl.estimator,
-            kl_unbiased=algorithm.kl.unbiased,
-            entropy_coef=self.experience.entropy_coef,
-            nll_coef=algorithm.positive_nll.coef,
-            terms=tuple(filter(None, (part.token_term() for part in parts))),
-            limited=bool(self.config.rollout.sampling_limits),
-            mixed=tuple(filter(None, (part.mixed_loss() for part in parts))),
-            shown_rows=shown_rows,
-            bypass=algorithm.bypasses_old_log_probs,
-            also_given=algorithm.loss_needs.further if name is None else (),
-            arguments=loss_arguments(algorithm) if name is None else {},
-            of_stream=stream_loss,
-        )
-
-    def _objective(self, loss: str | TokenFunction | None, role: str) -> Any:
-        if role == CRITIC:
-            if loss is not None:
-                raise ConfigError(f"loss is '{loss}', but role is 'critic', which has its own; leave loss out")
-            return ValueObjective(self.config.critic.value_clip)
-        if loss == "cross_entropy":
-            return OwnLoss(cross_entropy)
-        if loss is None or isinstance(loss, str):
-            if loss is not None and ":" not in loss and loss not in [*POLICY_LOSSES]:
-                known = ["cross_entropy", *POLICY_LOSSES]
-                raise ConfigError(f"loss is '{loss}'{nearest(loss, known)}; it must be {', '.join(known)}, or a function")
-            return self.policy_objective(loss)
-        if not callable(loss):
-            raise ConfigError(f"loss is a {type(loss).__name__}; it must be a name or a function(log_probs, columns)")
-        return OwnLoss(loss)
 
     def _limited(self) -> list[str]:
         return ["kept_log_probability"] if self.config.rollout.sampling_limits else []
@@ -526,23 +480,3 @@ def _flat(samples: Sequence[Sample | Sequence[Sample]]) -> Iterator[Sample]:
             yield one
         else:
             yield from one
-
-
-def _check_columns(batch: Batch, role: str) -> None:
-    """Refuse a batch without the columns that the config's loss of `role` reads."""
-    needed = {"values", "returns"} if role == CRITIC else {"advantages"}
-    if missing := sorted(needed - batch.columns.keys()):
-        raise ConfigError(f"the batch has no column {' and '.join(missing)}, which the loss reads; call advantages() first")
-
-
-def _of_tokens(advantages: Sequence[float] | Tensor, batch: Batch) -> Tensor:
-    """Advantages of responses or of tokens as a column."""
-    given = torch.as_tensor(advantages, dtype=torch.float32)
-    if given.shape == (len(batch),):
-        given = given[:, None] * batch.mask
-    if given.shape != batch.mask.shape:
-        raise ConfigError(
-            f"advantages has the shape {[*given.shape]}; it must be one number for each of {len(batch)} rows, or "
-            f"{[*batch.mask.shape]}"
-        )
-    return given

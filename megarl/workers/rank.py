@@ -140,7 +140,7 @@ class Rank:
             return self.roles[role].update([*chain(*shares)], loss_function, position=position, applies=applies)
 
     def optimizer_step(self, role: str) -> dict[str, float]:
-        """One optimizer step by gradients of updates that did not apply; `grad_norm`, `lr`, and if it was skipped, on rank 0."""
+        """One optimizer step by gradients of updates that did not apply; `grad_norm`, `lr` and `skipped`, on rank 0."""
         return self.roles[role].step()
 
     def copy_role(self, source: str, target: str, share: float) -> None:

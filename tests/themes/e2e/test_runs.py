@@ -229,7 +229,7 @@ def test_an_exception_in_a_rank_reaches_the_driver_with_its_traceback(
     import tests.themes.e2e.test_runs as here
 
     cloudpickle.register_pickle_by_value(here)
-    monkeypatch.setattr("megarl.core.session.PolicyObjective", lambda *a, **k: Broken())
+    monkeypatch.setattr("megarl.experience.losses_of_config.PolicyObjective", lambda *a, **k: Broken())
     config = tiny_config(**{"policy.layout": {"dp": 2}, "data.eval": None})
     with pytest.raises(WorkerError, match="broken on purpose") as raised:
         train(config)
