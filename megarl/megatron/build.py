@@ -27,8 +27,7 @@ from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
 from megarl.option_list import functions, part
-from megarl.options.pictures.media import PictureRules
-from megarl.options.pictures.picture_rules import load_picture_rules
+from megarl.options.pictures.picture_rules import PictureRules, load_picture_rules
 from megarl.options.pictures.pixels import Pictures
 from megarl.options.pictures.tower import SeeingModel, build_tower
 from megarl.options.pictures.vision import Vision

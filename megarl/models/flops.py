@@ -80,7 +80,7 @@ class FlopsModel:
     ) -> int:
         """Operations of a prompt computed once with responses that each attend to it and to themselves.
 
-        `grids` are those of all their pictures (`options/pictures/media.py`). `repeats`: so many first tokens of some responses
+        `grids` are those of all their pictures (`data/media.py`). `repeats`: so many first tokens of some responses
         are computed with another's.
         """
         total = sum(response_tokens)

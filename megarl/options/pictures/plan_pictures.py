@@ -18,8 +18,7 @@ from megarl.data.micro_batches import Grid
 from megarl.errors import ConfigError, MegarlError
 from megarl.models.flops import FlopsModel
 from megarl.models.shape import ModelShape
-from megarl.options.pictures.media import PictureRules
-from megarl.options.pictures.picture_rules import counts_frames
+from megarl.options.pictures.picture_rules import PictureRules, counts_frames
 from megarl.options.pictures.vision import Vision
 
 ROWS = 32

@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megarl.data.media import Media
 from megarl.data.stream import Response, Unit
 from megarl.errors import ModelError
-from megarl.options.pictures.media import Media
 from megarl.options.pictures.vision import Vision
 
 
