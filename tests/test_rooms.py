@@ -211,7 +211,7 @@ def test_nothing_is_imported_in_a_circle() -> None:
 
 
 IMPORTS_OF_OPTIONS: dict[str, int] = {
-    "pictures": 54,
+    "pictures": 0,
     "lora": 0,
     "prediction": 0,
     "routing_replay": 0,
@@ -245,7 +245,7 @@ def test_only_these_imports_of_options_are_left() -> None:
     assert {*OPTIONS} <= IMPORTS_OF_OPTIONS.keys()
 
 
-PLAIN_PATH = {"lines": 10_017, "lines_that_name_an_option": 198}
+PLAIN_PATH = {"lines": 9_972, "lines_that_name_an_option": 195}
 """What a reader of a plain step reads, in the files that docs/architecture.md names; both may only fall."""
 
 

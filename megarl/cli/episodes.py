@@ -44,9 +44,9 @@ def add_episodes(
 
 def _try(arguments: argparse.Namespace, console: Console) -> int:
     from megarl.config import load_config
+    from megarl.data.row_media import open_media
     from megarl.data.tokenize import PromptBuilder, load_tokenizer
     from megarl.models.from_hub import models_here
-    from megarl.options.pictures.picture_reader import open_pictures
     from megarl.rewards import build_rewards
     from megarl.rollout.episodes import open_episodes
     from megarl.rollout.episodes.scripted import ScriptedTurns
@@ -61,10 +61,10 @@ def _try(arguments: argparse.Namespace, console: Console) -> int:
     tokenizer, sources = load_tokenizer(path), build_rewards(config.rewards, data)
     script = ScriptedTurns(tokenizer, [sys.stdin.read() if text == "-" else text for text in arguments.say])
     with TemporaryDirectory() as folder:
-        pictures = open_pictures(data, path, tokenizer, folder)
-        episodes = open_episodes(settings, data, tokenizer, config.rollout.max_new_tokens, pictures.model)
+        media = open_media(data, path, tokenizer, folder)
+        episodes = open_episodes(settings, data, tokenizer, config.rollout.max_new_tokens, media.model)
         try:
-            builder = PromptBuilder(tokenizer, data, episodes.tool_schemas, pictures)
+            builder = PromptBuilder(tokenizer, data, episodes.tool_schemas, media)
             (prompt,) = builder.build([*[None] * number, row], prefix="train")
             prompt = replace(prompt, group_id=f"{prompt.row_id}@0")
             sources.check([prompt])
@@ -82,7 +82,7 @@ def _try(arguments: argparse.Namespace, console: Console) -> int:
 
 def _turns(sample: Sample, said: int) -> list[tuple[str, str]]:
     """Lines that say who said what; behind the policy's first `said` turns nothing was left to be said."""
-    from megarl.options.pictures.shown import turn_texts
+    from megarl.observe.sample_media import turn_texts
 
     texts = turn_texts(asdict(sample)) or [f"assistant: {sample.response_text}"]
     rows, own = [], 0

@@ -151,7 +151,7 @@ def _samples(arguments: argparse.Namespace, console: Console) -> int:
 
     from megarl.observe.chat import printable
     from megarl.observe.run_record import reward_of
-    from megarl.options.pictures.shown import describe_media, shown_media, turn_texts
+    from megarl.observe.sample_media import describe_media, shown_media, turn_texts
 
     (run,) = _read(arguments.runs)
     wanted, text = list(run.samples), arguments.grep.lower()

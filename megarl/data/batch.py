@@ -19,12 +19,12 @@ from torch import Tensor
 
 from megarl.data.answers import Answers
 from megarl.data.columns import TokenColumn, TokenValues, of_tokens
+from megarl.data.media import Media
 from megarl.data.micro_batches import Assignment, UnitPart, UnitSize
 from megarl.data.prefix_tree import NOTHING_SHARED, CommonPrefixes, common_prefixes
 from megarl.data.sample import Sample
 from megarl.data.shares import Integers, Share, starts_of
 from megarl.data.stream import MicroBatch
-from megarl.options.pictures.media import Media
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ On a terminal by colour; elsewhere trained spans stand between ⟦ and ⟧. Rows
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
@@ -19,15 +18,14 @@ from megarl.config import AnyConfig
 from megarl.config.sections import DataConfig, PictureFields
 from megarl.config.sources import SourceConfig
 from megarl.data.chat import special_tokens
+from megarl.data.media import Media
 from megarl.data.prompts import load_rows, rows_of
+from megarl.data.row_media import MediaReader, open_media
 from megarl.data.rows import Origin, Row
 from megarl.data.sample import Prompt
 from megarl.data.supervised import CONVERSATIONS, Kind, SupervisedBuilder, SupervisedSettings, kind_of_rows
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import DataError
-from megarl.options.pictures.media import Media
-from megarl.options.pictures.picture_reader import PictureReader, open_pictures
-from megarl.options.pictures.picture_rules import sees
 
 STYLES = {"trained": "bold green", "not trained": "dim", "special": "magenta", "trained special": "bold magenta underline"}
 
@@ -81,10 +79,7 @@ def inspect(
     if kind is None:
         kind, settings = _kind_of(found[0], settings, path)
     tokenizer = load_tokenizer(tokenizer_path)
-    pictures = pictures or PictureFields()
-    if sees(tokenizer_path) and pictures.media_folder is None:
-        pictures = pictures.model_copy(update={"media_folder": tempfile.mkdtemp(prefix="megarl-media-")})
-    reader = open_pictures(pictures, tokenizer_path, tokenizer, "")
+    reader = open_media(pictures or PictureFields(), tokenizer_path, tokenizer, None)
     _show(path, len(found), kind, _build(found, source, tokenizer, settings, kind, reader), tokenizer, reader, console)
 
 
@@ -96,9 +91,7 @@ def inspect_config(config: AnyConfig, rows: int, console: Console, tools: Sequen
     """
     data, source = config.data, config.data.train
     tokenizer = load_tokenizer(config.model.path)
-    if sees(config.model.path) and data.media_folder is None:
-        data = data.model_copy(update={"media_folder": tempfile.mkdtemp(prefix="megarl-media-")})
-    reader = open_pictures(data, config.model.path, tokenizer, "")
+    reader = open_media(data, config.model.path, tokenizer, None)
     found = list(islice(rows_of(source), rows))
     kind: Kind | Literal["prompts"] = "prompts"
     if isinstance(data, DataConfig):
@@ -121,7 +114,7 @@ def _show(
     kind: str,
     built: tuple[list[_Shown], bool, dict[str, int]],
     tokenizer: Any,
-    reader: PictureReader,
+    reader: MediaReader,
     console: Console,
 ) -> None:
     shown, used, dropped = built
@@ -133,7 +126,8 @@ def _show(
         trained = f", {sum(one.mask)} trained" if kind != "prompts" else ""
         console.print(Text(f"\n{one.title}: {len(one.ids)} tokens{trained}{one.note}", style="bold"), soft_wrap=True)
         for number, media in enumerate(one.media, 1):
-            console.print(_picture_line(number, media, reader), soft_wrap=True)
+            assert reader.model is not None, "only a model that takes media has some"
+            console.print(Text(reader.model.describe(number, media)), soft_wrap=True)
         console.print(_text(one, tokenizer, coloured=console.is_terminal), soft_wrap=True)
     for why, count in dropped.items():
         if count:
@@ -182,7 +176,7 @@ def _build(
     tokenizer: Any,
     settings: SupervisedSettings,
     kind: Kind | Literal["prompts"],
-    pictures: PictureReader,
+    media: MediaReader,
 ) -> tuple[list[_Shown], bool, dict[str, int]]:
     """Samples to show, whether a chat template was used, and how many rows were dropped for which reason."""
     origin = Origin("", source)
@@ -196,10 +190,10 @@ def _build(
             overlong_prompts=settings.overlong,
             bad_pictures=settings.bad_pictures,
         )
-        prompts = PromptBuilder(tokenizer, data, pictures=pictures)
+        prompts = PromptBuilder(tokenizer, data, media=media)
         built = prompts.build(rows, prefix="row", origin=origin)
         return [_shown_prompt(one) for one in built], prompts.template.is_used, prompts.dropped
-    builder = SupervisedBuilder(tokenizer, kind, settings, pictures)
+    builder = SupervisedBuilder(tokenizer, kind, settings, media)
     shown = []
     for one in builder.build(rows, prefix="row", origin=origin):
         labels = one.labels[:1] if kind == "kto" else one.labels
@@ -208,16 +202,6 @@ def _build(
         note = f" (prompt {len(one.prompt_ids)}){note}"
         shown.append(_Shown(one.sample_id, one.prompt_ids + one.response_ids, mask, one.media, note))
     return shown, builder.template.is_used, builder.dropped
-
-
-def _picture_line(number: int, media: Media, reader: PictureReader) -> Text:
-    """`picture 1: 448x336 px, patches 1x24x32, 192 tokens from 15 on, /media/9b….png`."""
-    assert reader.model is not None, "only a model that sees has pictures"
-    (_, high, wide), patch, folder = media.grid, reader.model.rules.patch, reader.model.media_folder
-    size, grid = f"{wide * patch}x{high * patch} px", "x".join(map(str, media.grid))
-    return Text(
-        f"picture {number}: {size}, patches {grid}, {media.tokens} tokens from {media.place} on, {media.files(folder)[0]}"
-    )
 
 
 def _text(one: _Shown, tokenizer: Any, *, coloured: bool) -> Text:

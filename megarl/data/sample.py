@@ -12,8 +12,8 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from megarl.data.columns import from_json, of_responses, of_tokens, to_json
+from megarl.data.media import Media
 from megarl.data.prefills import NO_PREFILLS, PrefillCounts
-from megarl.options.pictures.media import Media
 
 FORMER_FIELDS = ("data_source",)
 """Fields that earlier versions wrote, and nobody read."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megarl.data.columns import TokenValues
+from megarl.data.media import Media, Pixels
 from megarl.data.stream import MicroBatch, Response, Unit
-from megarl.options.pictures.media import Media, Pixels
 
 Integers = npt.NDArray[np.int64]
 

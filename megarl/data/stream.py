@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from megarl.data.answers import Answers
+from megarl.data.media import Media
 from megarl.data.prefix_tree import Node, common_prefixes, prefix_tree
-from megarl.options.pictures.media import Media
-from megarl.options.pictures.stream_media import StreamMedia, laid_media
+from megarl.option_list import part
 
 SCORED_IDS = "scored_ids"
 """The column `[N, k]` of ids, as floats, whose log-probs a log-prob head gives beside that of the sampled token."""
@@ -72,10 +72,9 @@ class Response:
 class Unit:
     """A prompt (`prompt_ids` int64 `[P]`) and the responses computed with it.
 
-    `media` are the pictures in it. `positions` int64 `[3, P]` are those of its tokens in time, height and width
-    (`options/pictures/positions.py`), which responses continue behind the largest if they have none of their own; None:
-    each token's is
-    its place. `extra` `[P, ...]` are the token columns of options.
+    `media` are the pictures in it. `positions` int64 `[3, P]` are those of its tokens in time, height and width, which
+    responses continue behind the largest if they have none of their own; None: each token's is its place. `extra`
+    `[P, ...]` are the token columns of options.
     """
 
     prompt_ids: Tensor
@@ -120,8 +119,8 @@ class PackedStream:
     int64 `[n]` places in the response, n) in the order of `rows`; `response` int64 `[N]` is whose each row is, by its number in
     `owners`, and `lengths` int64 `[R]` how many rows each owner has. `columns`: float `[N]` or `[N, k]`, aligned with `rows`.
     `parts`: the numbers of the segments that make up each owner's sequence, the first of it first. `media` are the pictures and
-    which of the tokens show them; None: there are none. `laid` says where each owner lies. `extra` `[S, ...]` are the
-    token columns of options by name, unknown on padding.
+    which of the tokens show them, as the option pictures lays them; None: there are none. `laid` says where each owner lies.
+    `extra` `[S, ...]` are the token columns of options by name, unknown on padding.
     """
 
     token_ids: Tensor
@@ -135,7 +134,7 @@ class PackedStream:
     lengths: Tensor
     columns: dict[str, Tensor]
     parts: list[tuple[int, ...]]
-    media: StreamMedia | None = None
+    media: Any = None
     laid: list[LaidResponse] = field(default_factory=list)
     extra: dict[str, Tensor] = field(default_factory=dict)
 
@@ -462,7 +461,7 @@ def pack(
         lengths,
         {name: torch.cat(of_responses) for name, of_responses in columns.items()},
         parts,
-        laid_media(shown) if shown else None,
+        part("pictures", "stream_media", "a prompt with media").laid_media(shown) if shown else None,
         places_of,
         laid.extra(),
     )

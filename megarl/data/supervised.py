@@ -16,19 +16,18 @@ from typing import Any, Literal, Self, get_args
 from megarl.config.sections import PictureFields
 from megarl.config.supervised import LABELLED_LOSSES, PAIR_LOSSES, TOKEN_LOSSES, SupervisedFields
 from megarl.data.chat import ChatMessage, ChatTemplate, RowTools, TrainedText, without_nulls
+from megarl.data.media import Media
+from megarl.data.row_media import MediaReader
 from megarl.data.rows import Origin, Row, RowPlace, check_text, find_value, value_of
 from megarl.data.sample import Sample
 from megarl.errors import DataError, PictureError, nearest
-from megarl.options.pictures.media import Media
-from megarl.options.pictures.picture_reader import PictureReader
-from megarl.options.pictures.placeholders import Showable
 
 Kind = Literal["sft", "pairs", "kto", "steps"]
 """Responses or conversations; chosen and rejected; responses that are desirable or not; responses judged step by step."""
 CONVERSATIONS = ("messages", "conversations")
 """Keys under which data sets have conversations."""
-_Spans = tuple[list[TrainedText], list[Showable]]
-"""Pieces of a conversation, and the pictures in them."""
+_Spans = tuple[list[TrainedText], list[Any]]
+"""Pieces of a conversation, and the media in them."""
 
 
 def kind_of_rows(objective: str) -> Kind:
@@ -82,8 +81,8 @@ class SupervisedBuilder:
     `dropped` counts rows left out, as `overlong`, `equal_pairs`, `bad_pictures`, or `not_kept` by their source.
     """
 
-    def __init__(self, tokenizer: Any, kind: Kind, settings: SupervisedSettings, pictures: PictureReader | None = None) -> None:
-        """Decide once whether the chat template is used. `pictures` reads those of rows; None: rows must have none.
+    def __init__(self, tokenizer: Any, kind: Kind, settings: SupervisedSettings, media: MediaReader | None = None) -> None:
+        """Decide once whether the chat template is used. `media` reads those of rows; None: rows must have none.
 
         Raises:
             DataError: `kind` is unknown, or `settings.chat_template` is `always` and the tokenizer has none.
@@ -93,7 +92,7 @@ class SupervisedBuilder:
             raise DataError(f"the kind of rows is '{kind}'{nearest(kind, kinds)}; it must be one of {', '.join(kinds)}")
         self.tokenizer, self.kind, self.settings = tokenizer, kind, settings
         self.template = ChatTemplate(tokenizer, settings.chat_template, settings.system_prompt)
-        self.pictures = pictures or PictureReader(PictureFields())
+        self.media = media or MediaReader(PictureFields())
         self.dropped = {"overlong": 0, "equal_pairs": 0, "bad_pictures": 0, "not_kept": 0}
 
     def build(self, rows: Iterable[Row | None], *, prefix: str, origin: Origin | None = None) -> list[Sample]:
@@ -116,7 +115,7 @@ class SupervisedBuilder:
         read = 0
         settings = self.settings
         keys = [settings.prompt_key, settings.messages_key, settings.chosen_key, settings.rejected_key]
-        for place, row in self.pictures.light_rows(rows, origin, [key for key in keys if key is not None]):
+        for place, row in self.media.light_rows(rows, origin, [key for key in keys if key is not None]):
             read = place.number + 1
             if row is None:
                 self.dropped["not_kept"] += 1
@@ -204,8 +203,8 @@ class SupervisedBuilder:
         return self._tokenise(*self._spans(row, [*asked, *turns], place, len(asked)), place)
 
     def _spans(self, row: Row, messages: list[ChatMessage], place: RowPlace, after: int = 0) -> _Spans:
-        messages, pictures = self.pictures.arrange(row, messages, place)
-        # what follows the last answer is no part of the sample, nor are its pictures
+        messages, shown = self.media.arrange(row, messages, place)
+        # what follows the last answer is no part of the sample, nor are its media
         last = max((at for at, message in enumerate(messages) if message["role"] == "assistant"), default=len(messages))
         behind = sum(
             isinstance(part, dict) and part.get("type") in ("image", "video")
@@ -214,7 +213,7 @@ class SupervisedBuilder:
             for part in one["content"]
         )
         spans = self.template.spans(messages, place, after=after, tools=self._tools(row, place))
-        return spans, pictures[: len(pictures) - behind]
+        return spans, shown[: len(shown) - behind]
 
     def _conversation_key(self, row: Row) -> str | None:
         """`data.messages_key`; where it is null and the row has no response, the name that conversations usually have."""
@@ -240,9 +239,9 @@ class SupervisedBuilder:
         """The row's prompt, not trained on, and `response` with its end token, trained on."""
         prompt = value_of(row, self.settings.prompt_key, "data.prompt_key", place)
         if isinstance(prompt, str) and not self.template.is_used:
-            self.pictures.check_texts([{"role": "assistant", "content": response}], place)
-            text, pictures = self.pictures.arrange_text(row, self.template.plain_prompt(prompt), place)
-            return [(text, False), (response, True)], pictures
+            self.media.check_texts([{"role": "assistant", "content": response}], place)
+            text, shown = self.media.arrange_text(row, self.template.plain_prompt(prompt), place)
+            return [(text, False), (response, True)], shown
         asked = self._prompt_messages(row, place)
         return self._spans(row, [*asked, {"role": "assistant", "content": response}], place, len(asked))
 
@@ -296,7 +295,7 @@ class SupervisedBuilder:
         if start == min(map(len, texts)) or texts[0][:start].endswith(" "):
             start -= 1
         for text in texts:
-            self.pictures.check_texts([{"role": "assistant", "content": text}], place)
+            self.media.check_texts([{"role": "assistant", "content": text}], place)
         prompt = self.template.plain_prompt(texts[0][:start])
         return [self._tokenise([(prompt, False), (text[start:], True)], [], place) for text in texts]
 
@@ -342,13 +341,13 @@ class SupervisedBuilder:
             raise DataError(f"{place} has {len(labels)} labels under '{label_key}' for {len(steps)} steps under '{key}'")
         lines = [step.removesuffix("\n") + "\n" for step in steps[:-1]] + [steps[-1].removesuffix("\n")]
         content = "".join(lines)
-        (*asked, (turn, _)), pictures = self._answered(row, content, place)
+        (*asked, (turn, _)), shown = self._answered(row, content, place)
         start = turn.find(content)
         if start < 0:
             raise DataError(f"{place}: the chat template changes the text of the response, so its steps are not found in it")
         ends = [start + sum(map(len, lines[: count + 1])) for count in range(len(lines) - 1)]
         pieces: list[TrainedText] = [(turn[a:b], True) for a, b in zip([0, *ends], [*ends, len(turn)], strict=True)]
-        return self._tokenise([*asked, *pieces], pictures, place, only_ends=True), [float(label) for label in labels]
+        return self._tokenise([*asked, *pieces], shown, place, only_ends=True), [float(label) for label in labels]
 
     def _text(self, row: Row, key: str, name: str, place: RowPlace) -> str:
         value = value_of(row, key, name, place)
@@ -357,9 +356,9 @@ class SupervisedBuilder:
         return value
 
     def _tokenise(
-        self, spans: Sequence[TrainedText], pictures: Sequence[Showable], place: RowPlace, *, only_ends: bool = False
+        self, spans: Sequence[TrainedText], shown: Sequence[Any], place: RowPlace, *, only_ends: bool = False
     ) -> _Tokens:
-        """Tokens of `spans`, in which `pictures` are.
+        """Tokens of `spans`, in which `shown` are.
 
         With `only_ends` the mask is 1 only on the last token of every trained span.
         Text before a boundary gives the tokens that it gives alone: a response does not change the ids of its prompt,
@@ -380,7 +379,7 @@ class SupervisedBuilder:
             ids += more
             mask += [int(is_trained and (not only_ends or number == len(more) - 1)) for number in range(len(more))]
         texts = ["".join(piece for piece, _ in part) for part in (spans[:first], spans[first:])]
-        expanded = self.pictures.expand(ids, pictures, place)
+        expanded = self.media.expand(ids, shown, place)
         mask = [trained for trained, count in zip(mask, expanded.counts, strict=True) for _ in range(count)]
         start = sum(expanded.counts[:start])
         return _Tokens(expanded.ids[:start], expanded.ids[start:], mask[start:], expanded.media, texts[0], texts[1])

@@ -14,12 +14,10 @@ from typing import Any
 
 from megarl.config.sections import DataConfig
 from megarl.data.chat import ChatTemplate
+from megarl.data.row_media import MediaReader
 from megarl.data.rows import Origin, Row, RowPlace, check_text, value_of
 from megarl.data.sample import Prompt
 from megarl.errors import DataError, ModelError, PictureError, nearest
-from megarl.options.pictures.picture_reader import PictureReader
-from megarl.options.pictures.picture_rules import load_processor_template
-from megarl.options.pictures.placeholders import Showable
 
 
 def load_tokenizer(path: str) -> Any:
@@ -49,7 +47,7 @@ def load_tokenizer(path: str) -> Any:
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ModelError(f"'{path}' has no tokenizer that can be loaded: {type(error).__name__}: {reason}") from error
-    tokenizer.chat_template = load_processor_template(folder) or tokenizer.chat_template
+    tokenizer.chat_template = _processor_template(folder) or tokenizer.chat_template
     return tokenizer
 
 
@@ -68,6 +66,21 @@ def _own_code(folder: Path) -> str | None:
     return None if known is not None else next((str(one) for one in named if one), None)
 
 
+def _processor_template(folder: Path) -> str | None:
+    """The chat template of the processor where the tokenizer's file does not hold it (`chat_template.json`), else None.
+
+    Raises:
+        ModelError: the file is no JSON object with a template.
+    """
+    file = folder / "chat_template.json"
+    if not file.is_file() or (folder / "chat_template.jinja").is_file():
+        return None
+    try:
+        return str(json.loads(file.read_text())["chat_template"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"'{file}' holds no chat template: {type(error).__name__}: {error}") from None
+
+
 class PromptBuilder:
     """Makes prompts from rows as `data` says. `dropped` counts rows left out: `overlong`, `bad_pictures`, or `not_kept`."""
 
@@ -76,7 +89,7 @@ class PromptBuilder:
         tokenizer: Any,
         data: DataConfig,
         tools: Sequence[dict[str, Any]] = (),
-        pictures: PictureReader | None = None,
+        media: MediaReader | None = None,
     ) -> None:
         """Decide once whether the chat template is used.
 
@@ -84,14 +97,14 @@ class PromptBuilder:
             tokenizer: the model's.
             data: keys and limits.
             tools: JSON schemas of what the policy may call.
-            pictures: reads those of rows; None: rows must have none.
+            media: reads those of rows; None: rows must have none.
 
         Raises:
             DataError: `data.chat_template` is `always`, and the tokenizer has none.
         """
         self.tokenizer, self.data = tokenizer, data
         self.template = ChatTemplate(tokenizer, data.chat_template, data.system_prompt, tools)
-        self.pictures = pictures or PictureReader(data)
+        self.media = media or MediaReader(data)
         self.dropped = {"overlong": 0, "bad_pictures": 0, "not_kept": 0}
 
     def of_rows_like(self, data: DataConfig) -> PromptBuilder:
@@ -116,7 +129,7 @@ class PromptBuilder:
         read = 0
         origin = origin or Origin(f"data.{prefix}", getattr(self.data, prefix, None))
         before = dict(self.dropped)
-        for place, row in self.pictures.light_rows(rows, origin, [self.data.prompt_key]):
+        for place, row in self.media.light_rows(rows, origin, [self.data.prompt_key]):
             read = place.number + 1
             if row is None:
                 self.dropped["not_kept"] += 1
@@ -146,13 +159,13 @@ class PromptBuilder:
         """The prompt of a light row; None: it is too long, and counted."""
         if isinstance(row, PictureError):
             raise row
-        text, pictures = self._render(row, place)
+        text, shown = self._render(row, place)
         check_text(text, place)
         # A template writes the special tokens itself; plain text gets those that the tokenizer adds (BOS).
         ids = list(self.tokenizer(text, add_special_tokens=not self.template.is_used)["input_ids"])
         if not ids:
             raise DataError(f"{place} has an empty prompt under '{self.data.prompt_key}'")
-        expanded = self.pictures.expand(ids, pictures, place)
+        expanded = self.media.expand(ids, shown, place)
         ids, media = expanded.ids, expanded.media
         if len(ids) <= self.data.max_prompt_tokens:
             return Prompt(row_id, "", ids, text, row, media)
@@ -168,12 +181,12 @@ class PromptBuilder:
         self.dropped["overlong"] += 1
         return None
 
-    def _render(self, row: Row, place: RowPlace) -> tuple[str, list[Showable]]:
-        """The prompt of `row` as the text that is tokenised, and its pictures."""
+    def _render(self, row: Row, place: RowPlace) -> tuple[str, list[Any]]:
+        """The prompt of `row` as the text that is tokenised, and its media."""
         key = self.data.prompt_key
         prompt = value_of(row, key, "data.prompt_key", place)
         if isinstance(prompt, str) and not self.template.is_used:
-            return self.pictures.arrange_text(row, self.template.plain_prompt(prompt), place)
+            return self.media.arrange_text(row, self.template.plain_prompt(prompt), place)
         messages = self.template.with_system(self.template.messages(prompt, key, place), place)
-        messages, pictures = self.pictures.arrange(row, messages, place)
-        return self.template.render(messages, place, ask=True), pictures
+        messages, shown = self.media.arrange(row, messages, place)
+        return self.template.render(messages, place, ask=True), shown

@@ -25,7 +25,7 @@ from megarl.observe.page_samples import pack_samples, sample_data
 from megarl.observe.report import as_inert_json, build_page
 from megarl.observe.run_record import RunRecord, read_run
 from megarl.observe.run_status import axes, run_status
-from megarl.options.pictures.shown import PagePictures
+from megarl.observe.sample_media import PagePictures
 from megarl.system.socket_names import NOTHING, SocketName
 
 HOST = "127.0.0.1"

@@ -12,7 +12,7 @@ from typing import Any
 from megarl.data.final_answer import read_boxes
 from megarl.data.rows import find_value
 from megarl.observe.run_record import RunRecord, reward_of
-from megarl.options.pictures.shown import PagePictures, frames_shown, shown_media, told_media
+from megarl.observe.sample_media import PagePictures, frames_shown, shown_media, told_media
 
 SAMPLES = 100_000
 """Samples of a run in a page at most: whole groups, evenly spread over its steps."""

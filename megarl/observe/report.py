@@ -21,7 +21,7 @@ import yaml
 from megarl.observe.page_samples import pack_samples, page_samples
 from megarl.observe.run_record import RunRecord, differences, last_figure, repetitions
 from megarl.observe.run_status import axes, run_status
-from megarl.options.pictures.shown import PagePictures
+from megarl.observe.sample_media import PagePictures
 
 POINTS = 1000
 """Points of a curve in a page; of a longer run every n-th step and the last one."""

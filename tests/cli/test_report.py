@@ -24,6 +24,7 @@ from megarl.observe.page_samples import TOKENS
 from megarl.observe.plots import band
 from megarl.observe.report import POINTS, SPANS, as_inert_json, page_data
 from megarl.observe.run_record import differences, read_run, repetitions
+from megarl.option_list import OPTIONS
 from tests.families import build_folder
 from tests.observe.recorded import HARM, show_between_turns, show_pictures, write_run
 
@@ -112,6 +113,7 @@ def test_samples_are_found_by_step_reward_and_text(tmp_path, capsys) -> None:
     assert heads()[0].startswith("step 12 ")
 
 
+@pytest.mark.skipif("pictures" not in OPTIONS, reason="needs the option pictures")
 def test_samples_show_pictures_in_their_turns(tmp_path, capsys) -> None:
     run = write_run(tmp_path / "r")
     _, second = show_pictures(run)
@@ -124,6 +126,7 @@ def test_samples_show_pictures_in_their_turns(tmp_path, capsys) -> None:
     assert "user: see [picture 2]!" in capsys.readouterr().out
 
 
+@pytest.mark.skipif("pictures" not in OPTIONS, reason="needs the option pictures")
 def test_samples_name_their_pictures(tmp_path, capsys) -> None:
     run = write_run(tmp_path / "r")
     digests = show_pictures(run)

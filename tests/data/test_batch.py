@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megarl.data.answers import Answers
 from megarl.data.batch import Batch
+from megarl.data.media import Media
 from megarl.data.micro_batches import plan_micro_batches
 from megarl.data.sample import Sample
 from megarl.data.stream import pack
 from megarl.models.flops import FlopsModel
-from megarl.options.pictures.media import Media
 
 
 def _sample(row: int, group: str, prompt: list[int], response: list[int], mask: list[int]) -> Sample:

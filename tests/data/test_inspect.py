@@ -19,6 +19,7 @@ from megarl.config.sections import PictureFields
 from megarl.data.inspect import STYLES, inspect, inspect_config
 from megarl.data.supervised import SupervisedSettings
 from megarl.errors import DataError
+from megarl.option_list import OPTIONS
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer
 from tests.data.seeing_folders import SPECIAL, picture, processed, seeing_folder
 
@@ -137,6 +138,7 @@ def test_folders_and_parquet_files_are_read_too(tmp_path: Path, capsys: pytest.C
         assert "⟦r<|end|>⟧" in capsys.readouterr().out
 
 
+@pytest.mark.skipif("pictures" not in OPTIONS, reason="needs the option pictures")
 def test_pictures_are_shown_with_their_size_tokens_and_file(tmp_path: Path) -> None:
     model = seeing_folder(tmp_path / "model")
     for name, size in (("a", (640, 480)), ("b", (56, 84))):

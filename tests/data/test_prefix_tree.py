@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from megarl.data import prefix_tree as module
 from megarl.data.batch import Batch
+from megarl.data.media import Media
 from megarl.data.micro_batches import plan_micro_batches
 from megarl.data.prefix_tree import LEAST_SHARED, common_prefixes, prefix_tree
 from megarl.data.sample import Sample
 from megarl.data.stream import Response, ScorePosition, Unit, laid_tokens, pack
 from megarl.models.flops import FlopsModel
 from megarl.models.update_flops import update_flops
-from megarl.options.pictures.media import Media
 
 FLOPS = FlopsModel(per_token=1000, per_logit_row=0, per_pair=1)
 

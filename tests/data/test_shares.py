@@ -15,13 +15,13 @@ from torch import Tensor
 
 from megarl.data.answers import Answers
 from megarl.data.batch import Batch
+from megarl.data.media import Media
 from megarl.data.micro_batches import Assignment, UnitSize, plan_micro_batches
 from megarl.data.sample import Sample
 from megarl.data.shares import Share
 from megarl.data.stream import MicroBatch, Response, ScorePosition, Unit, pack
 from megarl.models.flops import FlopsModel
 from megarl.models.update_flops import update_flops
-from megarl.options.pictures.media import Media
 
 FLOPS = FlopsModel(per_token=7, per_logit_row=3, per_pair=2)
 COLUMNS = ("advantages", "weights")

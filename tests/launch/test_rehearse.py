@@ -11,12 +11,13 @@ from safetensors.torch import load_file
 
 from megarl import cli
 from megarl.config import Config, load_any, load_config
+from megarl.data.row_media import open_media
 from megarl.data.tokenize import load_tokenizer
 from megarl.launch import rehearse, small_run
 from megarl.models.check_layouts import check_models
 from megarl.models.shape import ModelShape
+from megarl.option_list import OPTIONS
 from megarl.options.distillation.teachers import Teachers
-from megarl.options.pictures.picture_reader import open_pictures
 from megarl.planning.parameters import stage_parameters
 from megarl.weights.placement import PlacementRequest, place, planned_bundles
 from megarl.weights.run_plan import plan_of_run
@@ -159,6 +160,7 @@ def test_the_small_run_has_every_teacher_in_its_layout_and_compares_tokens_that_
     Teachers(small).check(load_tokenizer(small.model.path), [])
 
 
+@pytest.mark.skipif("pictures" not in OPTIONS, reason="needs the option pictures")
 @pytest.mark.parametrize("model", ["qwen2-vl-2b", "qwen2.5-vl-3b", "qwen3-vl-30b-a3b"])
 def test_the_small_model_of_one_that_sees_is_a_whole_folder_with_a_tower(model: str, tmp_path: Path) -> None:
     layout = "{tp: 2, pp: 3, first_stage_layers: 1, last_stage_layers: 1, dp: 2, ep: EP, sequence_parallel: true}"
@@ -167,7 +169,7 @@ def test_the_small_model_of_one_that_sees_is_a_whole_folder_with_a_tower(model: 
     small = small_run.small_run(config, tmp_path / "small", "here")
     check_models(small)
     folder = small.model.path
-    pictures = open_pictures(small.data, folder, load_tokenizer(folder), tmp_path)
+    pictures = open_media(small.data, folder, load_tokenizer(folder), tmp_path)
     assert pictures.model is not None
     shape = ModelShape.read(folder)
     assert shape.vision is not None

@@ -11,6 +11,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.data.batch import Batch
+from megarl.data.media import Media
 from megarl.data.sample import Sample
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition
@@ -18,7 +19,6 @@ from megarl.models.flops import FlopsModel, picture_flops
 from megarl.models.shape import shape_of
 from megarl.models.update_flops import update_flops
 from megarl.observe.rank_record import RankRecord, UpdateFlops
-from megarl.options.pictures.media import Media
 from megarl.planning.gpus import gpu_called, gpu_named
 from megarl.runs.timeline import throughput
 from tests import seeing

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.data.media import Media
 from megarl.errors import ModelError
-from megarl.options.pictures.media import Media
 from megarl.options.pictures.positions import prompt_positions
 from tests.seeing import IMAGE, SEEING, VIDEO, hugging_face, vision_of
 

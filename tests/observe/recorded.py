@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
-
-from megarl.options.pictures.images import keep_picture
-from megarl.options.pictures.media import PictureRules
 
 HARM = "</script><script>document.title='taken over'</script><img src=x onerror=\"document.title='taken over'\"><!--"
 
@@ -49,9 +47,10 @@ def show_pictures(run: Path, folder: Path | None = None) -> list[str]:
     """
     media = folder or run / "media"
     media.mkdir(exist_ok=True, parents=True)
-    rules = PictureRules(14, 2, 2, 28 * 28, 10**7, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
     noise = np.random.default_rng(0).integers(0, 256, (2, 448, 896, 3), dtype=np.uint8)
-    digests = [keep_picture(Image.fromarray(pixels), rules, media).digest for pixels in noise]
+    digests = [hashlib.sha256(pixels.tobytes()).hexdigest()[:32] for pixels in noise]
+    for digest, pixels in zip(digests, noise, strict=True):
+        Image.fromarray(pixels).save(media / f"{digest}.png")
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     for place, sample in enumerate(samples):
         picture = {"kind": "image", "digests": [digests[place % 2]], "grid": [1, 32, 64], "place": 3, "tokens": 512}

@@ -9,6 +9,7 @@ import pytest
 
 from megarl.observe.report import build_page, page_data
 from megarl.observe.run_record import read_run
+from megarl.option_list import OPTIONS
 from tests.observe.chromium import BINARY, Chromium
 from tests.observe.recorded import HARM, show_between_turns, show_pictures, write_run
 
@@ -152,6 +153,7 @@ def shapes(browser: Chromium, place: int) -> list[list[str]]:
     return browser.run(f"[...{card}.querySelectorAll('rect')].map((box) => {names}.map((name) => box.getAttribute(name)))")
 
 
+@pytest.mark.skipif("pictures" not in OPTIONS, reason="needs the option pictures")
 def test_pictures_are_shown_with_the_boxes_of_the_answer(browser: Chromium, tmp_path: Path) -> None:
     run = write_run(tmp_path / "r")
     digests = show_pictures(run)
@@ -182,6 +184,7 @@ def test_pictures_are_shown_with_the_boxes_of_the_answer(browser: Chromium, tmp_
     assert browser.complaints == []
 
 
+@pytest.mark.skipif("pictures" not in OPTIONS, reason="needs the option pictures")
 def test_pictures_between_turns_stand_among_the_tokens(browser: Chromium, tmp_path: Path) -> None:
     run = write_run(tmp_path / "r")
     first, second = show_pictures(run)
@@ -198,6 +201,7 @@ def test_pictures_between_turns_stand_among_the_tokens(browser: Chromium, tmp_pa
     assert browser.complaints == []
 
 
+@pytest.mark.skipif("pictures" not in OPTIONS, reason="needs the option pictures")
 def test_pictures_that_are_not_there_are_said(browser: Chromium, tmp_path: Path) -> None:
     run = write_run(tmp_path / "r")
     missing, damaged = show_pictures(run)

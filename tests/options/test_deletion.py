@@ -18,11 +18,6 @@ from megarl.option_list import OPTIONS
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "tiny-arithmetic"
-NOT_YET = (
-    "pictures",
-)  # fmt: skip
-"""Options that the core still imports; tests/test_rooms.py counts by how many imports."""
-DELETABLE = tuple(name for name in OPTIONS if name not in NOT_YET)
 FOR_ALL = ("mirror", "agents", "distillation")
 """The options that `make test` deletes. `make test-all` deletes the others, too."""
 TASK = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "operators": ["+"],
@@ -48,6 +43,10 @@ ASKED_BY_VALUE = {
     "online_pairs": "algorithm.name=online_dpo",
 }
 """Values of core fields that ask for an option."""
+ASKED_BY_ROWS = {
+    "pictures": ({"question": "What is it?", "images": ["one.png"]}, "has pictures under 'images' (data.image_key), which"),
+}
+"""Rows that ask for an option, and the beginning of the sentence where it is missing."""
 TIMED = ("time", "speed/", "memory/", "policy/tflops", "policy/mfu")
 
 
@@ -89,7 +88,7 @@ def steps_with_all(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, A
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "option", [name if name in FOR_ALL else pytest.param(name, marks=pytest.mark.exhaustive) for name in DELETABLE]
+    "option", [name if name in FOR_ALL else pytest.param(name, marks=pytest.mark.exhaustive) for name in OPTIONS]
 )
 def test_without_an_option_a_run_computes_the_same(option: str, steps_with_all: list[dict[str, Any]], tmp_path: Path) -> None:
     root = without(option, tmp_path)
@@ -105,6 +104,12 @@ def test_without_an_option_a_run_computes_the_same(option: str, steps_with_all: 
         done = megarl_at(root, "plan", str(tmp_path / "tiny.yaml"), ASKED_BY_VALUE[option], folder=tmp_path)
         assert done.returncode == 2
         assert f"needs the option {option}, which this installation does not have" in done.stderr
+    if option in ASKED_BY_ROWS:
+        row, asked = ASKED_BY_ROWS[option]
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        done = megarl_at(root, "data", "inspect", "rows.jsonl", "--model", str(MODEL), folder=tmp_path)
+        assert done.returncode == 2
+        assert f"{asked} needs the option {option}, which this installation does not have" in done.stderr
     for family in (family for family, owner in OPTION_OF_FAMILY.items() if owner == option):
         (tmp_path / family).mkdir()
         (tmp_path / family / "config.json").write_text(json.dumps({"model_type": family}))
@@ -116,7 +121,7 @@ def test_without_an_option_a_run_computes_the_same(option: str, steps_with_all: 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("option", DELETABLE)
+@pytest.mark.parametrize("option", OPTIONS)
 def test_without_an_option_the_quick_tests_of_the_rest_pass(option: str, tmp_path: Path) -> None:
     root = without(option, tmp_path)
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()

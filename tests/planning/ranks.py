@@ -19,9 +19,9 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from megarl.config.layout import Layout
+from megarl.data.media import Media
 from megarl.data.micro_batches import Grid
 from megarl.data.stream import MicroBatch, Response, Unit
-from megarl.options.pictures.media import Media
 
 VOCABULARY = 1000
 Case = tuple[Layout, dict[str, Any], str]

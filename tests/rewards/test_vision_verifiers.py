@@ -13,9 +13,9 @@ from PIL import Image
 
 from megarl.config.sections import DataConfig, RewardConfig
 from megarl.config.sources import SourceConfig
+from megarl.data.media import Media
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
-from megarl.options.pictures.media import Media
 from megarl.rewards import RewardSources, build_rewards
 from megarl.rewards.builtin.boxes import iou, matched
 from megarl.rewards.builtin.edit_distance import edit_distance

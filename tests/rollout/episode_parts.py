@@ -14,9 +14,9 @@ from typing import Any
 from megarl.config.rollout import EpisodeConfig
 from megarl.config.sections import DataConfig
 from megarl.config.sources import SourceConfig
+from megarl.data.media import Media
+from megarl.data.row_media import ModelMedia
 from megarl.data.sample import Prompt
-from megarl.options.pictures.media import Media
-from megarl.options.pictures.picture_reader import PictureSettings
 from megarl.rollout.engines.protocol import FinishReason, Generation
 from megarl.rollout.episodes import Episode, EpisodeContext, open_episodes
 
@@ -33,7 +33,7 @@ class Settings(SimpleNamespace):
 
 
 def opened(
-    tokenizer: Any, settings: Settings, max_new_tokens: int = 10_000, pictures: PictureSettings | None = None, **data: Any
+    tokenizer: Any, settings: Settings, max_new_tokens: int = 10_000, pictures: ModelMedia | None = None, **data: Any
 ) -> tuple[Episode, EpisodeContext]:
     """An episode and its context under `settings`, for a model that takes `pictures`, or none."""
     config = DataConfig(train=SourceConfig(name="chain_sum"), **data)

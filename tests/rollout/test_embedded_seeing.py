@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.data.media import Media
 from megarl.errors import EngineError
-from megarl.options.pictures.media import Media
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from tests import seeing

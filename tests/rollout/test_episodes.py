@@ -11,10 +11,10 @@ import pytest
 
 from megarl.config.sections import DataConfig
 from megarl.config.sources import SourceConfig
+from megarl.data.media import Media
 from megarl.data.sample import Sample
 from megarl.data.tokenize import PromptBuilder
 from megarl.errors import EpisodeError
-from megarl.options.pictures.media import Media
 from megarl.rollout.episodes import load_episode
 from tests.data.chat_tokenizers import CHATML, FORGETFUL, byte_tokenizer, ids_of
 from tests.rollout.episode_parts import HERE, PROMPT, Script, Settings, opened

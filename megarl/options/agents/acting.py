@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megarl.data.media import Media
 from megarl.data.sample import EPISODE_REWARD, Prompt, Sample
 from megarl.errors import EpisodeError
 from megarl.options.agents.agents import AgentEnd, Agents
 from megarl.options.agents.session import AgentSession, ChatRenderer, SessionLimits
 from megarl.options.agents.stops import PIECE_TOKENS
 from megarl.options.agents.tree import TurnTree
-from megarl.options.pictures.media import Media
 from megarl.rollout.engines.protocol import Generation
 from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
 from megarl.rollout.episodes.transcript import Transcript

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megarl.data.told import MediaKeeper
 from megarl.options.agents.messages import (
     ChatRequest,
     RequestError,
@@ -20,13 +21,12 @@ from megarl.options.agents.messages import (
 )
 from megarl.options.agents.stops import Stops
 from megarl.options.agents.tree import Turn
-from megarl.options.pictures.told_pictures import PictureKeeper
 
 IGNORED = ("temperature", "top_p", "top_k")
 """Sampling parameters: the run's are used, because the trainer's log-probs are under them."""
 
 
-def read_request(body: Mapping[str, Any], keeper: PictureKeeper | None = None) -> ChatRequest:
+def read_request(body: Mapping[str, Any], keeper: MediaKeeper | None = None) -> ChatRequest:
     """The request in the JSON object `body`; `keeper` keeps its pictures, None: the model takes none.
 
     Raises:
@@ -65,7 +65,7 @@ def read_request(body: Mapping[str, Any], keeper: PictureKeeper | None = None) -
     )
 
 
-def _messages(given: Any, where: str, keeper: PictureKeeper | None) -> list[SessionMessage]:
+def _messages(given: Any, where: str, keeper: MediaKeeper | None) -> list[SessionMessage]:
     role = given.get("role") if isinstance(given, dict) else None
     if role not in ("user", "assistant"):
         raise RequestError(f"{where}.role is {role!r}; it must be user or assistant")

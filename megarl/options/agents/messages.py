@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megarl.data.told import KeptPicture, MediaKeeper, PicturedText, Shown
 from megarl.errors import PictureError
 from megarl.options.agents.stops import Stops
-from megarl.options.pictures.images import KeptPicture
-from megarl.options.pictures.told_pictures import PicturedText, PictureKeeper, Shown
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles that a request may have, and what the chat template is told of them."""
@@ -149,7 +148,7 @@ PICTURES = ("image_url", "input_image", "image")
 """Types of parts that are pictures: of chat completions, of responses, and of Anthropic's messages."""
 
 
-def told_of(content: Any, where: str, keeper: PictureKeeper | None) -> PicturedText:
+def told_of(content: Any, where: str, keeper: MediaKeeper | None) -> PicturedText:
     """The text of a message's content, with the pictures in it, which `keeper` keeps.
 
     Raises:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megarl.data.told import MediaKeeper
 from megarl.options.agents.messages import (
     ROLES,
     ChatRequest,
@@ -20,13 +21,12 @@ from megarl.options.agents.messages import (
 )
 from megarl.options.agents.stops import Stops
 from megarl.options.agents.tree import Turn
-from megarl.options.pictures.told_pictures import PictureKeeper
 
 IGNORED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed", "logit_bias")
 """Sampling parameters: the run's are used, because the trainer's log-probs are under them."""
 
 
-def read_request(body: Mapping[str, Any], keeper: PictureKeeper | None = None) -> ChatRequest:
+def read_request(body: Mapping[str, Any], keeper: MediaKeeper | None = None) -> ChatRequest:
     """The request in the JSON object `body`; `keeper` keeps its pictures, None: the model takes none.
 
     Raises:
@@ -66,7 +66,7 @@ def _token_ids(given: Any) -> tuple[int, ...]:
     return tuple(given or [])
 
 
-def _message(given: Any, where: str, keeper: PictureKeeper | None) -> SessionMessage:
+def _message(given: Any, where: str, keeper: MediaKeeper | None) -> SessionMessage:
     role = given.get("role") if isinstance(given, dict) else None
     if role not in ROLES:
         raise RequestError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}")

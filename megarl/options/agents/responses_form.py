@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megarl.data.told import MediaKeeper
 from megarl.options.agents.messages import (
     ROLES,
     ChatRequest,
@@ -20,7 +21,6 @@ from megarl.options.agents.messages import (
     told_of,
 )
 from megarl.options.agents.tree import Turn
-from megarl.options.pictures.told_pictures import PictureKeeper
 
 IGNORED = ("temperature", "top_p")
 """Sampling parameters: the run's are used, because the trainer's log-probs are under them."""
@@ -37,7 +37,7 @@ class ResponseRequest:
 
 
 def read_request(
-    body: Mapping[str, Any], conversations: Mapping[str, tuple[SessionMessage, ...]], keeper: PictureKeeper | None = None
+    body: Mapping[str, Any], conversations: Mapping[str, tuple[SessionMessage, ...]], keeper: MediaKeeper | None = None
 ) -> ResponseRequest:
     """The request in the JSON object `body`; `conversations` are those up to earlier responses, by the ids of these.
     `keeper` keeps its pictures, None: the model takes none.
@@ -80,7 +80,7 @@ def _tool(given: Any) -> Any:
     return {"type": "function", "function": shown}
 
 
-def _messages(given: Any, keeper: PictureKeeper | None) -> list[SessionMessage]:
+def _messages(given: Any, keeper: MediaKeeper | None) -> list[SessionMessage]:
     """Items as messages: what an assistant thought, said and called, one item behind the other, is one message."""
     if isinstance(given, str) and given:
         return [SessionMessage("user", given)]
@@ -101,7 +101,7 @@ def _one(first: SessionMessage, then: SessionMessage) -> SessionMessage:
     )
 
 
-def _message(item: Any, where: str, keeper: PictureKeeper | None) -> SessionMessage:
+def _message(item: Any, where: str, keeper: MediaKeeper | None) -> SessionMessage:
     kind = (item.get("type") or "message") if isinstance(item, dict) else None
     if kind not in ITEMS:
         raise RequestError(f"{where}.type is {kind!r}; it must be one of {', '.join(ITEMS)}")

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+from megarl.data.media import Media
+from megarl.data.told import MediaKeeper
 from megarl.errors import EpisodeError, MegarlError
 from megarl.options.agents.messages import ChatRequest, RequestError, SaidCall, SessionMessage, as_json
 from megarl.options.agents.stops import PIECE_TOKENS, Stopped, sample_until
 from megarl.options.agents.tree import Turn, TurnTree
-from megarl.options.pictures.media import Media
-from megarl.options.pictures.told_pictures import PictureKeeper
 from megarl.rollout.engines.protocol import Generation
 from megarl.rollout.episodes.tool_calls import parse_turn
 
@@ -96,7 +96,7 @@ class AgentSession:
         renderer: Callable[[Sequence[dict[str, Any]]], ChatRenderer],
         counts: Counter[str],
         history: History = "tokens",
-        pictures: PictureKeeper | None = None,
+        pictures: MediaKeeper | None = None,
     ) -> None:
         """`renderer` gives the chat template for the tools of a request; `counts` are the run's, added to.
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megarl.data.media import Media
 from megarl.options.agents.messages import SessionMessage
-from megarl.options.pictures.media import Media
 from megarl.rollout.engines.protocol import Generation
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megarl.data.sample import EPISODE_REWARD, Prompt, Sample
+from megarl.data.told import TEXT_AND_PICTURES, PicturedText, Pieces, pieces_of
 from megarl.errors import DataError, EpisodeError, PictureError
-from megarl.options.pictures.told_pictures import TEXT_AND_PICTURES, PicturedText, Pieces, pieces_of
 from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
 from megarl.rollout.episodes.transcript import Transcript
 from megarl.rollout.episodes.turns import ToldMessage

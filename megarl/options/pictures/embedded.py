@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from megarl.data.media import Media
 from megarl.errors import EngineError
 from megarl.models.vision import Vision
-from megarl.options.pictures.media import Media
 from megarl.options.pictures.picture_rules import load_picture_rules
 from megarl.options.pictures.pixels import Pictures
 from megarl.options.pictures.positions import prompt_positions

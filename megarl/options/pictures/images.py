@@ -10,7 +10,6 @@ import base64
 import binascii
 import math
 import re
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,9 @@ import numpy as np
 import xxhash
 from PIL import Image, ImageOps
 
+from megarl.data.told import KeptPicture
 from megarl.errors import PictureError, describe_value
-from megarl.options.pictures.media import PictureRules
+from megarl.options.pictures.picture_rules import PictureRules
 from megarl.system.atomic_files import write_bytes_atomically
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -35,15 +35,6 @@ PNG_EFFORT = 1
 
 Original = Path | bytes | Image.Image
 """A picture as a row has it: a file, a file's bytes, or decoded by the user's function."""
-
-
-@dataclass(frozen=True)
-class KeptPicture:
-    """A picture in the media folder, and its size in pixels."""
-
-    digest: str
-    width: int
-    height: int
 
 
 def original_of(value: Any, folder: str | None) -> Original:

@@ -17,8 +17,7 @@ from megarl.megatron.options import ModelOptions
 from megarl.megatron.pass_parts import PassPart
 from megarl.models.hf_folder import HFFolder
 from megarl.models.vision import Vision
-from megarl.options.pictures.media import PictureRules
-from megarl.options.pictures.picture_rules import load_picture_rules
+from megarl.options.pictures.picture_rules import PictureRules, load_picture_rules
 from megarl.options.pictures.pixels import Pictures
 from megarl.options.pictures.positions import with_positions
 from megarl.options.pictures.stream_media import StreamMedia

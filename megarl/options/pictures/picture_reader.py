@@ -10,37 +10,28 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, cast
 
 from PIL import Image
 
 from megarl.config.sections import PictureFields
 from megarl.data.chat import ChatMessage
+from megarl.data.media import MARKS, Expanded, kind_of, source_of
+from megarl.data.row_media import MediaReader, with_parts, without_bytes
 from megarl.data.rows import Origin, Row, RowPlace
+from megarl.data.told import KeptPicture
 from megarl.errors import DataError, PictureError
-from megarl.options.pictures.images import (
-    KeptPicture,
-    describe_original,
-    final_frame_size,
-    keep_picture,
-    original_of,
-    upright_rgb,
-)
-from megarl.options.pictures.media import PictureRules
-from megarl.options.pictures.picture_rules import PictureTokens, load_picture_rules, load_picture_tokens, load_video_rules, sees
-from megarl.options.pictures.placeholders import Expanded, FramePair, Showable, expand
+from megarl.options.pictures.images import describe_original, final_frame_size, keep_picture, original_of, upright_rgb
+from megarl.options.pictures.picture_settings import PictureSettings
+from megarl.options.pictures.placeholders import FramePair, Showable
 from megarl.options.pictures.video import chosen_frames, timed_frames_of
 
-MARKS = {"image": "<image>", "video": "<video>"}
 READ_AHEAD = 4
 """Rows that are in memory with their pictures, per thread."""
 USUAL_KEYS = ("image", "images", "video", "videos")
-SOURCES = {"image": ("image", "image_url", "bytes", "path", "url"), "video": ("video", "video_url", "bytes", "path", "url")}
-"""Where a part of a message may have its picture or video; without one it takes the row's next."""
 REMEDY = "mend the row, or set data.bad_pictures to 'drop'"
 
 ContentParts = list[dict[str, Any]]
@@ -48,46 +39,16 @@ KeptPaths = str | list[str] | dict[str, Any]
 """A picture in a light row, the frames of a video, or a native video's `frames` with the `seconds` of each."""
 
 
-@dataclass(frozen=True)
-class PictureSettings:
-    """What is read of a model that takes pictures, and the folder that keeps them."""
+class PictureReader(MediaReader):
+    """Reads the pictures of rows as `settings` say, as `model` takes them."""
 
-    rules: PictureRules
-    tokens: PictureTokens
-    media_folder: Path
-    videos: PictureRules | None = None
-    """Limits are of all frames together; None: a video's frames are pictures."""
+    model: PictureSettings
 
-
-def open_pictures(settings: PictureFields, model_folder: str, tokenizer: Any, run_folder: str | Path) -> PictureReader:
-    """The reader of rows for the model in `model_folder`; one that refuses pictures where the model takes none.
-
-    Raises:
-        ModelError: the model takes pictures, and its folder does not say how.
-        DataError: the limits leave no size.
-    """
-    if not sees(model_folder):
-        return PictureReader(settings)
-    rules = load_picture_rules(model_folder, settings.min_pixels, settings.max_pixels)
-    smallest = (rules.patch * rules.merge) ** 2
-    if not rules.min_pixels <= rules.max_pixels or rules.max_pixels < smallest:
-        raise DataError(
-            f"pictures of {rules.min_pixels} to {rules.max_pixels} pixels are impossible for '{model_folder}'; data.max_pixels "
-            f"must be at least data.min_pixels and {smallest}, the pixels of one token"
-        )
-    tokens = load_picture_tokens(model_folder, tokenizer)
-    videos = load_video_rules(model_folder, rules) if settings.video == "native" else None
-    return PictureReader(settings, PictureSettings(rules, tokens, settings.kept_in(str(run_folder)), videos))
-
-
-class PictureReader:
-    """Reads the pictures of rows as `settings` say; `model` None: there must be none."""
-
-    def __init__(self, settings: PictureFields, model: PictureSettings | None = None) -> None:
-        self.settings, self.model = settings, model
+    def __init__(self, settings: PictureFields, model: PictureSettings) -> None:
+        super().__init__(settings)
+        self.model = model
         self._kept: dict[str, KeptPicture] = {}
-        self._keys = {kind: key for kind, key in (("image", settings.image_key), ("video", settings.video_key)) if key}
-        marks = "|".join(MARKS[kind] for kind in self._keys)
+        marks = "|".join(MARKS[kind] for kind in self.keys)
         self._mark = re.compile(f"({marks})" if marks else r"(?!)")
 
     # the first pass -----------------------------------------------------------------------------------------------
@@ -100,24 +61,17 @@ class PictureReader:
         None for a row that is left out.
 
         Few rows are read ahead, so that bytes of pictures are not in memory all at once.
-        `message_keys`: where chat messages may be, also as JSON in a text if the model takes pictures.
+        `message_keys`: where chat messages may be, also as JSON in a text.
 
         Raises:
-            DataError: the model takes no pictures and a row has some, videos cannot be decoded here, or no row has the key
-                of the pictures, but they have others that look like it.
+            DataError: videos cannot be decoded here, or no row has the key of the pictures, but they have others that look
+                like it.
         """
-        if self.model is None:
-            for number, row in enumerate(rows):
-                place = RowPlace(origin, number)
-                if row is not None:
-                    self._refuse_pictures(row, message_keys, place)
-                yield place, cast(Row | None, _without_bytes(row))
-            return
-        model, keys = self.model, set[str]()
+        keys = set[str]()
 
         def light(row: Row | None, place: RowPlace) -> Row | PictureError | None:
             try:
-                return None if row is None else self._light(row, message_keys, place, model)
+                return None if row is None else self._light(row, message_keys, place)
             except PictureError as error:
                 return error
 
@@ -148,51 +102,33 @@ class PictureReader:
                 f"'{others[0]}', or to null to train on the text alone"
             )
 
-    def _refuse_pictures(self, row: Row, message_keys: Sequence[str], place: RowPlace) -> None:
-        kinds = {kind: f"under '{key}' (data.{kind}_key)" for kind, key in self._keys.items() if row.get(key)}
-
-        def see(part: dict[str, Any]) -> dict[str, Any]:
-            if (kind := kind_of(part)) is not None:
-                kinds.setdefault(kind, "in its messages")
-            return part
-
-        for key in message_keys:
-            for message in row[key] if isinstance(row.get(key), list) else []:
-                _with_parts(message, see)
-        for kind, where in kinds.items():
-            what = {"image": "pictures", "video": "videos"}[kind]
-            raise DataError(
-                f"{place} has {what} {where}, but the model takes none; train a vision-language model, or leave them out "
-                f"(data.{kind}_key: null leaves out those of a column)"
-            )
-
-    def _light(self, row: Row, message_keys: Sequence[str], place: RowPlace, model: PictureSettings) -> Row:
+    def _light(self, row: Row, message_keys: Sequence[str], place: RowPlace) -> Row:
         row = {**row, **{key: parsed_messages(row[key]) for key in message_keys if isinstance(row.get(key), str)}}
-        for kind, key in self._keys.items():
+        for kind, key in self.keys.items():
             if row.get(key) is None:
                 continue
             many = isinstance(row[key], list | tuple)
             values = list(row[key]) if many else [row[key]]
-            kept = [self._keep(kind, value, f"{n} of {len(values)}", place, model) for n, value in enumerate(values, 1)]
+            kept = [self._keep(kind, value, f"{n} of {len(values)}", place) for n, value in enumerate(values, 1)]
             row[key] = kept if many else kept[0]
         found = 0
 
         def without(part: dict[str, Any]) -> dict[str, Any]:
             nonlocal found
             kind = kind_of(part)
-            source = next((part[name] for name in SOURCES[kind] if part.get(name) is not None), None) if kind else None
+            source = source_of(part)
             if kind is None or source is None:
                 return part
             found += 1
-            return {"type": kind, kind: self._keep(kind, source, f"{found} of its messages", place, model)}
+            return {"type": kind, kind: self._keep(kind, source, f"{found} of its messages", place)}
 
         lists = {key: row[key] for key in message_keys if isinstance(row.get(key), list)}
-        row.update({key: [_with_parts(message, without) for message in messages] for key, messages in lists.items()})
-        return cast(Row, _without_bytes(row))
+        row.update({key: [with_parts(message, without) for message in messages] for key, messages in lists.items()})
+        return cast(Row, without_bytes(row))
 
-    def _keep(self, kind: str, value: Any, which: str, place: RowPlace, model: PictureSettings) -> KeptPaths:
+    def _keep(self, kind: str, value: Any, which: str, place: RowPlace) -> KeptPaths:
         """The path of the kept picture, or those of the frames of a video; of a native one with the `seconds` of each."""
-        settings = self.settings
+        settings, model = self.settings, self.model
         sizes: list[tuple[int, int]] = []
 
         def keep(frame: Image.Image, frames: int) -> str:
@@ -200,11 +136,11 @@ class PictureReader:
             if model.videos is not None and frame.size != sizes[0]:
                 first, other = (f"{width}x{height}" for width, height in (sizes[0], frame.size))
                 raise PictureError(f"has frames of {first} and of {other} pixels; those of a native video must be of one size")
-            return self._frame(frame, frames, model)
+            return self._frame(frame, frames)
 
         try:
             if kind == "image":
-                return self._file(upright_rgb(original_of(value, settings.image_folder)), model)
+                return self._file(upright_rgb(original_of(value, settings.image_folder)))
             if isinstance(value, list | tuple):
                 chosen = chosen_frames(len(value), settings.fps, settings.fps, settings.max_frames)
                 if not chosen:
@@ -222,22 +158,22 @@ class PictureReader:
         except OSError as error:
             raise DataError(f"the media folder '{model.media_folder}' cannot be written: {error}") from error
 
-    def _frame(self, image: Image.Image, frames: int, model: PictureSettings) -> str:
+    def _frame(self, image: Image.Image, frames: int) -> str:
         """The path of a kept frame of a video that has so many `frames`."""
-        if model.videos is None:
-            return self._file(image, model)
-        frames += frames % model.rules.temporal  # the last one is shown twice
-        limits, settings = model.videos, self.settings
+        limits, settings = self.model.videos, self.settings
+        if limits is None:
+            return self._file(image)
+        frames += frames % self.model.rules.temporal  # the last one is shown twice
         rules = replace(
             limits,
             min_pixels=max(limits.min_pixels, (settings.min_pixels or 0) * frames),
             max_pixels=min(limits.max_pixels, (settings.max_pixels or limits.max_pixels) * frames),
         )
-        return self._file(image, model, final_frame_size(*image.size, frames, rules))
+        return self._file(image, final_frame_size(*image.size, frames, rules))
 
-    def _file(self, image: Image.Image, model: PictureSettings, size: tuple[int, int] | None = None) -> str:
-        kept = keep_picture(image, model.rules, model.media_folder, size)
-        path = str(model.media_folder / f"{kept.digest}.png")
+    def _file(self, image: Image.Image, size: tuple[int, int] | None = None) -> str:
+        kept = keep_picture(image, self.model.rules, self.model.media_folder, size)
+        path = str(self.model.media_folder / f"{kept.digest}.png")
         self._kept[path] = kept
         return path
 
@@ -256,8 +192,6 @@ class PictureReader:
             PictureError: marks and pictures do not go together, an assistant's turn has some, or a text has a token that
                 stands for a picture.
         """
-        if self.model is None:
-            return messages, []
         self.check_texts(messages, place)
         waiting = self._of_columns(row)
         numbers = {kind: len(items) for kind, items in waiting.items()}
@@ -297,7 +231,7 @@ class PictureReader:
             if asked[kind] != numbers[kind]:
                 what = _several(numbers[kind], "picture" if kind == "image" else "video")
                 places = f"{_several(asked[kind], 'place')} for them ({mark})"
-                key = f"under '{self._keys[kind]}'" if kind in self._keys else f"as data.{kind}_key is null"
+                key = f"under '{self.keys[kind]}'" if kind in self.keys else f"as data.{kind}_key is null"
                 raise self._error(place, f"has {what} {key}, but {places}")
         return arranged, pictures
 
@@ -306,7 +240,6 @@ class PictureReader:
         if not isinstance(kept, dict):
             frames = [self._kept[path] for path in ([kept] if isinstance(kept, str) else kept)]
             return [{"type": "image"}] * len(frames), [*frames]
-        assert self.model is not None
         files, seconds = [self._kept[path] for path in kept["frames"]], list(kept["seconds"])
         if len(files) % 2:
             files, seconds = [*files, files[-1]], [*seconds, seconds[-1]]
@@ -319,36 +252,32 @@ class PictureReader:
 
     def arrange_text(self, row: Row, text: str, place: RowPlace) -> tuple[str, list[Showable]]:
         """`arrange` for a prompt without a chat template: the model's own tokens stand for each picture."""
-        if self.model is None:
-            return text, []
         [message], pictures = self.arrange(row, [{"role": "user", "content": text}], place)
         if isinstance(message["content"], str):
             return message["content"], pictures
         marks = {"image": self.model.tokens.mark, "video": self.model.tokens.video_mark}
         return "".join(part["text"] if part["type"] == "text" else marks[part["type"]] for part in message["content"]), pictures
 
-    def expand(self, ids: Sequence[int], pictures: Sequence[Showable], place: RowPlace) -> Expanded:
+    def expand(self, ids: Sequence[int], shown: Sequence[Showable], place: RowPlace) -> Expanded:
         """`ids` with the placeholder of each picture repeated once for each of its tokens, and where they are.
 
         Raises:
             DataError: the chat template wrote another number of placeholders than there are pictures.
         """
-        if self.model is None:
-            return Expanded([*ids], [], [1] * len(ids))
         try:
-            return expand(ids, pictures, self.model.rules, self.model.tokens)
+            return self.model.expand(ids, shown)
         except ValueError:
             tokens = self.model.tokens
             found = sum(token in (tokens.image_id, tokens.video_id) for token in ids)
             raise DataError(
-                f"{place} has {_several(len(pictures), 'picture')}, but the chat template makes "
+                f"{place} has {_several(len(shown), 'picture')}, but the chat template makes "
                 f"{_several(found, 'placeholder')}; the model's folder must have the template of its processor"
             ) from None
 
     def _of_columns(self, row: Row) -> dict[str, list[KeptPaths]]:
         """The row's pictures and its videos, in the shapes that `_keep` gives them."""
         found: dict[str, list[KeptPaths]] = {kind: [] for kind in MARKS}
-        for kind, key in self._keys.items():
+        for kind, key in self.keys.items():
             value = row.get(key) or []
             is_one = isinstance(value, str | dict) or (kind == "video" and isinstance(value[0] if value else [], str))
             found[kind] += [value] if is_one else value
@@ -360,8 +289,6 @@ class PictureReader:
         Raises:
             DataError: `messages` have one of them; a PictureError but for the last.
         """
-        if self.model is None:
-            return
         for message in messages:
             content, role = message["content"], message["role"]
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -382,14 +309,6 @@ class PictureReader:
 
 def _several(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
-
-
-def kind_of(part: dict[str, Any]) -> str | None:
-    """`image` or `video` if a part of a message is one. Tables give every part all fields, most of them null."""
-    named = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
-    if part.get("type") is not None:
-        return named.get(str(part["type"]))
-    return next((kind for field, kind in named.items() if part.get(field) is not None), None)
 
 
 def _split(content: str | ContentParts, mark: re.Pattern[str]) -> ContentParts:
@@ -421,15 +340,6 @@ def _before_user_text(messages: list[ChatMessage], parts: ContentParts, place: R
     return [*messages[:first], turn, *messages[first + 1 :]]
 
 
-def _with_parts(message: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """A chat message with `change` made to every part of its content, if it has parts."""
-    content = message.get("content", message.get("value")) if isinstance(message, dict) else None
-    if not isinstance(content, list):
-        return message
-    parts = [change(part) if isinstance(part, dict) else part for part in content]
-    return {**message, "content" if "content" in message else "value": parts}
-
-
 def parsed_messages(text: str) -> Any:
     """The chat messages of a JSON text (lmm-r1), or `text` itself if it holds none."""
     if not text.lstrip().startswith("["):
@@ -440,16 +350,3 @@ def parsed_messages(text: str) -> Any:
         return text
     is_chat = bool(messages) and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in messages)
     return messages if is_chat else text
-
-
-def _without_bytes(value: Any) -> Any:
-    """`value` with null for what is bytes or a decoded picture; the same object if there are none."""
-    if isinstance(value, bytes | bytearray | memoryview | Image.Image):
-        return None
-    if isinstance(value, dict):
-        light = {key: _without_bytes(inner) for key, inner in value.items()}
-        return light if any(light[key] is not value[key] for key in value) else value
-    if isinstance(value, list | tuple):
-        items = [_without_bytes(inner) for inner in value]
-        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
-    return value

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ModelError
-from megarl.models.registry import sees as sees
-from megarl.options.pictures.media import PictureRules
 
 PROCESSORS = {"Qwen2VLImageProcessor": False, "Glm4vImageProcessor": True, "Glm46VImageProcessor": True}
 """The image processors whose sizes and patches `options/pictures/images.py` and `options/pictures/pixels.py` compute: of
@@ -27,6 +25,25 @@ TIMED_VIDEOS = ("qwen3_vl", "qwen3_vl_moe")
 """Model types whose videos are pairs of frames, each behind its time as text."""
 BICUBIC = 3
 """PIL's number of the only filter that pictures are resized by."""
+
+
+@dataclass(frozen=True)
+class PictureRules:
+    """The rules of a model for its pictures: sizes in pixels, and what its colours are normalised by.
+
+    A patch is a square of `patch` pixels in `temporal` frames, and `merge` by `merge` patches are one token. A picture is
+    resized to multiples of `patch * merge`, with `min_pixels` to `max_pixels` in all. With `grows_first` one that has a side
+    shorter than that is first enlarged until the side has this length (GLM).
+    """
+
+    patch: int
+    temporal: int
+    merge: int
+    min_pixels: int
+    max_pixels: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    grows_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,21 +191,6 @@ def load_picture_tokens(folder: str | Path, tokenizer: Any) -> PictureTokens:
         texts[name] = str(token)
     image, start, end, video, *others = texts.values()
     return PictureTokens(int(config["image_token_id"]), int(config["video_token_id"]), image, video, start, end, tuple(others))
-
-
-def load_processor_template(folder: str | Path) -> str | None:
-    """The chat template of the processor where the tokenizer's file does not hold it (`chat_template.json`), else None.
-
-    Raises:
-        ModelError: the file is no JSON object with a template.
-    """
-    file = Path(folder) / "chat_template.json"
-    if not file.is_file() or (Path(folder) / "chat_template.jinja").is_file():
-        return None
-    try:
-        return str(json.loads(file.read_text())["chat_template"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"'{file}' holds no chat template: {type(error).__name__}: {error}") from None
 
 
 def _config(folder: str | Path) -> dict[str, Any]:

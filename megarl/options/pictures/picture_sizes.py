@@ -10,12 +10,13 @@ from typing import Any
 from PIL import Image
 
 from megarl.config.sections import PictureFields
+from megarl.data.media import kind_of, source_of
 from megarl.data.micro_batches import Grid
 from megarl.data.rows import Row
 from megarl.errors import PictureError
 from megarl.options.pictures.images import FORMATS, final_size, original_of
-from megarl.options.pictures.media import PictureRules
-from megarl.options.pictures.picture_reader import SOURCES, kind_of, parsed_messages
+from megarl.options.pictures.picture_reader import parsed_messages
+from megarl.options.pictures.picture_rules import PictureRules
 from megarl.options.pictures.video import chosen_frames
 
 
@@ -60,7 +61,7 @@ def _shown(row: Row, settings: PictureFields, message_keys: Sequence[str]) -> It
             content = message.get("content", message.get("value")) if isinstance(message, dict) else None
             for part in content if isinstance(content, list) else []:
                 found = kind_of(part) if isinstance(part, dict) else None
-                source = next((part[name] for name in SOURCES[found] if part.get(name) is not None), None) if found else None
+                source = source_of(part) if found else None
                 if found is not None and source is not None:
                     yield found, source
 

@@ -12,8 +12,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from megarl.data.media import Media
 from megarl.errors import DataError
-from megarl.options.pictures.media import Media, PictureRules
+from megarl.options.pictures.picture_rules import PictureRules
 
 KEPT_BYTES = 2**30
 """Of pictures as they are in memory, a byte per colour: those of a step, which reads them for every role and update anew."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.options.pictures.images import KeptPicture
-from megarl.options.pictures.media import Media, PictureRules
-from megarl.options.pictures.picture_rules import PictureTokens
+from megarl.data.media import Expanded, Media
+from megarl.data.told import KeptPicture
+from megarl.options.pictures.picture_rules import PictureRules, PictureTokens
 
 
 @dataclass(frozen=True)
@@ -19,18 +19,6 @@ class FramePair:
 
 
 Showable = KeptPicture | FramePair
-
-
-@dataclass(frozen=True)
-class Expanded:
-    """Ids in which each picture has a placeholder for each of its tokens, and the pictures with their places.
-
-    `counts` says how many of them each id became: 1 but for placeholders.
-    """
-
-    ids: list[int]
-    media: list[Media]
-    counts: list[int]
 
 
 def expand(ids: Sequence[int], shown: Sequence[Showable], rules: PictureRules, tokens: PictureTokens) -> Expanded:

@@ -16,8 +16,7 @@ from megarl.config.questions import MEAN_SHARE
 from megarl.data.micro_batches import Grid
 from megarl.errors import ConfigError, MegarlError
 from megarl.models.vision import Vision
-from megarl.options.pictures.media import PictureRules
-from megarl.options.pictures.picture_rules import counts_frames
+from megarl.options.pictures.picture_rules import PictureRules, counts_frames
 from megarl.planning.prompt_pictures import NO_PICTURES, PromptPictures
 
 ROWS = 32

@@ -13,10 +13,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megarl.data.media import Media
 from megarl.data.stream import Response, Unit
 from megarl.errors import ModelError
 from megarl.models.vision import Vision
-from megarl.options.pictures.media import Media
 
 
 def prompt_positions(length: int, media: Sequence[Media], vision: Vision) -> Tensor:

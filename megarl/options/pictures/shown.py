@@ -1,4 +1,4 @@
-"""The pictures of a run's samples, for people: which files they are, and scaled to data URLs that a page can hold.
+"""The kept pictures of a run for people, for `observe/sample_media.py`: their sizes, and data URLs that a page can hold.
 
 Reads the media folder that the run wrote; a file that is missing or damaged is said in words.
 """
@@ -7,101 +7,19 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
 from megarl.options.pictures.images import LARGEST_PIXELS
-from megarl.options.pictures.media import Media
 
 SIDE = 320
 """Pixels of the longer side of a picture in a page; smaller ones stay as they are."""
-PAGE_BYTES = 16_000_000
-"""Bytes of all pictures of a page at most."""
-FRAMES = 8
-"""Frames of a video in a page at most, evenly spread."""
 _DIGEST = re.compile(r"[0-9a-f]{8,64}")
 
 
-def shown_media(sample: Mapping[str, Any]) -> list[Media]:
-    """The pictures and videos of a sample as `samples.jsonl` has it; none of what an earlier version wrote as paths."""
-    return [Media.of_json(one) for one in sample.get("media") or () if isinstance(one, Mapping)]
-
-
-def told_media(sample: Mapping[str, Any]) -> list[tuple[int, Media]]:
-    """The pictures of `shown_media` that were told between turns, with their numbers in it, their places counted from
-    the response."""
-    start = len(sample.get("prompt_ids") or ())
-    numbered = enumerate(shown_media(sample) if start else ())
-    return [(number, media.moved(-start)) for number, media in numbered if media.place >= start]
-
-
-def turn_texts(sample: Mapping[str, Any]) -> list[str]:
-    """`user: see [picture 2] there` for each turn behind the prompt, pictures by number; none where there was one turn."""
-    number = len(shown_media(sample)) - len(told_media(sample))
-    texts: list[str] = []
-    for turn in sample.get("turns") or ():
-        content, text = turn["content"], f"{turn['role']}: "
-        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-            number += part["type"] == "image"
-            text += f"[picture {number}]" if part["type"] == "image" else part["text"]
-        texts.append(text)
-    return texts
-
-
-def frames_shown(media: Media) -> tuple[str, ...]:
-    """The digests of a picture, or of those frames of a video that a page shows."""
-    number = len(media.digests)
-    return media.digests if number <= FRAMES else tuple(media.digests[place * number // FRAMES] for place in range(FRAMES))
-
-
-def describe_media(number: int, media: Media, folder: Path) -> str:
-    """`picture 1: /media/9b….png, 448x336 px, 192 tokens`; of a video the first frame and how many there are."""
-    file = media.files(folder)[0]
-    size = _size_or_fault(media.digests[0], folder)
-    what = f"{size[0]}x{size[1]} px" if isinstance(size, tuple) else size
-    frames = f"{len(media.digests)} frames, the first is " if media.kind == "video" else ""
-    return f"{'video' if media.kind == 'video' else 'picture'} {number}: {frames}{file}, {what}, {media.tokens} tokens"
-
-
-class PagePictures:
-    """The different pictures of one page, each once, as far as the bytes reach.
-
-    `found` has by digest either a picture's `url`, `width` and `height` (its own, in pixels), or a `note` that says why it is
-    not there. `left_out` counts pictures for which there was no room.
-    """
-
-    def __init__(self, page_bytes: int = PAGE_BYTES) -> None:
-        """`page_bytes`: of all data URLs together."""
-        self.found: dict[str, dict[str, Any]] = {}
-        self.left_out = 0
-        self._room = page_bytes
-
-    def add(self, digest: str, folder: Path) -> None:
-        """Put in the picture of this name, unless it is there."""
-        if digest in self.found and not self.found[digest].get("is_missing"):
-            return
-        size = _size_or_fault(digest, folder)
-        if isinstance(size, str):
-            self.found[digest] = {"note": f"{digest[:12]}: {size}", "is_missing": True}
-            return
-        try:
-            url = _scaled(folder / f"{digest}.png")
-        except Exception as error:  # noqa: BLE001 - Pillow raises many kinds for a damaged file
-            self.found[digest] = {"note": f"{digest[:12]}: cannot be read: {error}"}
-            return
-        if len(url) > self._room:
-            self.left_out += 1
-            self.found[digest] = {"note": f"{digest[:12]}: left out, the page has its {PAGE_BYTES // 10**6} MB of pictures"}
-            return
-        self._room -= len(url)
-        self.found[digest] = {"url": url, "width": size[0], "height": size[1]}
-
-
-def _size_or_fault(digest: str, folder: Path) -> tuple[int, int] | str:
+def size_or_fault(digest: str, folder: Path) -> tuple[int, int] | str:
     """Width and height of a kept picture, or a few words that say why it has none."""
     if not _DIGEST.fullmatch(digest):
         return "is no name of a kept picture"
@@ -115,7 +33,7 @@ def _size_or_fault(digest: str, folder: Path) -> tuple[int, int] | str:
     return (width, height) if width * height <= LARGEST_PIXELS else "has too many pixels to be shown"
 
 
-def _scaled(file: Path) -> str:
+def scaled(file: Path) -> str:
     """The picture as a data URL, PNG or JPEG, whichever is smaller."""
     with Image.open(file, formats=["PNG"]) as picture:
         shown = picture.convert("RGB")

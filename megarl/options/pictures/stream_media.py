@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.options.pictures.media import Media
+from megarl.data.media import Media
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from megarl.algorithms import token_weights
 from megarl.config import Config
 from megarl.data.batch import Batch
 from megarl.data.mixture import build_parts, mixture_weights
+from megarl.data.row_media import open_media
 from megarl.data.sampler import build_sampler
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings
 from megarl.experience.step_parts import StepPart
-from megarl.options.pictures.picture_reader import open_pictures
 from megarl.options.ptx.loss import PtxLoss
 from megarl.options.ptx.section import ptx_of
 
@@ -37,8 +37,8 @@ class PtxExamples(StepPart):
             max_tokens=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
             bad_pictures=config.data.bad_pictures,
         )
-        pictures = open_pictures(config.data, config.model.path, tokenizer, config.run_folder)
-        builder = SupervisedBuilder(tokenizer, "sft", settings, pictures)
+        media = open_media(config.data, config.model.path, tokenizer, config.run_folder)
+        builder = SupervisedBuilder(tokenizer, "sft", settings, media)
         parts = build_parts(builder, source, prefix="ptx", section="ptx.data")
         rows_per_step = ptx.samples_per_step * config.algorithm.epochs
         self._sampler = build_sampler(parts, mixture_weights(source), config.run.seed, rows_per_step=rows_per_step)

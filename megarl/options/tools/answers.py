@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from PIL import Image
 
+from megarl.data.told import MediaKeeper, PicturedText, pieces_of
 from megarl.errors import DataError, EpisodeError, PictureError
-from megarl.options.pictures.told_pictures import PicturedText, PictureKeeper, pieces_of
 
 Failure = Literal["tool_errors", "tool_timeouts"]
 
@@ -29,7 +29,7 @@ class ToolAnswer:
         return cls(told, len(told.text), failure)
 
 
-def told_answer(answer: Any, pictures: PictureKeeper | None) -> ToolAnswer:
+def told_answer(answer: Any, pictures: MediaKeeper | None) -> ToolAnswer:
     """What the policy is told of what a tool returned, or of why that cannot be told. `pictures` None: the model takes none.
 
     Raises:
@@ -43,7 +43,7 @@ def told_answer(answer: Any, pictures: PictureKeeper | None) -> ToolAnswer:
         return ToolAnswer.whole(failure_text(error), "tool_errors")
 
 
-def _told(answer: Any, pictures: PictureKeeper | None) -> PicturedText:
+def _told(answer: Any, pictures: MediaKeeper | None) -> PicturedText:
     """Text as it is, what holds pictures with these kept, anything else as JSON."""
     if isinstance(answer, str):
         return PicturedText(answer)

@@ -24,12 +24,14 @@ def main() -> None:
     setting = json.loads(questions.readline())
     sys.path[:] = setting["path"]
     from megarl.errors import EpisodeError
-    from megarl.options.pictures.told_pictures import PictureKeeper
+    from megarl.option_list import part
     from megarl.options.tools.answers import ToolAnswer, failure_text, told_answer
     from megarl.system.user_code import load_user_function
 
     functions = {name: load_user_function(path, EpisodeError) for name, path in setting["tools"].items()}
-    pictures = PictureKeeper.of_json(setting["pictures"]) if setting["pictures"] else None
+    pictures = None
+    if setting["pictures"]:
+        pictures = part("pictures", "picture_keeper", "a tool that shows pictures").PictureKeeper.of_json(setting["pictures"])
     print('"ready"', file=answers, flush=True)
     for line in questions:
         question: dict[str, Any] = json.loads(line)

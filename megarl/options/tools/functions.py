@@ -11,8 +11,8 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+from megarl.data.told import MediaKeeper
 from megarl.errors import EpisodeError
-from megarl.options.pictures.told_pictures import PictureKeeper
 from megarl.options.tools.answers import ToolAnswer, failure_text, late, told_answer
 from megarl.options.tools.processes import ToolProcesses
 from megarl.options.tools.source import CallTool, two_of
@@ -23,7 +23,7 @@ class FunctionTools:
     """The functions of a run that are tools; a `ToolSource`."""
 
     def __init__(
-        self, paths: Sequence[str], timeout_s: float, max_characters: int, pictures: PictureKeeper | None = None
+        self, paths: Sequence[str], timeout_s: float, max_characters: int, pictures: MediaKeeper | None = None
     ) -> None:
         """Import the functions at `paths` (`package.module:function` or `path/to/file.py:function`).
 

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 from PIL import Image
 
+from megarl.data.told import MediaKeeper
 from megarl.errors import EpisodeError
-from megarl.options.pictures.told_pictures import PictureKeeper
 from megarl.options.tools.answers import ToolAnswer, late, told_answer
 from megarl.options.tools.section import McpServerConfig
 from megarl.options.tools.source import CallTool
@@ -45,7 +45,7 @@ class _LostError(Exception):
 class McpTools:
     """A `ToolSource`: the tools of one server, which all episodes share, or which is started anew for each."""
 
-    def __init__(self, name: str, settings: McpServerConfig, timeout_s: float, pictures: PictureKeeper | None) -> None:
+    def __init__(self, name: str, settings: McpServerConfig, timeout_s: float, pictures: MediaKeeper | None) -> None:
         """Start the server that the config calls `name`. A call has `timeout_s` seconds.
 
         Raises:
@@ -306,7 +306,7 @@ def _reason(error: BaseException) -> str:
 
 
 def open_mcp_tools(
-    names: Sequence[str], servers: Mapping[str, McpServerConfig], timeout_s: float, pictures: PictureKeeper | None
+    names: Sequence[str], servers: Mapping[str, McpServerConfig], timeout_s: float, pictures: MediaKeeper | None
 ) -> list[McpTools]:
     """The tools `mcp:NAME` of a config; its checks have seen that each NAME is in `servers`.
 

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from megarl.data.told import MediaKeeper, PicturedText
 from megarl.errors import EpisodeError
-from megarl.options.pictures.told_pictures import PicturedText, PictureKeeper
 from megarl.options.tools.answers import ToolAnswer, late
 from megarl.system.line_process import EndedError, LineProcess
 
@@ -28,7 +28,7 @@ class ToolProcesses:
     be free."""
 
     def __init__(
-        self, paths: Mapping[str, str], timeout_s: float, max_characters: int, pictures: PictureKeeper | None = None
+        self, paths: Mapping[str, str], timeout_s: float, max_characters: int, pictures: MediaKeeper | None = None
     ) -> None:
         """`paths`: import path of each tool by its name; `pictures` keeps those of answers, in the processes."""
         self.timeout_s, self.max_characters = timeout_s, max_characters

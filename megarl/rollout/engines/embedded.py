@@ -21,6 +21,7 @@ import torch
 from megarl.config import Config
 from megarl.config.engine_kinds import EMBEDDED
 from megarl.config.rollout import SpeculativeConfig
+from megarl.data.media import Media
 from megarl.errors import DeadlineError, EngineError
 from megarl.models.adapters import AdapterSpec, adapter_part
 from megarl.models.hf_folder import HFFolder
@@ -29,7 +30,6 @@ from megarl.models.transformers_names import config_in_transformers, hub_tensors
 from megarl.models.vision import vision_part
 from megarl.models.weight_formats import tensors_of
 from megarl.option_list import functions, part
-from megarl.options.pictures.media import Media
 from megarl.rollout.engines.drawing import random_numbers
 from megarl.rollout.engines.embedded_batch import DecodeBatch, OpenResponse, Sight
 from megarl.rollout.engines.embedded_turns import TurnCache, refusal

@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache
 
 from megarl.data.columns import TokenValues, of_responses, of_tokens
+from megarl.data.media import Media
 from megarl.data.prefills import NO_PREFILLS, PrefillCounts
-from megarl.options.pictures.media import Media
 from megarl.rollout.engines.drawing import sample
 from megarl.rollout.engines.embedded_turns import KeptTurn, TurnCache
 from megarl.rollout.engines.protocol import FinishReason, Generation, SamplingParams

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal, Protocol
 from megarl.config import Config
 from megarl.config.engine_kinds import EngineCapabilities
 from megarl.data.columns import joined
+from megarl.data.media import Media
 from megarl.data.prefills import NO_PREFILLS, PrefillCounts
 from megarl.errors import EngineError
-from megarl.options.pictures.media import Media
 from megarl.weights.model_compatibility import ServedModel
 from megarl.weights.sglang_senders import ServerEndpoint
 from megarl.weights.staging import NamedTensors

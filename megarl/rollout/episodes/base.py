@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megarl.data.media import Media
 from megarl.data.sample import Prompt, Sample
+from megarl.data.told import MediaKeeper
 from megarl.errors import EpisodeError, nearest
 from megarl.option_list import parts
-from megarl.options.pictures.media import Media
 from megarl.rollout.engines.protocol import Generation
 from megarl.system.user_code import FORMS, load_user_function
 
 if TYPE_CHECKING:
-    from megarl.options.pictures.told_pictures import PictureKeeper
     from megarl.rollout.episodes.turns import ToldMessage, TurnTemplate
 
 
@@ -58,7 +58,7 @@ class EpisodeContext:
     tools: ToolSet | None = None
     shared: Any = None
     """Things that the episodes of an option's kind share, such as how an environment is made; its `close`, if any, ends it."""
-    pictures: PictureKeeper | None = None
+    pictures: MediaKeeper | None = None
     """Keeps what tools and environments show; None: the model takes no pictures."""
     system_prompt: str | None = None
     """System message before what an environment begins with."""

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megarl.config.sections import DataConfig
+from megarl.data.row_media import ModelMedia
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EpisodeError
 from megarl.option_list import functions
-from megarl.options.pictures.picture_reader import PictureSettings
-from megarl.options.pictures.told_pictures import PictureKeeper
 from megarl.rollout.episodes.base import Episode, EpisodeContext, SampleTokens, kinds_of_episode, load_episode
 from megarl.rollout.episodes.turns import TurnTemplate
 
@@ -39,7 +38,7 @@ class EpisodeOpening:
     """The section `rollout.episode`."""
     context: EpisodeContext
     prompt_key: str
-    pictures: PictureSettings | None
+    pictures: ModelMedia | None
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def open_episodes(
     data: DataConfig,
     tokenizer: Any,
     max_new_tokens: int,
-    pictures: PictureSettings | None = None,
+    pictures: ModelMedia | None = None,
 ) -> Episodes:
     """The episodes that the config's section `rollout.episode` names; the model takes `pictures`, or none.
 
@@ -99,7 +98,7 @@ def open_episodes(
         timeout_s,
         settings.tool_max_tokens,
         system_prompt=data.system_prompt,
-        pictures=PictureKeeper(pictures.rules, pictures.media_folder, data.image_folder) if pictures is not None else None,
+        pictures=pictures.keeper(data.image_folder) if pictures is not None else None,
     )
     if kind == "single":
         return Episodes(episode, context)

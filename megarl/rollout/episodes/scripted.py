@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megarl.data.media import Media
 from megarl.errors import EpisodeError
-from megarl.options.pictures.media import Media
 from megarl.rollout.engines.protocol import Generation
 
 MOST_ASKED = 100

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.data.columns import joined, of_episode, of_tokens
+from megarl.data.media import Media
 from megarl.data.prefills import NO_PREFILLS
 from megarl.data.sample import Prompt, Sample
-from megarl.options.pictures.media import Media
 from megarl.rollout.engines.protocol import Generation
 from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
 

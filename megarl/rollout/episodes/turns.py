@@ -12,12 +12,10 @@ from typing import Any
 
 from megarl.data.chat import special_tokens
 from megarl.data.chat_rendering import TemplateError, render
+from megarl.data.media import Media
+from megarl.data.row_media import ModelMedia
+from megarl.data.told import KeptPicture, PicturedText
 from megarl.errors import EpisodeError
-from megarl.options.pictures.images import KeptPicture
-from megarl.options.pictures.media import Media
-from megarl.options.pictures.picture_reader import PictureSettings
-from megarl.options.pictures.placeholders import expand
-from megarl.options.pictures.told_pictures import PicturedText
 from megarl.rollout.engines.protocol import Generation
 
 ToldMessage = dict[str, Any]
@@ -46,7 +44,7 @@ class TurnTemplate:
         tokenizer: Any,
         schemas: Sequence[dict[str, Any]],
         observation_role: str,
-        pictures: PictureSettings | None = None,
+        pictures: ModelMedia | None = None,
     ) -> None:
         """`schemas`: the tools, as the template's `tools=` takes them; `observation_role`: the role of what the policy is told;
         `pictures`: how the model takes them; None: it takes none.
@@ -81,7 +79,7 @@ class TurnTemplate:
             EpisodeError: a text has a token that stands for a picture, or the template leaves out pictures.
         """
         for text in (system or "", *(piece for piece in _pieces(messages) if isinstance(piece, str))):
-            for token in self._pictures.tokens.reserved if self._pictures is not None else ():
+            for token in self._pictures.reserved if self._pictures is not None else ():
                 if token in text:
                     raise EpisodeError(f"a message has the text '{token}', which stands for a picture")
         own = [{"role": "system", "content": system}] if system is not None else []
@@ -127,7 +125,7 @@ class TurnTemplate:
             return ToldTokens(ids, [])
         shown = [piece for piece in _pieces(messages) if not isinstance(piece, str)]
         try:
-            expanded = expand(ids, shown, self._pictures.rules, self._pictures.tokens)
+            expanded = self._pictures.expand(ids, shown)
         except ValueError as error:
             roles = ", ".join(sorted({message["role"] for message in messages}))
             raise EpisodeError(

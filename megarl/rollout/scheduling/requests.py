@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+from megarl.data.media import Media
 from megarl.data.sample import Prompt, Sample
 from megarl.experience.inputs import OpenedEpisodes
-from megarl.options.pictures.media import Media
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from megarl.rollout.episodes import SampleTokens
 from megarl.rollout.episodes.single import single_sample

@@ -11,12 +11,12 @@ from megarl.config import Config
 from megarl.config.evaluations import EvaluationConfig
 from megarl.data.mixture import build_parts
 from megarl.data.prompts import rows_of
+from megarl.data.row_media import open_media
 from megarl.data.rows import Origin
 from megarl.data.sampler import drop_eval_overlap
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.experience.inputs import EvaluationSet, RlInputs
 from megarl.experience.step_parts import open_parts
-from megarl.options.pictures.picture_reader import open_pictures
 from megarl.rewards import build_rewards
 from megarl.rollout.engines.registry import check_engine
 from megarl.rollout.episodes import open_episodes
@@ -37,13 +37,13 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
     check_engine(config, _platform_of(config))
     tokenizer, data, kind = load_tokenizer(config.model.path), config.data, config.rollout.episode
     with ExitStack() as opened:
-        pictures = open_pictures(data, config.model.path, tokenizer, config.run_folder)
+        media = open_media(data, config.model.path, tokenizer, config.run_folder)
         episodes = None
         if kind.kind != "single":
-            episodes = open_episodes(kind, data, tokenizer, config.rollout.max_new_tokens, pictures.model)
+            episodes = open_episodes(kind, data, tokenizer, config.rollout.max_new_tokens, media.model)
             opened.callback(episodes.close)
         tools = episodes.tool_schemas if episodes is not None else ()
-        builder = PromptBuilder(tokenizer, data, tools, pictures)
+        builder = PromptBuilder(tokenizer, data, tools, media)
         held_out = builder.build(rows_of(data.eval), prefix="eval") if data.eval is not None else []
         parts = build_parts(builder, data.train, prefix="train") if train else []
         evaluations = [_evaluation_set(config, one, builder) for one in config.evaluations]

@@ -16,6 +16,7 @@ from megarl.config.supervised import PAIR_LOSSES, SHIFTED_LOSSES, TOKEN_LOSSES
 from megarl.core.run import Run
 from megarl.data.batch import Batch
 from megarl.data.mixture import build_parts, mixture_weights, place_of_row
+from megarl.data.row_media import open_media
 from megarl.data.rows import find_value
 from megarl.data.sample import Sample
 from megarl.data.sampler import build_sampler, count_held_out, order_by
@@ -23,7 +24,6 @@ from megarl.data.stream import ScorePosition, pack
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings, kind_of_rows
 from megarl.data.tokenize import load_tokenizer
 from megarl.observe.progress import TOWER, rows_line
-from megarl.options.pictures.picture_reader import open_pictures
 from megarl.runs.training_side import POLICY, REFERENCE
 from megarl.trainers.start import check_architectures, open_groups, open_roles
 from megarl.trainers.supervised.objectives import (
@@ -51,8 +51,8 @@ class SupervisedRun(Run):
             check_architectures(config)
             settings = SupervisedSettings.of(config.data)
             tokenizer = load_tokenizer(config.model.path)
-            pictures = open_pictures(config.data, config.model.path, tokenizer, config.run_folder)
-            builder = SupervisedBuilder(tokenizer, kind_of_rows(self.objective.name), settings, pictures)
+            media = open_media(config.data, config.model.path, tokenizer, config.run_folder)
+            builder = SupervisedBuilder(tokenizer, kind_of_rows(self.objective.name), settings, media)
             train = build_parts(builder, config.data.train, prefix="train")
             held_out = build_parts(builder, config.data.eval, prefix="eval") if config.data.eval is not None else []
         self.held_out = [sample for part in held_out for sample in part]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.data.media import Media
 from megarl.data.prefills import PrefillCounts
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError
@@ -24,7 +25,6 @@ from megarl.options.agents.acting import samples_of
 from megarl.options.agents.messages import RequestError, SessionMessage
 from megarl.options.agents.session import REFUSALS, AgentSession, History, SessionLimits
 from megarl.options.agents.tree import TurnTree
-from megarl.options.pictures.media import Media
 from megarl.rollout.engines.protocol import Generation
 from megarl.rollout.episodes.turns import TurnTemplate
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer, ids_of

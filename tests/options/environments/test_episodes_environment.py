@@ -13,9 +13,9 @@ import pytest
 
 from megarl.config.sections import DataConfig, RewardConfig
 from megarl.config.sources import SourceConfig
+from megarl.data.media import Media
 from megarl.data.sample import Sample, read_record
 from megarl.errors import EpisodeError, RewardError
-from megarl.options.pictures.media import Media
 from megarl.rewards import build_rewards
 from tests.data.chat_tokenizers import byte_tokenizer, ids_of
 from tests.rollout import episode_parts

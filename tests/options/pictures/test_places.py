@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megarl import option_list
+from megarl.data.media import Media
 from megarl.data.stream import Response, Unit
 from megarl.errors import ConfigError
 from megarl.models.flops import FlopsModel
@@ -18,7 +19,6 @@ from megarl.models.registry import sees
 from megarl.models.shape import shape_of
 from megarl.models.vision import TOWER, part_of, vision_part
 from megarl.options.pictures import sglang
-from megarl.options.pictures.media import Media
 from megarl.planning.prompt_pictures import NO_PICTURES, pictures_of
 from tests.families import build_folder
 from tests.seeing import SEEING, hf_config, vision_of

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from megarl.data.media import Media
 from megarl.data.sample import Sample
 from megarl.options.agents import anthropic_form, openai_form, responses_form
 from megarl.options.agents.acting import KeptTurns, samples_of
 from megarl.options.agents.messages import ChatRequest, RequestError
 from megarl.options.agents.session import AgentSession, History, SessionLimits
-from megarl.options.pictures.media import Media
-from megarl.options.pictures.told_pictures import PictureKeeper
+from megarl.options.pictures.picture_keeper import PictureKeeper
 from megarl.rollout.episodes.turns import TurnTemplate
 from tests.data.seeing_folders import encoded, picture, seeing_tokenizer
 from tests.rollout.episode_parts import Script

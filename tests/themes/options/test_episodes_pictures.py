@@ -14,10 +14,11 @@ import torch
 from PIL import Image
 
 from megarl.config.sections import PictureFields
+from megarl.data.row_media import open_media
 from megarl.data.sample import Prompt, Sample, read_record
 from megarl.data.tokenize import load_tokenizer
 from megarl.errors import EpisodeError
-from megarl.options.pictures.picture_reader import PictureSettings, open_pictures
+from megarl.options.pictures.picture_settings import PictureSettings
 from megarl.options.pictures.pixels import Pictures
 from tests.data.chat_tokenizers import byte_tokenizer
 from tests.data.seeing_folders import SPECIAL, TEMPLATE, processed, seeing_folder, seeing_tokenizer
@@ -44,8 +45,8 @@ def turns(*said: str) -> list[tuple[list[int], Any]]:
 
 def settings_of(folder: Path, family: str = "qwen2_vl") -> PictureSettings:
     model = seeing_folder(folder / "model", family)
-    found = open_pictures(PictureFields(), str(model), load_tokenizer(str(model)), folder / "run").model
-    assert found is not None
+    found = open_media(PictureFields(), str(model), load_tokenizer(str(model)), folder / "run").model
+    assert isinstance(found, PictureSettings)
     return found
 
 

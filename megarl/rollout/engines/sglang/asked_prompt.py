@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.data.media import Media
 from megarl.errors import EngineError
-from megarl.options.pictures.media import Media
 
 
 class AskedPrompt:

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+from megarl.data.media import Media
 from megarl.data.stream import Response, Unit, context_parallel_shard, pack, split_shared_prompts
-from megarl.options.pictures.media import Media
 
 TALL = Media("image", ("tall",), (1, 4, 2), 1, 2)
 WIDE = Media("image", ("wide",), (1, 2, 6), 4, 3)

@@ -1,7 +1,7 @@
-"""Pictures in prompts and between turns: what travels in their place.
+"""Pictures and videos as values: what travels in their place, and the forms in which rows and messages show them.
 
-A picture is decoded and resized once, and kept as a PNG of its final size under a hash of its pixels. Everything else says
-which one it is, how many patches it has and where it is among the tokens; only who needs the pixels reads the file.
+Everything says which one it is, how many patches it has and where it is among the tokens; its file is opened by the option
+pictures alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from typing import Any, Literal
 
 Pixels = tuple[tuple[str, ...], tuple[int, int, int]]
 """Identity of a picture's pixels: digests of its files and its grid."""
+MARKS = {"image": "<image>", "video": "<video>"}
+"""Texts that stand for a picture or a video."""
+_SOURCES = {"image": ("image", "image_url", "bytes", "path", "url"), "video": ("video", "video_url", "bytes", "path", "url")}
+"""Fields in which a part of a message may have its picture or video; without one it takes the row's next."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +57,26 @@ class Media:
 
 
 @dataclass(frozen=True)
-class PictureRules:
-    """The rules of a model for its pictures: sizes in pixels, and what its colours are normalised by.
+class Expanded:
+    """Ids in which each picture has a placeholder for each of its tokens, and the pictures with their places.
 
-    A patch is a square of `patch` pixels in `temporal` frames, and `merge` by `merge` patches are one token. A picture is
-    resized to multiples of `patch * merge`, with `min_pixels` to `max_pixels` in all. With `grows_first` one that has a side
-    shorter than that is first enlarged until the side has this length (GLM).
+    `counts` says how many of them each id became: 1 but for placeholders.
     """
 
-    patch: int
-    temporal: int
-    merge: int
-    min_pixels: int
-    max_pixels: int
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    grows_first: bool = False
+    ids: list[int]
+    media: list[Media]
+    counts: list[int]
+
+
+def kind_of(part: Mapping[str, Any]) -> str | None:
+    """`image` or `video` if a part of a message is one. Tables give every part all fields, most of them null."""
+    named = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
+    if part.get("type") is not None:
+        return named.get(str(part["type"]))
+    return next((kind for field, kind in named.items() if part.get(field) is not None), None)
+
+
+def source_of(part: Mapping[str, Any]) -> Any:
+    """The picture or video in a part of a message that is one; None: it has none of its own."""
+    kind = kind_of(part)
+    return next((part[name] for name in _SOURCES[kind] if part.get(name) is not None), None) if kind else None

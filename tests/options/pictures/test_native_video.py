@@ -18,16 +18,17 @@ from PIL import Image
 
 from megarl.config.sections import DataConfig
 from megarl.config.sources import SourceConfig
+from megarl.data.row_media import open_media
 from megarl.data.sample import Prompt
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import ModelError, PictureError
 from megarl.options.pictures.images import final_frame_size
-from megarl.options.pictures.media import PictureRules
-from megarl.options.pictures.picture_reader import PictureReader, open_pictures
+from megarl.options.pictures.picture_reader import PictureReader
+from megarl.options.pictures.picture_rules import PictureRules
 from megarl.options.pictures.pixels import Pictures
 from tests.data.seeing_folders import PROCESSORS, SPECIAL, picture, seeing_folder
-from tests.data.test_video import _video
+from tests.options.pictures.test_video import _video
 
 SIZE = {"shortest_edge": 4 * 32 * 32, "longest_edge": 64 * 32 * 32}
 SETTINGS = {"size": SIZE, "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2} | {
@@ -47,7 +48,9 @@ def folder_of(path: Path, family: str = "qwen3_vl", **changes: Any) -> Path:
 def reader_of(path: Path, folder: Path, **fields: Any) -> tuple[DataConfig, PictureReader]:
     train = SourceConfig(source="jsonl", path="rows.jsonl")
     data = DataConfig(**{"train": train, "prompt_key": "problem", "video": "native", "max_prompt_tokens": 4096} | fields)
-    return data, open_pictures(data, str(folder), load_tokenizer(str(folder)), path / "run")
+    reader = open_media(data, str(folder), load_tokenizer(str(folder)), path / "run")
+    assert isinstance(reader, PictureReader)
+    return data, reader
 
 
 def prompt_of(path: Path, row: dict[str, Any], **fields: Any) -> Prompt:
@@ -72,9 +75,7 @@ def processed(
 
 
 def patches_of(prompt: Prompt, path: Path, folder: Path) -> torch.Tensor:
-    model = reader_of(path, folder)[1].model
-    assert model is not None
-    kept = Pictures(path / "run/media", model.rules)
+    kept = Pictures(path / "run/media", reader_of(path, folder)[1].model.rules)
     return torch.cat([kept.patches(media) for media in prompt.media if media.kind == "video"])
 
 

@@ -14,10 +14,10 @@ from PIL import Image
 
 from megarl.config.sections import DataConfig
 from megarl.config.sources import SourceConfig
+from megarl.data.row_media import open_media
 from megarl.data.sample import Prompt
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import DataError, PictureError
-from megarl.options.pictures.picture_reader import open_pictures
 from megarl.options.pictures.video import chosen_frames, frames_of
 from tests.data.seeing_folders import encoded, picture, processed, seeing_folder
 
@@ -49,7 +49,7 @@ def _prompts(folder: Path, rows: list[dict[str, Any]], **fields: Any) -> list[Pr
     data = DataConfig(train=SourceConfig(source="jsonl", path="rows.jsonl"), prompt_key="problem", **fields)
     model = seeing_folder(folder / "model")
     tokenizer = load_tokenizer(str(model))
-    return PromptBuilder(tokenizer, data, (), open_pictures(data, str(model), tokenizer, folder / "run")).build(
+    return PromptBuilder(tokenizer, data, (), open_media(data, str(model), tokenizer, folder / "run")).build(
         rows, prefix="train"
     )
 

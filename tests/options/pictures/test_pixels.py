@@ -9,8 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
+from megarl.data.media import Media
 from megarl.errors import DataError
-from megarl.options.pictures.media import Media, PictureRules
+from megarl.options.pictures.picture_rules import PictureRules
 from megarl.options.pictures.pixels import Pictures
 
 RULES = PictureRules(14, 2, 2, 1, 10**6, (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))

@@ -1,28 +1,35 @@
-"""Pictures in what an environment or a tool says: which forms are understood, and text with kept pictures in their places.
+"""Words and pictures that a policy is told between its turns: the forms that are understood, and text with kept pictures.
 
-Nobody but who runs the episode has the pictures themselves; what leaves this file names kept files.
+Nobody but who runs the episode has the pictures themselves; what an episode tells names kept files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
 
-from megarl.errors import DataError, PictureError
-from megarl.options.pictures.images import KeptPicture, Original, describe_original, keep_picture, original_of, upright_rgb
-from megarl.options.pictures.media import PictureRules
-from megarl.options.pictures.picture_reader import MARKS, SOURCES, kind_of
+from megarl.data.media import MARKS, kind_of, source_of
+from megarl.errors import PictureError
 
 TEXT_AND_PICTURES = {"text", "image", "images"}
 """Keys of a text and its pictures, as verl's `ToolResponse` and verl-agent's observations have them."""
 
 PARTS = {"text", "image", "image_url", "video", "video_url"}
 """Types of the parts of a chat message. Other lists hold no pictures, whatever their fields are called."""
+
+
+@dataclass(frozen=True)
+class KeptPicture:
+    """A picture in the media folder, and its size in pixels."""
+
+    digest: str
+    width: int
+    height: int
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,26 @@ class Shown:
 Pieces = list[str | Shown]
 
 
+class MediaKeeper(Protocol):
+    """Keeps pictures that are shown, as the model takes them, in a run's media folder."""
+
+    @property
+    def media_folder(self) -> Path: ...
+
+    def kept(self, pieces: Iterable[str | Shown]) -> PicturedText:
+        """The same text and pictures, the latter kept.
+
+        Raises:
+            PictureError: a picture cannot be used; the sentence begins with its number.
+            DataError: the media folder cannot be written.
+        """
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, of which the option that brings it makes it again in another process."""
+        ...
+
+
 def pieces_of(content: Any) -> Pieces | None:
     """Text and pictures of `content`; None if it is of none of the forms that hold pictures.
 
@@ -116,61 +143,10 @@ def _of_part(part: dict[str, Any]) -> str | Shown:
     if kind == "video":
         raise PictureError("a part is a video; its frames must be shown as pictures")
     if kind == "image":
-        value = next((part[name] for name in SOURCES[kind] if part.get(name) is not None), None)
+        value = source_of(part)
         if value is None:
             raise PictureError("a part of type image has no picture")
         return Shown(value)
     if not isinstance(part.get("text"), str):
         raise PictureError(f"a part is {part!r:.80}; it must be text or a picture")
     return str(part["text"])
-
-
-@dataclass(frozen=True)
-class PictureKeeper:
-    """Keeps pictures as the model takes them in `media_folder`; paths that are shown are taken in `image_folder`."""
-
-    rules: PictureRules
-    media_folder: Path
-    image_folder: str | None = None
-
-    def kept(self, pieces: Iterable[str | Shown]) -> PicturedText:
-        """The same text and pictures, the latter kept.
-
-        Raises:
-            PictureError: a picture cannot be used; the sentence begins with its number.
-            DataError: the media folder cannot be written.
-        """
-        text, pictures = "", list[tuple[int, KeptPicture]]()
-        for piece in pieces:
-            if isinstance(piece, str):
-                text += piece
-            else:
-                pictures.append((len(text), self._keep(piece.value, len(pictures) + 1)))
-        return PicturedText(text, tuple(pictures))
-
-    def _keep(self, value: Any, number: int) -> KeptPicture:
-        try:
-            return keep_picture(upright_rgb(self._original(value)), self.rules, self.media_folder)
-        except PictureError as error:
-            raise PictureError(f"picture {number} ({describe_original(value)}) {error}") from error
-        except OSError as error:
-            raise DataError(f"the media folder '{self.media_folder}' cannot be written: {error}") from error
-
-    def _original(self, value: Any) -> Original:
-        if not isinstance(value, np.ndarray):
-            return original_of(value, self.image_folder)
-        if value.dtype != np.uint8 or value.ndim != 3 or value.shape[2] not in (3, 4):
-            raise PictureError(f"is an array of {value.dtype} {list(value.shape)}; it must be uint8 [height, width, 3 or 4]")
-        return Image.fromarray(value)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, of which `of_json` makes it again."""
-        return {"rules": asdict(self.rules), "media_folder": str(self.media_folder), "image_folder": self.image_folder}
-
-    @classmethod
-    def of_json(cls, record: Mapping[str, Any]) -> PictureKeeper:
-        """Read what `to_json` and JSON made of one."""
-        rules: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, Sequence) else value for name, value in record["rules"].items()
-        }
-        return cls(PictureRules(**rules), Path(record["media_folder"]), record["image_folder"])

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megarl.data.media import Media
 from megarl.observe.report import page_data
 from megarl.observe.run_record import read_run
-from megarl.options.pictures.media import Media
-from megarl.options.pictures.shown import PagePictures, describe_media, frames_shown
+from megarl.observe.sample_media import PagePictures, describe_media, frames_shown
 from tests.observe.recorded import show_pictures, write_run
 
 

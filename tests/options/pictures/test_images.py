@@ -24,7 +24,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from megarl.errors import PictureError
 from megarl.options.pictures import images
 from megarl.options.pictures.images import final_size, keep_picture, upright_rgb
-from megarl.options.pictures.media import PictureRules
+from megarl.options.pictures.picture_rules import PictureRules
 from tests.data.seeing_folders import encoded, picture
 
 RULES = PictureRules(14, 2, 2, 56 * 56, 28 * 28 * 64, (0.48, 0.45, 0.40), (0.26, 0.26, 0.27))
@@ -105,7 +105,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from PIL import Image
 from megarl.options.pictures.images import keep_picture
-from megarl.options.pictures.media import PictureRules
+from megarl.options.pictures.picture_rules import PictureRules
 
 rules = PictureRules(14, 2, 2, 56 * 56, 28 * 28 * 64, (0.48, 0.45, 0.40), (0.26, 0.26, 0.27))
 def keep(seed):

@@ -21,15 +21,16 @@ from PIL import Image
 
 from megarl.config.sections import DataConfig, PictureFields
 from megarl.config.sources import SourceConfig
+from megarl.data.media import Media
 from megarl.data.prompts import load_rows
+from megarl.data.row_media import open_media
 from megarl.data.rows import Origin
 from megarl.data.sample import Prompt, Sample, read_record
 from megarl.data.sampler import drop_eval_overlap
 from megarl.data.supervised import Kind, SupervisedBuilder, SupervisedSettings
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import DataError, ModelError, PictureError
-from megarl.options.pictures.media import Media
-from megarl.options.pictures.picture_reader import READ_AHEAD, PictureReader, open_pictures
+from megarl.options.pictures.picture_reader import READ_AHEAD, PictureReader
 from megarl.options.pictures.picture_rules import load_picture_rules
 from megarl.options.pictures.pixels import patches_of
 from tests.data.seeing_folders import (
@@ -52,7 +53,9 @@ USER_1 = [{"type": "image"}, {"type": "text", "text": "\nHow many?\n\n"}, {"type
 
 def _reader(folder: Path, family: str = "qwen2_vl", **fields: Any) -> PictureReader:
     model = seeing_folder(folder / "model", family)
-    return open_pictures(PictureFields(**fields), str(model), load_tokenizer(str(model)), folder / "run")
+    reader = open_media(PictureFields(**fields), str(model), load_tokenizer(str(model)), folder / "run")
+    assert isinstance(reader, PictureReader)
+    return reader
 
 
 def _prompts(
@@ -61,7 +64,7 @@ def _prompts(
     data = DataConfig(**{"train": source or SourceConfig(source="jsonl", path="rows.jsonl"), "prompt_key": "problem"} | fields)
     model = seeing_folder(folder / "model", family)
     tokenizer = load_tokenizer(str(model))
-    return PromptBuilder(tokenizer, data, (), open_pictures(data, str(model), tokenizer, folder / "run")).build(
+    return PromptBuilder(tokenizer, data, (), open_media(data, str(model), tokenizer, folder / "run")).build(
         rows, prefix="train"
     )
 
@@ -489,7 +492,7 @@ def test_a_template_that_knows_no_pictures_is_named(tmp_path: Path) -> None:
     model = seeing_folder(tmp_path / "model", template="{% for m in messages %}{{ m.role }}{% endfor %}")
     tokenizer = load_tokenizer(str(model))
     data = DataConfig(train=SourceConfig(source="jsonl", path="rows.jsonl"), prompt_key="problem")
-    builder = PromptBuilder(tokenizer, data, (), open_pictures(data, str(model), tokenizer, tmp_path / "run"))
+    builder = PromptBuilder(tokenizer, data, (), open_media(data, str(model), tokenizer, tmp_path / "run"))
     with pytest.raises(DataError, match="has 1 picture, but the chat template makes 0 placeholders; "):
         builder.build([{"images": [PICTURES[0]], "problem": "<image>"}], prefix="train")
 
@@ -514,7 +517,7 @@ def test_the_processors_template_goes_before_the_tokenizers(tmp_path: Path) -> N
 def test_image_processors_that_do_otherwise_are_refused(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
     model = seeing_folder(tmp_path, **change)
     with pytest.raises(ModelError, match=sentence):
-        open_pictures(PictureFields(), str(model), seeing_tokenizer(), tmp_path)
+        open_media(PictureFields(), str(model), seeing_tokenizer(), tmp_path)
 
 
 def test_the_settings_of_a_whole_processor_are_read(tmp_path: Path) -> None:
@@ -557,18 +560,18 @@ def test_the_image_processor_of_another_tower_is_refused(tmp_path: Path, vision:
 def test_folders_that_lack_something_are_named(tmp_path: Path) -> None:
     model = seeing_folder(tmp_path)
     with pytest.raises(DataError, match=r"pictures of 3136 to 700 pixels are impossible .* at least data\.min_pixels and 784"):
-        open_pictures(PictureFields(max_pixels=700), str(model), seeing_tokenizer(), tmp_path)
+        open_media(PictureFields(max_pixels=700), str(model), seeing_tokenizer(), tmp_path)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"image_token_id": 20}))
     with pytest.raises(ModelError, match="has image_token_id 20, which is no special token of the tokenizer"):
-        open_pictures(PictureFields(), str(model), seeing_tokenizer(), tmp_path)
+        open_media(PictureFields(), str(model), seeing_tokenizer(), tmp_path)
     del config["image_token_id"]
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="has no image_token_id, but a model that sees must have one"):
-        open_pictures(PictureFields(), str(model), seeing_tokenizer(), tmp_path)
+        open_media(PictureFields(), str(model), seeing_tokenizer(), tmp_path)
     (model / "preprocessor_config.json").unlink()
     with pytest.raises(ModelError, match="has no image processor that can be loaded"):
-        open_pictures(PictureFields(), str(model), seeing_tokenizer(), tmp_path)
+        open_media(PictureFields(), str(model), seeing_tokenizer(), tmp_path)
 
 
 def test_a_media_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
