@@ -19,7 +19,7 @@ DIFFERENT = 1
 MOST_SHOWN = 20
 
 
-def add_convert(commands: Any, parser_class: type[argparse.ArgumentParser]) -> None:
+def add_convert(commands: Any) -> None:
     """Add the group `convert` to the subparsers `commands`."""
     group = commands.add_parser(
         "convert",
@@ -27,7 +27,7 @@ def add_convert(commands: Any, parser_class: type[argparse.ArgumentParser]) -> N
         description="Move weights between Hugging Face folders and Megatron distributed checkpoints, on a machine without a "
         "GPU. An interrupted command is continued by the same command.",
     )
-    actions = group.add_subparsers(metavar="ACTION", required=True, parser_class=parser_class)
+    actions = group.add_subparsers(metavar="ACTION", required=True)
     taking_in = actions.add_parser("import", help="Hugging Face folder to distributed checkpoint", description=_import.__doc__)
     taking_in.add_argument(
         "source", metavar="HF", help="Hugging Face folder (bf16, fp32, FP8 in blocks, MXFP8, or INT4 experts)"

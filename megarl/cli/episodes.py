@@ -5,47 +5,40 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from megarl.cli.arguments import add_config
 from megarl.cli.rewards import judged, print_rows, training_row
+from megarl.config import load_config
 from megarl.errors import ConfigError
+from megarl.models.from_hub import models_here
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from megarl.data.sample import Sample
 
 
-def add_episodes(
-    commands: Any,
-    parser_class: type[argparse.ArgumentParser],
-    config_arguments: Callable[[argparse.ArgumentParser], None],
-    console: Callable[[], Console],
-) -> None:
+def add_episodes(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
     episodes = commands.add_parser("episodes", help="try the tools or the environment of a config")
-    actions = episodes.add_subparsers(metavar="ACTION", required=True, parser_class=parser_class)
+    actions = episodes.add_subparsers(metavar="ACTION", required=True)
     one = actions.add_parser(
         "try",
         help="run one episode without a model",
         description="Run one episode of CONFIG to a row of data.train, in which the policy says the given texts, one a turn; "
         "tools, environment and rewards are the config's own. Of the model only the tokenizer is loaded.",
     )
-    config_arguments(one)
+    add_config(one)
     one.add_argument(
         "--say", metavar="TEXT", action="append", required=True, help="a turn of the policy; - reads it from stdin; repeatable"
     )
     one.add_argument("--row", metavar="N", type=int, default=0, help="row of data.train, counted from 0 (default: 0)")
-    one.set_defaults(run=lambda arguments: _try(arguments, console()))
+    one.set_defaults(run=_try)
 
 
-def _try(arguments: argparse.Namespace, console: Console) -> int:
-    from megarl.config import load_config
+def _try(arguments: argparse.Namespace) -> int:
     from megarl.data.tokenize import PromptBuilder, load_tokenizer
-    from megarl.models.from_hub import models_here
     from megarl.options.pictures.picture_reader import open_pictures
     from megarl.rewards import build_rewards
     from megarl.rollout.episodes import open_episodes
@@ -76,7 +69,7 @@ def _try(arguments: argparse.Namespace, console: Console) -> int:
     note = [] if asked == said else [("note", f"the episode asked for turns: {asked}; --say was given: {said}")]
     for sample in samples:
         rows = [("prompt", sample.prompt_text), *_turns(sample, said), *_facts(sample, counts), *note]
-        print_rows(console, [*rows, *judged(sources, sample)])
+        print_rows([*rows, *judged(sources, sample)])
     return 0
 
 

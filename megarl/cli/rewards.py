@@ -4,44 +4,40 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
+from megarl.cli.arguments import add_config, make_console
+from megarl.config import load_config
+from megarl.config.sections import DataConfig
 from megarl.errors import DataError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from megarl.config.sections import DataConfig
     from megarl.data.rows import Row
     from megarl.data.sample import Sample
     from megarl.rewards import RewardSources
 
 
-def add_rewards(
-    commands: Any,
-    parser_class: type[argparse.ArgumentParser],
-    config_arguments: Callable[[argparse.ArgumentParser], None],
-    console: Callable[[], Console],
-) -> None:
+def add_rewards(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
     rewards = commands.add_parser("rewards", help="try the rewards of a config", description="Try the rewards of a config.")
-    actions = rewards.add_subparsers(metavar="ACTION", required=True, parser_class=parser_class)
+    actions = rewards.add_subparsers(metavar="ACTION", required=True)
     one = actions.add_parser(
         "try",
         help="judge one response without a model",
         description="Have the `rewards` of CONFIG judge a response that you write, to a row of data.train. No model, tokenizer "
         "or engine is loaded: the prompt is the row's own text, without the chat template.",
     )
-    config_arguments(one)
+    add_config(one)
     one.add_argument("--response", metavar="TEXT", required=True, help="the response; - reads it from stdin")
     one.add_argument("--row", metavar="N", type=int, default=0, help="row of data.train, counted from 0 (default: 0)")
-    one.set_defaults(run=lambda arguments: _try(arguments, console()))
+    one.set_defaults(run=_try)
 
 
-def _try(arguments: argparse.Namespace, console: Console) -> int:
-    from megarl.config import load_config
+def _try(arguments: argparse.Namespace) -> int:
     from megarl.data.rows import find_value, value_of
     from megarl.data.sample import Prompt
     from megarl.rewards import build_rewards
@@ -56,7 +52,7 @@ def _try(arguments: argparse.Namespace, console: Console) -> int:
     sources.check([prompt])
     response = sys.stdin.read() if arguments.response == "-" else arguments.response
     lines = [("prompt", prompt_text), ("expected", find_value(row, data.answer_key)), ("response", response)]
-    print_rows(console, [*lines, *judged(sources, made_up_sample(prompt, response))])
+    print_rows([*lines, *judged(sources, made_up_sample(prompt, response))])
     return 0
 
 
@@ -82,12 +78,11 @@ def judged(sources: RewardSources, sample: Sample) -> list[tuple[str, str]]:
     return [*rows, ("reward", f"{total:g}{failed}")]
 
 
-def print_rows(console: Console, rows: Sequence[tuple[str, Any]]) -> None:
+def print_rows(rows: Sequence[tuple[str, Any]]) -> None:
     """A line for each row, the values below each other; control characters of a response are shown, not obeyed."""
-    from rich.text import Text
-
     from megarl.observe.chat import printable
 
+    console = make_console()
     width = max(len(what) for what, _ in rows)
     for what, value in rows:
         console.print(Text(f"{what:<{width}}  {printable(str(value))}"), soft_wrap=True)
