@@ -94,8 +94,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from megarl.planning.measured import read_measured
     from megarl.planning.plan import check_lengths, lengths_of, make_plan
     from megarl.planning.search import Search, what_fits
-    from megarl.planning.show import against_tables, as_json, plan_tables
-    from megarl.planning.show_search import found_tables, found_tree
+    from megarl.planning.show import against_tables, as_json, found_tables, found_tree, plan_tables
 
     config = load_any(arguments.config, arguments.overrides)
     gpu, model = with_efficiency(chosen_gpu(config.resources.gpu, arguments.gpu), arguments.efficiency), config.model.path
@@ -115,7 +114,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if given:
         calibration = replace(calibration, source=f"{calibration.source}, but for what is given: {given}")
     if arguments.calibrate:
-        from megarl.planning.fit import calibrated, fitted_gpu
+        from megarl.planning.measured import calibrated, fitted_gpu
 
         if len(arguments.calibrate) > 1:
             calibration, gpu = fitted_gpu(arguments.calibrate, gpu)
