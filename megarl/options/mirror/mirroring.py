@@ -18,7 +18,7 @@ from megarl.config.secrets import redacted
 from megarl.errors import CheckpointError, ConfigError, MirrorError
 from megarl.options.mirror.mirror import Mirror, open_store
 from megarl.options.mirror.section import mirror_of
-from megarl.system.priority import step_back
+from megarl.system.threads import step_back
 from megarl.trainers.run.observers import RunObserver
 
 MIB = 2**20
