@@ -69,13 +69,18 @@ def show_rehearsal(config: AnyConfig, gpus_per_node: int, *, steps: bool, as_jso
 
 
 def _print(console: Console, summary: str, found: list[dict[str, Any]], way: dict[str, Any]) -> None:
+    from megarl.weights.placement import ranges
+
+    def members(ranks: list[int]) -> str:
+        return ranges(ranks) if len(ranks) <= NAMED else f"of {len(ranks)}"
+
     table = Table("process", "node", "GPUs", "neighbours", box=None, pad_edge=False)
     for one in found[:SHOWN]:
         gpus = one["gpus"] if "gpus" in one else [one["gpu"]]
-        near = "; ".join(f"{name} {_members(ranks)}" for name, ranks in one.get("groups", {}).items())
+        near = "; ".join(f"{name} {members(ranks)}" for name, ranks in one.get("groups", {}).items())
         if one.get("nnodes", 1) > 1:
             near = f"node {one['node_rank']} of {one['nnodes']}"
-        table.add_row(one["process"], one["node"], _ranges(gpus), near)
+        table.add_row(one["process"], one["node"], ranges(gpus), near)
     console.print(summary, highlight=False)
     console.print()
     console.print(table, highlight=False)
@@ -84,16 +89,6 @@ def _print(console: Console, summary: str, found: list[dict[str, Any]], way: dic
     if way:
         console.print()
         console.print(_weights(way), highlight=False)
-
-
-def _members(ranks: list[int]) -> str:
-    return _ranges(ranks) if len(ranks) <= NAMED else f"of {len(ranks)}"
-
-
-def _ranges(numbers: list[int]) -> str:
-    from megarl.weights.placement import ranges
-
-    return ranges(numbers)
 
 
 def _weights(way: dict[str, Any]) -> str:

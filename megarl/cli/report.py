@@ -113,14 +113,13 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 
 def _has_metrics(run: Path) -> bool:
-    """Return whether a run has written a row."""
     metrics = run / "metrics.jsonl"
     return metrics.is_file() and metrics.stat().st_size > 0
 
 
 def _compare(arguments: argparse.Namespace) -> int:
     from megarl.observe.report import build_page
-    from megarl.observe.run_record import differences, last_figure
+    from megarl.observe.run_record import differences, last_figure, metric_names
 
     runs = _read(arguments.runs)
     if len(runs) < 2:
@@ -132,7 +131,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     metrics = Table("mean of the last 10 steps; eval/*: last value", box=None, pad_edge=False)
     for name in names:
         metrics.add_column(name, justify="right")
-    for metric in dict.fromkeys(name for run in runs for name in run.metric_names):
+    for metric in metric_names(runs):
         means = [last_figure(run, metric) for run in runs]
         if any(mean is not None for mean in means):
             metrics.add_row(metric, *("–" if mean is None else f"{mean:.4g}" for mean in means))

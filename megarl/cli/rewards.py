@@ -81,11 +81,10 @@ def judged(sources: RewardSources, sample: Sample) -> list[tuple[str, str]]:
 def print_rows(rows: Sequence[tuple[str, Any]]) -> None:
     """A line for each row, the values below each other; control characters of a response are shown, not obeyed."""
     from megarl.observe.chat import printable
+    from megarl.observe.progress import aligned
 
-    console = make_console()
-    width = max(len(what) for what, _ in rows)
-    for what, value in rows:
-        console.print(Text(f"{what:<{width}}  {printable(str(value))}"), soft_wrap=True)
+    for line in aligned([(what, printable(str(value))) for what, value in rows]):
+        make_console().print(Text(line), soft_wrap=True)
 
 
 def _text(prompt: Any) -> str:

@@ -106,8 +106,7 @@ def _profile(arguments: argparse.Namespace) -> ClusterProfile:
 
 def _submit(arguments: argparse.Namespace) -> int:
     from megarl.launch.job import check_folders, plan_job
-    from megarl.launch.render import render, script_path
-    from megarl.launch.submit import submit
+    from megarl.launch.submit import render, script_path, submit
 
     if arguments.chain < 1:
         raise ConfigError(f"--chain is {arguments.chain}; it must be 1 or more jobs")

@@ -11,7 +11,7 @@ from typing import Literal
 
 from megarl.config import AnyConfig, load_any
 from megarl.errors import ConfigError, ModelError, describe_value, either
-from megarl.launch.cluster_profile import ClusterProfile
+from megarl.launch.cluster_profile import ClusterProfile, clock
 from megarl.models.check_layouts import check_models
 from megarl.models.from_hub import model_in, models_here
 from megarl.observe import read_metrics
@@ -155,10 +155,11 @@ def check_time(profile: ClusterProfile, step: StepTime | None) -> None:
         return
     step_s, says = step.seconds, f" ({step.source}; --step-seconds overrides it)" if step.is_estimate else ""
     needed = math.ceil(START_S + step_s + profile.warn_s)
+    enough = clock(math.ceil(needed / 60) * 60)
     if profile.time_s < needed:
         raise ConfigError(
             f"time is {profile.time}, but the start ({START_S} s), one step ({step_s:.0f} s) and the warning "
-            f"({profile.warn_s} s before the end) take {needed} s{says}; ask for at least --time {_hours(needed)}"
+            f"({profile.warn_s} s before the end) take {needed} s{says}; ask for at least --time {enough}"
         )
     if step_s > profile.warn_s:
         raise ConfigError(
@@ -208,8 +209,3 @@ def _nodes(config: AnyConfig, profile: ClusterProfile, launcher: str) -> int:
     if launcher == "ray" and profile.gpus_per_node:
         place(request, planned_bundles(needed, profile.gpus_per_node))
     return nodes
-
-
-def _hours(seconds: int) -> str:
-    minutes = math.ceil(seconds / 60)
-    return f"{minutes // 60:02d}:{minutes % 60:02d}:00"
