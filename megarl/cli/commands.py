@@ -21,12 +21,11 @@ from rich.table import Table
 from megarl.cli.arguments import add_config, make_console, with_models
 from megarl.cli.convert import add_convert
 from megarl.cli.doctor import add_doctor
-from megarl.cli.episodes import add_episodes
 from megarl.cli.plan import add_plan
 from megarl.cli.rehearse import add_rehearse
 from megarl.cli.report import add_report
-from megarl.cli.rewards import add_rewards
 from megarl.cli.submit import add_submit
+from megarl.cli.tries import add_tries
 from megarl.config import AnyConfig, SupervisedConfig, config_fields, load_any, load_config, to_yaml
 from megarl.config.checks import check_evaluates
 from megarl.config.secrets import redacted
@@ -131,7 +130,7 @@ def build_parser() -> argparse.ArgumentParser:
     _training_commands(commands)
     _model_commands(commands)
     _serving_and_data_commands(commands)
-    for add_command in (add_rewards, add_episodes, add_convert, add_plan, add_rehearse, add_report, add_submit):
+    for add_command in (add_tries, add_convert, add_plan, add_rehearse, add_report, add_submit):
         add_command(commands)
     config = commands.add_parser(
         "config",

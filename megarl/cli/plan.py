@@ -195,12 +195,10 @@ def _facts(config: Config, plan: ReshardPlan, proof: Proof, cost: Cost, seconds:
     is_staged = transport != "process_group"
     staging = f"{_size(cost.peak_staging_bytes)} on a sending rank" if is_staged else "none: sent from where the weights lie"
     buckets = f"{len(plan.bucket_starts) - 1:,} buckets of at most {_size(plan.bucket_bytes)}"
+    tensors = f"{len(plan.tensors):,} tensors, {_size(plan.tensors.nbytes.sum())} in {config.model.dtype}"
     table = Table(box=None, pad_edge=False, show_header=False)
     for label, value in (
-        (
-            "model",
-            f"{config.model.path}: {len(plan.tensors):,} tensors, {_size(plan.tensors.nbytes.sum())} in {config.model.dtype}",
-        ),
+        ("model", f"{config.model.path}: {tensors}"),
         ("from", f"{layout.world_size:,} training ranks: {stated(layout)}"),
         ("to", f"{target.engines:,} engines of {target.ranks} ranks: {stated(target)}, {placed}"),
         ("for each engine", f"{len(plan.transfers):,} transfers in {buckets}"),

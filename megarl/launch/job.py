@@ -106,7 +106,7 @@ def plan_job(
     nodes = _nodes(config, profile, launcher)
     job = Job(
         launcher, config, Path(path).resolve(), tuple(overrides), config.run.name, Path(config.run_folder).resolve(),
-        nodes, _ranks(config) // nodes if launcher == "torchrun" else profile.places,
+        nodes, config.policy.layout.world_size // nodes if launcher == "torchrun" else profile.places,
         "auto" if config.run.resume == "never" else config.run.resume, tuple(seeds), tuple(after),
     )  # fmt: skip
     for folder in job.run_folders:
@@ -174,15 +174,11 @@ def measured_step_s(run_folder: Path) -> float | None:
     return max(seconds[-10:]) if seconds else None
 
 
-def _ranks(config: AnyConfig) -> int:
-    return config.policy.layout.world_size
-
-
 def _nodes(config: AnyConfig, profile: ClusterProfile, launcher: str) -> int:
     """Nodes of the job; every sentence about GPUs and layouts that do not fit is here."""
     kind = "GPUs" if profile.gpus_per_node else "places"
     request = PlacementRequest.of(config)
-    needed = request.bundles if launcher == "ray" else _ranks(config)
+    needed = request.bundles if launcher == "ray" else config.policy.layout.world_size
     fewest = math.ceil(needed / profile.places)
     nodes = profile.nodes or fewest
     if nodes < fewest:

@@ -48,6 +48,7 @@ class NodeFacts:
     """One node. `interfaces`: IPv4 address, prefix length and Mbit/s by name; `free_ports`: first port of each free block."""
 
     name: str
+    hostname: str
     versions: dict[str, str | None]
     cores: int
     memory_bytes: int
@@ -66,6 +67,7 @@ def describe_node(shared_folder: str | Path, local_folder: str | Path = "/tmp") 
     shm = Path("/dev/shm")
     return NodeFacts(
         name=node_name(),
+        hostname=socket.gethostname(),
         versions=versions(),
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().total,
