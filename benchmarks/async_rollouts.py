@@ -36,7 +36,7 @@ def run(mode: str, seed: int, overrides: list[str], folder: str) -> dict[str, An
     """One run, and what its metrics say."""
     from megarl.config import load_config
     from megarl.observe import read_metrics
-    from megarl.trainers.rl.loop import train
+    from megarl.trainers.rl.train import train
 
     overrides = [*overrides, f"run.seed={seed}", f"run.name={mode}-{seed}", f"run.folder={folder}", "run.log_samples=0"]
     example = EXAMPLES.get(mode, "recipes/lent_engines")

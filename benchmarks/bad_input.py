@@ -60,8 +60,8 @@ def warm_up() -> None:
     import megarl.rewards.server
     import megarl.trainers.rl.evaluate
     import megarl.trainers.rl.generate
-    import megarl.trainers.rl.loop
-    import megarl.trainers.supervised.loop  # noqa: F401
+    import megarl.trainers.rl.train
+    import megarl.trainers.supervised.train  # noqa: F401
     from benchmarks.bad_input_cases import WARM_UP
     from megarl.cli import main
 

@@ -21,13 +21,14 @@ from typing import Any
 from workload import PROMPTS, ROOT, machine, publish, versions, write_prompts
 
 from megarl.config import Config, load_config
-from megarl.trainers.rl.run import RlRun
+from megarl.core.steps import RlRun
+from megarl.trainers.rl.train import open_run
 
 WARMUP, CYCLE = 2, 3
 
 
 def one_step(run: RlRun) -> None:
-    """The loop's body in `megarl.trainers.rl.loop` without evaluation, guards and saving."""
+    """The loop's body in `megarl.core.loop` without evaluation, guards and saving."""
     with run.next_step():
         run.sync_weights()
         samples = run.generate()
@@ -41,7 +42,7 @@ def one_step(run: RlRun) -> None:
 def measure(config: Config, cycles: int) -> dict[str, Any]:
     """Seconds of every step, and of what each checkpoint blocked."""
     walls, blocked, whole_after = [], [], []
-    with RlRun(config) as run:
+    with open_run(config) as run:
         for _ in range(WARMUP + CYCLE * cycles):
             started = time.perf_counter()
             one_step(run)

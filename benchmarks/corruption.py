@@ -21,7 +21,7 @@ from pathlib import Path
 
 from workload import ROOT, machine, publish, versions
 
-from megarl.checkpoint import CheckpointFolder
+from megarl.runs.run_checkpoint import CheckpointFolder
 
 TRUNCATIONS, FLIPS = 20, 200
 

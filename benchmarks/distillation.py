@@ -64,7 +64,7 @@ def learn(row: tuple[str, int], steps: int) -> dict[str, Any]:
 
     from megarl.config import parse_config
     from megarl.observe import read_metrics
-    from megarl.trainers.rl.loop import train
+    from megarl.trainers.rl.train import train
 
     if not ray.is_initialized():
         ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=256 * 2**20, log_to_driver=False)

@@ -28,13 +28,13 @@ from workload import ROOT, machine, versions
 
 sys.path.insert(0, str(ROOT))
 
+from megarl.core.staleness_manager import StalenessManager
 from megarl.data.prefills import NO_PREFILLS
 from megarl.data.sample import Prompt
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from megarl.rollout.scheduling.requests import single_turns
 from megarl.rollout.scheduling.scheduler import Scheduler
-from megarl.rollout.scheduling.staleness_manager import StalenessManager
 
 STEPS, GROUPS, MORE, SAMPLES, TOKENS, WAIT_S = 8, 4, 3, 4, 48, 0.02
 TURNS, PROMPT, TOLD, SAID, CONVERSATIONS = 8, 256, 192, 16, 4

@@ -132,7 +132,7 @@ def micro_batch(first: int) -> list[Any]:
 def objective() -> Any:
     """The loss of a GRPO step off-policy, with a KL penalty and an entropy bonus."""
     from megarl.algorithms import LossSettings
-    from megarl.trainers.rl.objectives import PolicyObjective
+    from megarl.experience.objectives import PolicyObjective
 
     return PolicyObjective("clip", LossSettings(clip_low=0.2, clip_high=0.2), kl_coef=0.1, entropy_coef=0.01)
 

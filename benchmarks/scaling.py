@@ -35,13 +35,14 @@ from megarl.config import Layout, parse_config
 from megarl.data.answers import Answers
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
+from megarl.experience.experience import Experience, set_loss_weights
+from megarl.experience.objectives import PolicyObjective
 from megarl.models.flops import FlopsModel
 from megarl.models.shape import ModelShape
 from megarl.planning.lengths import Lengths
-from megarl.trainers.rl.experience import Experience, set_loss_weights
-from megarl.trainers.rl.objectives import PolicyObjective
-from megarl.trainers.run import roles as roles_module
-from megarl.trainers.run.roles import POLICY, REFERENCE, Roles, role_specs
+from megarl.runs.training_side import POLICY, REFERENCE
+from megarl.workers import roles as roles_module
+from megarl.workers.roles import Roles, role_specs
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples/models/llama-3.1-70b"

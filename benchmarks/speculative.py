@@ -32,7 +32,7 @@ def run(model: Path, seed: int, steps: int, *, train_layer: bool) -> dict[str, A
     """One run, and its figures by step."""
     from megarl.config import parse_config
     from megarl.observe import read_metrics
-    from megarl.trainers.rl.loop import train
+    from megarl.trainers.rl.train import train
 
     terms = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     task = {"source": "reasoning_gym", "name": "chain_sum", "limit": 64, "args": terms}

@@ -14,10 +14,10 @@ from megarl.version import __version__
 if TYPE_CHECKING:
     from megarl.api import open, train
     from megarl.config import Config, load_config
+    from megarl.core.session import Session
     from megarl.data.batch import Batch
     from megarl.data.sample import Prompt, Sample
     from megarl.errors import MegarlError
-    from megarl.trainers.rl.session import Session
 
 __all__ = ["Batch", "Config", "MegarlError", "Prompt", "Sample", "Session", "__version__", "load_config", "open", "train"]
 _HOMES = {
@@ -26,7 +26,7 @@ _HOMES = {
     "MegarlError": "megarl.errors",
     "Prompt": "megarl.data.sample",
     "Sample": "megarl.data.sample",
-    "Session": "megarl.trainers.rl.session",
+    "Session": "megarl.core.session",
     "load_config": "megarl.config",
     "open": "megarl.api",
     "train": "megarl.api",

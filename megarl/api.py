@@ -23,7 +23,7 @@ from megarl.system.ray_token import MODE, want_a_token
 from megarl.system.user_code import give
 
 if TYPE_CHECKING:
-    from megarl.trainers.rl.session import Session
+    from megarl.core.session import Session
 
 AnyTree = str | Path | Mapping[str, Any] | Section | None
 """A config: a YAML file, a tree as such a file holds, or one that was read before."""
@@ -52,13 +52,14 @@ def open(config: AnyTree = None, *, rewards: Iterable[Reward] = (), overrides: I
     checked = models_here(parse_config(tree, is_judged=False))
     check_models(checked)
     _close_ray(checked)
+    from megarl.core.session import Session
     from megarl.trainers.rl.inputs import read_inputs
-    from megarl.trainers.rl.session import Session
+    from megarl.trainers.rl.train import start_processes
 
     with ExitStack() as stack:
         inputs = read_inputs(checked, train=has_rows)
         stack.callback(inputs.close)
-        session = Session(checked, inputs)
+        session = Session(checked, inputs, start_processes)
         stack.callback(session.close)
         session.start(tempfile.mkdtemp(prefix="megarl-logs-"))
         session.at_close(inputs.close)
@@ -80,7 +81,7 @@ def train(
     checked = models_here(parse_any(_tree(config, rewards, overrides, sections)))
     check_models(checked)
     _close_ray(checked)
-    summary: dict[str, Any] = importlib.import_module(f"megarl.trainers.{checked.trainer}.loop").train(checked)
+    summary: dict[str, Any] = importlib.import_module(f"megarl.trainers.{checked.trainer}.train").train(checked)
     return summary
 
 
@@ -101,9 +102,7 @@ def no_rows() -> list[dict[str, Any]]:
     return []
 
 
-def _tree(
-    config: AnyTree, rewards: Iterable[Reward], overrides: Iterable[str], sections: Mapping[str, Any]
-) -> dict[str, Any]:
+def _tree(config: AnyTree, rewards: Iterable[Reward], overrides: Iterable[str], sections: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(config, str | Path):
         tree = read_yaml(config)
     elif isinstance(config, Section):

@@ -27,9 +27,9 @@ from megarl.data.micro_batches import Grid
 from megarl.data.stream import Response, Unit
 from megarl.models.hf_folder import write_hf_folder
 from megarl.models.registry import architecture_for
+from megarl.models.vision import Vision
 from megarl.options.pictures.media import Media
 from megarl.options.pictures.positions import prompt_positions, with_positions
-from megarl.options.pictures.vision import Vision
 from tests import families
 from tests.families import SIZES, SPREAD
 

@@ -1,5 +1,1 @@
-"""Saving and resuming a run."""
-
-from megarl.checkpoint.run_checkpoint import CheckpointFolder
-
-__all__ = ["CheckpointFolder"]
+"""Checkpoints on disk: megatron-core's format (`format`), and files that ranks write to it in the background."""

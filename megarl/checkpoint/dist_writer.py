@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -19,8 +19,8 @@ import torch
 from megarl.checkpoint.direct_file import DirectFile
 from megarl.checkpoint.format.dist_format import COMMON, StoredChunk, StoredKey, write_metadata
 from megarl.checkpoint.format.torch_save_format import frame
-from megarl.checkpoint.manifest import FileRecord
 from megarl.errors import CheckpointError
+from megarl.runs.manifest import FileRecord
 
 if TYPE_CHECKING:
     from megarl.megatron.shards import Shards
@@ -75,6 +75,16 @@ def write_shards(shards: Shards, folder: str | Path) -> Written:
             raise MemoryError(f"'{path}' could not be written ({error.strerror})") from None
         raise CheckpointError(f"'{path}' could not be written ({error.strerror})") from None
     return written
+
+
+def join_roles(parts: Mapping[str, Sequence[Written]], folder: Path) -> dict[str, FileRecord]:
+    """Make a checkpoint of what all ranks wrote of each role below `folder`; returns the files by their path there.
+
+    Raises:
+        CheckpointError: the parts of a role do not make whole tensors.
+    """
+    joined = ((role, join_shards(folder / role, of_ranks)) for role, of_ranks in parts.items())
+    return {f"{role}/{name}": record for role, files in joined for name, record in files.items()}
 
 
 def join_shards(folder: str | Path, parts: Sequence[Written]) -> dict[str, FileRecord]:

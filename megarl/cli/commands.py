@@ -256,7 +256,7 @@ def _train(arguments: argparse.Namespace) -> int:
             f"{arguments.config} trains by {config.trains_by}, but `megarl {arguments.command}` trains by "
             f"{' or '.join(allowed)}; `megarl train` runs any config"
         )
-    return _watch(f"megarl.trainers.{config.trainer}.loop", with_models(config), arguments)
+    return _watch(f"megarl.trainers.{config.trainer}.train", with_models(config), arguments)
 
 
 def _watch(loop: str, config: AnyConfig, arguments: argparse.Namespace) -> int:

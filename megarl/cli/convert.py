@@ -151,9 +151,9 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _open_dist(arguments: argparse.Namespace, *, adapters: bool = False) -> Any:
-    from megarl.checkpoint.folders import weights_in
     from megarl.checkpoint.format.dist_format import is_dist_checkpoint
     from megarl.convert.sources import open_dist
+    from megarl.runs.folders import weights_in
 
     weights = weights_in(arguments.source)
     config_only = arguments.dry_run and not is_dist_checkpoint(weights)
@@ -193,9 +193,9 @@ def _carry_out(plan: Any, arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     """Compare names, shapes, dtypes and every value of two folders; with one folder, what it holds with what was written to it.
     Exit code 1 if they differ."""
-    from megarl.checkpoint.folders import weights_in
     from megarl.convert.plan import gib
     from megarl.convert.verify import check_record, compare, open_any
+    from megarl.runs.folders import weights_in
 
     if arguments.right is None and arguments.prompts is not None:
         raise ConfigError("--prompts compares two folders, but only one is named")
@@ -229,10 +229,10 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     """Say what a folder of weights is: model, layout, dtypes, bytes."""
-    from megarl.checkpoint.folders import weights_in
     from megarl.convert.inspect import inspect
     from megarl.convert.plan import gib
     from megarl.observe.progress import aligned
+    from megarl.runs.folders import weights_in
 
     rows, tensors = inspect(weights_in(arguments.path))
     print("\n".join(aligned(rows)))

@@ -199,7 +199,7 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 def _system_prompt(folder: Path) -> str | None:
     """`data.system_prompt` of the run that `folder` is or belongs to."""
-    from megarl.checkpoint.folders import run_of
+    from megarl.runs.folders import run_of
 
     config = run_of(folder) / "config.yaml"
     return (read_yaml(config).get("data") or {}).get("system_prompt") if config.is_file() else None
@@ -207,11 +207,11 @@ def _system_prompt(folder: Path) -> str | None:
 
 def _as_model(folder: Path, scratch: Path) -> Path:
     """The Hugging Face folder that `folder` is or holds; for a checkpoint, or the newest of a run, one written to `scratch`."""
-    from megarl.checkpoint.folders import weights_in
     from megarl.checkpoint.format.dist_format import is_dist_checkpoint
     from megarl.convert.plan import plan_hf
     from megarl.convert.run import run_plan
     from megarl.convert.sources import open_dist
+    from megarl.runs.folders import weights_in
 
     weights = weights_in(folder, exported_first=True)
     if (weights / "config.json").is_file():
@@ -225,8 +225,8 @@ def _as_model(folder: Path, scratch: Path) -> Path:
 
 
 def _read(folders: list[str]) -> list[RunRecord]:
-    from megarl.checkpoint.folders import run_of
     from megarl.observe.run_record import read_run
+    from megarl.runs.folders import run_of
 
     return [read_run(run_of(folder)) for folder in folders]
 

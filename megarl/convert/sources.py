@@ -38,10 +38,10 @@ from megarl.models.hf_folder import HFFolder, fused_of
 from megarl.models.packings import SCALE_SUFFIX, Copy
 from megarl.models.registry import load_hf_config, sequence_classifier
 from megarl.models.safetensors_layout import Entry
+from megarl.models.vision import TOWER
 from megarl.models.weight_formats import WeightFormat, mxfp4_in, stored_format
 from megarl.models.weight_map import PREDICTION, BoundRule, WeightMap
 from megarl.models.weight_tensors import kept_dtype
-from megarl.options.pictures.vision import TOWER
 
 HF_SUBFOLDER = "hf"
 """Where a distributed checkpoint keeps config.json, tokenizer and the like."""

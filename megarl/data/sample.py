@@ -17,6 +17,8 @@ from megarl.options.pictures.media import Media
 
 FORMER_FIELDS = ("data_source",)
 """Fields that earlier versions wrote, and nobody read."""
+EPISODE_REWARD = "environment"
+"""Key in `Sample.rewards` of the reward that an episode itself gave."""
 
 
 @dataclass
@@ -164,3 +166,12 @@ def read_record(kind: type[PromptOrSample], record: Mapping[str, Any]) -> Prompt
         values["prefill"] = PrefillCounts(**record["prefill"])
     extra, values = from_json(values)
     return kind(**values | ({"extra": extra} if extra else {}))
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """A step's groups of responses: its prompts, the samples of each, and how many versions old each group's weights are."""
+
+    prompts: list[Prompt]
+    samples: list[list[Sample]]
+    staleness: list[int]

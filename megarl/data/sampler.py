@@ -96,9 +96,8 @@ class DataSampler(Protocol[Record]):
     def takes_pass_rates(self) -> bool:
         """Return whether `record` changes which rows are due."""
 
-    @property
-    def left_out(self) -> int:
-        """Rows that are left out of the present epoch for their pass rate."""
+    def figures(self) -> dict[str, float]:
+        """Metrics of the order: the rows that are left out of the present epoch for their pass rate."""
 
     def state_dict(self) -> dict[str, Any]:
         """The position, JSON-able."""
@@ -186,10 +185,9 @@ class RowSampler(Generic[Record]):
         """See `DataSampler`."""
         return self._order.takes_pass_rates
 
-    @property
-    def left_out(self) -> int:
+    def figures(self) -> dict[str, float]:
         """See `DataSampler`."""
-        return self._order.count_left_out(self._epochs_before + self._place()[0])
+        return {"curriculum/left_out": self._order.count_left_out(self._epochs_before + self._place()[0])}
 
     def state_dict(self) -> dict[str, Any]:
         """The position, JSON-able, and the number of rows that gives it its meaning."""
@@ -309,10 +307,10 @@ class MixtureSampler(Generic[Record]):
         """See `DataSampler`."""
         return self._parts[0].takes_pass_rates
 
-    @property
-    def left_out(self) -> int:
+    def figures(self) -> dict[str, float]:
         """See `DataSampler`."""
-        return sum(part.left_out for part in self._parts)
+        of_parts = [part.figures() for part in self._parts]
+        return {name: sum(figures[name] for figures in of_parts) for name in of_parts[0]}
 
     def state_dict(self) -> dict[str, Any]:
         """The number of draws so far, and where every part stands."""

@@ -153,7 +153,7 @@ def rehearse(config: AnyConfig, placement: Placement) -> Rehearsed:
 
         with advertised_cluster(list(nodes.values())) as address:
             small = small_run(config, folder, address)
-            importlib.import_module(f"megarl.trainers.{config.trainer}.loop").train(small)
+            importlib.import_module(f"megarl.trainers.{config.trainer}.train").train(small)
     finally:
         del os.environ[REHEARSAL]
     rows = [json.loads(line) for line in (Path(small.run_folder) / "metrics.jsonl").read_text().splitlines()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.layout import Layout
-from megarl.errors import ModelError
 from megarl.megatron import layer_specs
 from megarl.megatron.attention import core_attention_called
 from megarl.megatron.chosen_parameters import freeze
@@ -26,12 +24,8 @@ from megarl.models.adapters import adapter_part
 from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
+from megarl.models.vision import vision_part
 from megarl.option_list import functions, part
-from megarl.options.pictures.media import PictureRules
-from megarl.options.pictures.picture_rules import load_picture_rules
-from megarl.options.pictures.pixels import Pictures
-from megarl.options.pictures.tower import SeeingModel, build_tower
-from megarl.options.pictures.vision import Vision
 from megarl.platform import cuda_present
 
 LINEAR = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
@@ -143,18 +137,6 @@ def _stages(options: ModelOptions) -> list[int | None]:
     return list(range(options.layout.vpp)) if options.layout.vpp else [None]
 
 
-def _picture_rules(folder: str | Path, vision: Vision) -> PictureRules:
-    """The picture rules of the model in `folder`; raises ModelError if its processor's patches are not those of the tower."""
-    rules = load_picture_rules(folder)
-    for field in ("patch", "temporal", "merge"):
-        if getattr(rules, field) != getattr(vision, field):
-            raise ModelError(
-                f"'{folder}': the image processor's {field} is {getattr(rules, field)}, but config.json's vision_config says "
-                f"{getattr(vision, field)}; they must be equal"
-            )
-    return rules
-
-
 def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
     layout, architecture = options.layout, architecture_for(folder.config)
     pre_process = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
@@ -181,13 +163,7 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
     if vision is None:
         model = GPTModel(**kwargs)
     else:
-        pictures = None
-        if pre_process and options.media_folder is not None:
-            pictures = Pictures(Path(options.media_folder), _picture_rules(folder.path, vision))
-        recompute, dtype = options.recompute == "full", DTYPES[options.dtype]
-        tower = build_tower(folder.config, vision, dtype, recompute=recompute) if pre_process else None
-        eager = options.trainable and ddp_config(options).overlap_grad_reduce
-        model = SeeingModel(tower, pictures, eager=eager, **kwargs)
+        model = vision_part("model_part").seeing_model(options, folder, vision, **kwargs)
     model.model_type = ModelType.encoder_or_decoder
     if pre_process and traits.embedding_multiplier != 1.0:
         multiplier = traits.embedding_multiplier

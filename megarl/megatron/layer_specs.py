@@ -35,8 +35,8 @@ from megarl.megatron.rotary import RotarySetSelfAttention
 from megarl.models.architecture import DecoderTraits
 from megarl.models.deepseek_v3 import LATENT_NORM_EPS
 from megarl.models.layer_ropes import LayerRope
+from megarl.models.vision import vision_part
 from megarl.models.windows import check_windows
-from megarl.options.pictures.tower import DeepstackLayer
 
 PLAIN = DecoderTraits()
 
@@ -117,8 +117,9 @@ def block_spec(
 
     specs = {kind: make(kind) for kind in set(kinds)}
     of_layers = [specs[kind] for kind in kinds]
-    if layers[0] == 0:
-        of_layers = [replace(spec, module=DeepstackLayer) if n < deepstack else spec for n, spec in enumerate(of_layers)]
+    if layers[0] == 0 and deepstack:
+        layer = vision_part("tower").DeepstackLayer
+        of_layers = [replace(spec, module=layer) if n < deepstack else spec for n, spec in enumerate(of_layers)]
     if len(layers) < deepstack if layers[0] == 0 else layers[0] < deepstack:
         raise LayoutError(f"the vision tower adds features behind {deepstack} layers; they must be in the first model chunk")
     return TransformerBlockSubmodules(layer_specs=of_layers, layer_norm=block_norm(name))

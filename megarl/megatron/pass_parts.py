@@ -21,6 +21,12 @@ class PassPart:
 
     losses: ClassVar[tuple[str, ...]] = ()
     """Names of its losses among the metrics; an update in which one is not finite is refused."""
+    reads_ahead: ClassVar[bool] = True
+    """Whether `begin` is to be given all micro-batches of a pass, which are laid before the first then."""
+
+    def placed(self, units: MicroBatch) -> MicroBatch:
+        """Before a pass: a micro-batch with what it is to have before it becomes a stream."""
+        return units
 
     def joins(self, *, training: bool) -> bool:
         """Before a pass, with gradients if `training`: return whether it takes part in it. Every rank of the model is asked."""

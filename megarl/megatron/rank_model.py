@@ -38,11 +38,9 @@ from megarl.megatron.update_guard import WatchedLoss, refusal
 from megarl.megatron.weights import Quantiser, export_weights, load_weights, role_map
 from megarl.models.adapters import adapter_part
 from megarl.models.hf_folder import HFFolder
-from megarl.models.registry import architecture_for
 from megarl.models.weight_map import PREDICTION
 from megarl.observe.expert_load import EXPERTS
-from megarl.options.pictures.positions import with_positions
-from megarl.options.pictures.tower import SeeingModel
+from megarl.option_list import functions
 from megarl.platform.deterministic import make_deterministic
 
 
@@ -62,9 +60,7 @@ class RankModel:
         if options.deterministic:
             make_deterministic()
         folder = HFFolder(options.path)
-        architecture = architecture_for(folder.config)
         self.weight_map = role_map(options, folder)
-        self.vision = architecture.vision(folder.config)
         self.adapters: Any = adapter_part("layers").AdapterSwitch() if options.lora is not None else None
         self.chunks = build_model(options, folder, self.adapters)
         load_weights(self.chunks, options, folder, self.weight_map)
@@ -129,54 +125,24 @@ class RankModel:
             layer.limits, layer.collision = options.sampling_limits, options.collision
 
     def update(
-        self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, *, position: ScorePosition = ScorePosition.NEXT
-    ) -> dict[str, Any]:
-        """One optimizer step on the summed loss of `micro_batches` over all data-parallel ranks.
-
-        It is not applied, and weights, moments and schedule stay as they are, where `update_guard.refusal` says so.
-
-        Returns metric sums of this rank on reporting ranks; `grad_norm`, `lr`, `skipped` and `non_finite` on rank 0; what
-        layers with experts routed under `EXPERTS`, on the leading rank of their stage.
-        """
-        self._gathered = None
-        metrics, is_finite = self._backward(micro_batches, loss_function, position)
-        return self._apply(metrics, is_finite=is_finite)
-
-    def accumulate(
-        self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, *, position: ScorePosition = ScorePosition.NEXT
-    ) -> dict[str, Any]:
-        """Add the gradients of the summed loss of `micro_batches` to those since the last optimizer step; `step` applies them.
-
-        Losses that keep experts in balance are those of each pass. Returns this pass's metric sums on reporting ranks.
-        """
-        before = self._gathered or _Gathered()
-        metrics, is_finite = self._backward(
-            micro_batches, loss_function, position, adds=self._gathered is not None, reduces=False
-        )
-        add_metrics(before.metrics, metrics)
-        self._gathered = _Gathered(before.metrics, is_finite=before.is_finite and is_finite)
-        if self.watch is not None:
-            self.watch.set_aside()
-        return metrics
-
-    def step(self) -> dict[str, Any]:
-        """Apply what `accumulate` gathered; returns what `update` does, without the metric sums."""
-        assert self._gathered is not None, "accumulate comes before step"
-        gathered, self._gathered = self._gathered, None
-        reduce_gradients(self.chunks)
-        applied = self._apply(dict(gathered.metrics), is_finite=gathered.is_finite)
-        return {name: value for name, value in applied.items() if name not in gathered.metrics}
-
-    def _backward(
         self,
         micro_batches: Sequence[MicroBatch],
         loss_function: LossFunction,
-        position: ScorePosition,
         *,
-        adds: bool = False,
-        reduces: bool = True,
-    ) -> tuple[dict[str, Any], bool]:
-        """One pass with gradients: its metric sums on reporting ranks, and whether its losses on this rank were finite."""
+        position: ScorePosition = ScorePosition.NEXT,
+        applies: bool = True,
+    ) -> dict[str, Any]:
+        """One optimizer step on the summed loss of `micro_batches` over all data-parallel ranks.
+
+        It is not applied, and weights, moments and schedule stay as they are, where `update_guard.refusal` says so. Unless the
+        update `applies`, its gradients are added to those since the last optimizer step, for `step`; losses that keep experts
+        in balance are those of each pass.
+
+        Returns metric sums of this rank on reporting ranks; where it applies `grad_norm`, `lr`, `skipped` and `non_finite` on
+        rank 0, and what layers with experts routed under `EXPERTS`, on the leading rank of their stage.
+        """
+        before = None if applies else self._gathered
+        self._gathered = None
         for chunk in self.chunks:
             chunk.train()
         watched = WatchedLoss(loss_function)
@@ -188,12 +154,28 @@ class RankModel:
             position=position,
             progress=self.progress,
             parts=PassParts(self.parts, self.watch),
-            adds=adds,
-            reduces=reduces,
+            adds=before is not None,
+            reduces=applies,
         )
         metrics = totals if self.reports else {}
         of_parts = (metrics.get(name, 0.0) for part in self.parts for name in part.losses)
-        return metrics, watched.is_finite and all(map(math.isfinite, of_parts))
+        is_finite = watched.is_finite and all(map(math.isfinite, of_parts))
+        if applies:
+            return self._apply(metrics, is_finite=is_finite)
+        before = before or _Gathered()
+        add_metrics(before.metrics, metrics)
+        self._gathered = _Gathered(before.metrics, is_finite=before.is_finite and is_finite)
+        if self.watch is not None:
+            self.watch.set_aside()
+        return metrics
+
+    def step(self) -> dict[str, Any]:
+        """Apply the gradients of updates that did not; returns what `update` does, without the metric sums."""
+        assert self._gathered is not None, "updates that do not apply come before a step"
+        gathered, self._gathered = self._gathered, None
+        reduce_gradients(self.chunks)
+        applied = self._apply(dict(gathered.metrics), is_finite=gathered.is_finite)
+        return {name: value for name, value in applied.items() if name not in gathered.metrics}
 
     def _apply(self, metrics: dict[str, Any], *, is_finite: bool) -> dict[str, Any]:
         """The optimizer step by the reduced gradients, unless `update_guard.refusal` refuses it; see `update`."""
@@ -214,16 +196,13 @@ class RankModel:
 
     def take_tower_seconds(self) -> float:
         """Seconds of the vision tower's forward passes in updates since the last call; 0 where this rank has none."""
-        chunks = (unwrap_model(chunk) for chunk in self.chunks)
-        return sum(chunk.tower_time.take() for chunk in chunks if isinstance(chunk, SeeingModel))
+        return sum((take(self.chunks) for take in functions("model_part", "take_tower_seconds")), 0.0)
 
     def _placed(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """The same micro-batches, in which prompts and responses that show pictures have positions on three axes."""
-        vision = self.vision
-        if vision is None:
-            return micro_batches
-
-        return [[with_positions(unit, vision) for unit in units] for units in micro_batches]
+        """The same micro-batches with what parts of options want them to have before they are laid."""
+        for part in self.parts:
+            micro_batches = [part.placed(units) for units in micro_batches]
+        return micro_batches
 
     def copy_weights_from(self, other: RankModel, share: float = 1.0) -> None:
         """Weights ← share·(those of a role with the same layout and head) + (1 − share)·(own); with 1 they are taken over.

@@ -17,7 +17,7 @@ from torch import Tensor
 from megarl.megatron.model_config import scale_rotary
 from megarl.models.layer_ropes import LayerRope
 from megarl.models.rope_frequencies import inverse_frequencies
-from megarl.options.pictures.vision import Mrope
+from megarl.models.vision import Mrope
 
 SETS = 2
 """Sets of frequencies of a model with more than one: that of most families' layers, and that of a `LayerRope`, unscaled."""

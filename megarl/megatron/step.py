@@ -42,8 +42,6 @@ from megarl.megatron.options import ModelOptions
 from megarl.megatron.pass_parts import PassParts
 from megarl.megatron.prefetch import Prefetched, on_device
 from megarl.megatron.rotary import PackedRotaryEmbedding
-from megarl.options.pictures.stream_media import StreamMedia
-from megarl.options.pictures.tower import SeeingModel
 
 LossFunction = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, Any]]]
 """(model output `[N, C]`, stream) → (scalar loss already divided by its global denominator, metric sums).
@@ -91,8 +89,9 @@ def forward(
         outputs.append(output)
         return output.sum(), {}
 
-    with torch.no_grad():
-        _run(chunks, options, micro_batches, collect, position, progress, forward_only=True, top_k=top_k, parts=parts)
+    scheduled = partial(_scheduled, chunks, options, micro_batches, position=position, progress=progress, parts=parts)
+    with torch.no_grad(), scheduled(collect, forward_only=True, top_k=top_k) as run:
+        run()
     return Answers.joined([stream.answers(output) for stream, output in zip(streams, on_host(outputs), strict=True)])
 
 
@@ -117,13 +116,13 @@ def forward_backward(
         for chunk in chunks:
             chunk.zero_grad_buffer()
     totals: dict[str, Any] = {}
-    run = partial(_run, chunks, options, micro_batches, position=position, progress=progress, parts=parts)
+    scheduled = partial(_scheduled, chunks, options, micro_batches, position=position, progress=progress, parts=parts)
     if parts.watch is not None and parts.watch.counts_first:
-        with torch.no_grad():
-            run(_no_loss, forward_only=True)
+        with torch.no_grad(), scheduled(_no_loss, forward_only=True) as run:
+            run()
         parts.watch.keep_loads()
-    with nullcontext() if reduces else _unreduced(chunks):
-        of_micro_batches = run(loss_function, forward_only=False)
+    with nullcontext() if reduces else _unreduced(chunks), scheduled(loss_function, forward_only=False) as run:
+        of_micro_batches = run()
     for metrics in metrics_on_host(of_micro_batches):
         add_metrics(totals, metrics)
     return totals
@@ -189,7 +188,8 @@ def metrics_on_host(of_micro_batches: Sequence[Mapping[str, Any]]) -> list[dict[
     return numbers
 
 
-def _run(
+@contextmanager
+def _scheduled(
     chunks: Sequence[Any],
     options: ModelOptions,
     micro_batches: Sequence[MicroBatch],
@@ -200,7 +200,8 @@ def _run(
     forward_only: bool,
     top_k: TopK | None = None,
     parts: PassParts = NO_PARTS,
-) -> list[dict[str, Any]]:
+) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """megatron-core's schedule of a pass, to be called once: metrics of each micro-batch. Its inputs are made meanwhile."""
     device = torch.device(torch.cuda.current_device())
     parts = parts.joining(training=not forward_only)
     filled = [(units, loss_function) for units in micro_batches]
@@ -221,7 +222,7 @@ def _run(
     laid = [partial(_lay, units, loss, options, shape, device, parts) for units, loss in filled]
     all_laid: list[_Laid] = []
     has_balance = parts.watch is not None and parts.watch.balance.has_losses and not forward_only
-    if parts.parts or has_balance:
+    if any(part.reads_ahead for part in parts.parts) or has_balance:
         # Each of them reads all micro-batches before the first.
         all_laid = [lay() for lay in laid]
         laid = [partial(_itself, one) for one in all_laid]
@@ -235,7 +236,8 @@ def _run(
     makers = [partial(_prepare, lay, options, shape, device) for lay in laid]
     with Prefetched(makers, device, takers=len(chunks)) as inputs:
         iterators = [inputs.iterator() for _ in chunks]
-        outputs = get_forward_backward_func()(
+        yield partial(
+            get_forward_backward_func(),
             forward_step_func=partial(_forward_step, options=options, progress=progress, top_k=top_k, parts=parts),
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=list(chunks),
@@ -245,7 +247,6 @@ def _run(
             forward_only=forward_only,
         )
     progress.wanted = 0
-    return outputs
 
 
 _NOTHING: MicroBatch = [
@@ -276,8 +277,8 @@ class _Laid(NamedTuple):
     """A micro-batch: the whole stream, the same on all ranks of a replica, and what this rank holds of it.
 
     `stream` and `share` are in main memory, all else is on the device, these two as `on_device` and `held`. `positions` is how
-    many positions the rotary embedding must know. `seen` are the pictures that this rank's tokens show, `given` what
-    each part of an option needs, `routed` the tokens whose experts are counted.
+    many positions the rotary embedding must know. `given` is what each part of an option needs, `routed` the tokens whose
+    experts are counted.
     """
 
     stream: PackedStream
@@ -285,7 +286,6 @@ class _Laid(NamedTuple):
     on_device: PackedStream
     held: StreamShard
     positions: int
-    seen: StreamMedia | None
     given: Sequence[Any]
     routed: TokenSequences | None
     loss_function: LossFunction
@@ -312,14 +312,12 @@ def _lay(
         arguments["pad_to_multiple"] = shape.tokens
     stream = pack(units, position=shape.position, **arguments)
     share = context_parallel_shard(stream, options.layout.cp, parallel_state.get_context_parallel_rank())
-    seen = stream.media.of_tokens(share.positions, len(stream.token_ids)) if stream.media is not None else None
     return _Laid(
         stream,
         share,
         stream.to(device),
         share.to(device),
         int(stream.position_ids.max()) + 1,
-        seen.to(device) if seen else None,
         [part.lay(units, stream, share, device) for part in parts.parts],
         parts.watch.tokens_of(stream, share).to(device) if parts.watch is not None else None,
         loss_function,
@@ -381,8 +379,6 @@ def _forward_step(
         # Of the whole stream's angles Transformer Engine's layers pick their rank's themselves.
         whole = options.layer_spec == "transformer_engine" and options.core_attention == "spec"
         rotary.positions = (stream.position_ids if whole else position_ids, laid.positions)
-    if isinstance(core, SeeingModel):
-        core.seen = laid.seen
     if core.post_process:
         core.output_layer.request = HeadRequest(share.rows, _targets(stream)[share.scored], top_k)
     with parts.micro_batch(core, laid.given, laid.routed):

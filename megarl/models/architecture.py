@@ -10,8 +10,8 @@ from megarl.models.fused_experts import FusedExperts
 from megarl.models.fused_rows import FusedRows
 from megarl.models.layer_ropes import LayerRope
 from megarl.models.rope import rope_refusal
+from megarl.models.vision import Vision
 from megarl.models.weight_map import WeightMap
-from megarl.options.pictures.vision import Vision
 
 HFConfig = dict[str, Any]
 

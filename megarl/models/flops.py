@@ -17,7 +17,7 @@ import numpy.typing as npt
 from megarl.data.micro_batches import Grid
 from megarl.models.adapters import is_adapter
 from megarl.models.shape import ModelShape
-from megarl.options.pictures.vision import Vision
+from megarl.models.vision import Vision
 
 Length = TypeVar("Length", int, npt.NDArray[np.int64])
 
@@ -80,7 +80,7 @@ class FlopsModel:
     ) -> int:
         """Operations of a prompt computed once with responses that each attend to it and to themselves.
 
-        `grids` are those of all their pictures (`options/pictures/media.py`). `repeats`: so many first tokens of some responses
+        `grids` are those of all their pictures. `repeats`: so many first tokens of some responses
         are computed with another's.
         """
         total = sum(response_tokens)

@@ -12,8 +12,8 @@ from fnmatch import translate
 from functools import cached_property
 
 from megarl.errors import ConfigError, nearest
+from megarl.models.vision import part_of
 from megarl.models.weight_map import BoundRule, WeightMap
-from megarl.options.pictures.vision import part_of
 
 ROUTER = "router"
 """The word for the routers of all layers, whatever a family calls their tensors."""

@@ -155,6 +155,11 @@ def _classifier_of(name: str) -> str:
     return named[0] if named else name.replace("ForCausalLM", CLASSIFIER).replace("ForConditionalGeneration", CLASSIFIER)
 
 
+def sees(folder: str | Path) -> bool:
+    """Return whether the model in `folder` takes pictures, by its config.json; False where there is none."""
+    return (Path(folder) / "config.json").is_file() and "vision_config" in load_hf_config(folder)
+
+
 def load_hf_config(path: str | Path) -> dict[str, Any]:
     """The dict of `config.json` in a Hugging Face model folder.
 

@@ -12,8 +12,8 @@ from megarl.models.adapters import AdapterSpec
 from megarl.models.architecture import DecoderTraits, LinearAttention
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.rope import exact_positions
+from megarl.models.vision import Vision
 from megarl.models.weight_map import WeightMap
-from megarl.options.pictures.vision import Vision
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -12,32 +11,10 @@ import numpy.typing as npt
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition
 from megarl.models.flops import FlopsModel
+from megarl.observe.rank_record import UpdateFlops
 
 PASSES = 3
 """A backward pass takes twice the operations of a forward pass. What is recomputed in it is not counted."""
-
-
-@dataclass(frozen=True)
-class UpdateFlops:
-    """Floating-point operations of updates: of the decoder, and of the vision tower.
-
-    `tokens` are those that the decoder computed, `apart` those that it would compute if sequences shared nothing.
-    """
-
-    decoder: int = 0
-    tower: int = 0
-    tokens: int = 0
-    apart: int = 0
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.decoder + self.tower
-
-    def __add__(self, other: UpdateFlops) -> UpdateFlops:
-        return UpdateFlops(
-            self.decoder + other.decoder, self.tower + other.tower, self.tokens + other.tokens, self.apart + other.apart
-        )
 
 
 def update_flops(

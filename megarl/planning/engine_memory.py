@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.models.packings import padded_vocab
-from megarl.options.pictures.plan_towers import tower_activations
+from megarl.models.vision import vision_part
 from megarl.planning.gpus import GPUS_PER_NODE
 from megarl.planning.lengths import Lengths
 from megarl.weights.cost import STAGED_LOADS
@@ -31,7 +31,7 @@ def engine_working_bytes(engines: Engines, lengths: Lengths) -> float:
     of_pictures = 0.0
     if shape.vision is not None and lengths.pictures.most:
         patches = max(lengths.pictures.most_patches, PREFILL_TOKENS * shape.vision.merge**2 / ranks)
-        of_pictures = patches * tower_activations(shape.vision, engines.itemsize).layer
+        of_pictures = patches * vision_part("plan_towers").tower_activations(shape.vision, engines.itemsize).layer
     return PREFILL_TOKENS * engines.itemsize * width + logits + of_pictures
 
 

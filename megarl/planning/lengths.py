@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.config.questions import MEAN_SHARE
-from megarl.options.pictures.plan_pictures import NO_PICTURES, PromptPictures
+from megarl.planning.prompt_pictures import NO_PICTURES, PromptPictures
 
 SPREAD = 0.6
 """Least standard deviation of the logarithm of response lengths before the cut: most runs have a long tail."""

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 from megarl.megatron.options import default_chunk_tokens
 from megarl.models.adapters import adapter_part
 from megarl.models.packings import padded_vocab
+from megarl.models.vision import vision_part
 from megarl.option_list import functions
-from megarl.options.pictures.plan_pictures import prompts_at_once
-from megarl.options.pictures.plan_towers import tower_activations
 from megarl.planning.activations import STATISTICS, LayerActivations, Precision, layer_activations, norm
 from megarl.planning.engine_memory import engine_working_bytes, staged_bytes
 from megarl.planning.gpu_memory import GpuMemory, MemoryPlan
 from megarl.planning.gpus import PROCESS_BYTES, GpuSpec
 from megarl.planning.lengths import Lengths
 from megarl.planning.parameters import ParameterCounts
+from megarl.planning.schedules import in_flight
 from megarl.planning.turns import (
     ALL_AT_ONCE,
     ASLEEP_BYTES,
@@ -186,23 +186,6 @@ def activation_bytes(role: PlannedRole, stage: int, precision: Precision, work: 
     return passes * _kept_of_a_pass(role, stage, precision, work) + _at_the_end(role, stage, precision, work)
 
 
-def in_flight(pp: int, vpp: int, stage: int, micro_batches: int) -> float:
-    """Number of micro-batches that a stage holds at most at once; with virtual stages in parts of a micro-batch."""
-    if vpp == 1:
-        return min(micro_batches, pp - stage)
-    ahead = (pp - stage - 1) * 2 + (vpp - 1) * pp + 1
-    return min(-(-micro_batches // pp) * pp * vpp, ahead) / vpp
-
-
-def first_chunk_in_flight(pp: int, vpp: int, micro_batches: int) -> int:
-    """Number of micro-batches that the first model chunk holds at most at once: they come first and leave last.
-
-    With virtual stages `pp` micro-batches go through a chunk, then through the next; the first backward pass that frees one of
-    the first chunk comes when two such rounds have begun, whatever `vpp` is.
-    """
-    return min(micro_batches, pp) if vpp == 1 else min(-(-micro_batches // pp) * pp, 2 * pp)
-
-
 def _layers(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> list[LayerActivations]:
     shape, layout = role.shape, role.layout
     layers = [layer for chunk in layout.stage_layers(shape.layers)[stage] for layer in chunk]
@@ -254,23 +237,12 @@ def _at_the_end(role: PlannedRole, stage: int, precision: Precision, work: Workl
 
 
 def tower_bytes(role: PlannedRole, precision: Precision, work: Workload) -> float:
-    """What a vision tower adds to the activations of the first stage; of a role that only answers, those of one layer.
-
-    Under context parallelism a rank is counted all pictures of the micro-batch: its tokens are of the whole of it.
-    """
-    shape, layout = role.shape, role.layout
-    assert shape.vision is not None, "pictures are counted of models that see alone"
-    if role.trained is None:
-        return work.patches * tower_activations(shape.vision, precision.itemsize).layer
-    of_patch = tower_activations(shape.vision, precision.itemsize, role.freeze)
-    passes = first_chunk_in_flight(layout.pp, layout.vpp or 1, work.micro_batches)
-    kept = work.patches * of_patch.kept(precision.recompute)
-    if precision.recompute == "full":  # of what deepstack adds, which its layers are given
-        rows = work.tokens / layout.cp / (layout.tp if layout.sequence_parallel else 1)
-        kept += len(shape.vision.deepstack) * rows * shape.hidden * precision.itemsize
-    # When the tower's turn comes, the decoder's part of this micro-batch is freed.
-    freed = _kept_of_a_pass(role, 0, precision, work) + _at_the_end(role, 0, precision, work)
-    return passes * kept + max(0.0, work.patches * of_patch.recomputed(precision.recompute) - freed)
+    """Bytes that a vision tower adds to the activations of the first stage."""
+    freed = 0.0
+    if role.trained is not None:  # when the tower's turn comes, the decoder's part of this micro-batch is freed
+        freed = _kept_of_a_pass(role, 0, precision, work) + _at_the_end(role, 0, precision, work)
+    found: float = vision_part("plan_towers").tower_bytes(role, precision, work, freed)
+    return found
 
 
 def _after_layers(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> float:
@@ -358,7 +330,8 @@ def workload(run: RunShape, role: PlannedRole, precision: Precision, lengths: Le
     per_rank = config.sequences_per_step // mini_batches // role.layout.dp
     patches = 0.0
     if role.shape.vision is not None:
-        at_once = prompts_at_once(config, role.max_tokens, lengths.response, of_reference=precision.is_reference)
+        count = vision_part("plan_pictures").prompts_at_once
+        at_once = count(config, role.max_tokens, lengths.response, of_reference=precision.is_reference)
         patches = float(max(1, min(per_rank, at_once)) * lengths.pictures.most_patches)
     if config.sampling is None:  # any share of a given row may be its response, and a row may fill a micro-batch
         return Workload(role.max_tokens, role.max_tokens, max(1, per_rank), longest, patches)

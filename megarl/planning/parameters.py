@@ -11,8 +11,8 @@ from megarl.models.adapters import is_adapter
 from megarl.models.packings import padded_vocab
 from megarl.models.parameter_patterns import ParameterPatterns
 from megarl.models.shape import ModelShape
+from megarl.models.vision import TOWER
 from megarl.models.weight_map import BoundRule, Rule
-from megarl.options.pictures.vision import TOWER
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megarl.models.flops import FlopsModel
 from megarl.models.packings import padded_vocab
-from megarl.options.pictures.plan_pictures import prompts_computed
+from megarl.models.vision import vision_part
 from megarl.planning.activations import Precision, layer_activations
 from megarl.planning.gpus import GpuSpec
 from megarl.planning.lengths import Lengths
@@ -169,7 +169,7 @@ def sends_once_to_a_node(role: PlannedRole) -> bool:
 def _tower_seconds(run: RunShape, role: PlannedRole, gpu: GpuSpec, lengths: Lengths, sequences: float) -> float:
     """Seconds of a tower over the pictures of `sequences`, whole on each rank of the first stage of a replica."""
     precision, flops = precision_of(run, gpu), FlopsModel.of(role.shape)
-    prompts = prompts_computed(
+    prompts: float = vision_part("plan_pictures").prompts_computed(
         run.config, sequences, role.max_tokens, lengths.prompt, lengths.response, of_reference=precision.is_reference
     )
     operations = prompts / role.layout.dp * lengths.pictures.flops(flops)

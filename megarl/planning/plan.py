@@ -8,12 +8,12 @@ from megarl.config import AnyConfig
 from megarl.errors import ConfigError
 from megarl.models.shape import ModelShape
 from megarl.option_list import functions
-from megarl.options.pictures.plan_pictures import pictures_of
 from megarl.planning.calibration import Calibration
 from megarl.planning.gpu_memory import MemoryPlan
 from megarl.planning.gpus import GpuSpec
 from megarl.planning.lengths import Lengths
 from megarl.planning.memory import plan_memory, precision_of, tower_memory, workload
+from megarl.planning.prompt_pictures import pictures_of
 from megarl.planning.roles import RunShape, run_shape
 from megarl.planning.times import TimePlan, plan_times
 from megarl.planning.turns import STATED

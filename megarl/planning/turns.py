@@ -1,6 +1,6 @@
 """The turns of trainer and engines on a GPU that they share: everything at once, or in turns, the fullest of which must fit.
 
-Where they take turns (trainers/rl/gpu_sharing.py), engines sleep while the trainer works. While they are given weights the
+Where they take turns (workers/gpu_sharing.py), engines sleep while the trainer works. While they are given weights the
 trainer keeps the policy's weights alone; while they generate, nothing but its processes.
 """
 

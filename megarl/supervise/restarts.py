@@ -13,9 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megarl.checkpoint.run_checkpoint import CheckpointFolder
 from megarl.config import AnyConfig
 from megarl.errors import RunStopped, WorkerError
+from megarl.runs.run_checkpoint import CheckpointFolder
 from megarl.supervise.child_run import INPUTS, ExitStatus, Signals, report_end, start_child_run
 from megarl.system.atomic_files import write_text_atomically
 

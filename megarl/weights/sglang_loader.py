@@ -197,6 +197,8 @@ def _load_whole(model: Any, whole: Whole) -> None:
 
 
 _received = ReceivedDigests()
+
+
 @dataclass
 class Waiting:
     """Weights that came for the draft, and questions about it, in the call for the policy."""

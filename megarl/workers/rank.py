@@ -33,6 +33,7 @@ from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.megatron.rank_model import RankModel
 from megarl.megatron.weights import Quantiser, adapter_shards, local_shards
 from megarl.models.registry import load_hf_config
+from megarl.observe.rank_record import RankRecord
 from megarl.observe.trace import take_spans, timed
 from megarl.option_list import part
 from megarl.platform.base import Platform
@@ -44,7 +45,6 @@ from megarl.weights.pusher import Pushed, Pusher, merge
 from megarl.workers import senders
 from megarl.workers.planned_part import PlannedPart
 from megarl.workers.profiling import Profile
-from megarl.workers.rank_record import RankRecord
 
 
 def free_address() -> tuple[str, int]:
@@ -55,7 +55,7 @@ def free_address() -> tuple[str, int]:
 
 
 @timed(
-    "add_role", "forward", "update", "accumulate", "optimizer_step", "open_senders", "push_weights", "keep_on_device",
+    "add_role", "forward", "update", "optimizer_step", "open_senders", "push_weights", "keep_on_device",
     "export_role", "save_role", "load_role",
 )  # fmt: skip
 class Rank:
@@ -132,18 +132,15 @@ class Rank:
         """Answer an option's `question` about the role's model (`RankModel`) on this rank; collective if the question is."""
         return question(self.roles[role])
 
-    def update(self, role: str, shares: Sequence[Share], loss_function: Any, position: ScorePosition) -> dict[str, float]:
-        """One optimizer step on the micro-batches of all `shares`; metric sums of this rank."""
+    def update(
+        self, role: str, shares: Sequence[Share], loss_function: Any, position: ScorePosition, applies: bool = True
+    ) -> dict[str, float]:
+        """One optimizer step on the micro-batches of all `shares`, or gradients for one; metric sums of this rank."""
         with record_function(f"update {role}"):
-            return self.roles[role].update([*chain(*shares)], loss_function, position=position)
-
-    def accumulate(self, role: str, shares: Sequence[Share], loss_function: Any, position: ScorePosition) -> dict[str, float]:
-        """Gradients of the micro-batches of all `shares`, added to those since the last step; metric sums of this rank."""
-        with record_function(f"accumulate {role}"):
-            return self.roles[role].accumulate([*chain(*shares)], loss_function, position=position)
+            return self.roles[role].update([*chain(*shares)], loss_function, position=position, applies=applies)
 
     def optimizer_step(self, role: str) -> dict[str, float]:
-        """One optimizer step by what was accumulated; `grad_norm`, `lr` and whether it was skipped, on rank 0."""
+        """One optimizer step by gradients of updates that did not apply; `grad_norm`, `lr` and `skipped`, on rank 0."""
         return self.roles[role].step()
 
     def copy_role(self, source: str, target: str, share: float) -> None:

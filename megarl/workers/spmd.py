@@ -9,51 +9,16 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar, TypeVarTuple
 
 from megarl.config.layout import Layout
 from megarl.errors import ConfigError, MegarlError, WorkerError
 from megarl.observe.run_state import RankCondition
-from megarl.system.torchrun import is_torchrun
 from megarl.workers.rank_actor import start_rank
 from megarl.workers.rank_calls import RankCalls
 
-_MEETING = "megarl/leader_first"
-_LONGEST_WORK = timedelta(days=1)
-_store: Any = None
-"""Kept: where rank 0 serves it, it ends with the object."""
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-
-def leader_first(work: Callable[[], None]) -> None:
-    """Do `work`; in a world of torchrun rank 0 alone does it, before there are process groups, and all others wait for it.
-
-    Raises:
-        MegarlError: what `work` raised on rank 0, there, and its sentence on the others.
-    """
-    global _store
-    if not is_torchrun():
-        work()
-        return
-    import torch
-
-    _store, rank, _ = next(torch.distributed.rendezvous("env://"))
-    if rank:
-        _store.wait([_MEETING], _LONGEST_WORK)
-        if failed := _store.get(_MEETING).decode():
-            raise MegarlError(failed)
-        return
-    failure = "rank 0 failed before it joined the others"
-    try:
-        work()
-        failure = ""
-    except MegarlError as error:
-        failure = str(error)
-        raise
-    finally:
-        _store.set(_MEETING, failure)
 
 
 class SpmdGroup:

@@ -159,7 +159,7 @@ def test_train_runs_any_config_and_its_aliases_what_they_promise(
     file = config_file if (command, objective) == ("train", None) else "s.yaml"
     code = cli.main([command, file])
     if loop in ("rl", "supervised"):
-        assert (code, trained) == (0, [f"megarl.trainers.{loop}.loop"])
+        assert (code, trained) == (0, [f"megarl.trainers.{loop}.train"])
     else:
         assert (code, trained) == (2, [])
         assert loop in capsys.readouterr().err

@@ -15,8 +15,8 @@ from megarl.launch.cluster_profile import ClusterProfile
 from megarl.launch.job import plan_job
 from megarl.launch.preflight import check_partition, check_site, checkpoint_bytes, parse_partitions
 from megarl.launch.submit import job_number
-from megarl.trainers.run.roles import group_requests
 from megarl.weights.placement import PlacementRequest
+from megarl.workers.roles import group_requests
 
 SINFO = "debug*|up|30:00|2|(null)\nh100|up|2-00:00:00|16|gpu:h100:8(S:0-1)\nold|down|infinite|4|gpu:4\n"
 

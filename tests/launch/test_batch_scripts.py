@@ -261,7 +261,7 @@ def test_no_name_or_path_of_a_config_becomes_a_command_or_a_directive(
     script = rendered(capsys, system, str(named), *given, "--seeds", "1,2")
     assert shellcheck(tmp_path / "job.sh", script, "--severity=warning") == ""
     assert re.search(r"^#(SBATCH --job-name=|PBS -N |BSUB -J )_b__c_(\[1-2\])?$", script, re.M)
-    lines = [line for line in script.splitlines() if line.startswith(("options=(\"run.seed", "on_head bash"))]
+    lines = [line for line in script.splitlines() if line.startswith(('options=("run.seed', "on_head bash"))]
     stubs = "on_head() { printf '%s\\n' \"$@\"; }; job=J; seed=1\n"
     done = subprocess.run(
         ["bash", "-c", stubs + "\n".join(lines).removesuffix("&")], cwd=tmp_path, capture_output=True, text=True, check=True

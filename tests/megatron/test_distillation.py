@@ -15,8 +15,8 @@ from torch import Tensor
 from megarl.algorithms import DistillationTerm
 from megarl.config.layout import Layout
 from megarl.data.stream import SCORED_IDS, MicroBatch, Response, TopK, Unit
+from megarl.experience.objectives import PolicyObjective
 from megarl.options.distillation.loss import DistillationLoss
-from megarl.trainers.rl.objectives import PolicyObjective
 from tests.megatron.test_context_parallel import check, gradients
 from tests.world import World
 

@@ -138,7 +138,7 @@ class RecordingGroup:
 
 @pytest.mark.parametrize(("recipe", "multiple"), [("tensorwise", 16), ("mxfp8", 32), ("blockwise", 128)])
 def test_the_ranks_are_told_the_recipe_and_its_padding(recipe: str, multiple: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl.trainers.run.roles import Roles, role_specs
+    from megarl.workers.roles import Roles, role_specs
 
     group: Any = RecordingGroup()
     overrides = [f"model.fp8_recipe={recipe}", "model.fp8_bf16_layers=[1, 1]", "policy.optimizer.offload_fraction=0.25"]
@@ -153,7 +153,7 @@ def test_the_ranks_are_told_the_recipe_and_its_padding(recipe: str, multiple: in
     assert optimizer.offload_fraction == 0.25
     spec = f"layer spec transformer_engine in FP8 (hybrid, {recipe})"
     for installed, warning in (("0.19.2", ""), ("0.16.1", f" (warning: {untested_pair('transformer_engine', '0.16.1')})")):
-        monkeypatch.setattr("megarl.trainers.run.roles.version", lambda name, installed=installed: installed)
+        monkeypatch.setattr("megarl.workers.roles.version", lambda name, installed=installed: installed)
         assert roles.describe() == f"{spec}{warning}, optimizer an Adam, shared prefixes computed for each response"
 
 

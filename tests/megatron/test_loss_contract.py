@@ -22,9 +22,9 @@ from megarl.config.layout import Layout
 from megarl.data.batch import Batch
 from megarl.data.micro_batches import plan_micro_batches
 from megarl.data.sample import Sample
+from megarl.experience.objectives import PolicyObjective
+from megarl.experience.step_tokens import set_token_columns
 from megarl.models.flops import FlopsModel
-from megarl.trainers.rl.objectives import PolicyObjective
-from megarl.trainers.rl.step_tokens import set_token_columns
 from tests.world import World
 
 VOCAB = 67

@@ -191,3 +191,51 @@ def test_micro_batches_padded_to_one_length_give_the_same_gradients(
     for name, gradient in expected.items():
         # float32 sums over rows that are zero take another order; linear attention's small elements show it most
         assert float((found[name] - gradient).abs().max()) <= 5e-6 * float(gradient.abs().max()), name
+
+
+def order_of(rank: int, world_size: int, folder: Path, reads_ahead: bool) -> list[str]:
+    """What a part of an option is asked in a pass of four micro-batches, and how many `begin` is given."""
+    from megarl.data.stream import Response, Unit
+    from megarl.megatron.build import initialize_layout
+    from megarl.megatron.options import ModelOptions
+    from megarl.megatron.pass_parts import PassPart
+    from megarl.megatron.rank_model import RankModel
+
+    events: list[str] = []
+
+    class Noting(PassPart):
+        def placed(self, units: Any) -> Any:
+            events.append("placed")
+            return units
+
+        def joins(self, *, training: bool) -> bool:
+            return True
+
+        def lay(self, *arguments: Any) -> None:
+            events.append("laid")
+
+        def begin(self, streams: Any, given: Any) -> None:
+            events.append(f"begin {len(given)}")
+
+        def forward(self, model: Any, given: Any) -> Any:
+            events.append("forward")
+            return super().forward(model, given)
+
+    initialize_layout(Layout(), seed=1)
+    role = RankModel(ModelOptions(str(folder), Layout(), trainable=False))
+    part = Noting()
+    part.reads_ahead = reads_ahead  # type: ignore[misc]
+    role.parts = (part,)
+    tokens = torch.arange(4)
+    response = Response(0, tokens[:2], torch.ones(2, dtype=torch.bool))
+    role.forward([[Unit(tokens, [response])] for _ in range(4)])
+    return events
+
+
+def test_all_micro_batches_are_laid_first_only_for_parts_that_read_ahead(world: World, tmp_path: Path) -> None:
+    build_folder("llama", tmp_path / "model")
+    ahead, not_ahead = (world.call(order_of, tmp_path / "model", reads, size=1)[0] for reads in (True, False))
+    assert ahead == ["placed"] * 4 + ["laid"] * 4 + ["begin 4"] + ["forward"] * 4
+    assert not_ahead[:5] == ["placed"] * 4 + ["begin 0"]
+    assert not_ahead[: not_ahead.index("forward")].count("laid") <= 2
+    assert (not_ahead.count("laid"), not_ahead.count("forward")) == (4, 4)

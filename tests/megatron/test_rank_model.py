@@ -100,7 +100,7 @@ def run_role(
         if not accumulates:
             return role.update(mine, objective)
         for micro_batch in mine:
-            role.accumulate([micro_batch], objective)
+            role.update([micro_batch], objective, applies=False)
             role.forward(mine)  # leaves the gradients alone
         return role.step()
 

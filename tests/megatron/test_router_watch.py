@@ -42,7 +42,7 @@ def routed(
     role.forward(mine)  # what only answers is not counted
     if gathers:
         for micro_batch in mine:
-            role.accumulate([micro_batch], objective)
+            role.update([micro_batch], objective, applies=False)
         return role.step().get(EXPERTS, {})
     return role.update(mine, objective).get(EXPERTS, {})
 

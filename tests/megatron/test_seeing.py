@@ -14,7 +14,7 @@ from megarl.config.layout import Layout
 from megarl.config.presets import ModelPart
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import architecture_for
-from megarl.options.pictures.vision import part_of
+from megarl.models.vision import part_of
 from tests.megatron.seeing_ranks import resume, save, update_frozen, write_critic
 from tests.seeing import SEEING, build_seeing_folder, pictures, units
 from tests.world import World

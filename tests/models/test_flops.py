@@ -16,11 +16,11 @@ from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition
 from megarl.models.flops import FlopsModel, picture_flops
 from megarl.models.shape import shape_of
-from megarl.models.update_flops import UpdateFlops, update_flops
+from megarl.models.update_flops import update_flops
+from megarl.observe.rank_record import RankRecord, UpdateFlops
 from megarl.options.pictures.media import Media
 from megarl.planning.gpus import gpu_called, gpu_named
-from megarl.trainers.run.timeline import throughput
-from megarl.workers.rank_record import RankRecord
+from megarl.runs.timeline import throughput
 from tests import seeing
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -24,7 +24,7 @@ from megarl.models.registry import architecture_for
 from megarl.models.shape import shape_of
 from megarl.models.shrunk import shrunk_config
 from megarl.models.transformers_names import hub_tensors as transformers_hub_tensors
-from megarl.options.pictures.vision import TOWER
+from megarl.models.vision import TOWER
 from megarl.planning.parameters import stage_parameters
 from tests.families import build_folder
 from tests.seeing import SEEING, build_seeing_folder, hf_config, hub_tensors, hugging_face, tower_grids, vision_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.observe.expert_load import LayerRouting, experts_line, routing_figures
-from megarl.trainers.run.update_metrics import combine
+from megarl.runs.update_metrics import combine
 
 EVEN = LayerRouting(2, 8.0, (4.0, 4.0, 4.0, 4.0), (2.0, 2.0, 2.0, 2.0), 8 * 1.2)
 SKEWED = LayerRouting(2, 8.0, (8.0, 6.0, 0.0, 2.0), (5.0, 1.0, 1.0, 1.0), 8 * 0.4, 8 * 3.0, 1.7, 0.5)

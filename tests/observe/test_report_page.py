@@ -140,7 +140,7 @@ def test_names_of_metrics_rewards_runs_and_files_are_names_and_nothing_else(brow
     browser.open(page)
     assert browser.run("document.links.length > 0 && [...document.links].every((one) => one.protocol === 'file:')")
     assert browser.run("document.images.length") == 0
-    assert browser.run("document.title") == 'megarl: <b>\'", <b>\'"'
+    assert browser.run("document.title") == "megarl: <b>'\", <b>'\""
     assert browser.run("Object.keys(Object.prototype).length") == 0
     assert browser.complaints == []
 

@@ -183,8 +183,8 @@ def _tower_saved(
 ) -> tuple[int, int]:
     from megarl.megatron.model_config import DTYPES
     from megarl.models.registry import architecture_for
+    from megarl.models.vision import part_of
     from megarl.options.pictures.tower import build_tower
-    from megarl.options.pictures.vision import part_of
 
     vision = architecture_for(config).vision(config)
     assert vision is not None

@@ -13,9 +13,10 @@ from megarl.config.sections import PolicyConfig
 from megarl.megatron.options import PredictionOptions
 from megarl.models.shape import shape_of
 from megarl.planning.activations import Precision
-from megarl.planning.memory import Workload, first_chunk_in_flight, in_flight, role_memory
+from megarl.planning.memory import Workload, role_memory
 from megarl.planning.optimizer_bytes import StateBytes, state_bytes
 from megarl.planning.roles import PlannedRole
+from megarl.planning.schedules import first_chunk_in_flight, in_flight
 from tests.planning.ranks import VOCABULARY, held, precision_aware
 from tests.world import World
 

@@ -13,10 +13,11 @@ from megarl import cli
 from megarl.config import Config, load_config
 from megarl.models.flops import FlopsModel, picture_flops
 from megarl.models.shape import ModelShape
-from megarl.options.pictures.plan_pictures import pictures_of, prompts_at_once, prompts_computed
+from megarl.options.pictures.plan_pictures import prompts_at_once, prompts_computed
 from megarl.options.pictures.plan_towers import tower_activations
 from megarl.planning.gpus import gpu_named
 from megarl.planning.plan import CapacityPlan, lengths_of, make_plan
+from megarl.planning.prompt_pictures import pictures_of
 
 ROOT = Path(__file__).parents[2]
 PLAN = "examples/plans/qwen2.5-vl-7b-grpo-8xh100.yaml"

@@ -16,11 +16,11 @@ from megarl.config.yaml_tree import apply_overrides
 from megarl.data.batch import Batch
 from megarl.data.sample import Prompt, Sample
 from megarl.data.stream import pack
+from megarl.experience.experience import Experience, set_loss_weights
+from megarl.experience.objectives import PolicyObjective, ValueObjective
+from megarl.experience.step_tokens import loss_arguments, set_token_columns
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
-from megarl.trainers.rl.experience import Experience, set_loss_weights
-from megarl.trainers.rl.objectives import PolicyObjective, ValueObjective
-from megarl.trainers.rl.step_tokens import loss_arguments, set_token_columns
 from tests.data.chat_tokenizers import byte_tokenizer, ids_of
 from tests.rollout.episode_parts import HERE, Script, Settings, opened
 from tests.rollout.tiny import TINY, load, reference_log_probs, save_tiny

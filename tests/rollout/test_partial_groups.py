@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megarl.core.staleness_manager import StalenessManager
 from megarl.data.prefills import PrefillCounts
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError
@@ -21,7 +22,6 @@ from megarl.rollout.episodes import EpisodeContext, Episodes
 from megarl.rollout.scheduling.partial_groups import PartialGroup, PartialGroups, turn_name
 from megarl.rollout.scheduling.requests import episode_groups, single_turns
 from megarl.rollout.scheduling.scheduler import Scheduler
-from megarl.rollout.scheduling.staleness_manager import StalenessManager
 from tests.rollout.test_scheduler import FakeEngine, Source, Spelling, finish, give, serving
 
 LENGTH = 6

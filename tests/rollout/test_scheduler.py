@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from megarl.core.staleness_manager import StalenessManager
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import DeadlineError, EngineError, EpisodeError, WorkerError
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from megarl.rollout.episodes import EpisodeContext, Episodes
 from megarl.rollout.scheduling.requests import episode_groups, single_turns
 from megarl.rollout.scheduling.scheduler import Scheduler
-from megarl.rollout.scheduling.staleness_manager import StalenessManager
 
 PARAMS = SamplingParams(max_new_tokens=4)
 

@@ -11,11 +11,10 @@ from megarl.config import Config, parse_config
 from megarl.errors import ConfigError
 from megarl.models.flops import FlopsModel
 from megarl.models.shape import ModelShape
-from megarl.models.update_flops import UpdateFlops
-from megarl.trainers.run import roles
-from megarl.trainers.run.roles import shares_prefixes
-from megarl.trainers.run.timeline import throughput
-from megarl.workers.rank_record import RankRecord
+from megarl.observe.rank_record import RankRecord, UpdateFlops
+from megarl.runs.timeline import throughput
+from megarl.workers import roles
+from megarl.workers.roles import shares_prefixes
 
 LLAMA = Path(__file__).resolve().parents[2] / "examples/models/llama-3.1-70b"
 FLOPS = FlopsModel.of(ModelShape.read(LLAMA))

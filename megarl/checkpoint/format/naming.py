@@ -20,8 +20,8 @@ from megarl.config.layout import Layout
 from megarl.models.architecture import HFConfig
 from megarl.models.packings import GateUp, Sections, Vocabulary
 from megarl.models.registry import architecture_for
+from megarl.models.vision import TOWER
 from megarl.models.weight_map import BoundRule, Rule, WeightMap
-from megarl.options.pictures.vision import TOWER
 
 _LAYER = re.compile(r"^decoder\.layers\.\d+\.")
 _EXPERT = re.compile(r"\.experts\.local_experts\.\d+\.")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megarl.data.sample import Prompt, Sample
+from megarl.data.sample import EPISODE_REWARD, Prompt, Sample
 from megarl.errors import EpisodeError
 from megarl.options.agents.agents import AgentEnd, Agents
 from megarl.options.agents.session import AgentSession, ChatRenderer, SessionLimits
@@ -20,7 +20,7 @@ from megarl.options.agents.stops import PIECE_TOKENS
 from megarl.options.agents.tree import TurnTree
 from megarl.options.pictures.media import Media
 from megarl.rollout.engines.protocol import Generation
-from megarl.rollout.episodes.base import REWARD, EpisodeContext, SampleTokens
+from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
 from megarl.rollout.episodes.transcript import Transcript
 
 
@@ -87,7 +87,7 @@ async def with_agent(prompt: Prompt, number: int, sample: SampleTokens, context:
     if reward is None and (end.failed or end.was_ended):
         reward = 0.0
     if reward is not None:
-        samples[0] = replace(samples[0], rewards={REWARD: reward})
+        samples[0] = replace(samples[0], rewards={EPISODE_REWARD: reward})
     return samples
 
 

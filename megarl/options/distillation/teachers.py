@@ -14,11 +14,11 @@ from megarl.data.sample import Prompt
 from megarl.data.stream import SCORED_IDS, TopK
 from megarl.data.tokenize import load_tokenizer
 from megarl.errors import ConfigError, DataError
+from megarl.experience.step_parts import StepPart
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.options.distillation.loss import DistillationLoss
 from megarl.options.distillation.section import distillation_of, teacher_of
-from megarl.trainers.rl.step_parts import StepPart
-from megarl.trainers.run.roles import Roles
+from megarl.runs.training_side import TrainingSide
 
 SCORED = "teacher_scored_log_probs"
 """The column `[B, T, k]` of the teacher's log-probs of the tokens in `SCORED_IDS`."""
@@ -59,12 +59,12 @@ class Teachers(StepPart):
             self._role(prompt.row, prompt.row_id)
 
     def asked_of_policy(self) -> dict[str, Any]:
-        """Further arguments of the policy's pass at the start of a step (`Roles.forward_each`)."""
+        """Further arguments of the policy's pass at the start of a step (`TrainingSide.forward`)."""
         if self.top_k is None or not self.distillation.asks_policy:
             return {}
         return {"top_k": self.top_k, "wide": {SCORED_IDS: self.top_k.k, "policy_scored_log_probs": self.top_k.k}}
 
-    def prepare(self, roles: Roles, batch: Batch) -> None:
+    def prepare(self, roles: TrainingSide, batch: Batch) -> None:
         """Add `teacher_log_probs` and `teacher_entropy` to `batch`, and where the loss reads them `SCORED_IDS` and `SCORED`."""
         rows_of: dict[str, list[int]] = {}
         for row, sample in enumerate(batch.samples):
@@ -75,7 +75,7 @@ class Teachers(StepPart):
             del batch.columns["policy_scored_log_probs"]
         elif self.top_k is not None:
             more = {"top_k": self.top_k, "wide": {SCORED_IDS: self.top_k.k, SCORED: self.top_k.k}}
-        roles.forward_each(rows_of, batch, ["teacher_log_probs", "teacher_entropy"], **more)
+        roles.forward(rows_of, batch, ["teacher_log_probs", "teacher_entropy"], **more)
 
     def shape_advantages(self, advantages: Tensor, sampled: Callable[[], Tensor], batch: Batch) -> Tensor:
         """The advantages of the rewards and those of the teacher, weighted; nothing is normalised after this."""

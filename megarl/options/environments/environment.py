@@ -18,10 +18,10 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megarl.data.sample import Prompt, Sample
+from megarl.data.sample import EPISODE_REWARD, Prompt, Sample
 from megarl.errors import DataError, EpisodeError, PictureError
 from megarl.options.pictures.told_pictures import TEXT_AND_PICTURES, PicturedText, Pieces, pieces_of
-from megarl.rollout.episodes.base import REWARD, EpisodeContext, SampleTokens
+from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
 from megarl.rollout.episodes.transcript import Transcript
 from megarl.rollout.episodes.turns import ToldMessage
 from megarl.system.user_code import describe
@@ -73,7 +73,7 @@ async def _episode(prompt: Prompt, number: int, sample: SampleTokens, context: E
             if len(told.ids) >= transcript.room:
                 break
             transcript.append_observation(told.ids, context.as_turns(messages), told.media)
-        return transcript.sample(prompt, number, finish_reason, {REWARD: sum(transcript.turn_rewards, 0.0)})
+        return transcript.sample(prompt, number, finish_reason, {EPISODE_REWARD: sum(transcript.turn_rewards, 0.0)})
     finally:
         close = getattr(environment, "close", None)
         if close is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from megarl.options.lending.engines import LentEngines
 from megarl.rollout.scheduling.engine_state import PendingResult
-from megarl.trainers.rl.gpu_sharing import GpuSharing
+from megarl.workers.gpu_sharing import GpuSharing
 
 TRIALS = 2
 """Times that GPUs are lent without knowing whether it pays: what is done for the first time takes longer."""

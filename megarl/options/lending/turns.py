@@ -9,8 +9,8 @@ from megarl.options.lending.engines import LentEngines
 from megarl.options.lending.rule import Lending
 from megarl.options.lending.section import lent_engines_of
 from megarl.rollout.scheduling.scheduler import FAILURES, Scheduler
-from megarl.trainers.rl.gpu_sharing import GpuSharing, GpuTurns, Kept
-from megarl.trainers.run.roles import Roles
+from megarl.workers.gpu_sharing import GpuSharing, GpuTurns, Kept
+from megarl.workers.roles import Roles
 
 
 def take_turns(

@@ -16,11 +16,11 @@ from typing import IO
 
 import xxhash
 
-from megarl.checkpoint.manifest import FORMAT, MANIFEST, FileRecord, files_of, parse, render
-from megarl.checkpoint.run_checkpoint import CheckpointFolder, best_step, step_of
 from megarl.errors import CheckpointError, MirrorError
 from megarl.options.mirror.s3_store import S3Store
 from megarl.options.mirror.stores import BLOCK, HIDDEN_PREFIX, CopyStore, FolderStore
+from megarl.runs.manifest import FORMAT, MANIFEST, FileRecord, files_of, parse, render
+from megarl.runs.run_checkpoint import CheckpointFolder, best_step, step_of
 
 CHECKPOINTS = "checkpoints"
 MEDIA = "media"

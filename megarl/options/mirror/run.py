@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megarl.checkpoint.run_checkpoint import CheckpointFolder
 from megarl.config import AnyConfig
 from megarl.options.mirror.mirroring import Mirroring
 from megarl.options.mirror.section import mirror_of
+from megarl.runs.run_checkpoint import CheckpointFolder
 
 
 def observe(config: AnyConfig, checkpoints: CheckpointFolder) -> Mirroring | None:

@@ -14,8 +14,8 @@ from typing import Protocol
 
 import xxhash
 
-from megarl.checkpoint.manifest import FileRecord, sync_folder
 from megarl.errors import MirrorError
+from megarl.runs.manifest import FileRecord, sync_folder
 
 BLOCK = 2**22
 """Bytes that are read or written at once."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megarl.data.batch import Batch
-from megarl.trainers.rl.step_parts import ChosenRows
+from megarl.experience.step_parts import ChosenRows
 
 
 def choose_pairs(batch: Batch) -> ChosenRows:

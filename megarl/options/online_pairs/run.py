@@ -7,10 +7,10 @@ from typing import Any
 from megarl.algorithms import PreferenceSettings
 from megarl.config import Config
 from megarl.data.batch import Batch
+from megarl.experience.step_parts import ChosenRows, StepPart
 from megarl.options.online_pairs.loss import PairLoss
 from megarl.options.online_pairs.pairs import choose_pairs
 from megarl.system.user_code import absolute_name
-from megarl.trainers.rl.step_parts import ChosenRows, StepPart
 
 
 class OnlinePairs(StepPart):

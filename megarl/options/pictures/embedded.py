@@ -3,48 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megarl.errors import EngineError
-from megarl.models.registry import architecture_for, load_hf_config
+from megarl.models.vision import Vision
 from megarl.options.pictures.media import Media
 from megarl.options.pictures.picture_rules import load_picture_rules
 from megarl.options.pictures.pixels import Pictures
 from megarl.options.pictures.positions import prompt_positions
-from megarl.options.pictures.vision import Vision
+from megarl.rollout.engines.embedded_batch import SeenPrompt
 
 
-@dataclass(frozen=True)
-class SeenPrompt:
-    """A prompt's pictures, and the positions int64 `[3, P]` of its tokens, which a response continues behind the largest."""
-
-    media: tuple[Media, ...]
-    positions: Tensor
-
-    def positions_with(self, response: int) -> Tensor:
-        """int64 `[3, P + response]`."""
-        behind = int(self.positions.max()) + 1 + torch.arange(response)
-        return torch.cat([self.positions, behind.expand(3, -1)], dim=1)
-
-
-class Sight:
+class PictureInputs:
     """The pictures of a run as the model in `folder` takes them."""
 
     def __init__(self, vision: Vision, folder: str | Path, media_folder: Path | None) -> None:
         self.vision = vision
         self.pictures = Pictures(media_folder, load_picture_rules(folder)) if media_folder is not None else None
-
-    @classmethod
-    def of(cls, folder: str | Path, media_folder: Path | None) -> Sight | None:
-        """None if the model does not see."""
-        config = load_hf_config(folder)
-        vision = architecture_for(config).vision(config)
-        return cls(vision, folder, media_folder) if vision is not None else None
 
     def prompt(self, ids: Sequence[int], media: Sequence[Media]) -> SeenPrompt:
         """Raises EngineError if it shows a video as one, not by frames or pairs of them, or pictures that are in no folder."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ModelError
+from megarl.models.registry import sees as sees
 from megarl.options.pictures.media import PictureRules
 
 PROCESSORS = {"Qwen2VLImageProcessor": False, "Glm4vImageProcessor": True, "Glm46VImageProcessor": True}
@@ -58,11 +59,6 @@ class PictureTokens:
     def reserved(self) -> tuple[str, ...]:
         """Texts that no row may contain."""
         return (self.image, self.video, self.start, self.end, *self.others)
-
-
-def sees(folder: str | Path) -> bool:
-    """Return whether the model in `folder` takes pictures, by its config.json; False where there is none."""
-    return "vision_config" in _config(folder)
 
 
 def counts_frames(processor: str) -> bool | None:

@@ -6,7 +6,6 @@ What reads pictures is imported by those who see alone: a plan is made in less t
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from itertools import islice
 from math import ceil, prod
 from pathlib import Path
@@ -16,11 +15,10 @@ from megarl.config import AnyConfig
 from megarl.config.questions import MEAN_SHARE
 from megarl.data.micro_batches import Grid
 from megarl.errors import ConfigError, MegarlError
-from megarl.models.flops import FlopsModel
-from megarl.models.shape import ModelShape
+from megarl.models.vision import Vision
 from megarl.options.pictures.media import PictureRules
 from megarl.options.pictures.picture_rules import counts_frames
-from megarl.options.pictures.vision import Vision
+from megarl.planning.prompt_pictures import NO_PICTURES, PromptPictures
 
 ROWS = 32
 """Rows whose pictures are looked at."""
@@ -30,57 +28,12 @@ LIMITS = (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
 """In the settings of an image processor: as older versions of transformers write them, and as newer ones do in `size`."""
 
 
-@dataclass(frozen=True)
-class PromptPictures:
-    """Pictures of prompts: `grids` by prompt, for means; `most` of a single prompt, for memory. `source` says where from."""
-
-    grids: tuple[tuple[Grid, ...], ...] = ((),)
-    most: tuple[Grid, ...] = ()
-    source: str = "none"
-
-    @property
-    def per_prompt(self) -> float:
-        """Number that a prompt shows on average; frames of a video are pictures."""
-        return sum(map(len, self.grids)) / len(self.grids)
-
-    @property
-    def patches(self) -> float:
-        """Patches of a prompt, on average."""
-        return sum(prod(grid) for grids in self.grids for grid in grids) / len(self.grids)
-
-    @property
-    def most_patches(self) -> int:
-        """Patches of the prompt that shows most."""
-        return sum(map(prod, self.most))
-
-    def flops(self, model: FlopsModel) -> float:
-        """Operations of the tower in a forward pass over a prompt's pictures, on average."""
-        return sum(map(model.tower, self.grids)) / len(self.grids)
-
-
-NO_PICTURES = PromptPictures()
-
-
-def pictures_of(
-    config: AnyConfig, per_prompt: int | None = None, pixels: float | None = None, prompt: float | None = None
+def pictures_shown(
+    config: AnyConfig, vision: Vision, per_prompt: int | None, pixels: float | None, prompt: float | None
 ) -> PromptPictures:
-    """The pictures of a run's prompts: as given, as the first rows of `data.train` show them, else as large as is allowed.
-
-    `prompt`: mean tokens of a prompt, if they are known.
-
-    Raises:
-        ConfigError: pictures are given for a model that takes none, or do not fit into the longest prompt.
-    """
-    vision = ModelShape.read(config.model.path).vision
-    given = per_prompt is not None or pixels is not None
-    if vision is None:
-        if given:
-            raise ConfigError(
-                f"--pictures-per-prompt and --picture-pixels are for models that see, and '{config.model.path}' does not"
-            )
-        return NO_PICTURES
+    """The pictures of prompts of a model that sees; see `pictures_of` in `planning/prompt_pictures.py`."""
     rules, limit = _rules(config, vision)
-    if given:
+    if per_prompt is not None or pixels is not None:
         from megarl.options.pictures.picture_sizes import square_grid
 
         grids = (square_grid(pixels or rules.max_pixels, rules),) * (1 if per_prompt is None else per_prompt)

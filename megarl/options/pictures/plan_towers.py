@@ -10,9 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megarl.options.pictures.vision import Vision
-from megarl.planning.activations import STATISTICS
+from megarl.models.vision import Vision
+from megarl.planning.activations import STATISTICS, Precision
+from megarl.planning.schedules import first_chunk_in_flight
+
+if TYPE_CHECKING:
+    from megarl.planning.memory import Workload
+    from megarl.planning.roles import PlannedRole
 
 FLOAT32, INT64 = 4, 8
 WIDTHS_OF_FFN = {"silu": 4, "quick_gelu": 3}
@@ -68,6 +74,25 @@ def tower_activations(vision: Vision, itemsize: int, freeze: Collection[str] = (
     layer = 2 * norm + attention + ffn
     own_input = row if is_rms and itemsize < FLOAT32 else 0  # whose float32 copy is kept, not the layer's input itself
     return TowerActivations(embedding + projectors, layer, row, layer + own_input - row - last, vision.depth)
+
+
+def tower_bytes(role: PlannedRole, precision: Precision, work: Workload, freed: float) -> float:
+    """What a tower adds to the activations of the first stage; of a role that only answers, those of one layer.
+
+    Under context parallelism a rank is counted all pictures of the micro-batch: its tokens are of the whole of it. `freed`:
+    bytes of the decoder's part of a micro-batch, which are free when the tower's backward pass begins.
+    """
+    shape, layout = role.shape, role.layout
+    assert shape.vision is not None, "pictures are counted of models that see alone"
+    if role.trained is None:
+        return work.patches * tower_activations(shape.vision, precision.itemsize).layer
+    of_patch = tower_activations(shape.vision, precision.itemsize, role.freeze)
+    passes = first_chunk_in_flight(layout.pp, layout.vpp or 1, work.micro_batches)
+    kept = work.patches * of_patch.kept(precision.recompute)
+    if precision.recompute == "full":  # of what deepstack adds, which its layers are given
+        rows = work.tokens / layout.cp / (layout.tp if layout.sequence_parallel else 1)
+        kept += len(shape.vision.deepstack) * rows * shape.hidden * precision.itemsize
+    return passes * kept + max(0.0, work.patches * of_patch.recomputed(precision.recompute) - freed)
 
 
 def _projector_matrices(vision: Vision, itemsize: int, *, trained: bool) -> float:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megarl.data.stream import Response, Unit
 from megarl.errors import ModelError
+from megarl.models.vision import Vision
 from megarl.options.pictures.media import Media
-from megarl.options.pictures.vision import Vision
 
 
 def prompt_positions(length: int, media: Sequence[Media], vision: Vision) -> Tensor:

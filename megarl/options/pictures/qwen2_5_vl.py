@@ -6,9 +6,10 @@ from megarl.errors import ModelError
 from megarl.models import qwen2
 from megarl.models.architecture import HFConfig
 from megarl.models.hf_fields import refuse, size
+from megarl.models.vision import Vision
 from megarl.options.pictures.qwen2_vl import TEXT, mrope, square_patch
 from megarl.options.pictures.seeing_family import seeing
-from megarl.options.pictures.vision import Shapes, Vision, blocks, linear, placeholders, vision_config
+from megarl.options.pictures.vision_config import Shapes, blocks, linear, placeholders, vision_config
 
 DEFAULTS = {
     "depth": 32,

@@ -6,12 +6,11 @@ from megarl.models import qwen2
 from megarl.models.architecture import HFConfig
 from megarl.models.dense import DenseSizes
 from megarl.models.hf_fields import size
+from megarl.models.vision import Mrope, Vision
 from megarl.options.pictures.seeing_family import seeing
-from megarl.options.pictures.vision import (
-    Mrope,
+from megarl.options.pictures.vision_config import (
     Shapes,
     TextConfig,
-    Vision,
     blocks,
     layer_norm,
     linear,

@@ -8,13 +8,12 @@ from megarl.errors import ModelError
 from megarl.models import qwen3
 from megarl.models.architecture import HFConfig
 from megarl.models.hf_fields import size
+from megarl.models.vision import Mrope, Vision
 from megarl.options.pictures.qwen2_vl import square_patch
 from megarl.options.pictures.seeing_family import seeing
-from megarl.options.pictures.vision import (
-    Mrope,
+from megarl.options.pictures.vision_config import (
     Shapes,
     TextConfig,
-    Vision,
     blocks,
     layer_norm,
     linear,

@@ -10,7 +10,7 @@ from megarl.models.fused_experts import FusedExperts
 from megarl.models.hf_fields import refuse
 from megarl.options.pictures.qwen3_vl import vision_with
 from megarl.options.pictures.seeing_family import seeing
-from megarl.options.pictures.vision import TextConfig
+from megarl.options.pictures.vision_config import TextConfig
 
 DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 5e5, "norm_topk_prob": True, "decoder_sparse_step": 1}
 TEXT = TextConfig(DEFAULTS, tied_in_text=False)

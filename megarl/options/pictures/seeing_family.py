@@ -15,8 +15,8 @@ from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.fused_experts import FusedExperts
 from megarl.models.packings import Copy
 from megarl.models.rope import Rope
+from megarl.models.vision import TOWER, Vision
 from megarl.models.weight_map import Rule, WeightMap
-from megarl.options.pictures.vision import TOWER, Vision
 
 ROPE_KINDS = ("default", "linear", "llama3")
 """Scalings that positions on three axes have been compared with transformers under."""

@@ -19,10 +19,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megarl.errors import ModelError
+from megarl.models.vision import Vision
 from megarl.options.pictures.pixels import Pictures
 from megarl.options.pictures.stream_media import StreamMedia
 from megarl.options.pictures.tower_time import TowerTime
-from megarl.options.pictures.vision import Vision
 
 
 def build_tower(hf_config: dict[str, Any], vision: Vision, dtype: torch.dtype, *, recompute: bool) -> torch.nn.Module:
@@ -48,13 +48,15 @@ def build_tower(hf_config: dict[str, Any], vision: Vision, dtype: torch.dtype, *
 class SeeingModel(GPTModel):
     """A GPTModel whose first chunk has the tower, `visual`, and reads the pictures that `seen` names."""
 
-    def __init__(self, tower: torch.nn.Module | None, pictures: Pictures | None, *, eager: bool, **kwargs: Any) -> None:
+    def __init__(
+        self, vision: Vision, tower: torch.nn.Module | None, pictures: Pictures | None, *, eager: bool, **kwargs: Any
+    ) -> None:
         """`tower` is None in all chunks but the first, and `pictures` where no prompt shows any. `eager`: gradients are reduced
         while others are computed, so every parameter must have one in every micro-batch."""
         super().__init__(scatter_embedding_sequence_parallel=False, **kwargs)
         if tower is not None:
             self.visual = tower
-        self.pictures, self.eager = pictures, eager
+        self.vision, self.pictures, self.eager = vision, pictures, eager
         self.tower_time = TowerTime()
         """Seconds of the tower's forward passes in updates."""
         self.seen: StreamMedia | None = None

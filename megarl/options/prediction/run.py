@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from megarl.config import Config
 from megarl.data.batch import Batch
+from megarl.experience.step_parts import StepPart
 from megarl.options.prediction.drafts import NAME, NO_DRAFTS, draft_figures
-from megarl.trainers.rl.step_parts import StepPart
-from megarl.trainers.run.roles import Roles
+from megarl.runs.training_side import TrainingSide
 
 
 class DraftsPart(StepPart):
     """Says in `rollout/...` what drafts did for a step's responses."""
 
-    def figures(self, roles: Roles, batch: Batch) -> dict[str, float]:
+    def figures(self, roles: TrainingSide, batch: Batch) -> dict[str, float]:
         return draft_figures(sample.extra.get(NAME, NO_DRAFTS) for sample in batch.samples)
 
 

@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 from megarl.config import Config
 from megarl.config.rollout import SpeculativeConfig
 from megarl.errors import ConfigError, EngineError
-from megarl.models.registry import architecture_for, load_hf_config
+from megarl.models.registry import architecture_for, load_hf_config, sees
 from megarl.models.weight_formats import engine_format
-from megarl.options.pictures.picture_rules import sees
 from megarl.options.prediction.drafts import NAME, NO_DRAFTS, DraftCounts
 
 NAMES = {"mtp": "NEXTN", "ngram": "NGRAM", "standalone": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}

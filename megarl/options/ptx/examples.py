@@ -10,10 +10,10 @@ from megarl.data.batch import Batch
 from megarl.data.mixture import build_parts, mixture_weights
 from megarl.data.sampler import build_sampler
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings
+from megarl.experience.step_parts import StepPart
 from megarl.options.pictures.picture_reader import open_pictures
 from megarl.options.ptx.loss import PtxLoss
 from megarl.options.ptx.section import ptx_of
-from megarl.trainers.rl.step_parts import StepPart
 
 
 class PtxExamples(StepPart):

@@ -11,9 +11,9 @@ from torch import Tensor
 from megarl.algorithms import aggregate_steps, last_of_each_row
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
+from megarl.experience.step_parts import StepPart
 from megarl.options.reward_model.section import RewardModelConfig
-from megarl.trainers.rl.step_parts import StepPart
-from megarl.trainers.run.roles import Roles
+from megarl.runs.training_side import TrainingSide
 
 REWARD_MODEL = "reward_model"
 """The name of its role."""
@@ -27,7 +27,7 @@ class ModelRewards(StepPart):
         self._ends_step: dict[int, bool] = {}
         self._steps: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def score(self, roles: Roles, samples: Sequence[Sample]) -> list[float]:
+    def score(self, roles: TrainingSide, samples: Sequence[Sample]) -> list[float]:
         """Weighted score of every response (of a process model that of its steps), also left in `sample.rewards`."""
         batch, weight = Batch(samples), self.config.weight
         at = self._step_ends(batch) if self.config.per_step else batch.last_tokens

@@ -5,11 +5,11 @@ from __future__ import annotations
 from megarl.algorithms import mismatch_sums
 from megarl.config import Config
 from megarl.data.batch import Batch
+from megarl.experience.step_parts import StepPart
 from megarl.options.routing_replay.column import COLUMN
 from megarl.options.routing_replay.rank_questions import recorded_routes, replay_counts
 from megarl.options.routing_replay.routes import ReplayCounts, joined, missing
-from megarl.trainers.rl.step_parts import StepPart
-from megarl.trainers.run.roles import POLICY, Roles
+from megarl.runs.training_side import POLICY, TrainingSide
 
 
 class RoutingPart(StepPart):
@@ -20,14 +20,14 @@ class RoutingPart(StepPart):
         self.config = config
         self._compared: dict[str, float] = {}
 
-    def behind_policy_pass(self, roles: Roles, batch: Batch, step: int) -> None:
+    def behind_policy_pass(self, roles: TrainingSide, batch: Batch, step: int) -> None:
         if self.config.routing_replay == "old_policy":
             of_rows = joined([answer for answer in roles.ask(POLICY, recorded_routes) if answer is not None])
             batch.take_extra(COLUMN.name, [of_rows.get(row) for row in range(len(batch))])
         every = self.config.policy.routing.compare_every
         self._compared = self._compare(roles, batch) if every and step % every == 0 else {}
 
-    def _compare(self, roles: Roles, batch: Batch) -> dict[str, float]:
+    def _compare(self, roles: TrainingSide, batch: Batch) -> dict[str, float]:
         """The mismatch of log-probs that are computed without replay, by a further pass of the policy over the batch."""
         limited = ["live_kept_log_probability"] if self.config.rollout.sampling_limits else []
         collision = ["live_collision"] if self.config.needs_collision else []
@@ -44,7 +44,7 @@ class RoutingPart(StepPart):
             for name, value in sums.items()
         }
 
-    def figures(self, roles: Roles, batch: Batch) -> dict[str, float]:
+    def figures(self, roles: TrainingSide, batch: Batch) -> dict[str, float]:
         """The share of replayed experts that the router would not choose, of unknown choices, and what was compared."""
         counts = ReplayCounts(*map(sum, zip(*roles.ask(POLICY, replay_counts), strict=True)))
         routes = batch.extra.get(COLUMN.name)

@@ -110,9 +110,7 @@ def _of_engines(now: Snapshot) -> Iterator[Metric]:
         for state in ENGINE_CONDITIONS
     ]
     yield _gauge("megarl_engine_state", "1 for the state that the engine is in", now, states)
-    versions: Series = [
-        ({"engine": str(one.number)}, one.weight_version) for one in engines if one.weight_version is not None
-    ]
+    versions: Series = [({"engine": str(one.number)}, one.weight_version) for one in engines if one.weight_version is not None]
     yield _gauge("megarl_engine_weight_version", "version of the weights that the engine serves", now, versions)
     requests: Series = [({"engine": str(one.number)}, one.requests) for one in engines]
     yield _gauge("megarl_engine_requests", "requests that are under way on the engine", now, requests)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.checkpoint.run_checkpoint import CheckpointFolder
 from megarl.config import AnyConfig
 from megarl.options.telemetry.endpoint import MetricsEndpoint, open_endpoint
 from megarl.options.telemetry.otel import SpanExport, open_span_export
 from megarl.options.telemetry.trackers import Trackers, open_trackers, upload_commands
-from megarl.trainers.run.observers import RunObserver, RunStart
+from megarl.runs.observers import RunObserver, RunStart
+from megarl.runs.run_checkpoint import CheckpointFolder
 
 
 class Telemetry(RunObserver):

@@ -24,15 +24,14 @@ from megarl.config.rollout import SpeculativeConfig
 from megarl.errors import DeadlineError, EngineError
 from megarl.models.adapters import AdapterSpec, adapter_part
 from megarl.models.hf_folder import HFFolder
-from megarl.models.registry import load_hf_config
+from megarl.models.registry import architecture_for, load_hf_config, sees
 from megarl.models.transformers_names import config_in_transformers, hub_tensors
+from megarl.models.vision import vision_part
 from megarl.models.weight_formats import tensors_of
 from megarl.option_list import functions, part
-from megarl.options.pictures.embedded import Sight
 from megarl.options.pictures.media import Media
-from megarl.options.pictures.picture_rules import sees
 from megarl.rollout.engines.drawing import random_numbers
-from megarl.rollout.engines.embedded_batch import DecodeBatch, OpenResponse
+from megarl.rollout.engines.embedded_batch import DecodeBatch, OpenResponse, Sight
 from megarl.rollout.engines.embedded_turns import TurnCache, refusal
 from megarl.rollout.engines.protocol import Engine, EnginePlace, EngineRequest, Generation, SamplingParams, check_version
 from megarl.weights.checksums import compare, digest
@@ -112,7 +111,7 @@ class EmbeddedEngine(Engine):
         lora: AdapterSpec | None = None,
     ) -> None:
         self._model = _load(model_path, dtype, device)
-        self._sight = Sight.of(model_path, media_folder)
+        self._sight = _sight(model_path, media_folder)
         self._speculation: Any = None  # of the option prediction
         self._held = hub_tensors(self._model)
         if speculative is not None and speculative.algorithm != "none":
@@ -349,6 +348,13 @@ def _finished(row: OpenResponse) -> Generation:
     assert row.finish_reason is not None, "a call returns when all of its rows have ended"
     extra = row.extra | {name: np.concatenate(pieces) for name, pieces in row.pieces.items()}
     return Generation(row.response, row.log_probs, row.versions, row.finish_reason, extra, row.prefill)
+
+
+def _sight(folder: str | Path, media_folder: Path | None) -> Sight | None:
+    """The inputs for pictures of the model in `folder`; None: it does not see."""
+    config = load_hf_config(folder)
+    vision = architecture_for(config).vision(config)
+    return vision_part("embedded").PictureInputs(vision, folder, media_folder) if vision is not None else None
 
 
 def _load(folder: str | Path, dtype: str, device: str) -> Any:

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from megarl.data.columns import TokenValues, of_responses, of_tokens
 from megarl.data.prefills import NO_PREFILLS, PrefillCounts
-from megarl.options.pictures.embedded import SeenPrompt, Sight
+from megarl.options.pictures.media import Media
 from megarl.rollout.engines.drawing import sample
 from megarl.rollout.engines.embedded_turns import KeptTurn, TurnCache
 from megarl.rollout.engines.protocol import FinishReason, Generation, SamplingParams
@@ -25,6 +25,29 @@ class Recorder(Protocol):
 
     def take(self, batch: int) -> TokenValues | None:
         """`[batch, tokens, ...]` of the last pass; None where nothing was taken down."""
+
+
+@dataclass(frozen=True)
+class SeenPrompt:
+    """A prompt's pictures, and the positions int64 `[3, P]` of its tokens, which a response continues behind the largest."""
+
+    media: tuple[Media, ...]
+    positions: torch.Tensor
+
+    def positions_with(self, response: int) -> torch.Tensor:
+        """int64 `[3, P + response]`."""
+        behind = int(self.positions.max()) + 1 + torch.arange(response)
+        return torch.cat([self.positions, behind.expand(3, -1)], dim=1)
+
+
+class Sight(Protocol):
+    """The inputs of a model that sees (`PictureInputs` in the option pictures)."""
+
+    def prompt(self, ids: Sequence[int], media: Sequence[Media]) -> SeenPrompt:
+        """Raises EngineError: the model cannot be shown these pictures."""
+
+    def inputs(self, prompts: Sequence[SeenPrompt], responses: Sequence[int]) -> dict[str, Any]:
+        """Tensors beside ids, of prompts with so many response tokens, all padded on the left."""
 
 
 @dataclass

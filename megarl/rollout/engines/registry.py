@@ -9,7 +9,7 @@ from megarl.config.engine_kinds import RUNNING, capabilities_of, is_users_own, k
 from megarl.config.rollout import RolloutConfig
 from megarl.config.rollout_checks import check_rollout
 from megarl.errors import ConfigError
-from megarl.options.pictures.picture_rules import sees
+from megarl.models.registry import sees
 from megarl.rollout.engines.protocol import Engine
 from megarl.system.user_code import absolute_name, load_user_function
 

@@ -131,10 +131,6 @@ class Episode(Protocol):
         ...
 
 
-REWARD = "environment"
-"""Where the reward that an episode itself gave is in `Sample.rewards`."""
-
-
 def kinds_of_episode() -> dict[str, str]:
     """Kinds of episode by name, as import paths, so that a run imports what it uses."""
     kinds = {"single": "megarl.rollout.episodes.single:single_turn"}

@@ -59,6 +59,11 @@ class Episodes:
         """The tools as the chat template's `tools=` takes them; prompts must have been built with them."""
         return self.context.tool_schemas
 
+    @property
+    def choices(self) -> list[str]:
+        """Lines that say what was chosen for the user."""
+        return self.context.choices
+
     def take_counts(self) -> dict[str, int]:
         """Counts of events since the last call."""
         return self.context.take_counts()

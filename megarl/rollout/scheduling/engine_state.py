@@ -127,9 +127,7 @@ class EngineState:
             except (EngineError, WorkerError, DeadlineError) as error:
                 self.failures += 1
                 if self.failures > FAILURES:
-                    raise EngineError(
-                        f"engine {self.number} did not restart in {self.failures} tries: {error}"
-                    ) from error
+                    raise EngineError(f"engine {self.number} did not restart in {self.failures} tries: {error}") from error
 
     @property
     def status(self) -> EngineStatus:

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 from megarl.data.sample import Prompt, Sample
+from megarl.experience.inputs import OpenedEpisodes
 from megarl.options.pictures.media import Media
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
-from megarl.rollout.episodes import Episodes, SampleTokens
+from megarl.rollout.episodes import SampleTokens
 from megarl.rollout.episodes.single import single_sample
 from megarl.rollout.scheduling.engine_state import AskedGroups, GenerateGroups
 from megarl.rollout.scheduling.partial_groups import turn_name
-
-
-@dataclass(frozen=True)
-class RolloutBatch:
-    """A batch: prompts in order, each one's samples, and how many versions old its start is."""
-
-    prompts: list[Prompt]
-    samples: list[list[Sample]]
-    staleness: list[int]
 
 
 def single_turns(params: SamplingParams, n: int, deadline_s: float, tokenizer: Any) -> GenerateGroups:
@@ -49,7 +41,7 @@ def single_turns(params: SamplingParams, n: int, deadline_s: float, tokenizer: A
     return generate_groups
 
 
-def episode_groups(kind: Episodes, params: SamplingParams, n: int, deadline_s: float) -> GenerateGroups:
+def episode_groups(kind: OpenedEpisodes, params: SamplingParams, n: int, deadline_s: float) -> GenerateGroups:
     """`n` episodes for each prompt, all at once, the branches of each behind one another; `params` are those of every turn but
     for its number of tokens."""
 

@@ -13,7 +13,8 @@ from dataclasses import asdict
 from itertools import chain
 from typing import Any, TypeVar
 
-from megarl.data.sample import Prompt, Sample, read_record
+from megarl.core.staleness_manager import StalenessManager
+from megarl.data.sample import Prompt, RolloutBatch, Sample, read_record
 from megarl.errors import DeadlineError, EngineError, MegarlError, WorkerError
 from megarl.observe.trace import Span
 from megarl.rollout.scheduling.engine_state import (
@@ -32,8 +33,6 @@ from megarl.rollout.scheduling.engine_state import (
 )
 from megarl.rollout.scheduling.loop_thread import LoopThread, in_loop
 from megarl.rollout.scheduling.partial_groups import PartialGroups
-from megarl.rollout.scheduling.requests import RolloutBatch
-from megarl.rollout.scheduling.staleness_manager import StalenessManager
 
 T = TypeVar("T")
 CUT_S = 20.0

@@ -1,1 +1,1 @@
-"""Reinforcement learning: `loop.py` is the loop, `run.py` its verbs, and the other files what a verb needs."""
+"""Reinforcement learning from a config: its rows are read, its processes started and handed to the loop in `core`."""

@@ -11,21 +11,23 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.checkpoint.folders import checkpoint_in
-from megarl.checkpoint.run_checkpoint import CheckpointFolder
 from megarl.config import Config
 from megarl.config.checks import check_evaluates
 from megarl.config.evaluations import EvaluationConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import CheckpointError, ConfigError
+from megarl.experience.eval_figures import evaluation, is_right
+from megarl.experience.inputs import RlInputs
 from megarl.observe import evaluation_line, read_metrics
 from megarl.option_list import functions
+from megarl.runs.folders import checkpoint_in
+from megarl.runs.run_checkpoint import CheckpointFolder
+from megarl.runs.training_side import POLICY
 from megarl.system.atomic_files import write_text_atomically
-from megarl.trainers.rl.eval_figures import evaluation, is_right
-from megarl.trainers.rl.inputs import RlInputs, read_inputs
-from megarl.trainers.rl.rollouts import Rollouts
-from megarl.trainers.run.roles import POLICY, Roles, group_requests
-from megarl.trainers.run.start import open_cluster, open_roles
+from megarl.trainers.rl.inputs import read_inputs
+from megarl.trainers.start import open_cluster, open_roles
+from megarl.workers.roles import Roles, group_requests
+from megarl.workers.rollouts import Rollouts
 
 POLL_S = 5.0
 """Between two looks for a new checkpoint."""

@@ -11,8 +11,8 @@ from megarl.config import Config
 from megarl.data.rows import find_value
 from megarl.data.sample import Sample
 from megarl.errors import ConfigError
+from megarl.experience.eval_figures import is_right
 from megarl.system.atomic_files import write_text_atomically
-from megarl.trainers.rl.eval_figures import is_right
 from megarl.trainers.rl.evaluate import answer
 
 Form = Literal["samples", "sft", "pairs", "pass_rates"]

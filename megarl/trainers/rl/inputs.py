@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
 
 from megarl import platform
 from megarl.algorithms import ADVANTAGES, POLICY_LOSSES
@@ -15,73 +12,16 @@ from megarl.config.evaluations import EvaluationConfig
 from megarl.data.mixture import build_parts
 from megarl.data.prompts import rows_of
 from megarl.data.rows import Origin
-from megarl.data.sample import Prompt, Sample
 from megarl.data.sampler import drop_eval_overlap
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
+from megarl.experience.inputs import EvaluationSet, RlInputs
+from megarl.experience.step_parts import open_parts
 from megarl.options.pictures.picture_reader import open_pictures
 from megarl.rewards import build_rewards
-from megarl.rewards.sources import RewardSources
 from megarl.rollout.engines.registry import check_engine
-from megarl.rollout.episodes import Episodes, open_episodes
+from megarl.rollout.episodes import open_episodes
 from megarl.supervise.child_run import is_restart
-from megarl.trainers.rl.eval_figures import set_figures
-from megarl.trainers.rl.step_parts import StepPart, open_parts
-from megarl.trainers.run.start import check_architectures
-
-
-@dataclass(frozen=True)
-class EvaluationSet:
-    """A named set as it is asked and judged."""
-
-    settings: EvaluationConfig
-    prompts: list[Prompt]
-    rewards: RewardSources
-
-
-@dataclass(frozen=True)
-class RlInputs:
-    """The tokenizer, the prompts and what judges responses to them; `close` when the run ends."""
-
-    tokenizer: Any
-    episodes: Episodes | None
-    """None where every response is a single turn."""
-    train: list[list[Prompt]]
-    """By part of the mixture, without those that are held out."""
-    held_out: list[Prompt]
-    """Those of `data.eval`."""
-    evaluations: list[EvaluationSet]
-    train_rows: int
-    """Rows of all parts before those were left out that are in `data.eval` or `evaluations`, too."""
-    dropped: dict[str, int]
-    """Rows, of all sets, that were left out because they do not fit, by the reason."""
-    rewards: RewardSources
-    parts: list[StepPart]
-    """Those that options take in a training step."""
-
-    @property
-    def overlap(self) -> int:
-        """Training rows that were left out because they are held out."""
-        return self.train_rows - sum(map(len, self.train))
-
-    def measure_sets(self, sample: Callable[[Sequence[Prompt], EvaluationConfig], list[Sample]]) -> dict[str, float]:
-        """The figures of every set of `evaluations` (`set_figures`), as `NAME/figure`; `sample` answers prompts."""
-        figures: dict[str, float] = {}
-        for one in self.evaluations:
-            samples = sample(one.prompts, one.settings)
-            found = set_figures(
-                samples,
-                one.rewards.score(samples),
-                samples_per_prompt=one.settings.samples_per_prompt,
-                source_key=one.settings.source_key,
-                final_answer=one.rewards.final_answer,
-            )
-            figures |= {f"{one.settings.name}/{name}": value for name, value in found.items()}
-        return figures
-
-    def close(self) -> None:
-        """End what episodes started, such as the processes of tools."""
-        if self.episodes is not None:
-            self.episodes.close()
+from megarl.trainers.start import check_architectures
 
 
 def read_inputs(config: Config, *, train: bool = True) -> RlInputs:

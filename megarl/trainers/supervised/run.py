@@ -13,6 +13,7 @@ import torch
 from megarl.algorithms import PreferenceSettings, RunningMean, kto_kl_reference, mismatched_rows, token_weights
 from megarl.config import SupervisedConfig
 from megarl.config.supervised import PAIR_LOSSES, SHIFTED_LOSSES, TOKEN_LOSSES
+from megarl.core.run import Run
 from megarl.data.batch import Batch
 from megarl.data.mixture import build_parts, mixture_weights, place_of_row
 from megarl.data.rows import find_value
@@ -23,9 +24,8 @@ from megarl.data.supervised import SupervisedBuilder, SupervisedSettings, kind_o
 from megarl.data.tokenize import load_tokenizer
 from megarl.observe.progress import TOWER, rows_line
 from megarl.options.pictures.picture_reader import open_pictures
-from megarl.trainers.run.base import Run
-from megarl.trainers.run.roles import POLICY, REFERENCE
-from megarl.trainers.run.start import check_architectures, open_groups, open_roles
+from megarl.runs.training_side import POLICY, REFERENCE
+from megarl.trainers.start import check_architectures, open_groups, open_roles
 from megarl.trainers.supervised.objectives import (
     BcoObjective,
     KtoObjective,

@@ -20,9 +20,9 @@ from megarl.data.sample import Prompt, Sample
 from megarl.data.sampler import MixtureSampler, RowSampler, build_sampler
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings
 from megarl.errors import CheckpointError, ConfigError, DataError
+from megarl.experience.eval_figures import pass_rates
 from megarl.options.curriculum.curriculum import Curriculum
 from megarl.options.curriculum.section import CurriculumConfig
-from megarl.trainers.rl.eval_figures import pass_rates
 from tests.data.chat_tokenizers import byte_tokenizer
 
 HARD = [3, 1, 2, 1, 0, 2, 5, 4, 1]
@@ -143,7 +143,7 @@ def test_a_resumed_order_is_that_of_a_run_that_never_stopped(
     step(resumed)  # whatever it was before
     resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
     assert [step(resumed) for _ in range(after)] == expected
-    assert resumed.left_out == straight.left_out
+    assert resumed.figures()["curriculum/left_out"] == straight.figures()["curriculum/left_out"]
 
 
 def test_rows_out_of_bounds_are_left_out_for_so_many_epochs_from_their_next_one_on() -> None:
@@ -151,7 +151,7 @@ def test_rows_out_of_bounds_are_left_out_for_so_many_epochs_from_their_next_one_
     rates = {"train-0": 0.0, "train-1": 0.25, "train-2": 0.75, "train-3": 1.0}
     first = one.next(4)
     one.record({prompt.group_id: rates[prompt.row_id] for prompt in first})
-    assert one.left_out == 0 or one.left_out == 2
+    assert one.figures()["curriculum/left_out"] == 0 or one.figures()["curriculum/left_out"] == 2
     for _ in range(2):
         assert {prompt.row_id for prompt in one.next(2)} == {"train-1", "train-2"}  # bounds themselves are within
     back = one.next(4)
@@ -160,7 +160,7 @@ def test_rows_out_of_bounds_are_left_out_for_so_many_epochs_from_their_next_one_
     # 0.5 * 0.0 + 0.5 * 0.5 = 0.25 is within the bounds; 0.5 * 1.0 + 0.5 * 0.75 = 0.875 is not
     one.record({"train-0@3": 0.5, "train-3@3": 0.75})
     assert {prompt.row_id for prompt in one.next(3)} == {"train-0", "train-1", "train-2"}
-    assert one.left_out == 1
+    assert one.figures()["curriculum/left_out"] == 1
 
 
 def test_an_epoch_without_any_row_left_gives_one_and_the_rows_come_back() -> None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from tests.trainers.test_gpu_sharing import Memory
 
 from megarl.options.lending.rule import Lending, LendingRule
-from megarl.trainers.rl.gpu_sharing import GpuSharing
-from tests.trainers.test_gpu_sharing import Memory
+from megarl.workers.gpu_sharing import GpuSharing
 
 
 class Times:

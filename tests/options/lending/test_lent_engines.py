@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megarl.core.staleness_manager import StalenessManager
 from megarl.data.sample import Prompt
 from megarl.errors import EngineError
 from megarl.options.lending.engines import LentEngines
@@ -19,7 +20,6 @@ from megarl.rollout.engines.protocol import EngineRequest, Generation
 from megarl.rollout.episodes import EpisodeContext, Episodes
 from megarl.rollout.scheduling.requests import episode_groups, single_turns
 from megarl.rollout.scheduling.scheduler import Scheduler
-from megarl.rollout.scheduling.staleness_manager import StalenessManager
 from tests.rollout.test_partial_groups import PARAMS, Book, ContinuingEngine, check_sample, three_turns
 from tests.rollout.test_scheduler import Source, Spelling, finish, give
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from megarl.checkpoint.manifest import FORMAT, MANIFEST, FileRecord, check, render
-from megarl.checkpoint.run_checkpoint import CheckpointFolder, write_state
 from megarl.errors import CheckpointError, ConfigError, MirrorError
 from megarl.options.mirror.mirror import INDEX, Mirror, open_store
 from megarl.options.mirror.stores import CopyStore, FolderStore
+from megarl.runs.manifest import FORMAT, MANIFEST, FileRecord, check, render
+from megarl.runs.run_checkpoint import CheckpointFolder, write_state
 from tests.checkpoint.s3_server import BUCKET, S3Server, s3_server
 
 FILES = {"policy/a.distcp": 3_000_000, "policy/b.distcp": 9_000_000, "policy/common.pt": 0, "state.json": 14}
@@ -262,9 +262,7 @@ def test_the_mirror_keeps_what_the_run_would_keep_and_what_was_sent_last(store: 
         mirror.remove_old(step)
         kept.append(mirror.steps())
     assert kept == [[10], [10, 20], [20, 30], [20, 30, 40], [40, 50], [50, 60], [50, 60, 70], [5, 50, 60, 70]]
-    assert {Path(name).parts[1] for name in store.sizes("checkpoints")} == {
-        f"step_{step:06d}" for step in kept[-1]
-    }
+    assert {Path(name).parts[1] for name in store.sizes("checkpoints")} == {f"step_{step:06d}" for step in kept[-1]}
 
 
 @pytest.mark.parametrize(
@@ -362,9 +360,7 @@ def test_a_record_is_right_before_and_after_it_is_replaced(store: Watched, check
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/tmp/outside"])
-def test_a_manifest_from_elsewhere_names_no_file_outside(
-    name: str, store: Watched, checkpoints: CheckpointFolder
-) -> None:
+def test_a_manifest_from_elsewhere_names_no_file_outside(name: str, store: Watched, checkpoints: CheckpointFolder) -> None:
     text = render({"format": FORMAT, "made": {}, "files": {name: {"bytes": 1, "xxh3_128": "0"}}})
     overwrite(store, f"checkpoints/step_000001/{MANIFEST}", text.encode())
     fetched, (said,) = Mirror(store).bring_back(checkpoints, newer_than=-1)

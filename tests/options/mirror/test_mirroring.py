@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from megarl.checkpoint.manifest import FileRecord
-from megarl.checkpoint.run_checkpoint import CheckpointFolder, write_state
 from megarl.config import parse_config
 from megarl.errors import CheckpointError, ConfigError, MirrorError
 from megarl.options.mirror.mirroring import Mirroring
 from megarl.options.mirror.stores import FolderStore
+from megarl.runs.manifest import FileRecord
+from megarl.runs.run_checkpoint import CheckpointFolder, write_state
 
 TASK = {"name": "chain_sum"}
 SETTINGS = {"model": {"path": "model"}, "data": {"train": TASK, "eval": TASK}, "rewards": [{"name": "exact_number"}]}

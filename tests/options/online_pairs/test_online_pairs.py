@@ -12,10 +12,10 @@ from torch import Tensor
 from megarl.algorithms import PreferenceSettings, token_weights
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
+from megarl.experience.experience import mini_batch_rows
+from megarl.experience.objectives import PolicyObjective
 from megarl.options.online_pairs.loss import PairLoss
 from megarl.options.online_pairs.pairs import choose_pairs
-from megarl.trainers.rl.experience import mini_batch_rows
-from megarl.trainers.rl.objectives import PolicyObjective
 
 LENGTHS = (3, 2, 4, 1, 3, 2, 2, 4)
 GROUPS = "aabababc"

@@ -17,7 +17,7 @@ from megarl.options.telemetry.trackers import open_trackers, upload_commands
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = f"{ROOT / 'examples' / 'monitoring' / 'csv_tracker.py'}:CsvTracker"
-OWN = '''
+OWN = """
 import json, signal, sys
 
 class Keeper:
@@ -55,7 +55,7 @@ class Mute:
 
 def keeper(*_):
     pass
-'''
+"""
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from megarl.errors import GuardError
 from megarl.models.registry import load_hf_config
 from megarl.observe import read_metrics
 from megarl.options.lora.weight_map import Lora
-from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.train import train
 from megarl.weights.model_compatibility import ServedModel
 
 pytestmark = pytest.mark.usefixtures("local_ray")

@@ -20,10 +20,9 @@ import ray
 from megarl.config import Config
 from megarl.errors import WorkerError
 from megarl.observe import read_metrics
-from megarl.trainers.rl.loop import train
-from megarl.trainers.rl.rollouts import Rollouts
-from megarl.trainers.rl.run import RlRun
-from megarl.trainers.run.roles import Roles
+from megarl.trainers.rl.train import open_run, train
+from megarl.workers.roles import Roles
+from megarl.workers.rollouts import Rollouts
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 STEPS, PROMPTS, SAMPLES = 5, 4, 4
@@ -76,7 +75,7 @@ def under_way(config: Config) -> list[str]:
 
 def drawn(config: Config, count: int) -> list[str]:
     """The first groups in the sampler's order."""
-    return [prompt.group_id for prompt in RlRun(config).sampler.next(count)]
+    return [prompt.group_id for prompt in open_run(config).sampler.next(count)]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import transformers
 
 from megarl.config import Config
 from megarl.data.sample import Prompt
-from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.train import train
 from tests.themes.e2e.test_episodes_run import config as config
 
 pytestmark = pytest.mark.usefixtures("local_ray")

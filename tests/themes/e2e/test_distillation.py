@@ -14,7 +14,7 @@ import transformers
 from megarl.config import Config
 from megarl.errors import ConfigError, DataError
 from megarl.observe import read_metrics
-from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.train import train
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 COEF, REWARD_COEF, K = 0.5, 2.0, 7

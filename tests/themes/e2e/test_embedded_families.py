@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from megarl.config import Config
-from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.train import train
 from tests.families import build_folder
 
 pytestmark = pytest.mark.usefixtures("local_ray")

@@ -16,7 +16,7 @@ from megarl.data.sample import Prompt
 from megarl.errors import ConfigError
 from megarl.observe import read_metrics
 from megarl.trainers.rl.generate import generate
-from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.train import train
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 TEMPLATE = (

@@ -14,7 +14,7 @@ from megarl.errors import ConfigError, DataError, RewardError
 from megarl.observe import read_metrics
 from megarl.trainers.rl.evaluate import evaluate, watch
 from megarl.trainers.rl.inputs import read_inputs
-from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.train import train
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 DIGIT = "def digit(samples):\n    return [float(sample.response_text[:1].isdigit()) for sample in samples]\n"

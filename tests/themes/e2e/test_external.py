@@ -10,7 +10,7 @@ import pytest
 from megarl.config import Config
 from megarl.observe import read_metrics
 from megarl.rollout.engines.sglang.server import ServerOptions, SglangServer
-from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.train import train
 
 
 @pytest.mark.exhaustive  # tests/rollout/test_external.py gives such a server its weights as folders too, without a run

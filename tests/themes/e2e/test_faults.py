@@ -20,7 +20,7 @@ import yaml
 
 from megarl.config import Config
 from megarl.observe import read_metrics
-from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.train import train
 from tests.themes.e2e.processes import outside_ray, start_megarl, wait_for_step
 from tests.warm_workers import WarmWorkers
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from megarl.config import Config
-from megarl.trainers.rl.loop import train
-from megarl.trainers.run.roles import POLICY, Roles
+from megarl.runs.training_side import POLICY
+from megarl.trainers.rl.train import train
+from megarl.workers.roles import Roles
 from tests.themes.e2e.records import curve
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -20,14 +21,15 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 def run(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], bytes, list[dict[str, Any]], list[dict[str, Any]]]:
     """Tokens of each of the policy's passes without gradients, the trained weights, and what metrics and samples say."""
     passed: list[int] = []
-    forward_each = Roles.forward_each
+    forward = Roles.forward
 
-    def counted(self: Roles, rows_of: Any, batch: Any, *rest: Any, **more: Any) -> None:
-        passed.extend(int(batch.mask[[*rows]].sum()) for role, rows in rows_of.items() if role == POLICY)
-        forward_each(self, rows_of, batch, *rest, **more)
+    def counted(self: Roles, role: Any, batch: Any, names: Any, *, rows: Any = None, **more: Any) -> None:
+        if role == POLICY:
+            passed.append(int(batch.mask[[*(range(len(batch)) if rows is None else rows)]].sum()))
+        forward(self, role, batch, names, rows=rows, **more)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Roles, "forward_each", counted)
+        patched.setattr(Roles, "forward", counted)
         train(config)
     folder = Path(config.run_folder)
     weights = (folder / "model" / "model.safetensors").read_bytes()

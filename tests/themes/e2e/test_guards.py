@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megarl.config import Config
 from megarl.observe import read_metrics
-from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.train import train
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 

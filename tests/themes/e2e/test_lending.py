@@ -20,8 +20,8 @@ from megarl.options.lending.rule import LendingRule
 from megarl.rollout.engines.protocol import EngineRequest, Generation
 from megarl.rollout.scheduling.engine_state import EngineState
 from megarl.rollout.scheduling.scheduler import Scheduler
-from megarl.trainers.rl.rollouts import Rollouts
-from megarl.trainers.run.roles import POLICY
+from megarl.runs.training_side import POLICY
+from megarl.workers.rollouts import Rollouts
 from tests.rollout.tiny import reference_log_probs
 from tests.themes.e2e import slow_lent_engine
 from tests.themes.e2e.test_async import drawn, groups, run, under_way

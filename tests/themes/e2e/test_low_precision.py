@@ -19,7 +19,7 @@ from megarl.models.transformers_names import hub_tensors
 from megarl.observe import read_metrics
 from megarl.options.few_bits.formats import FORMATS
 from megarl.options.few_bits.tensors import dequantised, main_suffix, scale_suffix
-from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.train import train
 from tests.convert.conftest import exported, imported, tensors
 
 pytestmark = pytest.mark.usefixtures("local_ray")

@@ -13,13 +13,13 @@ import pytest
 import torch
 import yaml
 
-from megarl.checkpoint.manifest import check
-from megarl.checkpoint.run_checkpoint import CheckpointFolder
 from megarl.config import Config
+from megarl.core.steps import RlRun
 from megarl.errors import RewardError
 from megarl.observe import read_metrics
-from megarl.trainers.rl.loop import train
-from megarl.trainers.rl.run import RlRun
+from megarl.runs.manifest import check
+from megarl.runs.run_checkpoint import CheckpointFolder
+from megarl.trainers.rl.train import train
 from tests.checkpoint.s3_server import BUCKET, s3_server
 from tests.themes.e2e.processes import start_megarl, wait_for_step
 from tests.themes.e2e.records import curve, tensors

@@ -16,7 +16,7 @@ import transformers
 from megarl.config import Config
 from megarl.errors import ConfigError
 from megarl.observe import read_metrics
-from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.train import train
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 

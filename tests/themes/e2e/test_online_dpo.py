@@ -15,7 +15,7 @@ from torch.nn.functional import logsigmoid
 
 from megarl.config import Config
 from megarl.observe import read_metrics
-from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.train import train
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 BETA, LR, EPS = 0.5, 1e-2, 1e-3

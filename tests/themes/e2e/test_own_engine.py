@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from megarl.config import Config
 from megarl.errors import EngineError
 from megarl.observe import read_metrics
-from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.train import train
 from tests.themes.e2e.digit_engine import guess
 
 ENGINE = f"{Path(__file__).parent / 'digit_engine.py'}:DigitEngine"

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.config import Config
-from megarl.trainers.rl.rollouts import Rollouts
-from megarl.trainers.run.roles import POLICY
+from megarl.runs.training_side import POLICY
+from megarl.workers.rollouts import Rollouts
 from tests.rollout.tiny import reference_log_probs
 from tests.themes.e2e import slow_engine
 from tests.themes.e2e.test_async import drawn, groups, run, under_way

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from megarl.config import Config
 from megarl.observe.run_record import read_run
 from megarl.observe.trace import chrome_trace
-from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.train import train
 from tests.observe.trace_format import check_trace_events
 
 pytestmark = pytest.mark.usefixtures("local_ray")

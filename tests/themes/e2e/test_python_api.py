@@ -15,7 +15,7 @@ from torch import Tensor
 
 import megarl
 from megarl.config import Config
-from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.train import train
 from tests.themes.e2e.records import curve
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.slow]
@@ -26,17 +26,23 @@ MODEL = EXAMPLES.parents[1] / "models" / "tiny-arithmetic"
 
 
 def own(config: Config) -> Iterator[dict[str, float]]:
-    """The metrics of the steps of a loop written by hand."""
+    """The metrics of the steps of a loop written by hand: gradients and their steps apart at first, then both by one call."""
     with megarl.open(config) as session:
-        for _ in range(STEPS):
+        for step in range(STEPS):
             session.sync_weights()
             groups = session.sample(session.prompts(config.rollout.prompts_per_step), config.rollout.samples_per_prompt)
             batch = session.batch(groups)
             rewards = session.reward(batch.samples)
             metrics = {"reward/mean": sum(rewards) / len(rewards), **session.advantages(batch, rewards)}
-            for role in ("critic", "policy") if config.uses_critic else ("policy",):
-                metrics |= session.forward_backward(batch, role=role)
-                metrics |= {f"{role}/{name}": value for name, value in session.optimizer_step(role).items()}
+            roles = ("critic", "policy") if config.uses_critic else ("policy",)
+            if step:
+                found = session.update(batch)
+                assert [*found] == [*roles]
+                assert session.step == step + 1
+            else:
+                found = {role: session.forward_backward(batch, role=role) | session.optimizer_step(role) for role in roles}
+            for role, of_role in found.items():
+                metrics |= {name if "/" in name else f"{role}/{name}": value for name, value in of_role.items()}
             yield metrics
 
 
@@ -107,6 +113,7 @@ def refused(session: megarl.Session, batch: megarl.Batch) -> None:
     calls: list[tuple[Callable[[], Any], str]] = [
         (session.optimizer_step, "optimizer_step of policy has no gradients to apply; call forward_backward before it"),
         (lambda: session.forward_backward(batch, "clipp", advantages=[1.0] * 6), r"loss is 'clipp' \(did you mean 'clip'\?\)"),
+        (lambda: session.update(batch, roles=["critic"]), "role is 'critic'"),
         (lambda: session.forward_backward(batch, "clip", advantages=[1.0]), r"advantages has the shape \[1\]; it must be one"),
         (lambda: session.forward_backward(batch, "clip", weights="mean", advantages=[1.0] * 6), "weights is 'mean'"),
         (lambda: session.forward_backward(batch, lambda log_probs, _: log_probs.sum()), r"returned a tensor \[\]; it must"),

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.checkpoint.manifest import check, made_by
 from megarl.config import Config
-from megarl.trainers.rl.loop import train
+from megarl.runs.manifest import check, made_by
+from megarl.trainers.rl.train import train
 from tests.themes.e2e.records import BY_ENGINES, curve, tensors
 
 pytestmark = pytest.mark.usefixtures("local_ray")

@@ -15,7 +15,7 @@ import transformers
 
 from megarl.config import Config
 from megarl.observe import read_metrics
-from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.train import train
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 HERE = Path(__file__).parent
@@ -100,7 +100,7 @@ def test_corrections_and_a_kl_in_the_reward_act_together_and_a_doubtful_choice_i
             assert statistics.fmean(value * value for value in values) == pytest.approx(1, abs=0.01)
 
 
-# tests/trainers/test_experience.py subtracts the rewards, test_needs_of_own_algorithms.py gets them of greedy responses
+# tests/experience/test_experience.py subtracts the rewards, test_needs_of_own_algorithms.py gets them of greedy responses
 @pytest.mark.exhaustive
 def test_remax_compares_with_the_greedy_response(tiny_config: Callable[..., Config]) -> None:
     settings = {"algorithm": {"name": "grpo", "advantage": "remax", "policy_loss": "reinforce", "kl": {"coef": 0.0}}}
@@ -175,7 +175,7 @@ def test_supervised_examples_are_mixed_in_with_their_weight(tiny_config: Callabl
     assert norms[0.5] > 0
 
 
-@pytest.mark.exhaustive  # tests/trainers/test_experience.py asks for them, and test_runs.py has a run with a critic
+@pytest.mark.exhaustive  # tests/experience/test_experience.py asks for them, and test_runs.py has a run with a critic
 def test_values_after_truncated_responses_are_asked_for(tiny_config: Callable[..., Config]) -> None:
     settings = {"algorithm": {"name": "ppo", "truncated_responses": "bootstrap", "kl": {"coef": 0.0}}}
     metrics, _ = run(tiny_config(**settings, **NO_EVAL))

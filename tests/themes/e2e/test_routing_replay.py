@@ -22,7 +22,7 @@ from megarl.data.batch import Batch
 from megarl.data.sample import Sample
 from megarl.models.check_layouts import check_models
 from megarl.observe import read_metrics
-from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.train import train
 from tests.rollout.routed import chosen_experts
 from tests.themes.e2e.records import curve, tensors
 

@@ -18,7 +18,7 @@ from megarl.errors import RewardError, WorkerError
 from megarl.observe import read_metrics
 from megarl.observe.report import page_data
 from megarl.observe.run_record import read_run
-from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.train import train
 from tests.themes.e2e.processes import servers
 from tests.themes.e2e.records import BY_ENGINES
 
@@ -229,7 +229,7 @@ def test_an_exception_in_a_rank_reaches_the_driver_with_its_traceback(
     import tests.themes.e2e.test_runs as here
 
     cloudpickle.register_pickle_by_value(here)
-    monkeypatch.setattr("megarl.trainers.rl.session.PolicyObjective", lambda *a, **k: Broken())
+    monkeypatch.setattr("megarl.experience.losses_of_config.PolicyObjective", lambda *a, **k: Broken())
     config = tiny_config(**{"policy.layout": {"dp": 2}, "data.eval": None})
     with pytest.raises(WorkerError, match="broken on purpose") as raised:
         train(config)

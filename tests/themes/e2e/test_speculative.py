@@ -11,7 +11,7 @@ import transformers
 
 from megarl.config import Config
 from megarl.observe import read_metrics
-from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.train import train
 from tests.families import build_folder
 from tests.predicting import DRAFTED, build_predicting
 

@@ -15,7 +15,7 @@ import yaml
 
 from megarl.config import Config
 from megarl.observe import read_metrics
-from megarl.trainers.run.stop import StopRequest
+from megarl.runs.stop import StopRequest
 from tests.themes.e2e.processes import start_megarl, wait_for_step
 from tests.warm_workers import WarmWorkers
 

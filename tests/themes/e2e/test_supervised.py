@@ -21,7 +21,7 @@ from torch.nn.functional import logsigmoid
 from megarl import cli
 from megarl.config import SupervisedConfig, parse_supervised_config
 from megarl.observe import read_metrics
-from megarl.trainers.supervised.loop import train
+from megarl.trainers.supervised.train import train
 from tests.themes.e2e.processes import outside_ray
 
 pytestmark = pytest.mark.usefixtures("local_ray")

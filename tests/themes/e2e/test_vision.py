@@ -20,8 +20,8 @@ from megarl.data.sample import Sample, read_record
 from megarl.errors import ConfigError
 from megarl.observe import read_metrics
 from megarl.rollout.engines.registry import check_engine
-from megarl.trainers.rl.loop import train as train_rl
-from megarl.trainers.supervised.loop import train as train_supervised
+from megarl.trainers.rl.train import train as train_rl
+from megarl.trainers.supervised.train import train as train_supervised
 from tests.rollout.test_sglang_seeing import served_folder
 from tests.themes.e2e.records import curve, tensors
 from tools.model import tiny_vision

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from megarl.config.load import parse_supervised_config
 from megarl.observe import read_metrics
-from megarl.trainers.supervised.loop import train
+from megarl.trainers.supervised.train import train
 from tools.model import tiny_vision
 
 pytestmark = pytest.mark.usefixtures("local_ray")

@@ -24,7 +24,7 @@ from megarl.config import Config
 from megarl.observe import read_metrics
 from megarl.options.telemetry.endpoint import targets_file
 from megarl.options.telemetry.prometheus import prometheus_name
-from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.train import train
 from tests.observe.collector import Collector
 from tests.themes.e2e.processes import start_megarl
 from tests.themes.e2e.test_faults import called

@@ -287,9 +287,7 @@ def test_a_plan_and_a_job_script_from_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_run_of_verl_is_the_same_run_here(
-    warm_workers: WarmWorkers, tmp_path: Path, tell: Callable[[str], None]
-) -> None:
+def test_a_run_of_verl_is_the_same_run_here(warm_workers: WarmWorkers, tmp_path: Path, tell: Callable[[str], None]) -> None:
     day = do("from_verl", tmp_path / "from_verl", warm_workers.environment)
     assert [row["step"] for row in day.metrics("from-verl")] == list(range(1, 8))  # 2 epochs of 101 rows, 32 a step, rounded up
     assert [line.split()[1] for line in day.printed.splitlines() if line.startswith("reward  ")] == ["1"]

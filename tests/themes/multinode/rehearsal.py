@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megarl.config import AnyConfig, Config, load_config
 from megarl.launch.small_run import small_run
-from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.train import train
 
 
 def changed(small: AnyConfig, steps: int, reward: str) -> Config:

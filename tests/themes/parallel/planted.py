@@ -21,11 +21,11 @@ def run_with_error(
     angles in another order, deepstack's features behind each other's layers, patches of a token or rows of the table of
     positions exchanged (GLM).
     """
-    from megarl.megatron import build
+    from megarl.models.vision import Mrope
+    from megarl.options.pictures import model_part
     from megarl.options.pictures.tower import SeeingModel
-    from megarl.options.pictures.vision import Mrope
 
-    with_pictures, axes, tower = SeeingModel._with_pictures, Mrope.axes, build.build_tower
+    with_pictures, axes, tower = SeeingModel._with_pictures, Mrope.axes, model_part.build_tower
 
     def upside_down(model: SeeingModel, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         merged, added = with_pictures(model, hidden)
@@ -50,10 +50,10 @@ def run_with_error(
 
     errors: dict[str | None, Any] = {
         None: nullcontext(),
-        "windows": patch.object(build, "build_tower", wide_windows),
+        "windows": patch.object(model_part, "build_tower", wide_windows),
         "sections": patch.object(Mrope, "axes", lambda mrope: axes(mrope)[::-1]),
-        "convolution": patch.object(build, "build_tower", exchanged_patches),
-        "position table": patch.object(build, "build_tower", exchanged_places),
+        "convolution": patch.object(model_part, "build_tower", exchanged_patches),
+        "position table": patch.object(model_part, "build_tower", exchanged_places),
         "deepstack": patch.object(SeeingModel, "_with_pictures", upside_down),
     }
     with errors[error]:

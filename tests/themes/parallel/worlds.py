@@ -151,6 +151,7 @@ def run_family(
     """
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
+    from megarl.megatron.pass_parts import PassParts
     from megarl.megatron.rank_model import RankModel
     from megarl.megatron.step import forward_backward
 
@@ -181,7 +182,7 @@ def run_family(
             values = role.forward(mine) if recompute == "none" else None  # without gradients nothing is recomputed
             for chunk in role.chunks:
                 chunk.train()
-            forward_backward(role.chunks, options, mine, objective)
+            forward_backward(role.chunks, options, mine, objective, parts=PassParts(role.parts))
             role.optimizer.prepare_grads()
             norm = float(role.optimizer.get_grad_norm())
             answer["modes"][name] = {"values": values, "gradients": gradients(role), "norm": norm}

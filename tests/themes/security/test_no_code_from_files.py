@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.planner import SavePlan
 import megarl
 from megarl.checkpoint.format.dist_format import DistFolder
 from megarl.checkpoint.format.safe_pickle import check_pickles, read_metadata
-from megarl.checkpoint.provenance import differences
 from megarl.cli import main
 from megarl.convert.sources import open_dist
 from megarl.data.hub_dataset import read_configurations
@@ -37,6 +36,7 @@ from megarl.errors import CheckpointError, EngineError, ModelError
 from megarl.models.hf_folder import HFFolder
 from megarl.models.safetensors_layout import read_entries
 from megarl.rollout.engines.embedded import EmbeddedEngine
+from megarl.runs.provenance import differences
 from tests.rollout.tiny import TINY, save_tiny
 
 
@@ -403,5 +403,5 @@ def test_what_unpickles_is_known_and_looked_at_first() -> None:
     # what the scoring process itself sends, and what the ranks of a group send each other
     own = {"rewards/sandbox/judge_child.py", "platform/peer_memory.py"}
     assert found - own == {"convert/logits.py", "megatron/box_reader.py", "megatron/rank_model.py"}
-    for looks in ("trainers/run/roles.py", "convert/logits.py"):
+    for looks in ("workers/roles.py", "convert/logits.py"):
         assert "check_pickles(" in (package / looks).read_text()

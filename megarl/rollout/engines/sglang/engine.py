@@ -21,7 +21,6 @@ from megarl.models.adapters import adapter_part
 from megarl.models.registry import load_hf_config
 from megarl.models.weight_formats import engine_format
 from megarl.option_list import functions, part
-from megarl.options.pictures.picture_rules import load_picture_rules, sees
 from megarl.rollout.engines.protocol import EnginePlace
 from megarl.rollout.engines.sglang.answered import answered_columns
 from megarl.rollout.engines.sglang.arguments import check_engine_args
@@ -41,27 +40,6 @@ MORE_TOKENS = 1024
 FEWEST_REQUESTS = 64
 
 
-def check_picture_limits(config: Config) -> None:
-    """Refuse limits beyond the model folder's own: SGLang would resize pictures again that have their final size.
-
-    It takes other limits (`mm_process_config`), but then makes its own ids of the prompt's text (0.5.23: it counts a picture's
-    tokens by the folder's limits, and gives up keeping the ids that it was sent when the count differs).
-
-    Raises:
-        ConfigError: names the limit.
-    """
-    if not sees(config.model.path):
-        return
-    own, data = load_picture_rules(config.model.path), config.data
-    for field, value, beyond in (
-        ("min_pixels", data.min_pixels, own.min_pixels), ("max_pixels", data.max_pixels, own.max_pixels)
-    ):  # fmt: skip
-        if value is not None and not own.min_pixels <= value <= own.max_pixels:
-            reason = f"SGLang does not do: the model folder's preprocessor_config.json says {beyond}"
-            allowed = f"from {own.min_pixels} to {own.max_pixels}"
-            raise ConfigError.of(f"data.{field}", value, reason, allowed=allowed)
-
-
 def _few_bits_served() -> ModuleType:
     return part("few_bits", "sglang", "rollout.servers.model_path")
 
@@ -75,7 +53,6 @@ class SglangEngine(ServedEngine):
     def check(cls, config: Config, platform: str) -> None:
         check_engine_args(config.rollout.engine_args)
         check_model(config.model.path, config.rollout.tp, platform)
-        check_picture_limits(config)
         if config.rollout.delta_every and (served := config.rollout.servers.model_path) is not None:
             format = engine_format(load_hf_config(served))
             if format is not None:

@@ -229,7 +229,7 @@ def _checkpoint_seeds() -> tuple[bytes, ...]:
     import torch
 
     from megarl.checkpoint.format.dist_format import StoredChunk, StoredKey, empty_object, write_metadata
-    from megarl.checkpoint.manifest import seal
+    from megarl.runs.manifest import seal
 
     folder = _folder() / "made"
     folder.mkdir(exist_ok=True)
@@ -247,8 +247,8 @@ def _checkpoint_seeds() -> tuple[bytes, ...]:
 def _checkpoint(data: bytes) -> None:
     from megarl.checkpoint.format.dist_format import DistFolder
     from megarl.checkpoint.format.safe_pickle import check_pickles
-    from megarl.checkpoint.manifest import check, made_by
-    from megarl.checkpoint.run_checkpoint import read_state
+    from megarl.runs.manifest import check, made_by
+    from megarl.runs.run_checkpoint import read_state
 
     _checkpoint_seeds()
     folder = _folder() / "made"
@@ -437,9 +437,7 @@ TARGETS = {
         ),
         (b'"dtype"', b'"F32"', b'"shape"', b'"data_offsets"', b'"weight_map"', b"model.safetensors", b"../", b"1e9", b"-1"),
     ),
-    "tool_calls": Target(
-        _tool_calls, tuple(call.encode() for call in _CALLS), tuple(word.encode() for word in _CALL_WORDS)
-    ),
+    "tool_calls": Target(_tool_calls, tuple(call.encode() for call in _CALLS), tuple(word.encode() for word in _CALL_WORDS)),
     "chat_templates": Target(
         _chat_template, tuple(template.encode() for template in _TEMPLATES), tuple(word.encode() for word in _JINJA)
     ),

@@ -1,0 +1,68 @@
+"""A run of reinforcement learning from its config: what the loop in `core` is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Config
+from megarl.core import loop
+from megarl.core.protocols import Placed, Processes
+from megarl.core.steps import RlRun
+from megarl.experience.inputs import RlInputs
+from megarl.runs.training_side import POLICY
+from megarl.trainers.rl.inputs import read_inputs
+from megarl.trainers.start import open_cluster, open_roles
+from megarl.weights.run_plan import check_transport
+from megarl.workers.roles import group_requests
+from megarl.workers.rollouts import Rollouts
+
+
+def train(config: Config) -> dict[str, Any]:
+    """Run `config` to its last step and return the summary that is also in the run folder's `summary.json`.
+
+    Raises:
+        MegarlError: anything the user can mend, as one sentence.
+    """
+    return loop.train(open_run(config))
+
+
+def open_run(config: Config) -> RlRun:
+    """A run of `config` whose rows are read; entering it starts its processes."""
+    return RlRun(config, read_inputs, start_processes)
+
+
+def start_processes(
+    config: Config,
+    inputs: RlInputs,
+    stack: ExitStack,
+    logs: str | Path,
+    *,
+    doing: Callable[[str], None] = lambda name: None,
+    say: Callable[[str], None] | None = None,
+    placed: Callable[[Placed], None] = lambda placement: None,
+) -> Processes:
+    """Start Ray, engines and roles, as `StartProcesses` says; the engines load while the trainer does."""
+    doing("Ray")
+    cluster = stack.enter_context(open_cluster(config, group_requests(config), logs))
+    placed(cluster.placement)
+    check_transport(config, cluster.placement, cluster.platform.name)
+    rollouts = Rollouts(config, cluster, inputs.tokenizer, inputs.episodes, say)
+    stack.callback(rollouts.close)
+    doing("ranks")
+    starting = rollouts.begin_start()
+    roles = open_roles(config, cluster.start_groups(config.run.seed))
+    if rollouts.takes_turns:  # engines size their caches by what is free, and sleep before anything is loaded
+        doing("engines")
+        rollouts.finish_start(starting, roles)
+    doing(POLICY)
+    roles.load(POLICY)
+    for role in config.roles[1:]:
+        doing(role.name)
+        roles.load(role.name)
+    if not rollouts.takes_turns:
+        doing("engines")
+        rollouts.finish_start(starting, roles)
+    return Processes(roles, rollouts, cluster.platform.name)

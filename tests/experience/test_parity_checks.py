@@ -1,0 +1,47 @@
+"""The gates of a run say whether they are passed, where that is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.config import parse_config
+from megarl.experience.parity_checks import bounds
+from megarl.observe.progress import gate_line
+
+LOG_PROBS = {"log_prob_max_difference_as_loaded", "log_prob_max_difference_after_sync"}
+KL = {"kl_to_reference_at_first_step"}
+
+
+@pytest.mark.parametrize(
+    ("section", "fields", "bounded"),
+    [
+        ("run", {}, KL | LOG_PROBS),
+        ("model", {"dtype": "bfloat16"}, KL),
+        ("reference", {"path": "another/model"}, LOG_PROBS),
+        ("reference", {"path": "some/model"}, KL | LOG_PROBS),
+        ("rollout", {"schedule": {"mode": "async"}}, KL),
+        ("rollout", {"schedule": {"over_sample": 2}}, KL),
+        ("rollout", {"engine_args": {"quantization": "fp8"}}, KL),
+        ("rollout", {"servers": {"model_path": "some/model-fp8"}}, KL),
+    ],
+)
+def test_only_what_must_hold_has_a_bound(section: str, fields: dict[str, Any], bounded: set[str]) -> None:
+    tree: dict[str, Any] = {
+        "run": {"name": "x", "steps": 2},
+        "model": {"path": "some/model", "dtype": "float32"},
+        "algorithm": {"name": "grpo"},
+        "data": {"train": {"source": "jsonl", "path": "rows.jsonl"}},
+        "rewards": [{"name": "exact_number"}],
+    }
+    tree[section] = tree.get(section, {}) | fields
+    assert set(bounds(parse_config(tree))) == bounded
+
+
+def test_a_gate_says_that_it_is_passed_or_not() -> None:
+    assert gate_line(3.456e-6, 1e-3) == "3.46e-06 (ok, at most 0.001)"
+    assert gate_line(0.5, 1e-3) == "0.5 (NOT ok, it must be at most 0.001: docs/run_that_does_not_learn.md)"
+    assert gate_line(float("nan"), 1e-3).startswith("nan (NOT ok")
+    assert gate_line(0.03, None) == "0.03"
+    assert gate_line(None, 1e-3) == "not measured"
