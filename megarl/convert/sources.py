@@ -51,7 +51,7 @@ _MODEL_KEYS = ("decoder.", "embedding.", "output_layer.", PREDICTION, TOWER)
 
 @dataclass(frozen=True)
 class _Source:
-    """What both sources have. `companions` is the folder of config.json, tokenizer and the like."""
+    """Fields of both sources. `companions` is the folder of config.json, tokenizer and the like."""
 
     path: Path
     hf_config: dict[str, Any]

@@ -211,7 +211,7 @@ def _trees() -> list[list[psutil.Process]]:
 
 
 def _seen(process: psutil.Process) -> SeenProcess | None:
-    """What can be known of a process; None if that is gone, or another user's."""
+    """Facts of a process; None if it is gone, or another user's."""
     with contextlib.suppress(psutil.Error, OSError):
         sockets: list[tuple[str, str, int]] = []
         for one in process.net_connections("inet"):
