@@ -14,9 +14,8 @@ from math import exp, log, sqrt
 from pathlib import Path
 
 from megarl.planning.efficiencies import Efficiencies
-from megarl.planning.fit import fit_constants
 from megarl.planning.gpus import GpuSpec, gpu_named
-from megarl.planning.measured import STEP, Compared, Measured, compare, held_bytes, read_table
+from megarl.planning.measured import STEP, Compared, Measured, compare, fit_constants, held_bytes, read_table
 
 TABLE = Path(__file__).with_name("published") / "measurements.json"
 NAMES = ("products", "fp8", "experts", "unequal", "decoding", "decoding_step_s", "expert_layer_s", "tensor_s", "turn_gb_per_s")

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from megarl.checkpoint.dist_writer import Written, write_shards
 from megarl.megatron.host_memory import HostMemory
 from megarl.megatron.shards import Shards, host_memory
-from megarl.system.priority import step_back
+from megarl.system.threads import step_back
 
 
 class BackgroundWriter:

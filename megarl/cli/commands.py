@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import re
 import signal
 import sys
@@ -17,19 +16,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rich.console import Console
 from rich.table import Table
 
+from megarl.cli.arguments import add_config, make_console, with_models
 from megarl.cli.convert import add_convert
 from megarl.cli.doctor import add_doctor
-from megarl.cli.episodes import add_episodes
 from megarl.cli.plan import add_plan
 from megarl.cli.rehearse import add_rehearse
 from megarl.cli.report import add_report
-from megarl.cli.rewards import add_rewards
 from megarl.cli.submit import add_submit
+from megarl.cli.tries import add_tries
+from megarl.config import AnyConfig, SupervisedConfig, config_fields, load_any, load_config, to_yaml
+from megarl.config.checks import check_evaluates
 from megarl.config.secrets import redacted
 from megarl.errors import ConfigError, MegarlError, RunInterrupted, RunStopped, nearest, written_out
+from megarl.models.from_hub import model_here, models_here
+from megarl.system.ray_token import want_a_token
+from megarl.system.torchrun import is_torchrun
 from megarl.version import __version__
 
 if TYPE_CHECKING:
@@ -67,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.is_watched = argv is None
         # Also where the shell starts programs with SIGINT ignored, as in the background; a batch system sends SIGTERM.
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _interrupt)
+            signal.signal(number, signal.default_int_handler)
         return int(arguments.run(arguments))
 
     return reported(run)
@@ -88,10 +91,6 @@ def reported(run: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader of our output left, as `head` does
         sys.stderr.close()
         return 0
-
-
-def _interrupt(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 class _Parser(argparse.ArgumentParser):
@@ -126,28 +125,22 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Config fields are overridden by key=value, such as policy.optimizer.lr=1e-6; `megarl config` lists them.",
     )
     parser.add_argument("--version", action="version", version=f"megarl {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     _training_commands(commands)
     _model_commands(commands)
     _serving_and_data_commands(commands)
-    add_rewards(commands, _Parser, _config_arguments, _console)
-    add_episodes(commands, _Parser, _config_arguments, _console)
-    add_convert(commands, _Parser)
-    add_plan(commands, _config_arguments, _console)
-    add_rehearse(commands, _config_arguments, _console)
-    add_report(commands, _console)
-    add_submit(commands, _Parser, _config_arguments, _console)
+    for add_command in (add_tries, add_convert, add_plan, add_rehearse, add_report, add_submit):
+        add_command(commands)
     config = commands.add_parser(
         "config",
         help="list config fields, or show the resolved CONFIG",
         description="Without CONFIG: every field with its default, allowed values and meaning; with the name of a section "
         "or field, such as rollout.episode, in its place: those. With CONFIG: the resolved config and its batch arithmetic.",
     )
-    _config_arguments(config, is_optional=True)
+    add_config(config, is_optional=True)
     config.set_defaults(run=_config)
-
-    add_doctor(commands, _console)
+    add_doctor(commands)
     return parser
 
 
@@ -158,7 +151,7 @@ def _training_commands(commands: Any) -> None:
         description="Train as CONFIG says: by reinforcement learning, or, with a section `objective`, on given responses. "
         "Ray starts the ranks; torchrun may where there are no engines.",
     )
-    _config_arguments(train)
+    add_config(train)
     train.set_defaults(run=_train, command="train")
 
     for command, what in (
@@ -172,7 +165,7 @@ def _training_commands(commands: Any) -> None:
             description=f"Train {what}: `megarl train` for a CONFIG that must say so. Under torchrun every process is "
             "one rank; otherwise Ray starts them.",
         )
-        _config_arguments(supervised)
+        add_config(supervised)
         supervised.set_defaults(run=_train, command=command)
 
 
@@ -182,7 +175,7 @@ def _model_commands(commands: Any) -> None:
         help="evaluate a model on data.eval and evaluations",
         description="Evaluate a model on data.eval, with greedy decoding, and on each set of evaluations as it says.",
     )
-    _config_arguments(evaluate)
+    add_config(evaluate)
     which = evaluate.add_mutually_exclusive_group()
     which.add_argument(
         "--checkpoint", metavar="FOLDER", help="checkpoint or run (its newest one) to evaluate (default: model.path)"
@@ -200,7 +193,7 @@ def _model_commands(commands: Any) -> None:
         help="sample responses to data.train, score them and write them to a file",
         description="Sample rollout.samples_per_prompt responses per row of data.train, score them and write them to a file.",
     )
-    _config_arguments(generate)
+    add_config(generate)
     generate.add_argument("--out", metavar="FILE", required=True, help="JSONL file to write; it must not exist")
     generate.add_argument(
         "--as", dest="form", choices=("samples", "sft", "pairs", "pass_rates"), default="samples",
@@ -219,7 +212,7 @@ def _serving_and_data_commands(commands: Any) -> None:
         help="serve the rewards of CONFIG over HTTP",
         description="Serve the sources in `rewards` over HTTP, by the protocol of the reward `http` (and of OpenRLHF).",
     )
-    _config_arguments(serve)
+    add_config(serve)
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     serve.add_argument("--port", type=int, default=5000, help="port to listen on; 0: a free one (default: 5000)")
     serve.add_argument(
@@ -229,7 +222,7 @@ def _serving_and_data_commands(commands: Any) -> None:
     serve.set_defaults(run=_serve_reward)
 
     data = commands.add_parser("data", help="look at data files", description="Look at data files.")
-    inspect = data.add_subparsers(metavar="ACTION", required=True, parser_class=_Parser).add_parser(
+    inspect = data.add_subparsers(metavar="ACTION", required=True).add_parser(
         "inspect",
         help="show rows as the model sees them",
         description="Show the first rows of FILE as the model will see them: tokens that are trained on told from the others. "
@@ -255,17 +248,7 @@ def _serving_and_data_commands(commands: Any) -> None:
     inspect.set_defaults(run=_inspect)
 
 
-def _config_arguments(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
-    nargs = "?" if is_optional else None
-    parser.add_argument("config", metavar="CONFIG", nargs=nargs, help="YAML file that describes the run")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="fields to override; values are YAML")
-
-
 def _train(arguments: argparse.Namespace) -> int:
-    from megarl.config import load_any
-    from megarl.models.check_layouts import check_models
-    from megarl.models.from_hub import models_here
-
     allowed = OBJECTIVES.get(arguments.command)
     config = load_any(arguments.config, arguments.overrides, default={} if allowed is None else {"objective": {}})
     if allowed is not None and config.trains_by not in allowed:
@@ -273,16 +256,13 @@ def _train(arguments: argparse.Namespace) -> int:
             f"{arguments.config} trains by {config.trains_by}, but `megarl {arguments.command}` trains by "
             f"{' or '.join(allowed)}; `megarl train` runs any config"
         )
-    config = models_here(config)
-    check_models(config)
-    return _watch(f"megarl.trainers.{config.trainer}.train", config, arguments)
+    return _watch(f"megarl.trainers.{config.trainer}.train", with_models(config), arguments)
 
 
-def _watch(loop: str, config: Any, arguments: argparse.Namespace) -> int:
+def _watch(loop: str, config: AnyConfig, arguments: argparse.Namespace) -> int:
     """Train by module `loop` in a process that is watched over; under torchrun, which does that itself, in this one."""
-    from megarl.system.torchrun import is_torchrun
 
-    def train(config: Any) -> None:
+    def train(config: AnyConfig) -> None:
         importlib.import_module(loop).train(config)
 
     if not arguments.is_watched or is_torchrun():
@@ -296,24 +276,16 @@ def _watch(loop: str, config: Any, arguments: argparse.Namespace) -> int:
     return run_with_restarts(config, train)
 
 
-def _close_ray(config: Any, arguments: argparse.Namespace) -> None:
+def _close_ray(config: AnyConfig, arguments: argparse.Namespace) -> None:
     """Before Ray is imported: one that the command starts answers its own processes alone."""
-    from megarl.system.ray_token import want_a_token
-
     if arguments.is_watched:  # else Ray may be there already
         want_a_token(config.resources.ray_address)
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from megarl.config import load_config
-    from megarl.config.checks import check_evaluates
-    from megarl.models.check_layouts import check_models
-    from megarl.models.from_hub import models_here
-
     config = load_config(arguments.config, arguments.overrides)
     check_evaluates(config)
-    config = models_here(config)
-    check_models(config)
+    config = with_models(config)
     _close_ray(config, arguments)
     from megarl.trainers.rl.evaluate import evaluate, watch
 
@@ -328,12 +300,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from megarl.config import load_config
-    from megarl.models.check_layouts import check_models
-    from megarl.models.from_hub import models_here
-
-    config = models_here(load_config(arguments.config, arguments.overrides))
-    check_models(config)
+    config = with_models(load_config(arguments.config, arguments.overrides))
     _close_ray(config, arguments)
     from megarl.trainers.rl.generate import generate
 
@@ -343,8 +310,6 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _serve_reward(arguments: argparse.Namespace) -> int:
-    from megarl.config import load_config
-
     config = load_config(arguments.config, arguments.overrides)
     from megarl.rewards.server import serve_reward
 
@@ -360,7 +325,6 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from megarl.config.sections import PictureFields
     from megarl.data.inspect import inspect
     from megarl.data.supervised import SupervisedSettings
-    from megarl.models.from_hub import model_here
 
     if Path(arguments.file).suffix in (".yaml", ".yml"):
         return _inspect_config(arguments)
@@ -378,7 +342,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         model_here(arguments.model, "--model", weights=False),
         SupervisedSettings(**given),
         arguments.rows,
-        _console(),
+        make_console(),
         kind=arguments.kind,
         pictures=pictures,
     )
@@ -386,10 +350,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _inspect_config(arguments: argparse.Namespace) -> int:
-    from megarl.config import load_any
     from megarl.config.sections import DataConfig
     from megarl.data.inspect import inspect_config
-    from megarl.models.from_hub import models_here
 
     model = [] if arguments.model is None else [f"model.path={json.dumps(arguments.model)}"]
     config = models_here(load_any(arguments.file, [*arguments.overrides, *model]), weights=False)
@@ -403,12 +365,11 @@ def _inspect_config(arguments: argparse.Namespace) -> int:
         episodes = open_episodes(rollout.episode, data, tokenizer, rollout.max_new_tokens, None)
         tools = list(episodes.tool_schemas)
         episodes.close()
-    inspect_config(config, arguments.rows, _console(), tools)
+    inspect_config(config, arguments.rows, make_console(), tools)
     return 0
 
 
 def _config(arguments: argparse.Namespace) -> int:
-    from megarl.config import SupervisedConfig, config_fields, load_any, to_yaml
     from megarl.observe.progress import aligned
 
     section = _section_named(arguments)
@@ -420,13 +381,13 @@ def _config(arguments: argparse.Namespace) -> int:
             found = [leaf for leaf in fields if not section or f"{leaf.name}.".startswith((f"{section}.", f"{section}[]."))]
             if not found:
                 continue
-            if (width := _console().width) < NARROW:
+            if (width := make_console().width) < NARROW:
                 print(f"{title}\n" + "\n".join(_in_lines(leaf, width) for leaf in found))
                 continue
             table = Table("field", "default", "values", "meaning", box=None, pad_edge=False, title=title, title_justify="left")
             for leaf in found:
                 table.add_row(leaf.name, leaf.default, leaf.allowed_values, leaf.description)
-            _console().print(table, markup=False)
+            make_console().print(table, markup=False)
         return 0
     config = load_any(arguments.config, arguments.overrides)
     print(to_yaml(config))
@@ -443,8 +404,6 @@ def _in_lines(leaf: ConfigField, width: int) -> str:
 
 def _section_named(arguments: argparse.Namespace) -> str | None:
     """The section or field that stands in CONFIG's place, such as `rollout.episode`; None where that is a file's name."""
-    from megarl.config import SupervisedConfig, config_fields
-
     given = arguments.config
     if given is None or arguments.overrides or Path(given).exists() or Path(given).suffix in (".yaml", ".yml"):
         return None
@@ -453,9 +412,3 @@ def _section_named(arguments: argparse.Namespace) -> str | None:
     if given not in sections | names:
         raise ConfigError(f"'{given}' is no file, and no section or field of a config{nearest(given, sorted(sections))}")
     return str(given)
-
-
-def _console() -> Console:
-    """A console that folds no tables to 80 columns where its output is a file or a pipe; COLUMNS says how wide it is."""
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=200)

@@ -19,7 +19,7 @@ DIFFERENT = 1
 MOST_SHOWN = 20
 
 
-def add_convert(commands: Any, parser_class: type[argparse.ArgumentParser]) -> None:
+def add_convert(commands: Any) -> None:
     """Add the group `convert` to the subparsers `commands`."""
     group = commands.add_parser(
         "convert",
@@ -27,7 +27,7 @@ def add_convert(commands: Any, parser_class: type[argparse.ArgumentParser]) -> N
         description="Move weights between Hugging Face folders and Megatron distributed checkpoints, on a machine without a "
         "GPU. An interrupted command is continued by the same command.",
     )
-    actions = group.add_subparsers(metavar="ACTION", required=True, parser_class=parser_class)
+    actions = group.add_subparsers(metavar="ACTION", required=True)
     taking_in = actions.add_parser("import", help="Hugging Face folder to distributed checkpoint", description=_import.__doc__)
     taking_in.add_argument(
         "source", metavar="HF", help="Hugging Face folder (bf16, fp32, FP8 in blocks, MXFP8, or INT4 experts)"
@@ -48,15 +48,15 @@ def add_convert(commands: Any, parser_class: type[argparse.ArgumentParser]) -> N
         action.add_argument("target", metavar="OUT", help="folder to write; it appears when it is complete")
         action.add_argument("--dtype", choices=dtypes, help="dtype of the weights (default: as they are stored)")
         _add_work_options(action)
-        action.set_defaults(run=_knowing(run))
+        action.set_defaults(run=run)
 
-    added = [add_action(actions, _knowing) for add_action in functions("convert_action", "add_action")]
+    added = [add_action(actions) for add_action in functions("convert_action", "add_action")]
 
     merging = actions.add_parser("merge", help="merge a PEFT adapter into its model", description=_merge.__doc__)
     merging.add_argument("--base", metavar="FOLDER", required=True, help="Hugging Face folder of the model")
     merging.add_argument("--adapter", metavar="FOLDER", required=True, help="PEFT folder of low-rank adapters")
     merging.add_argument("--out", metavar="FOLDER", required=True, help="folder to write; it appears when it is complete")
-    merging.set_defaults(run=_knowing(_merge))
+    merging.set_defaults(run=_merge)
 
     verify = actions.add_parser("verify", help="compare two folders, or one with its own record", description=_verify.__doc__)
     verify.add_argument("left", metavar="A", help="Hugging Face folder or distributed checkpoint")
@@ -67,7 +67,7 @@ def add_convert(commands: Any, parser_class: type[argparse.ArgumentParser]) -> N
         "--prompts", metavar="FILE", type=Path, help="also compare logits: a prompt a line, text or JSON token ids"
     )
     verify.add_argument("--checksums", action="store_true", help="print the checksums of every tensor")
-    verify.set_defaults(run=_knowing(_verify))
+    verify.set_defaults(run=_verify)
     for action in (giving_out, resharding, verify):
         action.add_argument(
             "--hf-config", metavar="FOLDER", help="folder of config.json and tokenizer (default: the checkpoint's own)"
@@ -76,9 +76,10 @@ def add_convert(commands: Any, parser_class: type[argparse.ArgumentParser]) -> N
     inspect = actions.add_parser("inspect", help="what a folder of weights is", description=_inspect.__doc__)
     inspect.add_argument("path", metavar="FOLDER", help="Hugging Face folder or distributed checkpoint")
     inspect.add_argument("--keys", action="store_true", help="list every tensor")
-    inspect.set_defaults(run=_knowing(_inspect))
+    inspect.set_defaults(run=_inspect)
     for action in (taking_in, giving_out, resharding, *added, merging, verify, inspect):
         action.add_argument("--architecture", metavar="FILE.py:NAME", help="model family of your own (docs/add_a_model.md)")
+        action.set_defaults(run=_knowing(action.get_default("run")))
 
 
 def _knowing(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -163,6 +164,7 @@ def _carry_out(plan: Any, arguments: argparse.Namespace) -> int:
     from megarl.convert.inspect import describe, measure_rate
     from megarl.convert.plan import gib
     from megarl.convert.run import run_plan
+    from megarl.observe.progress import aligned
 
     index, count = parse_shard(arguments.shard)
     if arguments.workers < 1:
@@ -171,7 +173,7 @@ def _carry_out(plan: Any, arguments: argparse.Namespace) -> int:
         rate = measure_rate(Path(arguments.target).absolute()) if arguments.rate is None else arguments.rate * 1e9
         if rate <= 0:
             raise ConfigError(f"--rate is {arguments.rate}; it must be more than 0")
-        _print_rows(describe(plan, rate, shards=count, rate_is_measured=arguments.rate is None))
+        print("\n".join(aligned(describe(plan, rate, shards=count, rate_is_measured=arguments.rate is None))))
         return 0
     left_out = plan.source.left_out()
     if left_out:
@@ -229,10 +231,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
     """Say what a folder of weights is: model, layout, dtypes, bytes."""
     from megarl.convert.inspect import inspect
     from megarl.convert.plan import gib
+    from megarl.observe.progress import aligned
     from megarl.runs.folders import weights_in
 
     rows, tensors = inspect(weights_in(arguments.path))
-    _print_rows(rows)
+    print("\n".join(aligned(rows)))
     if arguments.keys:
         width = max((len(tensor.name) for tensor in tensors), default=0)
         for tensor in tensors:
@@ -297,12 +300,6 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
         yield show
     finally:
         bar.stop()
-
-
-def _print_rows(rows: Sequence[tuple[str, str]]) -> None:
-    width = max(len(label) for label, _ in rows)
-    for label, value in rows:
-        print(f"{label:<{width}}  {value}")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
+from megarl.cli.arguments import add_config, make_console, with_models
+from megarl.config import Config, load_any, load_config
 from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from megarl.config import Config
     from megarl.weights.cost import Cost
     from megarl.weights.plan import ReshardPlan
     from megarl.weights.verify import Proof
@@ -25,8 +25,8 @@ NAMED = 2
 """Names shown of a list of tensors."""
 
 
-def add_plan(commands: Any, add_config: Callable[[argparse.ArgumentParser], None], console: Callable[[], Console]) -> None:
-    """Add the command `plan` to the subparsers `commands`; `add_config` adds CONFIG and its overrides."""
+def add_plan(commands: Any) -> None:
+    """Add the command `plan` to the subparsers `commands`."""
     plan = commands.add_parser(
         "plan",
         help="predict whether a run fits into memory and how long a step takes; needs only config.json",
@@ -69,14 +69,14 @@ def add_plan(commands: Any, add_config: Callable[[argparse.ArgumentParser], None
     )
     plan.add_argument("--placement", action="store_true", help="show which GPU each rank and engine would have instead")
     plan.add_argument("--gpus-per-node", type=int, metavar="N", help="with --placement: GPUs of a node (default: 8)")
-    plan.set_defaults(run=lambda arguments: _plan(arguments, console()))
+    plan.set_defaults(run=_plan)
 
 
-def _plan(arguments: argparse.Namespace, console: Console) -> int:
+def _plan(arguments: argparse.Namespace) -> int:
     if arguments.reshard:
-        return _reshard(arguments, console)
+        return _reshard(arguments)
     if arguments.placement:
-        return _placement(arguments, console)
+        return _placement(arguments)
     if arguments.gpus_per_node is not None:
         raise ConfigError("--gpus-per-node is for `megarl plan --placement`; the GPUs of a plan are counted by --gpus")
     if arguments.cluster:
@@ -89,22 +89,17 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         value = getattr(arguments, option)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{option.replace('_', '-')} is {value:g}; it must be a number above 0")
-    from megarl.config import load_any
-    from megarl.models.check_layouts import check_models
-    from megarl.models.from_hub import models_here
     from megarl.planning.calibration import Calibration
     from megarl.planning.gpus import chosen_gpu, given_efficiencies, with_efficiency
     from megarl.planning.measured import read_measured
     from megarl.planning.plan import check_lengths, lengths_of, make_plan
     from megarl.planning.search import Search, what_fits
-    from megarl.planning.show import against_tables, as_json, plan_tables
-    from megarl.planning.show_search import found_tables, found_tree
+    from megarl.planning.show import against_tables, as_json, found_tables, found_tree, plan_tables
 
     config = load_any(arguments.config, arguments.overrides)
     gpu, model = with_efficiency(chosen_gpu(config.resources.gpu, arguments.gpu), arguments.efficiency), config.model.path
     check_lengths(config, arguments.prompt_tokens, arguments.response_tokens, arguments.longest_response)
-    config = models_here(config, weights=False)
-    check_models(config)
+    config, console = with_models(config, weights=False), make_console()
     measured = read_measured(arguments.against, config) if arguments.against else None
     lengths = lengths_of(
         config,
@@ -119,7 +114,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     if given:
         calibration = replace(calibration, source=f"{calibration.source}, but for what is given: {given}")
     if arguments.calibrate:
-        from megarl.planning.fit import calibrated, fitted_gpu
+        from megarl.planning.measured import calibrated, fitted_gpu
 
         if len(arguments.calibrate) > 1:
             calibration, gpu = fitted_gpu(arguments.calibrate, gpu)
@@ -149,17 +144,13 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _reshard(arguments: argparse.Namespace, console: Console) -> int:
-    from megarl.config import load_config
-    from megarl.models.check_layouts import check_models
-    from megarl.models.from_hub import models_here
+def _reshard(arguments: argparse.Namespace) -> int:
     from megarl.weights.communicators import check_communicators
     from megarl.weights.cost import ClusterRates, cost_of
     from megarl.weights.run_plan import plan_of_run
     from megarl.weights.verify import verify
 
-    config = models_here(load_config(arguments.config, arguments.overrides), weights=False)
-    check_models(config)
+    config, console = with_models(load_config(arguments.config, arguments.overrides), weights=False), make_console()
     cluster = ClusterRates.read(arguments.cluster) if arguments.cluster else ClusterRates()
     began = time.perf_counter()
     plan = plan_of_run(config, "cpu" if (arguments.gpu or config.resources.gpu) == "cpu" else "cuda")
@@ -173,12 +164,7 @@ def _reshard(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _placement(arguments: argparse.Namespace, console: Console) -> int:
-    import json
-
-    from rich.table import Table
-
-    from megarl.config import load_any
+def _placement(arguments: argparse.Namespace) -> int:
     from megarl.weights.placement import PlacementRequest, place, planned_bundles
 
     size = 8 if arguments.gpus_per_node is None else arguments.gpus_per_node
@@ -187,7 +173,7 @@ def _placement(arguments: argparse.Namespace, console: Console) -> int:
     request = PlacementRequest.of(load_any(arguments.config, arguments.overrides))
     if arguments.gpus is not None and arguments.gpus < request.bundles:
         raise ConfigError(f"--gpus is {arguments.gpus}, but the layouts need {request.bundles}")
-    placement = place(request, planned_bundles(request.bundles, size))
+    placement, console = place(request, planned_bundles(request.bundles, size)), make_console()
     if arguments.json:
         console.print(json.dumps(placement.as_json(), indent=1), markup=False, highlight=False, soft_wrap=True)
         return 0
@@ -201,8 +187,6 @@ def _placement(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _facts(config: Config, plan: ReshardPlan, proof: Proof, cost: Cost, seconds: float) -> Table:
-    from rich.table import Table
-
     from megarl.weights.verify import stated
 
     layout, target, bound = plan.layout, plan.target, cost.bound
@@ -211,12 +195,10 @@ def _facts(config: Config, plan: ReshardPlan, proof: Proof, cost: Cost, seconds:
     is_staged = transport != "process_group"
     staging = f"{_size(cost.peak_staging_bytes)} on a sending rank" if is_staged else "none: sent from where the weights lie"
     buckets = f"{len(plan.bucket_starts) - 1:,} buckets of at most {_size(plan.bucket_bytes)}"
+    tensors = f"{len(plan.tensors):,} tensors, {_size(plan.tensors.nbytes.sum())} in {config.model.dtype}"
     table = Table(box=None, pad_edge=False, show_header=False)
     for label, value in (
-        (
-            "model",
-            f"{config.model.path}: {len(plan.tensors):,} tensors, {_size(plan.tensors.nbytes.sum())} in {config.model.dtype}",
-        ),
+        ("model", f"{config.model.path}: {tensors}"),
         ("from", f"{layout.world_size:,} training ranks: {stated(layout)}"),
         ("to", f"{target.engines:,} engines of {target.ranks} ranks: {stated(target)}, {placed}"),
         ("for each engine", f"{len(plan.transfers):,} transfers in {buckets}"),
@@ -234,8 +216,6 @@ def _facts(config: Config, plan: ReshardPlan, proof: Proof, cost: Cost, seconds:
 
 
 def _links(cost: Cost) -> Table:
-    from rich.table import Table
-
     table = Table("link", box=None, pad_edge=False)
     for column in ("all GPUs", "busiest, out", "busiest, in", "GB/s", "seconds"):
         table.add_column(column, justify="right")

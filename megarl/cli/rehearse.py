@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import json
+from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
+from megarl.cli.arguments import add_config, make_console, with_models
+from megarl.config import AnyConfig, load_any
 from megarl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from megarl.config import AnyConfig
 
 SHOWN = 24
 """Processes that the table shows; --json has all."""
@@ -19,8 +19,8 @@ NAMED = 8
 """Members of a group that are named, at most; of larger groups the size is shown."""
 
 
-def add_rehearse(commands: Any, add_config: Callable[[argparse.ArgumentParser], None], console: Callable[[], Console]) -> None:
-    """Add the command `rehearse` to the subparsers `commands`; `add_config` adds CONFIG and its overrides."""
+def add_rehearse(commands: Any) -> None:
+    """Add the command `rehearse` to the subparsers `commands`."""
     rehearse = commands.add_parser(
         "rehearse",
         help="show where every process of a run will be, and run two steps of it made small, without GPUs",
@@ -32,28 +32,21 @@ def add_rehearse(commands: Any, add_config: Callable[[argparse.ArgumentParser], 
     rehearse.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a node (default: 8)")
     rehearse.add_argument("--placement-only", action="store_true", help="make no steps")
     rehearse.add_argument("--json", action="store_true", help="print what is found as JSON")
-    rehearse.set_defaults(run=lambda arguments: _rehearse(arguments, console()))
+    rehearse.set_defaults(run=_rehearse)
 
 
-def _rehearse(arguments: argparse.Namespace, console: Console) -> int:
-    from megarl.config import load_any
-
+def _rehearse(arguments: argparse.Namespace) -> int:
     if arguments.gpus_per_node < 1:
         raise ConfigError(f"--gpus-per-node is {arguments.gpus_per_node}; it must be a whole number above 0")
     config = load_any(arguments.config, arguments.overrides)
-    return show_rehearsal(config, arguments.gpus_per_node, console, steps=not arguments.placement_only, as_json=arguments.json)
+    return show_rehearsal(config, arguments.gpus_per_node, steps=not arguments.placement_only, as_json=arguments.json)
 
 
-def show_rehearsal(config: AnyConfig, gpus_per_node: int, console: Console, *, steps: bool, as_json: bool = False) -> int:
+def show_rehearsal(config: AnyConfig, gpus_per_node: int, *, steps: bool, as_json: bool = False) -> int:
     """Rehearse a run on nodes of so many GPUs and print it; makes no steps if the run is too large, or without `steps`."""
-    import json
-
     from megarl.launch.rehearse import is_small_enough, planned_placement, processes, rehearse, weights_way
-    from megarl.models.check_layouts import check_models
-    from megarl.models.from_hub import models_here
 
-    config = models_here(config, weights=False)
-    check_models(config)
+    config, console = with_models(config, weights=False), make_console()
     placement = planned_placement(config, gpus_per_node)
     found, way = processes(config, placement), weights_way(config, placement)
     if not as_json:
@@ -76,15 +69,18 @@ def show_rehearsal(config: AnyConfig, gpus_per_node: int, console: Console, *, s
 
 
 def _print(console: Console, summary: str, found: list[dict[str, Any]], way: dict[str, Any]) -> None:
-    from rich.table import Table
+    from megarl.weights.placement import ranges
+
+    def members(ranks: list[int]) -> str:
+        return ranges(ranks) if len(ranks) <= NAMED else f"of {len(ranks)}"
 
     table = Table("process", "node", "GPUs", "neighbours", box=None, pad_edge=False)
     for one in found[:SHOWN]:
         gpus = one["gpus"] if "gpus" in one else [one["gpu"]]
-        near = "; ".join(f"{name} {_members(ranks)}" for name, ranks in one.get("groups", {}).items())
+        near = "; ".join(f"{name} {members(ranks)}" for name, ranks in one.get("groups", {}).items())
         if one.get("nnodes", 1) > 1:
             near = f"node {one['node_rank']} of {one['nnodes']}"
-        table.add_row(one["process"], one["node"], _ranges(gpus), near)
+        table.add_row(one["process"], one["node"], ranges(gpus), near)
     console.print(summary, highlight=False)
     console.print()
     console.print(table, highlight=False)
@@ -93,16 +89,6 @@ def _print(console: Console, summary: str, found: list[dict[str, Any]], way: dic
     if way:
         console.print()
         console.print(_weights(way), highlight=False)
-
-
-def _members(ranks: list[int]) -> str:
-    return _ranges(ranks) if len(ranks) <= NAMED else f"of {len(ranks)}"
-
-
-def _ranges(numbers: list[int]) -> str:
-    from megarl.weights.placement import ranges
-
-    return ranges(numbers)
 
 
 def _weights(way: dict[str, Any]) -> str:

@@ -6,21 +6,22 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+from rich.text import Text
+
+from megarl.cli.arguments import make_console
+from megarl.config.yaml_tree import read_yaml
 from megarl.errors import DataError, ModelError
 from megarl.system.atomic_files import write_text_atomically
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from megarl.observe.run_record import RunRecord
 
 
-def add_report(commands: Any, console: Callable[[], Console]) -> None:
+def add_report(commands: Any) -> None:
     """Add the commands to the subparsers `commands`."""
     report = commands.add_parser(
         "report",
@@ -35,7 +36,7 @@ def add_report(commands: Any, console: Callable[[], Console]) -> None:
     report.add_argument("--metric", default="reward/mean", help="metric that --png draws (default: reward/mean)")
     report.add_argument("--watch", action="store_true", help="serve the page on 127.0.0.1 and keep it up to date until Ctrl-C")
     report.add_argument("--port", type=int, default=0, help="port for --watch (default: 0, a free one)")
-    report.set_defaults(run=lambda arguments: _report(arguments, console()))
+    report.set_defaults(run=_report)
 
     compare = commands.add_parser(
         "compare",
@@ -45,7 +46,7 @@ def add_report(commands: Any, console: Callable[[], Console]) -> None:
     )
     compare.add_argument("runs", metavar="RUN", nargs="+", help="run folders, two or more")
     compare.add_argument("--out", metavar="FILE", help="also write the runs' report as an HTML file")
-    compare.set_defaults(run=lambda arguments: _compare(arguments, console()))
+    compare.set_defaults(run=_compare)
 
     samples = commands.add_parser(
         "samples", help="read a run's samples in the terminal", description="Show samples of a run, the newest step's first."
@@ -59,7 +60,7 @@ def add_report(commands: Any, console: Callable[[], Console]) -> None:
         "--grep", metavar="TEXT", default="", help="only samples with TEXT in prompt, response or any turn; ignores case"
     )
     samples.add_argument("--count", type=int, default=5, help="number of samples (default: 5)")
-    samples.set_defaults(run=lambda arguments: _samples(arguments, console()))
+    samples.set_defaults(run=_samples)
 
     chat = commands.add_parser(
         "chat",
@@ -70,31 +71,31 @@ def add_report(commands: Any, console: Callable[[], Console]) -> None:
     chat.add_argument("model", metavar="FOLDER", help="Hugging Face folder, checkpoint, or run folder")
     chat.add_argument("--max-new-tokens", type=int, default=256, help="maximum number of tokens of an answer (default: 256)")
     chat.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default: 0)")
-    chat.set_defaults(run=lambda arguments: _chat(arguments, console()))
+    chat.set_defaults(run=_chat)
 
 
-def _report(arguments: argparse.Namespace, console: Console) -> int:
+def _report(arguments: argparse.Namespace) -> int:
     from megarl.observe.report import build_page
     from megarl.observe.trace import chrome_trace
 
     if arguments.watch:
-        return _watch(arguments, console)
+        return _watch(arguments)
     runs = _read(arguments.runs)
     if arguments.trace:
         if not runs[0].trace:
             raise DataError(f"--trace is given, but {runs[0].folder} has no trace.jsonl")
-        _write(console, arguments.trace, json.dumps(chrome_trace(runs[0].trace)))
+        _write(arguments.trace, json.dumps(chrome_trace(runs[0].trace)))
     if arguments.png:
         from megarl.observe.plots import plot
 
         plot(runs, arguments.metric, Path(arguments.png))
-        console.print(f"{arguments.png} written", highlight=False, markup=False, soft_wrap=True)
+        _say(f"{arguments.png} written")
     out = Path(arguments.out or runs[0].folder / "report.html")
-    _write(console, out, build_page(runs, out.parent))
+    _write(out, build_page(runs, out.parent))
     return 0
 
 
-def _watch(arguments: argparse.Namespace, console: Console) -> int:
+def _watch(arguments: argparse.Namespace) -> int:
     from megarl.observe.live import serve
 
     for option in ("out", "trace", "png"):
@@ -102,27 +103,23 @@ def _watch(arguments: argparse.Namespace, console: Console) -> int:
             raise DataError(f"--watch serves the page and writes no file: leave --{option} out, or run megarl report again")
     if not 0 <= arguments.port <= 65535:
         raise DataError(f"--port is {arguments.port}, but it must be 0 to 65535")
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     for run in map(Path, arguments.runs):
         if run.is_dir() and not _has_metrics(run):
-            say(f"waiting for the first figures of {run}, whose folder is there (Ctrl-C ends it)")
+            _say(f"waiting for the first figures of {run}, whose folder is there (Ctrl-C ends it)")
             while not _has_metrics(run):
                 time.sleep(0.5)
-    serve(arguments.runs, arguments.port, say)
+    serve(arguments.runs, arguments.port, _say)
     return 0
 
 
 def _has_metrics(run: Path) -> bool:
-    """Return whether a run has written a row."""
     metrics = run / "metrics.jsonl"
     return metrics.is_file() and metrics.stat().st_size > 0
 
 
-def _compare(arguments: argparse.Namespace, console: Console) -> int:
-    from rich.table import Table
-
+def _compare(arguments: argparse.Namespace) -> int:
     from megarl.observe.report import build_page
-    from megarl.observe.run_record import differences, last_figure
+    from megarl.observe.run_record import differences, last_figure, metric_names
 
     runs = _read(arguments.runs)
     if len(runs) < 2:
@@ -134,26 +131,25 @@ def _compare(arguments: argparse.Namespace, console: Console) -> int:
     metrics = Table("mean of the last 10 steps; eval/*: last value", box=None, pad_edge=False)
     for name in names:
         metrics.add_column(name, justify="right")
-    for metric in dict.fromkeys(name for run in runs for name in run.metric_names):
+    for metric in metric_names(runs):
         means = [last_figure(run, metric) for run in runs]
         if any(mean is not None for mean in means):
             metrics.add_row(metric, *("–" if mean is None else f"{mean:.4g}" for mean in means))
+    console = make_console()
     console.print(fields, markup=False)
     console.print()
     console.print(metrics, markup=False)
     if arguments.out:
-        _write(console, arguments.out, build_page(runs, Path(arguments.out).parent))
+        _write(arguments.out, build_page(runs, Path(arguments.out).parent))
     return 0
 
 
-def _samples(arguments: argparse.Namespace, console: Console) -> int:
-    from rich.text import Text
-
+def _samples(arguments: argparse.Namespace) -> int:
     from megarl.observe.chat import printable
     from megarl.observe.run_record import reward_of
     from megarl.observe.sample_media import describe_media, shown_media, turn_texts
 
-    (run,) = _read(arguments.runs)
+    (run,), console = _read(arguments.runs), make_console()
     wanted, text = list(run.samples), arguments.grep.lower()
     if arguments.step is not None:
         steps = sorted({sample["step"] for sample in wanted})
@@ -186,10 +182,11 @@ def _samples(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _chat(arguments: argparse.Namespace, console: Console) -> int:
+def _chat(arguments: argparse.Namespace) -> int:
     from megarl.models.transformers_names import config_in_transformers
     from megarl.observe.chat import chat
 
+    console = make_console()
     with tempfile.TemporaryDirectory(prefix="megarl-chat-") as scratch:
         folder = _as_model(Path(arguments.model), Path(scratch) / "model")
         sampling = {"max_new_tokens": arguments.max_new_tokens, "temperature": arguments.temperature}
@@ -202,7 +199,6 @@ def _chat(arguments: argparse.Namespace, console: Console) -> int:
 
 def _system_prompt(folder: Path) -> str | None:
     """`data.system_prompt` of the run that `folder` is or belongs to."""
-    from megarl.config.yaml_tree import read_yaml
     from megarl.runs.folders import run_of
 
     config = run_of(folder) / "config.yaml"
@@ -235,9 +231,13 @@ def _read(folders: list[str]) -> list[RunRecord]:
     return [read_run(run_of(folder)) for folder in folders]
 
 
-def _write(console: Console, file: str | Path, text: str) -> None:
+def _write(file: str | Path, text: str) -> None:
     try:
         write_text_atomically(file, text)
     except OSError as error:
         raise DataError(f"{file} cannot be written: {error.strerror}") from error
-    console.print(f"{file} written", highlight=False, markup=False, soft_wrap=True)
+    _say(f"{file} written")
+
+
+def _say(line: str) -> None:
+    make_console().print(line, highlight=False, markup=False, soft_wrap=True)

@@ -12,33 +12,32 @@ import secrets
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from megarl.cli.arguments import add_config, make_console
+from megarl.cli.rehearse import show_rehearsal
+from megarl.config import load_any
+from megarl.config.reference import fields_of
 from megarl.errors import ConfigError
+from megarl.system.atomic_files import write_text_atomically
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from megarl.launch.cluster_profile import ClusterProfile
     from megarl.launch.job import Job
 
 BATCH_SYSTEMS = {"slurm": "Slurm", "pbs": "PBS", "lsf": "LSF"}
-AddConfig = Callable[[argparse.ArgumentParser], None]
 
 
-def add_submit(
-    commands: Any, parser_class: type[argparse.ArgumentParser], add_config: AddConfig, console: Callable[[], Console]
-) -> None:
-    """Add the groups `submit` and `node` to the subparsers `commands`; `add_config` adds CONFIG and its overrides."""
+def add_submit(commands: Any) -> None:
+    """Add the groups `submit` and `node` to the subparsers `commands`."""
     group = commands.add_parser(
         "submit",
         help="run CONFIG as a batch job: Slurm, PBS, LSF, or a job of a Ray cluster",
         description="Run CONFIG as a job of a batch system: one script, which --dry-run prints. Reinforcement learning is "
         "started by Ray on the job's nodes, training on given responses by torchrun.",
     )
-    systems = group.add_subparsers(metavar="SYSTEM", required=True, parser_class=parser_class)
+    systems = group.add_subparsers(metavar="SYSTEM", required=True)
     for system, title in BATCH_SYSTEMS.items():
         parser = systems.add_parser(system, help=f"a batch job of {title}", description=f"Submit CONFIG as a job of {title}.")
         add_config(parser)
@@ -47,17 +46,16 @@ def add_submit(
             parser.add_argument(
                 "--preflight", action="store_true", help="check the cluster, its nodes and the job; submit nothing"
             )
-        parser.set_defaults(run=lambda arguments: _submit(arguments, console()), system=system, preflight=False)
+        parser.set_defaults(run=_submit, system=system, preflight=False)
     ray = systems.add_parser("ray", help="a job of a running Ray cluster", description="Submit CONFIG by `ray job submit`.")
     add_config(ray)
     ray.add_argument("--address", default="http://127.0.0.1:8265", help="the cluster's dashboard (default: %(default)s)")
     ray.add_argument("--dry-run", action="store_true", help="print the command")
     ray.set_defaults(run=_submit_ray)
-    _add_node(commands, parser_class, console)
+    _add_node(commands)
 
 
 def _job_options(parser: argparse.ArgumentParser) -> None:
-    from megarl.config.reference import fields_of
     from megarl.launch.cluster_profile import ClusterProfile, option_kind
 
     parser.add_argument("--cluster-profile", metavar="FILE", help="YAML file with the options below, as fields")
@@ -95,7 +93,6 @@ def _job_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile(arguments: argparse.Namespace) -> ClusterProfile:
-    from megarl.config.reference import fields_of
     from megarl.launch.cluster_profile import ClusterProfile, read_profile
 
     options = {name: getattr(arguments, name) for name in fields_of(ClusterProfile)}
@@ -107,10 +104,9 @@ def _profile(arguments: argparse.Namespace) -> ClusterProfile:
     return read_profile(arguments.cluster_profile, options)
 
 
-def _submit(arguments: argparse.Namespace, console: Console) -> int:
+def _submit(arguments: argparse.Namespace) -> int:
     from megarl.launch.job import check_folders, plan_job
-    from megarl.launch.render import render, script_path
-    from megarl.launch.submit import submit
+    from megarl.launch.submit import render, script_path, submit
 
     if arguments.chain < 1:
         raise ConfigError(f"--chain is {arguments.chain}; it must be 1 or more jobs")
@@ -121,13 +117,10 @@ def _submit(arguments: argparse.Namespace, console: Console) -> int:
     )  # fmt: skip
     script = render(arguments.system, job, profile, cwd=Path.cwd())
     if arguments.rehearse:
-        from megarl.cli.rehearse import show_rehearsal
-        from megarl.config import load_any
-
-        return show_rehearsal(load_any(arguments.config, arguments.overrides), profile.places, console, steps=True)
+        return show_rehearsal(load_any(arguments.config, arguments.overrides), profile.places, steps=True)
     check_folders(job.config)
     if arguments.preflight:
-        return _preflight(job, profile, console)
+        return _preflight(job, profile)
     if arguments.dry_run:
         sys.stdout.write(script)
         folder = script_path(job, arguments.system).parent
@@ -139,7 +132,9 @@ def _submit(arguments: argparse.Namespace, console: Console) -> int:
 
         check_site(job, profile)
     numbers = submit(arguments.system, job, script, chain=arguments.chain)
-    console.print(f"job {', then '.join(numbers)}: {job.nodes} nodes; the script is {script_path(job, arguments.system)}")
+    make_console().print(
+        f"job {', then '.join(numbers)}: {job.nodes} nodes; the script is {script_path(job, arguments.system)}"
+    )
     return 0
 
 
@@ -152,11 +147,12 @@ def _seeds(text: str | None) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _preflight(job: Job, profile: ClusterProfile, console: Console) -> int:
+def _preflight(job: Job, profile: ClusterProfile) -> int:
     from megarl.launch.cluster_table import node_table
     from megarl.launch.doctor import render
     from megarl.launch.preflight import ask_nodes, check_site
 
+    console = make_console()
     console.print(render(check_site(job, profile)))
     console.print(node_table(ask_nodes(job, profile)))
     return 0
@@ -177,13 +173,13 @@ def _submit_ray(arguments: argparse.Namespace) -> int:
     return subprocess.run(command, check=False).returncode
 
 
-def _add_node(commands: Any, parser_class: type[argparse.ArgumentParser], console: Callable[[], Console]) -> None:
+def _add_node(commands: Any) -> None:
     group = commands.add_parser(
         "node",
         help="commands that batch scripts run on the nodes of a job",
         description="What a script of `megarl submit` asks on the nodes of its job.",
     )
-    actions = group.add_subparsers(metavar="ACTION", required=True, parser_class=parser_class)
+    actions = group.add_subparsers(metavar="ACTION", required=True)
     describe = actions.add_parser("describe", help="write this node's facts into a folder that all nodes share")
     describe.add_argument("folder", metavar="FOLDER")
     describe.add_argument("--disk", default="/tmp", help="folder on the node's own disk (default: /tmp)")
@@ -197,7 +193,7 @@ def _add_node(commands: Any, parser_class: type[argparse.ArgumentParser], consol
     agree.add_argument("--gpus", type=int, default=0, help="GPUs that every node must have")
     agree.add_argument("--ports-from", type=int, default=0, help="job number, from which ports are chosen")
     agree.add_argument("--interface", help="network interface (default: the fastest that all nodes have)")
-    agree.set_defaults(run=lambda arguments: _agree(arguments, console()))
+    agree.set_defaults(run=_agree)
 
     wait = actions.add_parser("wait-for-ray", help="wait until all nodes have joined Ray")
     wait.add_argument("--address", required=True, help="HOST:PORT of the head")
@@ -214,7 +210,6 @@ def _add_node(commands: Any, parser_class: type[argparse.ArgumentParser], consol
 
 def _measure(arguments: argparse.Namespace) -> int:
     from megarl.launch.network import measure
-    from megarl.system.atomic_files import write_text_atomically
 
     place = {"rank": int(os.environ["SLURM_PROCID"]), "world_size": int(os.environ["SLURM_NTASKS"])}
     found = measure(json.loads(arguments.plan) | place)
@@ -223,31 +218,24 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 
 def _describe(arguments: argparse.Namespace) -> int:
-    from megarl.launch.node_facts import describe_node, read_facts, write_facts
+    from megarl.launch.node_facts import describe_node, node_name, read_facts, write_facts
 
     folder = Path(arguments.folder)
     if not folder.is_dir():
-        _not_shared(folder)
+        raise ConfigError(f"{folder} is not on {node_name()}; run.folder must be on a file system that all nodes share")
     write_facts(folder, describe_node(folder, arguments.disk))
     if arguments.count is not None:
         read_facts(folder, count=arguments.count)
     return 0
 
 
-def _not_shared(folder: Path) -> NoReturn:
-    from megarl.launch.node_facts import node_name
-
-    raise ConfigError(f"{folder} is not on {node_name()}; run.folder must be on a file system that all nodes share")
-
-
-def _agree(arguments: argparse.Namespace, console: Console) -> int:
+def _agree(arguments: argparse.Namespace) -> int:
     from megarl.launch.agree import agree
     from megarl.launch.cluster_table import node_table
     from megarl.launch.node_facts import read_facts
-    from megarl.system.atomic_files import write_text_atomically
 
     nodes = read_facts(arguments.folder, count=arguments.nodes)
-    console.print(node_table(nodes))
+    make_console().print(node_table(nodes))
     agreement = agree(
         nodes, arguments.head, interface=arguments.interface, ports_from=arguments.ports_from, gpus=arguments.gpus
     )
@@ -263,25 +251,3 @@ def _wait_for_ray(arguments: argparse.Namespace) -> int:
 
     wait_for_nodes(arguments.address, arguments.nodes, arguments.gpus, arguments.deadline)
     return 0
-
-
-def add_doctor_cluster(doctor: argparse.ArgumentParser) -> None:
-    """Add `--cluster` and what goes with it to the command `doctor`."""
-    doctor.add_argument(
-        "--cluster", action="store_true",
-        help="examine every node of the Ray cluster at RAY_ADDRESS, of the current Slurm allocation, or this node",
-    )  # fmt: skip
-    doctor.add_argument(
-        "--shared", metavar="FOLDER", default=".", help="folder that all nodes share (default: the current one)"
-    )
-
-
-def doctor_cluster(arguments: argparse.Namespace, console: Console) -> int:
-    """`megarl doctor --cluster`; exit code 1 if a node has a problem."""
-    from megarl.launch.cluster_doctor import examine_cluster
-    from megarl.launch.cluster_table import cluster_tables
-
-    report = examine_cluster(Path(arguments.shared).resolve())
-    for table in cluster_tables(report):
-        console.print(table)
-    return 1 if report.problems else 0

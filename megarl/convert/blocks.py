@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -141,12 +142,7 @@ class Task:
 
 def rows_and_cols(shape: tuple[int, ...]) -> tuple[int, int]:
     """The matrix that a tensor of this shape is."""
-    if not shape:
-        return 1, 1
-    cols = 1
-    for size in shape[1:]:
-        cols *= size
-    return shape[0], cols
+    return (shape[0], prod(shape[1:])) if shape else (1, 1)
 
 
 class Files:

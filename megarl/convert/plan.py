@@ -232,11 +232,7 @@ class _Tensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all of that."""
-        total = 0
-        for _, dtype, shape in self.stored():
-            rows, cols = rows_and_cols(shape)
-            total += rows * cols * dtype.itemsize
-        return total
+        return sum(prod(shape) * dtype.itemsize for _, dtype, shape in self.stored())
 
 
 def _format_of(dtype: str | None) -> WeightFormat | None:

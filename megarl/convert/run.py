@@ -9,7 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from multiprocessing.connection import Connection, wait
@@ -90,13 +90,10 @@ def _completed(
             done += nbytes
             tick(done)
 
-        reader, files = Reader(Files(plan.source.path, os.O_RDONLY)), Files(staging, os.O_WRONLY)
-        try:
+        with closing(Files(plan.source.path, os.O_RDONLY)) as sources, closing(Files(staging, os.O_WRONLY)) as files:
+            reader = Reader(sources)
             for number in numbers:
                 yield number, run_task(plan.tasks[number], reader, files, count)
-        finally:
-            reader.files.close()
-            files.close()
         return
     yield from _completed_by_workers(plan, _file_by_file(plan, numbers), staging, workers, tick)
 
@@ -182,32 +179,22 @@ def _death(exit_code: int) -> str:
 def _make_files(plan: ConversionPlan, numbers: Sequence[int], staging: Path) -> None:
     """Make every file in its final size, and write the headers of this shard's tasks."""
     for name, size in plan.files.items():
-        descriptor = os.open(staging / name, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            if os.fstat(descriptor).st_size != size:
-                os.ftruncate(descriptor, size)
-        finally:
-            os.close(descriptor)
-    files = Files(staging, os.O_WRONLY)
-    try:
+        with (staging / name).open("ab") as file:
+            file.truncate(size)
+    with closing(Files(staging, os.O_WRONLY)) as files:
         for number in numbers:
-            for file, offset, content in plan.fixed[number]:
-                files.write(file, content, offset)
-    finally:
-        files.close()
+            for name, offset, content in plan.fixed[number]:
+                files.write(name, content, offset)
 
 
 def _still_there(plan: ConversionPlan, journal: Journal) -> set[int]:
     """Tasks that the journal calls finished and whose bytes are on disk as they were written."""
-    files = Files(journal.staging, os.O_RDONLY)
     kept = set()
-    try:
+    with closing(Files(journal.staging, os.O_RDONLY)) as files:
         for number, checksums in journal.done().items():
             found = [extent_checksum(files, extent, itemsize) for _, extent, itemsize in target_extents(plan.tasks[number])]
             if found == checksums:
                 kept.add(number)
-    finally:
-        files.close()
     return kept
 
 

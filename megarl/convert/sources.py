@@ -6,7 +6,6 @@ have sizes and no place, which is all that a dry run needs.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -51,8 +50,8 @@ _MODEL_KEYS = ("decoder.", "embedding.", "output_layer.", PREDICTION, TOWER)
 
 
 @dataclass(frozen=True)
-class ConversionSource(ABC):
-    """A source that a conversion reads. `companions` is the folder of config.json, tokenizer and the like."""
+class _Source:
+    """Fields of both sources. `companions` is the folder of config.json, tokenizer and the like."""
 
     path: Path
     hf_config: dict[str, Any]
@@ -64,25 +63,9 @@ class ConversionSource(ABC):
         """Tensors that Hugging Face folders of the model store together, if any."""
         return fused_of(self.hf_config)
 
-    @abstractmethod
-    def param_parts(self, rule: BoundRule, rows: int) -> tuple[tuple[Part, ...], torch.dtype]:
-        """The `rows` rows of a parameter as one tensor-parallel rank would hold it, and their dtype."""
-
-    @abstractmethod
-    def hf_parts(self, rule: BoundRule) -> Iterator[tuple[str, tuple[int, ...], tuple[Part, ...], torch.dtype]]:
-        """(name, shape, rows, dtype) of each Hugging Face tensor that a parameter holds."""
-
-    @abstractmethod
-    def files(self) -> list[Path]:
-        """Every file that is read."""
-
-    @abstractmethod
-    def left_out(self) -> list[str]:
-        """Names of what is stored, but no weight of the model: it is not converted."""
-
 
 @dataclass(frozen=True)
-class HFSource(ConversionSource):
+class HFSource(_Source):
     """A Hugging Face folder: the `matrices` in it, by name, and, by the weight's name, those that are `quantised`.
 
     `experts` are the matrices that are stored together in one of `matrices`, by tensor and expert.
@@ -93,7 +76,7 @@ class HFSource(ConversionSource):
     quantised: dict[str, Matrix] = field(default_factory=dict)
 
     def param_parts(self, rule: BoundRule, rows: int) -> tuple[tuple[Part, ...], torch.dtype]:
-        """See `ConversionSource`."""
+        """The `rows` rows of a parameter as one tensor-parallel rank would hold it, and their dtype."""
         first, dtype = self._part(rule.hf_names[0], 0, rows)
         if rule.tp_axis == 1:
             return (first,), dtype
@@ -102,7 +85,7 @@ class HFSource(ConversionSource):
         return tuple(self._part(name, start, n)[0] if name else Part(None, start, n) for name, start, n in of), dtype
 
     def hf_parts(self, rule: BoundRule) -> Iterator[tuple[str, tuple[int, ...], tuple[Part, ...], torch.dtype]]:
-        """See `ConversionSource`."""
+        """(name, shape, rows, dtype) of each Hugging Face tensor that a parameter holds."""
         for name, shape in rule.hf_shapes.items():
             part, dtype = self._part(name, 0, rows_and_cols(shape)[0])
             yield name, shape, (part,), dtype
@@ -127,12 +110,12 @@ class HFSource(ConversionSource):
         return Part(matrix, place.start + start * place.step, rows, transposed, place.step), _value_dtype(matrix)
 
     def files(self) -> list[Path]:
-        """See `ConversionSource`."""
+        """Every file that is read."""
         names = {extent.file for matrix in self.matrices.values() for extent in matrix.extents}
         return [self.path / name for name in sorted(names)]
 
     def left_out(self) -> list[str]:
-        """See `ConversionSource`."""
+        """Names of what is stored, but no weight of the model: it is not converted."""
         weight_map = self.names.weight_map
         known = {*weight_map.hf_shapes(), *(copy for copy, _ in weight_map.copies), *(stored for stored, _ in self.experts)}
         known |= {stored + part for stored, _ in self.experts for part in (BLOCKS, SCALES)}
@@ -143,7 +126,7 @@ class HFSource(ConversionSource):
 
 
 @dataclass(frozen=True)
-class DistSource(ConversionSource):
+class DistSource(_Source):
     """A distributed checkpoint; `dist` is None where only its config is known. `skipped` keys are no weights of the model."""
 
     dist: DistFolder | None = None
@@ -155,14 +138,13 @@ class DistSource(ConversionSource):
         return any(key.startswith(IN_CHECKPOINTS) for key in self.skipped)
 
     def param_parts(self, rule: BoundRule, rows: int) -> tuple[tuple[Part, ...], torch.dtype]:
-        """See `ConversionSource`. Vocabularies may be padded otherwise than stored."""
+        """See `HFSource`. Vocabularies may be padded otherwise than stored."""
         matrix = self.matrix(rule)
         kept = min(rows, self.names.vocab_size) if is_vocabulary(rule) else rows
         padding = (Part(None, 0, rows - kept),) if rows > kept else ()
         return (Part(matrix, 0, kept), *padding), matrix.dtype
 
     def hf_parts(self, rule: BoundRule) -> Iterator[tuple[str, tuple[int, ...], tuple[Part, ...], torch.dtype]]:
-        """See `ConversionSource`."""
         matrix = self.matrix(rule)
         found: dict[str, list[tuple[int, Part]]] = {name: [] for name in rule.hf_names}
         at = 0
@@ -176,14 +158,12 @@ class DistSource(ConversionSource):
             yield name, shape, tuple(part for _, part in parts), matrix.dtype
 
     def files(self) -> list[Path]:
-        """See `ConversionSource`."""
         if self.dist is None:
             return []
         names = {chunk.file for key in self.dist.keys.values() for chunk in key.chunks}
         return [self.path / name for name in (*sorted(names), ".metadata")]
 
     def left_out(self) -> list[str]:
-        """See `ConversionSource`."""
         return list(self.skipped)
 
     def matrix(self, rule: BoundRule) -> Matrix:
@@ -265,6 +245,10 @@ class DistSource(ConversionSource):
     @cached_property
     def _chunks_at(self) -> dict[str, dict[tuple[int, ...], list[tuple[StoredChunk, int]]]]:
         return {}
+
+
+ConversionSource = HFSource | DistSource
+"""The sources that a conversion reads; their methods of the same name give the same of either."""
 
 
 def open_hf(path: str | Path, *, config_only: bool = False) -> HFSource:
@@ -431,7 +415,6 @@ def _experts_of(folder: HFFolder) -> dict[tuple[str, int], Matrix]:
 
 
 def _expert_of(entries: dict[str, tuple[str, Entry]], name: str, expert: int) -> Matrix:
-    """The matrix of one expert in a stored tensor."""
     file, entry = entries[name]
     rows, cols = rows_and_cols(entry.shape[1:])
     extent = Extent(file, entry.offset + expert * rows * cols * entry.dtype.itemsize, 0, rows, 0, cols)

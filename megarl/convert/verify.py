@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,14 +30,16 @@ class Tally:
     warnings: list[str] = field(default_factory=list)
     checksums: dict[str, tuple[str, str]] = field(default_factory=dict)
 
+    def count(self, matrix: Matrix, progress: Callable[[int, int], None] | None, total: int) -> None:
+        """One more tensor was compared; `progress` is told the bytes so far, of `total`."""
+        self.tensors += 1
+        self.nbytes += matrix.nbytes
+        if progress is not None:
+            progress(self.nbytes, total)
 
-@dataclass(frozen=True)
-class HFTensor:
-    """A Hugging Face tensor, in whichever folder its rows are stored."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    task: Task
+HFTensor = tuple[tuple[int, ...], Task]
+"""Shape of a Hugging Face tensor, and what reads its rows in whichever folder they are stored."""
 
 
 def open_any(path: str | Path, hf_config_from: str | Path | None = None) -> ConversionSource:
@@ -51,7 +54,7 @@ def open_any(path: str | Path, hf_config_from: str | Path | None = None) -> Conv
 def hf_tensors(source: ConversionSource) -> dict[str, HFTensor]:
     """Every Hugging Face tensor of a model, by name."""
     return {
-        name: HFTensor(shape, dtype, _reading(name, parts, dtype))
+        name: (shape, _reading(name, parts, dtype))
         for rule in source.names.weight_map.bound_rules()
         for name, shape, parts, dtype in source.hf_parts(rule)
     }
@@ -68,18 +71,12 @@ def compare(left: ConversionSource, right: ConversionSource, progress: Callable[
         there, missing = (left, right) if name in mine else (right, left)
         tally.differences.append(f"'{name}' is in '{there.path}', but not in '{missing.path}'")
     both = [name for name in mine if name in theirs]
-    total = sum(mine[name].task.target.nbytes for name in both)
-    readers = Reader(Files(left.path, os.O_RDONLY)), Reader(Files(right.path, os.O_RDONLY))
-    try:
+    total = sum(mine[name][1].target.nbytes for name in both)
+    with closing(Files(left.path, os.O_RDONLY)) as mine_of, closing(Files(right.path, os.O_RDONLY)) as theirs_of:
+        readers = Reader(mine_of), Reader(theirs_of)
         for name in both:
             _compare_tensor(name, mine[name], theirs[name], readers, tally)
-            tally.tensors += 1
-            tally.nbytes += mine[name].task.target.nbytes
-            if progress is not None:
-                progress(tally.nbytes, total)
-    finally:
-        for reader in readers:
-            reader.files.close()
+            tally.count(mine[name][1].target, progress, total)
     return tally
 
 
@@ -103,19 +100,13 @@ def check_record(source: ConversionSource, progress: Callable[[int, int], None] 
     for name in noted.keys() ^ found.keys():
         tally.differences.append(f"'{name}' is {'missing' if name in noted else 'not in ' + RECORD}")
     total = sum(matrix.nbytes for matrix in found.values())
-    files = Files(source.path, os.O_RDONLY)
-    try:
+    with closing(Files(source.path, os.O_RDONLY)) as files:
         for name, matrix in found.items():
             checksum = extent_checksum(files, matrix.extents[0], matrix.dtype.itemsize)
             if checksum != noted.get(name, checksum):
                 tally.differences.append(f"'{name}' has checksum {checksum}, but was written with {noted[name]}")
             tally.checksums[name] = (checksum, noted.get(name, ""))
-            tally.tensors += 1
-            tally.nbytes += matrix.nbytes
-            if progress is not None:
-                progress(tally.nbytes, total)
-    finally:
-        files.close()
+            tally.count(matrix, progress, total)
     return tally
 
 
@@ -134,16 +125,17 @@ def _stored(source: ConversionSource) -> Iterator[tuple[str, Matrix]]:
 
 
 def _compare_tensor(name: str, mine: HFTensor, theirs: HFTensor, readers: tuple[Reader, Reader], tally: Tally) -> None:
-    if mine.shape != theirs.shape:
-        tally.differences.append(f"'{name}' has shape {list(mine.shape)} and {list(theirs.shape)}")
+    (shape, task), (other_shape, other) = mine, theirs
+    if shape != other_shape:
+        tally.differences.append(f"'{name}' has shape {list(shape)} and {list(other_shape)}")
         return
     hashes = xxhash.xxh3_64(), xxhash.xxh3_64()
     largest, not_finite = 0.0, 0
-    target = mine.task.target
+    target = task.target
     step = rows_per_block(target.cols, torch.float32)
     for start in range(0, target.rows, step):
         stop = min(target.rows, start + step)
-        blocks = [side.task.read(reader, start, stop) for side, reader in zip((mine, theirs), readers, strict=True)]
+        blocks = [side.read(reader, start, stop) for side, reader in zip((task, other), readers, strict=True)]
         for block, seen in zip(blocks, hashes, strict=True):
             seen.update(block.contiguous().view(torch.uint8).numpy().reshape(-1).data)
         not_finite += int((~torch.isfinite(blocks[0])).sum()) + int((~torch.isfinite(blocks[1])).sum())
@@ -153,8 +145,8 @@ def _compare_tensor(name: str, mine: HFTensor, theirs: HFTensor, readers: tuple[
         tally.warnings.append(
             f"'{name}' has values that are not finite (NaN or infinity): {not_finite} in both folders together"
         )
-    if mine.dtype != theirs.dtype:
-        dtypes = f"{mine.dtype} and {theirs.dtype}".replace("torch.", "")
+    if target.dtype != other.target.dtype:
+        dtypes = f"{target.dtype} and {other.target.dtype}".replace("torch.", "")
         tally.differences.append(f"'{name}' is {dtypes}, the largest difference of its values is {largest:.3g}")
     elif hashes[0].digest() != hashes[1].digest():
         tally.differences.append(

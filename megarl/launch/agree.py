@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import shlex
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,16 +127,16 @@ def missing_gpus(nodes: Sequence[NodeFacts], wanted: int) -> list[str]:
 
 def verdicts(node: NodeFacts, others: Sequence[NodeFacts]) -> list[str]:
     """Problems and doubts about one node, as short remarks; `others` are all nodes."""
-    checks: list[tuple[Callable[[], bool], str]] = [
-        (lambda: node.free_disk_bytes < FREE_DISK_BYTES, f"{node.free_disk_bytes / GIB:.1f} GiB free on the local disk"),
-        (lambda: node.free_shared_bytes < FREE_DISK_BYTES, f"{node.free_shared_bytes / GIB:.1f} GiB free on the shared disk"),
-        (lambda: node.shm_bytes < FREE_SHM_BYTES, f"/dev/shm has {node.shm_bytes / GIB:.1f} GiB, Ray's objects want more"),
-        (lambda: node.gpu_problem is not None, f"GPUs cannot be asked: {node.gpu_problem}"),
-        (lambda: len(node.gpus) < max(len(o.gpus) for o in others), f"{len(node.gpus)} GPUs, fewer than others"),
-        (lambda: node.memory_bytes < 0.9 * max(o.memory_bytes for o in others), "less memory than others"),
-        (lambda: len({gpu.driver for o in others for gpu in o.gpus}) > 1, "GPU drivers differ between nodes"),
+    checks = [
+        (node.free_disk_bytes < FREE_DISK_BYTES, f"{node.free_disk_bytes / GIB:.1f} GiB free on the local disk"),
+        (node.free_shared_bytes < FREE_DISK_BYTES, f"{node.free_shared_bytes / GIB:.1f} GiB free on the shared disk"),
+        (node.shm_bytes < FREE_SHM_BYTES, f"/dev/shm has {node.shm_bytes / GIB:.1f} GiB, Ray's objects want more"),
+        (node.gpu_problem is not None, f"GPUs cannot be asked: {node.gpu_problem}"),
+        (len(node.gpus) < max(len(o.gpus) for o in others), f"{len(node.gpus)} GPUs, fewer than others"),
+        (node.memory_bytes < 0.9 * max(o.memory_bytes for o in others), "less memory than others"),
+        (len({gpu.driver for o in others for gpu in o.gpus}) > 1, "GPU drivers differ between nodes"),
     ]
-    remarks = [text for is_so, text in checks if is_so()]
+    remarks = [text for is_so, text in checks if is_so]
     for number, gpu in enumerate(node.gpus):
         if gpu.uncorrected_errors:
             remarks.append(f"GPU {number}: {gpu.uncorrected_errors} uncorrected memory errors")

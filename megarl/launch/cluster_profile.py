@@ -143,8 +143,15 @@ def read_profile(path: str | Path | None, options: Mapping[str, Any]) -> Cluster
     if not problem["loc"]:
         raise ConfigError(f"cluster profile: {problem['msg'].removeprefix('Value error, ')}")
     name = str(problem["loc"][0])
-    hint = nearest(tree[name], _choices(known[name].annotation)) if isinstance(tree[name], str) else ""
+    kind = known[name].annotation
+    choices = list(map(str, get_args(kind))) if get_origin(kind) is Literal else []
+    hint = nearest(tree[name], choices) if isinstance(tree[name], str) else ""
     raise ConfigError(f"{where}{name} is {describe_value(tree[name])}; it must be {allowed_values(known[name])}{hint}")
+
+
+def clock(seconds: int) -> str:
+    """`30:05:00` of so many seconds."""
+    return f"{seconds // 3600:02d}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}"
 
 
 def option_kind(annotation: Any) -> type:
@@ -156,7 +163,3 @@ def option_kind(annotation: Any) -> type:
         return option_kind(next(kind for kind in get_args(annotation) if kind is not type(None)))
     origin = get_origin(annotation) or annotation
     return origin if origin in (int, bool, tuple, dict) else str
-
-
-def _choices(annotation: Any) -> list[str]:
-    return [str(choice) for choice in get_args(annotation)] if get_origin(annotation) is Literal else []

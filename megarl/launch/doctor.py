@@ -142,9 +142,8 @@ def _version_findings(found: dict[str, str | None]) -> list[Finding]:
 
 def _trainer_findings(found: dict[str, Any]) -> list[Finding]:
     if "error" in found:
-        return [
-            Finding("trainer", f"megatron-core cannot be imported: {found['error']}", "problem", "make venv; then ask again")
-        ]
+        missing = f"megatron-core cannot be imported: {found['error']}"
+        return [Finding("trainer", missing, "problem", "make venv; then ask again")]
     is_cuda = found["platform"] == "cuda"
     devices = ", ".join(found["devices"]) if is_cuda else "no CUDA device: training runs on the CPU under Gloo"
     findings = [Finding("devices", devices, *_cuda_hint(found["torch_cuda"], is_cuda=is_cuda))]
@@ -152,16 +151,12 @@ def _trainer_findings(found: dict[str, Any]) -> list[Finding]:
         "transformer_engine": "there is a GPU and transformer_engine imports",
         "local": "megatron-core's own layers",
         "reference": "there is no GPU" if not is_cuda else "transformer_engine does not import",
-    }[found["layer_spec"]]
-    if is_cuda and found["layer_spec"] != "transformer_engine":
-        findings.append(
-            Finding("layer spec", f"{found['layer_spec']}: {why}; this is slow", "note", "bash requirements/install-gpu.sh")
-        )
-    else:
-        findings.append(Finding("layer spec", f"{found['layer_spec']}: {why}"))
-    findings.append(_optimizer_finding(found["optimizer"], is_cuda=is_cuda))
-    findings.append(_fp8_finding(found))
-    return findings
+    }
+    spec = found["layer_spec"]
+    layers = Finding("layer spec", f"{spec}: {why[spec]}")
+    if is_cuda and spec != "transformer_engine":
+        layers = Finding("layer spec", f"{layers.what}; this is slow", "note", "bash requirements/install-gpu.sh")
+    return [*findings, layers, _optimizer_finding(found["optimizer"], is_cuda=is_cuda), _fp8_finding(found)]
 
 
 def _cuda_hint(torch_cuda: str | None, *, is_cuda: bool) -> tuple[Health, str]:
@@ -169,10 +164,8 @@ def _cuda_hint(torch_cuda: str | None, *, is_cuda: bool) -> tuple[Health, str]:
         return "ok", ""
     if torch_cuda is None:
         return "problem", "this machine has an NVIDIA driver, but torch is a CPU build: install a CUDA build of torch"
-    return (
-        "problem",
-        "torch cannot use the GPU: compare nvidia-smi's CUDA version with torch's, and check the container's --gpus",
-    )
+    fix = "compare nvidia-smi's CUDA version with torch's, and check the container's --gpus"
+    return "problem", f"torch cannot use the GPU: {fix}"
 
 
 def _optimizer_finding(name: str, *, is_cuda: bool) -> Finding:
@@ -204,26 +197,17 @@ def _transformer_engine_finding() -> Finding:
     if importlib.util.find_spec("transformer_engine") is None:
         return Finding("transformer_engine", "not installed (used only with a GPU)")
     found = probe(_IMPORT_PROBE, "transformer_engine.pytorch")
-    if "error" not in found:
-        untested = untested_pair("transformer_engine", versions()["megatron-core"] or "0.0")
-        if untested:
-            return Finding("transformer_engine", f"imports; {untested}", "note")
-        return Finding("transformer_engine", "imports")
-    return Finding(
-        "transformer_engine",
-        f"installed, but does not import: {found['error']}",
-        "note",
-        "expected without a GPU; with one, reinstall it for this torch and CUDA",
-    )
+    if "error" in found:
+        fix = "expected without a GPU; with one, reinstall it for this torch and CUDA"
+        return Finding("transformer_engine", f"installed, but does not import: {found['error']}", "note", fix)
+    untested = untested_pair("transformer_engine", versions()["megatron-core"] or "0.0")
+    return Finding("transformer_engine", f"imports; {untested}" if untested else "imports", "note" if untested else "ok")
 
 
 def _sglang_findings() -> list[Finding]:
     if importlib.util.find_spec("sglang") is None:
-        return [
-            Finding(
-                "rollouts", "SGLang is not installed; rollout.engine may still be 'embedded'", "note", "make venv installs it"
-            )
-        ]
+        missing = "SGLang is not installed; rollout.engine may still be 'embedded'"
+        return [Finding("rollouts", missing, "note", "make venv installs it")]
     if importlib.util.find_spec("sgl_kernel") is not None:
         return [Finding("rollouts", "SGLang with its GPU kernels")]
     side_folder = Path(sys.prefix) / "sglang-cpu"

@@ -11,7 +11,7 @@ from typing import Literal
 
 from megarl.config import AnyConfig, load_any
 from megarl.errors import ConfigError, ModelError, describe_value, either
-from megarl.launch.cluster_profile import ClusterProfile
+from megarl.launch.cluster_profile import ClusterProfile, clock
 from megarl.models.check_layouts import check_models
 from megarl.models.from_hub import model_in, models_here
 from megarl.observe import read_metrics
@@ -106,7 +106,7 @@ def plan_job(
     nodes = _nodes(config, profile, launcher)
     job = Job(
         launcher, config, Path(path).resolve(), tuple(overrides), config.run.name, Path(config.run_folder).resolve(),
-        nodes, _ranks(config) // nodes if launcher == "torchrun" else profile.places,
+        nodes, config.policy.layout.world_size // nodes if launcher == "torchrun" else profile.places,
         "auto" if config.run.resume == "never" else config.run.resume, tuple(seeds), tuple(after),
     )  # fmt: skip
     for folder in job.run_folders:
@@ -155,10 +155,11 @@ def check_time(profile: ClusterProfile, step: StepTime | None) -> None:
         return
     step_s, says = step.seconds, f" ({step.source}; --step-seconds overrides it)" if step.is_estimate else ""
     needed = math.ceil(START_S + step_s + profile.warn_s)
+    enough = clock(math.ceil(needed / 60) * 60)
     if profile.time_s < needed:
         raise ConfigError(
             f"time is {profile.time}, but the start ({START_S} s), one step ({step_s:.0f} s) and the warning "
-            f"({profile.warn_s} s before the end) take {needed} s{says}; ask for at least --time {_hours(needed)}"
+            f"({profile.warn_s} s before the end) take {needed} s{says}; ask for at least --time {enough}"
         )
     if step_s > profile.warn_s:
         raise ConfigError(
@@ -173,15 +174,11 @@ def measured_step_s(run_folder: Path) -> float | None:
     return max(seconds[-10:]) if seconds else None
 
 
-def _ranks(config: AnyConfig) -> int:
-    return config.policy.layout.world_size
-
-
 def _nodes(config: AnyConfig, profile: ClusterProfile, launcher: str) -> int:
     """Nodes of the job; every sentence about GPUs and layouts that do not fit is here."""
     kind = "GPUs" if profile.gpus_per_node else "places"
     request = PlacementRequest.of(config)
-    needed = request.bundles if launcher == "ray" else _ranks(config)
+    needed = request.bundles if launcher == "ray" else config.policy.layout.world_size
     fewest = math.ceil(needed / profile.places)
     nodes = profile.nodes or fewest
     if nodes < fewest:
@@ -208,8 +205,3 @@ def _nodes(config: AnyConfig, profile: ClusterProfile, launcher: str) -> int:
     if launcher == "ray" and profile.gpus_per_node:
         place(request, planned_bundles(needed, profile.gpus_per_node))
     return nodes
-
-
-def _hours(seconds: int) -> str:
-    minutes = math.ceil(seconds / 60)
-    return f"{minutes // 60:02d}:{minutes % 60:02d}:00"

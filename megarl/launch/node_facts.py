@@ -10,9 +10,8 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +49,7 @@ class NodeFacts:
 
     name: str
     hostname: str
-    time_s: float
     versions: dict[str, str | None]
-    python: str
     cores: int
     memory_bytes: int
     free_disk_bytes: int
@@ -61,7 +58,7 @@ class NodeFacts:
     free_ports: tuple[int, ...]
     gpus: tuple[GpuStatus, ...] = ()
     gpu_problem: str | None = None
-    shm_bytes: int = field(default=0)
+    shm_bytes: int = 0
 
 
 def describe_node(shared_folder: str | Path, local_folder: str | Path = "/tmp") -> NodeFacts:
@@ -71,9 +68,7 @@ def describe_node(shared_folder: str | Path, local_folder: str | Path = "/tmp") 
     return NodeFacts(
         name=node_name(),
         hostname=socket.gethostname(),
-        time_s=time.time(),
         versions=versions(),
-        python=sys.executable,
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().total,
         free_disk_bytes=shutil.disk_usage(local_folder).free,

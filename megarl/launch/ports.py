@@ -11,7 +11,7 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,6 @@ class SeenProcess:
     """Facts known of a process. `sockets` are (protocol, address, port) that it listens on."""
 
     pid: int
-    parent: int
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -96,12 +95,11 @@ def listening(run: str | Path | None = None) -> list[Listener]:
     """
     if run is not None and not Path(run).is_dir():
         raise ConfigError(f"there is no folder '{run}'; --ports takes the folder of a run, such as runs/my-run")
-    processes = _processes_of_user()
-    chosen = _trees(processes)
+    chosen = _trees()
     if run is not None:
         folder = Path(run).resolve()
-        chosen = [tree for tree in chosen if any(_has_open(one.pid, folder) for one in tree)]
-    return listeners([one for tree in chosen for one in _with_rays_mode([_with_sockets(one) for one in tree])])
+        chosen = [tree for tree in chosen if any(_has_open(process, folder) for process in tree)]
+    return listeners([one for tree in chosen for one in _with_rays_mode(list(filter(None, map(_seen, tree))))])
 
 
 def listeners(processes: Sequence[SeenProcess]) -> list[Listener]:
@@ -192,61 +190,48 @@ def _option(command: Sequence[str], name: str) -> str | None:
 # processes -------------------------------------------------------------------------------------------------------------
 
 
-def _processes_of_user() -> dict[int, SeenProcess]:
-    found = {}
+def _trees() -> list[list[psutil.Process]]:
+    """The topmost processes of megarl's commands, of torchruns with one below them, and of Ray, each with all it started."""
+    ours: set[psutil.Process] = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.uids().real == os.getuid():
-                name, command = process.name(), tuple(process.cmdline())
-                found[process.pid] = SeenProcess(process.pid, process.ppid(), name, command)
+            if process.uids().real != os.getuid():
+                continue
+            if _megarl_command(process.cmdline()):
+                ours.add(process)
+                ours |= {up for up in process.parents() if _is_torchrun(up.cmdline())}
+            elif _is_of_ray(" ".join(process.cmdline())):
+                ours.add(process)
+    found = []
+    for process in ours:
+        with contextlib.suppress(psutil.Error, OSError):
+            if not ours.intersection(process.parents()):
+                found.append([process, *process.children(recursive=True)])
     return found
 
 
-def _trees(processes: Mapping[int, SeenProcess]) -> list[list[SeenProcess]]:
-    """The topmost processes of megarl's commands, of torchruns with one below them, and of Ray, each with all it started."""
-    children: dict[int, list[int]] = {}
-    for one in processes.values():
-        children.setdefault(one.parent, []).append(one.pid)
-
-    def above(one: SeenProcess) -> Iterable[SeenProcess]:
-        while (parent := processes.get(one.parent)) is not None:
-            yield parent
-            one = parent
-
-    commands = [one for one in processes.values() if _megarl_command(one.command)]
-    ours = {one.pid for one in processes.values() if any(mark in one.line for mark, _ in _RAY_PARTS)}
-    ours |= {one.pid for one in commands} | {up.pid for one in commands for up in above(one) if _is_torchrun(up.command)}
-
-    def tree(pid: int) -> Iterable[SeenProcess]:
-        yield processes[pid]
-        for child in children.get(pid, ()):
-            yield from tree(child)
-
-    tops = [one for one in processes.values() if one.pid in ours and not any(up.pid in ours for up in above(one))]
-    return [list(tree(top.pid)) for top in tops]
-
-
-def _with_sockets(seen: SeenProcess) -> SeenProcess:
-    sockets: list[tuple[str, str, int]] = []
-    environment: dict[str, str] = {}
-    ray_port = None
+def _seen(process: psutil.Process) -> SeenProcess | None:
+    """Facts of a process; None if it is gone, or another user's."""
     with contextlib.suppress(psutil.Error, OSError):
-        process = psutil.Process(seen.pid)
+        sockets: list[tuple[str, str, int]] = []
         for one in process.net_connections("inet"):
             is_tcp = one.type == socket.SOCK_STREAM
             if one.status == psutil.CONN_LISTEN if is_tcp else bool(one.laddr and not one.raddr):
                 sockets.append(("tcp" if is_tcp else "udp", one.laddr.ip, one.laddr.port))
-        environment = process.environ()
-        if sockets:
-            ray_port = _ray_port(process)
-    named = socket_names(seen.pid) if sockets else {}
-    return replace(seen, environment=environment, sockets=tuple(sockets), ray_port=ray_port, named=named)
+        ray_port, named = (_ray_port(process), socket_names(process.pid)) if sockets else (None, {})
+        words = process.name(), tuple(process.cmdline()), process.environ()
+        return SeenProcess(process.pid, *words, tuple(sockets), ray_port, named)
+    return None
+
+
+def _is_of_ray(line: str) -> bool:
+    return any(mark in line for mark, _ in _RAY_PARTS)
 
 
 def _with_rays_mode(tree: Sequence[SeenProcess]) -> list[SeenProcess]:
     """The token mode that Ray asks for, as its own parts were started: the system shows of others the environment before
     they chose it."""
-    modes = [one.environment[MODE] for one in tree if MODE in one.environment and any(m in one.line for m, _ in _RAY_PARTS)]
+    modes = [one.environment[MODE] for one in tree if MODE in one.environment and _is_of_ray(one.line)]
     return [replace(one, environment={**one.environment, MODE: modes[0]}) for one in tree] if modes else list(tree)
 
 
@@ -260,10 +245,9 @@ def _ray_port(process: psutil.Process) -> int | None:
     return None
 
 
-def _has_open(pid: int, folder: Path) -> bool:
+def _has_open(process: psutil.Process, folder: Path) -> bool:
     """Return whether the process has a file open in `folder`, works there, or was given it as an argument."""
     with contextlib.suppress(psutil.Error, OSError):
-        process = psutil.Process(pid)
         paths = [file.path for file in process.open_files()]
         paths += [str(Path(process.cwd(), word).resolve()) for word in process.cmdline()[1:] if not word.startswith("-")]
         return any(Path(path).is_relative_to(folder) for path in paths)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megarl.errors import ConfigError, nearest
 from megarl.launch.agree import GIB, agree
-from megarl.launch.cluster_profile import ClusterProfile
+from megarl.launch.cluster_profile import ClusterProfile, clock
 from megarl.launch.doctor import Finding
 from megarl.launch.job import Job, checkpoint_bytes
 from megarl.launch.node_facts import NodeFacts, read_facts
@@ -187,14 +187,13 @@ def _seconds(limit: str) -> int | None:
     """Seconds of sinfo's `infinite`, `D-HH:MM:SS`, `HH:MM:SS` or `MM:SS`."""
     if limit in ("infinite", "UNLIMITED", "n/a"):
         return None
-    days, _, clock = limit.rpartition("-")
+    days, _, hours = limit.rpartition("-")
     seconds = 0
-    for part in clock.split(":"):
+    for part in hours.split(":"):
         seconds = seconds * 60 + int(part)
     return int(days or 0) * 86_400 + seconds
 
 
 def _as_time(seconds: int) -> str:
     days, rest = divmod(seconds, 86_400)
-    clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
-    return f"{days}-{clock}" if days else clock
+    return f"{days}-{clock(rest)}" if days else clock(rest)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.errors import ConfigError, DataError, nearest
-from megarl.observe.run_record import RunRecord, repetitions
+from megarl.observe.run_record import RunRecord, metric_names, repetitions
 
 INCHES = (3.5, 2.4)
 """A column of a two-column page."""
@@ -20,7 +20,7 @@ def plot(runs: Sequence[RunRecord], metric: str, file: Path) -> None:
         ConfigError: matplotlib is not installed.
         DataError: no run has such a metric.
     """
-    known = sorted({name for run in runs for name in run.metric_names})
+    known = sorted(metric_names(runs))
     if metric not in known:
         raise DataError(f"--metric is {metric}, but the runs have no such metric{nearest(metric, known)}")
     try:

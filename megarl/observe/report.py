@@ -13,13 +13,14 @@ import os
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any
 from urllib.parse import quote
 
 import yaml
 
 from megarl.observe.page_samples import pack_samples, page_samples
-from megarl.observe.run_record import RunRecord, differences, last_figure, repetitions
+from megarl.observe.run_record import RunRecord, differences, last_figure, metric_names, repetitions
 from megarl.observe.run_status import axes, run_status
 from megarl.observe.sample_media import PagePictures
 
@@ -43,40 +44,22 @@ def build_page(runs: Sequence[RunRecord], place: str | Path = ".", *, is_live: b
     """
     folder = files("megarl.observe") / "page"
     library = folder / "vendor"
-    script = "\n".join((folder / part).read_text() for part in PARTS)
     title = "megarl: " + ", ".join(run.name for run in runs)
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
     policy += "; connect-src 'self'" if is_live else ""
     data = page_data(runs, place) | {"live": is_live}
     chunks = [_move_samples(run, number) for number, run in enumerate(data["runs"])]
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<link rel="icon" href="data:,">
-<title>{html.escape(title)}</title>
-<style>
-{(library / "uplot.css").read_text()}
-{(folder / "page.css").read_text()}
-</style>
-</head>
-<body>
-<header><div class="bar"><h1></h1><nav></nav></div></header>
-<main></main>
-<script type="application/json" id="data">{as_inert_json(data)}</script>
-{"".join(chunks)}<script>
-/*
-{(library / "uplot.LICENSE").read_text()}*/
-{(library / "uplot.js").read_text()}
-</script>
-<script>
-{script}
-</script>
-</body>
-</html>
-"""
+    return Template((folder / "page.html").read_text()).substitute(
+        policy=policy,
+        title=html.escape(title),
+        library_style=(library / "uplot.css").read_text(),
+        style=(folder / "page.css").read_text(),
+        data=as_inert_json(data),
+        samples="".join(chunks),
+        license=(library / "uplot.LICENSE").read_text(),
+        library=(library / "uplot.js").read_text(),
+        script="\n".join((folder / part).read_text() for part in PARTS),
+    )
 
 
 def _move_samples(run: dict[str, Any], number: int) -> str:
@@ -105,7 +88,7 @@ def page_data(runs: Sequence[RunRecord], place: str | Path = ".") -> dict[str, A
         "pictures_left_out": pictures.left_out,
         "repetitions": repetitions(runs),
         "differences": differences(runs),
-        "last": {name: [last_figure(run, name) for run in runs] for name in _all_metrics(runs)},
+        "last": {name: [last_figure(run, name) for run in runs] for name in metric_names(runs)},
     }
 
 
@@ -118,7 +101,6 @@ def _run_data(run: RunRecord, pictures: PagePictures) -> dict[str, Any]:
 
     kept = thin(rows)
     curves = {name: [row.get(name) for row in kept] for name in run.metric_names}
-    faults = [dict(fault) for fault in run.faults]
     return {
         "name": run.name,
         "folder": str(run.folder),
@@ -138,7 +120,7 @@ def _run_data(run: RunRecord, pictures: PagePictures) -> dict[str, Any]:
         "summary": {name: value for name, value in run.summary.items() if name == "eval"},
         "environment": {**run.machine["machine"], **run.machine["versions"]},
         "phases": run.summary.get("phases", {}),
-        "faults": faults,
+        "faults": [dict(fault) for fault in run.faults],
     }
 
 
@@ -179,10 +161,6 @@ def _thinned(rows: Sequence[Any], at_most: int) -> list[Any]:
     if len(rows) <= at_most:
         return list(rows)
     return [rows[place * len(rows) // at_most] for place in range(at_most)]
-
-
-def _all_metrics(runs: Sequence[RunRecord]) -> list[str]:
-    return list(dict.fromkeys(name for run in runs for name in run.metric_names))
 
 
 def _finite(value: Any) -> Any:

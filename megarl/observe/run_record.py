@@ -13,8 +13,7 @@ from typing import Any
 
 from megarl.config.yaml_tree import read_yaml, tree_leaves
 from megarl.errors import ConfigError, DataError
-from megarl.observe.growing_file import EndRows, RowFile
-from megarl.observe.sample_file import SampleFile
+from megarl.observe.growing_file import EndRows, RowFile, SampleFile
 
 IDENTITY = ("run.name", "run.seed", "run.folder", "run.resume")
 """Config fields in which repetitions of a run differ."""
@@ -155,6 +154,11 @@ def differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for fields in all_fields for name in fields)
     rows = {name: [fields.get(name) for fields in all_fields] for name in names}
     return {name: values for name, values in rows.items() if any(value != values[0] for value in values)}
+
+
+def metric_names(runs: Sequence[RunRecord]) -> list[str]:
+    """Every metric of some run, in order of first appearance."""
+    return list(dict.fromkeys(name for run in runs for name in run.metric_names))
 
 
 def last_figure(run: RunRecord, metric: str, steps: int = 10) -> float | None:

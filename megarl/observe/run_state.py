@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from megarl.config import AnyConfig
 from megarl.observe.metrics import numbers
@@ -21,11 +21,11 @@ T = TypeVar("T")
 EngineCondition = Literal["up", "updating", "waiting", "asleep", "restarting", "dead"]
 """`up`: serves. `updating`: is being given weights. `waiting`: is well and has no weights yet. `asleep`: is lent, and the
 trainer has its GPUs. `restarting`: failed, and is started again. `dead`: failed too often; the run ends unless it is lent."""
-ENGINE_CONDITIONS: tuple[EngineCondition, ...] = ("up", "updating", "waiting", "asleep", "restarting", "dead")
+ENGINE_CONDITIONS: tuple[EngineCondition, ...] = get_args(EngineCondition)
 ENGINE_IS_UP: tuple[EngineCondition, ...] = ("up", "updating", "waiting", "asleep")
 RankCondition = Literal["up", "silent", "gone"]
 """`up`: answers. `silent`: has not answered for half a minute. `gone`: its process has ended."""
-RANK_CONDITIONS: tuple[RankCondition, ...] = ("up", "silent", "gone")
+RANK_CONDITIONS: tuple[RankCondition, ...] = get_args(RankCondition)
 
 
 @dataclass(frozen=True)

@@ -21,23 +21,9 @@ from megarl.system.atomic_files import write_text_atomically
 from megarl.version import __version__
 
 PACKAGES = (
-    "torch",
-    "megatron-core",
-    "transformer-engine",
-    "apex",
-    "ray",
-    "sglang",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "pydantic",
-    "reasoning-gym",
-    "math-verify",
-    "tensorboard",
-    "wandb",
-    "nixl",
-)
+    "torch", "megatron-core", "transformer-engine", "apex", "ray", "sglang", "transformers", "tokenizers", "safetensors",
+    "numpy", "pydantic", "reasoning-gym", "math-verify", "tensorboard", "wandb", "nixl",
+)  # fmt: skip
 
 
 def versions() -> dict[str, str | None]:

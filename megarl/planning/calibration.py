@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megarl.config import Config, load_config
 from megarl.errors import ConfigError
@@ -64,10 +63,6 @@ def read_run(folder: str | Path, option: str = "--calibrate") -> Recorded:
     steps = steps[1:] if len(steps) > 2 else steps
     names = {name for step in steps for name in step if name.startswith("time/") and name != "time/step_s"}
     phases = {name[5:-2]: statistics.median(step.get(name, 0.0) for step in steps) for name in names}
-    samples, responses = _mean(steps, "rollout/samples"), _mean(steps, "response/tokens_mean")
+    samples, responses = (statistics.mean(step[name] for step in steps) for name in ("rollout/samples", "response/tokens_mean"))
     tokens = statistics.mean(step["speed/tokens_per_s"] * step["time/step_s"] / step["rollout/samples"] for step in steps)
     return Recorded(str(folder), config, phases, max(1.0, tokens - responses), responses, samples, len(steps))
-
-
-def _mean(steps: list[dict[str, Any]], name: str) -> float:
-    return statistics.mean(step[name] for step in steps)

@@ -59,16 +59,8 @@ def decode_seconds(engines: Engines, flops: FlopsModel, gpu: GpuSpec, active: fl
     read = engines.weight_bytes * _weights_touched(engines, active) + engines.adapter_bytes / ADAPTER_PLACES
     attended = shape.attended(context)
     read += active / engines.target.dp * attended * engines.cached_bytes_per_token(attended)
-    operations = (
-        active
-        * (
-            flops.per_token
-            + flops.per_logit_row
-            + flops.per_pair * context
-            + flops.per_window_pair * min(context, flops.window)
-        )
-        / ranks
-    )
+    of_attention = flops.per_pair * context + flops.per_window_pair * min(context, flops.window)
+    operations = active * (flops.per_token + flops.per_logit_row + of_attention) / ranks
     of_memory, of_peak = read / gpu.hbm_gb_per_s / 1e9, operations / gpu.peak_flops()
     bound = {"memory bandwidth": of_memory} if of_memory >= of_peak else {"arithmetic": of_peak}
     spent = {name: seconds / share.decoding for name, seconds in bound.items()} | {"launches": share.decoding_step_s}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.planning.gpus import GPUS_PER_NODE
-from megarl.planning.turns import fullest
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class GpuMemory:
     @property
     def fullest(self) -> str:
         """The turn in which most is there."""
-        return fullest(self.turns)
+        return max(self.turns, key=lambda turn: sum(self.turns[turn].values()))
 
     @property
     def parts(self) -> dict[tuple[str, str], float]:

@@ -42,6 +42,11 @@ class GpuSpec:
     """Shares of these figures that it reaches."""
 
     @property
+    def platform(self) -> str:
+        """The platform that a run on it has: `cpu` or `cuda`."""
+        return "cpu" if self.name == "cpu" else "cuda"
+
+    @property
     def usable_bytes(self) -> float:
         """What may be planned with."""
         return self.memory_gb * 1e9 * (1 - FRAGMENTS)

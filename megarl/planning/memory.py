@@ -102,7 +102,7 @@ def precision_of(run: RunShape, gpu: GpuSpec) -> Precision:
     spec = model.layer_spec if model.layer_spec != "auto" else "reference" if gpu.name == "cpu" else "transformer_engine"
     recipe = model.fp8_recipe if model.fp8 != "none" else None
     how = recipe, model.fp8_param, model.int4_experts > 0
-    return Precision(spec, ITEMSIZE[model.dtype], model.recompute, *how, _platform(gpu))
+    return Precision(spec, ITEMSIZE[model.dtype], model.recompute, *how, gpu.platform)
 
 
 def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> RoleMemory:
@@ -182,10 +182,8 @@ def _matrices(held: ParameterCounts, role: PlannedRole) -> float:
 
 def activation_bytes(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> float:
     """The most that is kept for the backward pass at once: megatron-core's 1F1B schedule, interleaved where `vpp` is set."""
-    kept = in_flight(role.layout.pp, role.layout.vpp or 1, stage, work.micro_batches) * _kept_of_a_pass(
-        role, stage, precision, work
-    )
-    return kept + _at_the_end(role, stage, precision, work)
+    passes = in_flight(role.layout.pp, role.layout.vpp or 1, stage, work.micro_batches)
+    return passes * _kept_of_a_pass(role, stage, precision, work) + _at_the_end(role, stage, precision, work)
 
 
 def _layers(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> list[LayerActivations]:
@@ -262,9 +260,8 @@ def _logits(role: PlannedRole, precision: Precision, work: Workload) -> float:
     rows = padded_vocab(role.shape.vocab, role.layout.tp) // role.layout.tp
     scored = max(1, work.scored // role.layout.cp)
     chunk = min(role.logit_chunk_tokens or default_chunk_tokens(precision.device_type, rows), scored)
-    gradient = (
-        rows * role.shape.hidden * (4 + precision.itemsize) if role.trained is not None and role.shape.lora is None else 0
-    )
+    is_trained = role.trained is not None and role.shape.lora is None
+    gradient = rows * role.shape.hidden * (4 + precision.itemsize) if is_trained else 0
     return 2.0 * chunk * rows * 4 + gradient + scored * role.shape.hidden * precision.itemsize
 
 
@@ -310,7 +307,7 @@ def plan_memory(run: RunShape, gpu: GpuSpec, lengths: Lengths) -> MemoryPlan:
     if run.engines is None:
         return MemoryPlan(counted, gpu.usable_bytes, 0, 0)
     most_moved = 0.0
-    if takes_turns(run.config, _platform(gpu)) or lends(run.config, _platform(gpu)):
+    if takes_turns(run.config, gpu.platform) or lends(run.config, gpu.platform):
         most_moved = max(sum(by_stage[name][stage].moved for name, stage in held if name not in ENGINES) for held in kinds)
     length, caches = run.config.longest_parts[0] + lengths.response, [(0, 0)]
     for name in ENGINES:  # those that are lent last
@@ -367,14 +364,14 @@ def _gpu(
     lengths: Lengths,
 ) -> GpuMemory:
     groups = {role.name: role.group for role in run.roles}
+    in_turns, lending = takes_turns(run.config, gpu.platform), lends(run.config, gpu.platform)
     memories = [by_stage[name][stage] for name, stage in held if name not in ENGINES]
-    is_lent = lends(run.config, _platform(gpu)) and ("lent", 0) in held
     processes = len({groups[memory.role] for memory in memories})
     has_engine, has_policy = len(memories) < len(held), any(groups[memory.role] == "policy" for memory in memories)
     staging = 0.0
     if run.engines is not None and has_policy:
         of_policy = sum(memory.unpacked for memory in memories if memory.role == "policy")
-        staging = staged_bytes(run, run.engines, _platform(gpu)) if run.engines.stages_weights else of_policy
+        staging = staged_bytes(run, run.engines, gpu.platform) if run.engines.stages_weights else of_policy
     trainer, engine, sent = _trainer(groups, memories), dict[tuple[str, str], float](), {("policy", "staging"): staging}
     if has_engine:
         assert run.engines is not None
@@ -384,9 +381,9 @@ def _gpu(
         engine[("engine", "adapters")] = float(run.engines.adapter_bytes)
     contexts = {("process", "contexts"): (processes + has_engine) * PROCESS_BYTES}
     host = sum(memory.host for memory in memories)
-    if takes_turns(run.config, _platform(gpu)) or lends(run.config, _platform(gpu)):
+    if in_turns or lending:
         host += sum(memory.moved for memory in memories)
-    if takes_turns(run.config, _platform(gpu)) or is_lent:
+    if in_turns or (lending and ("lent", 0) in held):
         policy = {("policy", "parameters"): sum(memory.weights for memory in memories if memory.role == "policy")}
         asleep = {("process", "contexts"): processes * PROCESS_BYTES, ("engine", "asleep"): has_engine * ASLEEP_BYTES}
         turns = {TRAINING: trainer | asleep, UPDATING: policy | engine | sent | contexts, GENERATING: engine | contexts}
@@ -405,13 +402,9 @@ def _trainer(groups: Mapping[str, str], memories: list[RoleMemory]) -> dict[tupl
     return parts
 
 
-def _platform(gpu: GpuSpec) -> str:
-    return "cpu" if gpu.name == "cpu" else "cuda"
-
-
 def _is_sized(run: RunShape, gpu: GpuSpec, name: str) -> bool:
     """Return whether megarl chooses what engines of this name have of a GPU."""
-    in_turns = takes_turns(run.config, _platform(gpu)) or (name == "lent" and lends(run.config, _platform(gpu)))
+    in_turns = takes_turns(run.config, gpu.platform) or (name == "lent" and lends(run.config, gpu.platform))
     return run.engines is not None and run.engines.memory_fraction is None and in_turns
 
 

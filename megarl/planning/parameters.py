@@ -87,12 +87,10 @@ def stage_parameters(
             count["adapters"] += held * of_adapter
             if shape.lora is not None and not of_adapter and not rule.dtype:
                 frozen = held
-                count[f"frozen_{kind}"] += frozen
-                count["frozen_tower"] += frozen * is_tower
             elif freeze and not rule.dtype:
                 frozen = _frozen_copies(rule, layers, stage, layout, shape.experts, freeze) * elements[rule]
-                count[f"frozen_{kind}"] += frozen
-                count["frozen_tower"] += frozen * is_tower
+            count[f"frozen_{kind}"] += frozen
+            count["frozen_tower"] += frozen * is_tower
             if rule.stage == "layer" and len(rule.packing.hf_shapes[0]) == 2:
                 count[f"{kind}_matrices"] += held - frozen
                 count["products"] += held if "router" not in rule.megatron_name and not of_adapter else 0

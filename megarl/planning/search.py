@@ -283,7 +283,6 @@ def _numbers(plan: CapacityPlan) -> Iterator[int]:
 
 
 def _distance(config: AnyConfig, choice: Choice) -> float:
-    """The distance of a choice from what the config says."""
     own = own_choice(config)
     sizes = [(getattr(choice.layout, name) or 1, getattr(own.layout, name) or 1) for name in SIZES]
     changes = sum(abs(log2(size / before)) for size, before in sizes)

@@ -90,7 +90,7 @@ def plan_times(
     phases = []
     if run.engines is not None:
         if sync:
-            in_turns = takes_turns(config, "cpu" if gpu.name == "cpu" else "cuda")
+            in_turns = takes_turns(config, gpu.platform)
             sent = update_seconds(run.engines, gpu, memory, colocated=run.colocated, in_turns=in_turns)
             phases.append(PhaseTime("sync", sent))
         phases.append(PhaseTime("generate", generation_seconds(run, gpu, memory, lengths)))
@@ -150,6 +150,7 @@ def _update(
     shared = held.trained_dense * (replicas - 1) / replicas + held.trained_expert * (of_experts - 1) / of_experts
     shard = held.trained_dense / replicas + held.trained_expert / of_experts
     offloaded = role.trained.optimizer.offload_fraction if role.trained is not None else 0.0
+    s_per_gb = (1 - offloaded) / gpu.hbm_gb_per_s + offloaded / gpu.host_gb_per_s
     rate = gpu.link_gb_per_s(role.layout.world_size // role.layout.pp) * gpu.efficiencies.links * 1e9
     reduced = state.gradient * shared / rate
     if not precision.is_reference:  # beside the last micro-batch's backward pass
@@ -158,11 +159,7 @@ def _update(
         reduced = max(0.0, reduced - (1 - 1 / decoder) * sum(found.values()) / micro_batches)
     return found | {
         "data parallel": updates * (reduced + precision.itemsize * shared / rate),
-        "optimizer": updates
-        * shard
-        * state.touched(precision.itemsize)
-        * ((1 - offloaded) / gpu.hbm_gb_per_s + offloaded / gpu.host_gb_per_s)
-        / 1e9,
+        "optimizer": updates * shard * state.touched(precision.itemsize) * s_per_gb / 1e9,
     }
 
 

@@ -6,8 +6,6 @@ trainer keeps the policy's weights alone; while they generate, nothing but its p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from megarl.config import AnyConfig
 from megarl.config.engine_kinds import capabilities_of
 from megarl.models.shape import ModelShape
@@ -17,8 +15,6 @@ from megarl.weights.cost import STAGED_LOADS
 from megarl.weights.plan import LOAD_BYTES
 from megarl.weights.run_plan import ITEMSIZE
 
-Parts = Mapping[tuple[str, str], float]
-"""Bytes by owner (a role, `engine`, `process`) and part."""
 ALL_AT_ONCE = "all at once"
 TRAINING, UPDATING, GENERATING = "training", "updating", "generating"
 STATED = {
@@ -77,8 +73,3 @@ def reserve_bytes(gpu: GpuSpec, staging: float) -> float:
     """
     more = max(0.0, staging - STAGING_BYTES)
     return max(0.0, RESERVE_BYTES - PROCESS_BYTES - more - (gpu.memory_gb * 1e9 - gpu.usable_bytes))
-
-
-def fullest(turns: Mapping[str, Parts]) -> str:
-    """The turn in which most is held."""
-    return max(turns, key=lambda turn: sum(turns[turn].values()))

@@ -27,9 +27,9 @@ import psutil
 from megarl.errors import RunStopped
 from megarl.observe.phases import Phases
 from megarl.supervise.reaper import start_reaper
-from megarl.system.heaps import share_heaps
 from megarl.system.process_exit import adopt_orphans, end_with_parent, heeded
 from megarl.system.process_tree import descendants, end_tree
+from megarl.system.threads import share_heaps
 
 BEAT_S = 2.0
 SILENT_S = 60.0

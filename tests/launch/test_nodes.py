@@ -33,7 +33,7 @@ GPU = GpuStatus("H100", "580.1", 4, 81_559, 35, 0, False)
 
 def node(name: str, number: int, **changes: object) -> NodeFacts:
     facts = NodeFacts(
-        name=name, hostname=name, time_s=0.0, versions={"megarl": "0.1.0", "torch": "2.13"}, python="/py", cores=64,
+        name=name, hostname=name, versions={"megarl": "0.1.0", "torch": "2.13"}, cores=64,
         memory_bytes=512 * GIB, free_disk_bytes=100 * GIB, free_shared_bytes=100 * GIB,
         interfaces={"eth0": (f"10.0.0.{number}", 24, 1000), "ib0": (f"10.1.0.{number}", 24, 100_000)},
         free_ports=(10_000, 11_000, 12_000), gpus=(GPU,) * 8, shm_bytes=64 * GIB,

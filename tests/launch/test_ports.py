@@ -30,7 +30,7 @@ TOKEN = {"RAY_AUTH_MODE": "token"}
 
 def seen(command: str, *ports: int, name: str = "python", address: str = "::", **more: object) -> SeenProcess:
     sockets = tuple(("tcp", address, port) for port in ports)
-    return SeenProcess(7, 1, name, tuple(command.split()), sockets=sockets, **more)  # type: ignore[arg-type]
+    return SeenProcess(7, name, tuple(command.split()), sockets=sockets, **more)  # type: ignore[arg-type]
 
 
 RAY = "/venv/lib/ray/core/src/ray"

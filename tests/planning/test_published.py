@@ -13,9 +13,8 @@ from megarl import cli
 from megarl.config import load_config
 from megarl.errors import ConfigError
 from megarl.planning.efficiencies import Efficiencies
-from megarl.planning.fit import fit_constants, fitted_gpu
 from megarl.planning.gpus import gpu_named
-from megarl.planning.measured import STEP, Measured, compare, held_bytes, read_measured, read_table
+from megarl.planning.measured import STEP, Measured, compare, fit_constants, fitted_gpu, held_bytes, read_measured, read_table
 from megarl.planning.plan import CapacityPlan, lengths_of, make_plan
 
 ROOT = Path(__file__).parents[2]

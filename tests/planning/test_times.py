@@ -15,9 +15,9 @@ from megarl.config import load_config
 from megarl.errors import ConfigError
 from megarl.planning.calibration import SCALED, read_run
 from megarl.planning.efficiencies import Efficiencies
-from megarl.planning.fit import calibrated
 from megarl.planning.gpus import gpu_named
 from megarl.planning.lengths import Lengths
+from megarl.planning.measured import calibrated
 from megarl.planning.plan import lengths_of, make_plan
 
 ROOT = Path(__file__).parents[2]

@@ -85,7 +85,7 @@ class DistFolder:
         """
         try:
             with (self.path / chunk.file).open("rb") as file:
-                return find_tensor(file, chunk.offset, chunk.length, self.keys[key].dtype, chunk.sizes).offset
+                return find_tensor(file, chunk.offset, chunk.length, self.keys[key].dtype, chunk.sizes)
         except CheckpointError as error:
             raise CheckpointError(f"'{self.path / chunk.file}' is damaged: where '{key}' should be, there is {error}") from None
 

@@ -74,17 +74,10 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchSaveHeader:
     return TorchSaveHeader(prefix.getvalue(), _directory(records, len(prefix.getvalue()) + nbytes), nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """The tensor in a frame: a contiguous tensor whose bytes start at `offset` of the file."""
+def find_tensor(file: BinaryIO, offset: int, length: int, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """The byte of the file at which the tensor's own begin, in the `length` bytes from `offset` on that `torch.save` wrote.
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-
-def find_tensor(file: BinaryIO, offset: int, length: int, dtype: torch.dtype, shape: tuple[int, ...]) -> StoredTensor:
-    """Find the tensor in the `length` bytes from `offset` of the file on; `dtype` and `shape` are what is expected.
+    `dtype` and `shape` are what is expected.
 
     Raises:
         CheckpointError: these bytes are no saved tensor, or another than expected.
@@ -93,17 +86,18 @@ def find_tensor(file: BinaryIO, offset: int, length: int, dtype: torch.dtype, sh
     if dtype in _STORAGE_OF:
         expected = frame(dtype, shape)
         if length == expected.length and file.read(len(expected.prefix)) == expected.prefix:
-            return StoredTensor(dtype, shape, offset + len(expected.prefix))
+            return offset + len(expected.prefix)
     try:
-        found = _find_in_archive(file, offset, length)
+        found_dtype, found_shape, start = _find_in_archive(file, offset, length)
     except (zipfile.BadZipFile, pickle.UnpicklingError, struct.error, KeyError, ValueError, TypeError, EOFError) as error:
         raise CheckpointError(f"no saved tensor ({error})") from None
-    if (found.dtype, found.shape) != (dtype, shape):
-        raise CheckpointError(f"{found.dtype} {list(found.shape)}, but {dtype} {list(shape)} in .metadata")
-    return found
+    if (found_dtype, found_shape) != (dtype, shape):
+        raise CheckpointError(f"{found_dtype} {list(found_shape)}, but {dtype} {list(shape)} in .metadata")
+    return start
 
 
-def _find_in_archive(file: BinaryIO, offset: int, length: int) -> StoredTensor:
+def _find_in_archive(file: BinaryIO, offset: int, length: int) -> tuple[torch.dtype, tuple[int, ...], int]:
+    """Dtype, shape and first byte of the tensor in an archive that somebody else wrote."""
     with zipfile.ZipFile(_Window(file, offset, length)) as archive:
         names = {name.split("/", 1)[-1]: name for name in archive.namelist()}
         dtype, numel, start, shape, strides, key = _Described(io.BytesIO(archive.read(names["data.pkl"]))).load()
@@ -117,7 +111,7 @@ def _find_in_archive(file: BinaryIO, offset: int, length: int) -> StoredTensor:
     first = offset + data.header_offset + 30 + name_length + extra_length + start * dtype.itemsize
     if data.compress_type != zipfile.ZIP_STORED or (start + prod(shape)) > numel:
         raise ValueError("its bytes are compressed, or fewer than its shape says")
-    return StoredTensor(dtype, tuple(shape), first)
+    return dtype, tuple(shape), first
 
 
 class _Window(io.RawIOBase):

@@ -19,7 +19,7 @@ from megarl.options.mirror.mirror import Mirror, open_store
 from megarl.options.mirror.section import mirror_of
 from megarl.runs.observers import RunObserver
 from megarl.runs.run_checkpoint import CheckpointFolder, step_of
-from megarl.system.priority import step_back
+from megarl.system.threads import step_back
 
 MIB = 2**20
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from typing import Any
 
 
-def add_action(actions: Any, knowing: Callable[[Callable[[argparse.Namespace], int]], Any]) -> argparse.ArgumentParser:
-    """Add `add-draft` to the subparsers `actions`; `knowing` makes a family of the user's own known first."""
+def add_action(actions: Any) -> argparse.ArgumentParser:
+    """Add `add-draft` to the subparsers `actions`."""
     parser: argparse.ArgumentParser = actions.add_parser(
         "add-draft", help="give a model a layer that drafts tokens", description=add_draft.__doc__
     )
@@ -17,7 +16,7 @@ def add_action(actions: Any, knowing: Callable[[Callable[[argparse.Namespace], i
         "source", metavar="HF", help="Hugging Face folder of a model without a layer for multi-token prediction"
     )
     parser.add_argument("target", metavar="OUT", help="folder to write; it appears when it is complete")
-    parser.set_defaults(run=knowing(add_draft))
+    parser.set_defaults(run=add_draft)
     return parser
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import DataError
-from megarl.observe.sample_file import SampleFile
+from megarl.observe.growing_file import SampleFile
 
 
 def lines(numbers: range) -> str:

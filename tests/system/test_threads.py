@@ -9,7 +9,7 @@ import pytest
 
 COUNTED = """
 import ctypes, sys, threading
-from megarl.system.heaps import share_heaps
+from megarl.system.threads import share_heaps
 if sys.argv[1] == "shared":
     share_heaps()
 libc = ctypes.CDLL(None)

@@ -1,0 +1,40 @@
+"""The arguments, the models and the console that several commands have."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TypeVar
+
+from rich.console import Console
+
+from megarl.config import AnyConfig
+from megarl.models.from_hub import models_here
+
+Root = TypeVar("Root", bound=AnyConfig)
+
+
+def add_config(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
+    """Add CONFIG and its overrides."""
+    nargs = "?" if is_optional else None
+    parser.add_argument("config", metavar="CONFIG", nargs=nargs, help="YAML file that describes the run")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="fields to override; values are YAML")
+
+
+def with_models(config: Root, *, weights: bool = True) -> Root:
+    """`config` with folders of this machine for its models, which its layouts divide.
+
+    Raises:
+        ModelError, LayoutError: a model is not here, or a layout does not divide it.
+    """
+    from megarl.models.check_layouts import check_models
+
+    here = models_here(config, weights=weights)
+    check_models(here)
+    return here
+
+
+def make_console() -> Console:
+    """A console that folds no tables to 80 columns where its output is a file or a pipe; COLUMNS says how wide it is."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=200)
