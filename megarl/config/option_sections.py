@@ -50,9 +50,7 @@ def with_options(section: type[AnySection]) -> type[AnySection]:
     }
     if not fields:
         return section
-    return create_model(
-        section.__name__, __base__=section, __module__=section.__module__, __doc__=section.__doc__, **fields
-    )
+    return create_model(section.__name__, __base__=section, __module__=section.__module__, __doc__=section.__doc__, **fields)
 
 
 OPTION_OF_KIND = {"tools": "tools", "environment": "environments", "agent": "agents"}

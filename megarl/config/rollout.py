@@ -28,6 +28,7 @@ class ScheduleConfig(Section):
     they have under new weights."""
     mask_older_tokens: bool = False
     """With `continue` in `sync` mode: leave tokens that older weights sampled out of the loss."""
+
     @property
     def continues(self) -> bool:
         """Return whether what was sampled is gone on with under new weights."""

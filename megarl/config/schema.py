@@ -26,7 +26,6 @@ from megarl.config.sections import (
     ReferenceConfig,
     ResourcesConfig,
     RewardConfig,
-    RunConfig,
     reward_labels,
 )
 from megarl.option_list import functions
@@ -38,8 +37,6 @@ class Config(Questions):
 
     trainer: ClassVar = "rl"
 
-    run: RunConfig = RunConfig()
-    """How long the run is, where it writes, and when it saves and evaluates."""
     model: ModelConfig
     """The model that the policy starts from, and how it is computed."""
     policy: PolicyConfig = PolicyConfig()
@@ -211,8 +208,3 @@ class Config(Questions):
     def batch_rows(self) -> list[tuple[str, str]]:
         """The batch arithmetic."""
         return batch_arithmetic(self).rows()
-
-    @property
-    def run_folder(self) -> str:
-        """`<run.folder>/<run.name>`."""
-        return f"{self.run.folder}/{self.run.name}"
