@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import chain
 
 import numpy as np
@@ -35,9 +35,7 @@ class UpdateFlops:
         return self.decoder + self.tower
 
     def __add__(self, other: UpdateFlops) -> UpdateFlops:
-        return UpdateFlops(
-            self.decoder + other.decoder, self.tower + other.tower, self.tokens + other.tokens, self.apart + other.apart
-        )
+        return UpdateFlops(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 def update_flops(
