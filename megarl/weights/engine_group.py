@@ -51,9 +51,7 @@ class EngineGroup(NamedTuple):
         """
         return [self._joined(store, member, device, number) for number in range(CONNECTIONS[self.backend])]
 
-    def _joined(
-        self, store: TCPStore, member: int, device: torch.device | None, number: int
-    ) -> torch.distributed.ProcessGroup:
+    def _joined(self, store: TCPStore, member: int, device: torch.device | None, number: int) -> torch.distributed.ProcessGroup:
         name = f"megarl_weights_{self.port}_{self.name}_{number}"
         group, _ = c10d._new_process_group_helper(
             self.senders + self.ranks,

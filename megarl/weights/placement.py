@@ -306,9 +306,7 @@ def _place_engines(
     return tuple(taken)
 
 
-def _place_lent(
-    request: PlacementRequest, nodes: _Nodes, ranks: Mapping[str, tuple[int, ...]]
-) -> tuple[tuple[int, ...], ...]:
+def _place_lent(request: PlacementRequest, nodes: _Nodes, ranks: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """Bundles of the engines that GPUs of ranks are lent to, near the ranks that send to them."""
     held, size = {bundle for bundles in ranks.values() for bundle in bundles}, request.engine_tp
     slots = [slot for node in nodes.all() for slot in _slots([one for one in node if one in held], size, nodes)]
