@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
-from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.layout import divisors
-from megarl.config.questions import ConfiguredRole
+from megarl.config.questions import Questions
 from megarl.config.rollout import RolloutConfig
-from megarl.config.sections import PolicyConfig
 from megarl.errors import ConfigError
 
 
@@ -60,31 +57,17 @@ class BatchArithmetic:
         ]
 
 
-class SampledRun(Protocol):
-    """The part of a `Config` that batch arithmetic reads."""
-
-    @property
-    def rollout(self) -> RolloutConfig: ...
-    @property
-    def algorithm(self) -> AlgorithmConfig: ...
-    @property
-    def policy(self) -> PolicyConfig: ...
-    @property
-    def roles(self) -> tuple[ConfiguredRole, ...]: ...
-    @property
-    def longest_sequence(self) -> int: ...
-    @property
-    def optimizer_steps_per_step(self) -> int: ...
-
-
-def batch_arithmetic(config: SampledRun) -> BatchArithmetic:
-    """Derive what one step of `config` is made of.
+def batch_arithmetic(config: Questions) -> BatchArithmetic:
+    """Derive what one step of `config`, a run that samples, is made of.
 
     Raises:
         ConfigError: mini-batches or data-parallel ranks do not divide the sequences, or the longest sequence does not
             fit into a micro-batch; the sentence names the nearest values that do.
     """
-    rollout, mini_batches = config.rollout, config.algorithm.mini_batches
+    rollout, policy, mini_batches = config.sampling, config.roles[0], config.optimizer_steps_per_step // config.epochs
+    assert rollout is not None, "it samples"
+    assert policy.layout is not None, "the policy has processes of its own"
+    assert policy.trained is not None, "the policy is trained"
     sequences, longest = rollout.prompts_per_step * rollout.samples_per_prompt, config.longest_sequence
     if sequences % mini_batches:
         rule = "does not divide the sequences of a step"
@@ -109,9 +92,9 @@ def batch_arithmetic(config: SampledRun) -> BatchArithmetic:
         prompts_per_step=rollout.prompts_per_step,
         samples_per_prompt=rollout.samples_per_prompt,
         mini_batches=mini_batches,
-        data_parallel=config.policy.layout.dp,
+        data_parallel=policy.layout.dp,
         longest_sequence_tokens=longest,
-        max_tokens_per_micro_batch=config.policy.max_tokens_per_micro_batch,
+        max_tokens_per_micro_batch=policy.trained.max_tokens_per_micro_batch,
         optimizer_steps_per_step=config.optimizer_steps_per_step,
     )
 

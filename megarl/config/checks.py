@@ -22,14 +22,13 @@ from megarl.config.sections import ModelConfig, PictureFields, ReferenceConfig, 
 from megarl.config.source_checks import check_held_out, check_source
 from megarl.config.supervised import OBJECTIVE_FIELDS, PAIR_LOSSES, ObjectiveConfig, SupervisedConfig
 from megarl.errors import ConfigError
-from megarl.option_list import functions, part
+from megarl.option_list import functions
 
 
 def check_fields_agree(config: Config, *, is_judged: bool = True) -> None:
     """Raise ConfigError for the first pair of fields that contradict each other, or, if it `is_judged`, without a reward."""
     check_algorithm(config)
     check_megatron_sections(config)
-    _check_prediction(config)
     check_rollout(config)
     check_source("data.train", config.data.train)
     if config.data.eval is not None:
@@ -61,19 +60,10 @@ def check_fields_agree(config: Config, *, is_judged: bool = True) -> None:
     batch_arithmetic(config)
 
 
-def _check_prediction(config: Config | SupervisedConfig) -> None:
-    if config.policy.mtp.train:
-        part("prediction", "checks", "policy.mtp.train = true")
-
-
 def check_supervised(config: SupervisedConfig) -> None:
     """`check_fields_agree` for a run that trains on given responses."""
     check_megatron_sections(config)
-    _check_prediction(config)
     _check_objective(config)
-    if config.policy.routing.replay != "none":
-        reason = "only reinforcement learning has: no engine and no earlier pass chose experts for rows"
-        raise config.refusal("policy.routing.replay", reason, allowed="'none'")
     check_source("data.train", config.data.train)
     if config.data.eval is not None:
         check_source("data.eval", config.data.eval)

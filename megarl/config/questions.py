@@ -58,9 +58,9 @@ class Questions(Section):
         """Every model folder that the run may read, by the field that names it."""
 
     @property
+    @abstractmethod
     def sampling(self) -> RolloutConfig | None:
         """The section on sampling; None: they are given, and nothing is rewarded."""
-        return None
 
     @property
     @abstractmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.config.engine_kinds import EngineCapabilities, declared_capabilities
 from megarl.config.option_sections import absent_kind
-from megarl.config.rollout import RolloutConfig, ServersConfig
+from megarl.config.rollout import ServersConfig
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 from megarl.option_list import functions, part
@@ -32,8 +32,6 @@ def check_rollout(config: Config, engine: EngineCapabilities | None = None) -> N
     _check_partial_responses(config, engine)
     _check_sampling_limits(config)
     _check_episode(config, engine)
-    _check_routing(config, engine)
-    _check_speculative(rollout, engine)
     for check in functions("checks", "check_engines"):
         check(config, engine)
 
@@ -120,8 +118,6 @@ def _check_partial_responses(config: Config, engine: EngineCapabilities) -> None
             why = f"asks engines to go on from what they are given, which rollout.engine = '{rollout.engine}' cannot do"
         elif schedule.mode == "one_step_off_policy":
             why = "makes responses of several versions, and with rollout.schedule.mode = 'one_step_off_policy' they have one"
-        elif rollout.speculative.algorithm != "none" and not engine.in_process:
-            why = "cannot tell which tokens of a draft an engine had looked at when it was cut (rollout.speculative.algorithm)"
         if why:
             raise config.refusal(field, why, allowed="'restart'")
     if not schedule.mask_older_tokens:
@@ -137,25 +133,6 @@ def _check_partial_responses(config: Config, engine: EngineCapabilities) -> None
         why = f"leaves out tokens, and algorithm.policy_loss = '{config.algorithm.policy_loss}' has a ratio of whole responses"
     if why:
         raise config.refusal(mask, why, allowed="false")
-
-
-def _check_routing(config: Config, engine: EngineCapabilities) -> None:
-    routing = config.policy.routing
-    if routing.replay != "none":
-        part("routing_replay", "checks", f"policy.routing.replay = '{routing.replay}'").check_replay(config, engine)
-    if routing.compare_every and routing.replay != "engine":
-        what = "policy.routing.replay = 'engine'"
-        raise ConfigError.needs_set("policy.routing.compare_every", what, "policy.routing.replay")
-
-
-def _check_speculative(rollout: RolloutConfig, engine: EngineCapabilities) -> None:
-    drafts, section = rollout.speculative, "rollout.speculative"
-    if drafts.algorithm == "none":
-        given = [name for name, field in type(drafts).model_fields.items() if getattr(drafts, name) != field.default]
-        if given:
-            raise ConfigError.needs_set(f"{section}.{given[0]}", "speculative decoding", f"{section}.algorithm")
-        return
-    part("prediction", "checks", f"{section}.algorithm = '{drafts.algorithm}'").check_drafting(rollout, engine)
 
 
 def _check_sampling_limits(config: Config) -> None:

@@ -164,15 +164,14 @@ class Config(Questions):
 
     @property
     def routing_replay(self) -> Literal["none", "old_policy", "engine"]:
-        """`policy.routing.replay`."""
-        return self.policy.routing.replay
+        """Name of the pass whose choice of experts the policy replays."""
+        return next((replay(self.policy) for replay in functions("questions", "routing_replay")), "none")
 
     @property
     def syncs_prediction(self) -> bool:
         """Return whether engines draft with the layer for multi-token prediction that the policy trains, and take its
         weights."""
-        drafts = self.rollout.speculative.algorithm == "mtp" and declared_capabilities(self.rollout).updates_drafts
-        return drafts and self.policy.mtp.train
+        return any(syncs(self) for syncs in functions("questions", "syncs_prediction"))
 
     @property
     def sends_adapters(self) -> bool:

@@ -186,6 +186,11 @@ class SupervisedConfig(Questions):
         return {"model.path": self.model.path, **reference}
 
     @property
+    def sampling(self) -> None:
+        """None: responses are given."""
+        return None
+
+    @property
     def trains_by(self) -> str:
         """The objective's name."""
         return self.objective.name

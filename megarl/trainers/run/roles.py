@@ -42,7 +42,7 @@ from megarl.models.adapters import adapters_of
 from megarl.models.flops import FlopsModel
 from megarl.models.registry import load_hf_config
 from megarl.models.update_flops import PASSES, UpdateFlops, update_flops
-from megarl.option_list import parts
+from megarl.option_list import functions, parts
 from megarl.planning.gpus import gpu_called
 from megarl.trainers.run.update_metrics import combine
 from megarl.weights.machines import Machines
@@ -99,6 +99,7 @@ def shares_prefixes(config: AnyConfig, layer_spec: str, flops: FlopsModel) -> bo
         raise ConfigError.of("policy.share_prefix", "true", reason, allowed="auto or false")
     return any(choice.pays(config, flops) for choice in choices) if wanted == "auto" else wanted
 
+
 Answer = TypeVar("Answer")
 
 
@@ -140,9 +141,8 @@ class Roles:
     def load(self, role: str) -> None:
         """Build `role` on its ranks and load its weights."""
         self.before_use()
-        config, group, spec, mtp = self.config, self.group_of(role), self.specs[role], self.config.policy.mtp
+        config, group, spec = self.config, self.group_of(role), self.specs[role]
         sizes = spec.trained or config.policy
-        prediction = PredictionOptions(mtp.loss_weight, mtp.targets, synced=config.syncs_prediction)
         options = ModelOptions(
             spec.path,
             group.layout,
@@ -168,7 +168,7 @@ class Roles:
             collision=role == POLICY and config.needs_collision,
             replays_routes=role == POLICY and config.routing_replay != "none",
             records_routes=role == POLICY and config.routing_replay == "old_policy",
-            prediction=prediction if role == POLICY and mtp.train else None,
+            prediction=self._prediction() if role == POLICY else None,
             **self._adapters(role),
             experts=ExpertBalance(**spec.trained.experts.model_dump()) if spec.trained is not None else ExpertBalance(),
             megatron=megatron_of(config, role),
@@ -201,6 +201,12 @@ class Roles:
     def _can_share(self, role: str) -> bool:
         """Return whether attention of `role` takes streams whose sequences share prefixes."""
         return self.layer_spec == "reference" or self._core_attention(role) != "spec"
+
+    def _prediction(self) -> PredictionOptions | None:
+        """How the policy's layer for multi-token prediction is trained; None: it is not."""
+        config = self.config
+        losses = (loss_of(config.policy) for loss_of in functions("questions", "prediction_loss") if config.policy.predicts)
+        return next((PredictionOptions(weight, of, config.syncs_prediction) for weight, of in losses), None)
 
     def _adapters(self, role: str) -> dict[str, Any]:
         """The fields of `ModelOptions` that say which adapters a role has, or that it is the policy without what they
