@@ -14,11 +14,6 @@ def predicts(role: TrainedRole) -> bool:
     return isinstance(role, PolicyConfig) and mtp_of(role).train
 
 
-def prediction_loss(policy: PolicyConfig) -> tuple[float, str]:
-    """The weight of the layer's loss, and its targets."""
-    return mtp_of(policy).loss_weight, mtp_of(policy).targets
-
-
 def drafts(rollout: RolloutConfig) -> SpeculativeConfig | None:
     """The section on drafts; None: they are off."""
     return drafts_of(rollout) if drafts_of(rollout).algorithm != "none" else None

@@ -34,7 +34,6 @@ from megarl.megatron.options import (
     ModelOptions,
     OptimizerOptions,
     ParameterGroup,
-    PredictionOptions,
     SamplingLimits,
     untested_pair,
 )
@@ -168,8 +167,8 @@ class Roles:
             collision=role == POLICY and config.needs_collision,
             replays_routes=role == POLICY and config.routing_replay != "none",
             records_routes=role == POLICY and config.routing_replay == "old_policy",
-            prediction=self._prediction() if role == POLICY else None,
             **self._adapters(role),
+            **dict(chain.from_iterable(fields(config, role).items() for fields in functions("run", "model_options"))),
             experts=ExpertBalance(**spec.trained.experts.model_dump()) if spec.trained is not None else ExpertBalance(),
             megatron=megatron_of(config, role),
             section=f"{spec.section or role}.megatron",
@@ -201,12 +200,6 @@ class Roles:
     def _can_share(self, role: str) -> bool:
         """Return whether attention of `role` takes streams whose sequences share prefixes."""
         return self.layer_spec == "reference" or self._core_attention(role) != "spec"
-
-    def _prediction(self) -> PredictionOptions | None:
-        """How the policy's layer for multi-token prediction is trained; None: it is not."""
-        config = self.config
-        losses = (loss_of(config.policy) for loss_of in functions("questions", "prediction_loss") if config.policy.predicts)
-        return next((PredictionOptions(weight, of, config.syncs_prediction) for weight, of in losses), None)
 
     def _adapters(self, role: str) -> dict[str, Any]:
         """The fields of `ModelOptions` that say which adapters a role has, or that it is the policy without what they
