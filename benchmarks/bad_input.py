@@ -58,8 +58,8 @@ def warm_up() -> None:
     import megarl.convert.run
     import megarl.data.inspect
     import megarl.rewards.server
-    import megarl.trainers.rl.evaluate
-    import megarl.trainers.rl.generate
+    import megarl.trainers.evaluate
+    import megarl.trainers.generate
     import megarl.trainers.rl.train
     import megarl.trainers.supervised.train  # noqa: F401
     from benchmarks.bad_input_cases import WARM_UP

@@ -53,7 +53,7 @@ def open(config: AnyTree = None, *, rewards: Iterable[Reward] = (), overrides: I
     check_models(checked)
     _close_ray(checked)
     from megarl.core.session import Session
-    from megarl.trainers.rl.inputs import read_inputs
+    from megarl.trainers.inputs import read_inputs
     from megarl.trainers.rl.train import start_processes
 
     with ExitStack() as stack:

@@ -82,6 +82,11 @@ class MegarlError(Exception):
         return cls._from(Missing(field, what, remedy))
 
     @classmethod
+    def needs_set(cls, field: str, what: str, setting: str) -> Self:
+        """`<field> needs <what>: set <setting>, or remove <field>`; see `Missing`."""
+        return cls.needs(field, what, f"set {setting}, or remove {field}")
+
+    @classmethod
     def _from(cls, facts: WrongValue | Missing) -> Self:
         error = cls(facts.sentence)
         error.facts = facts

@@ -287,7 +287,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     check_evaluates(config)
     config = with_models(config)
     _close_ray(config, arguments)
-    from megarl.trainers.rl.evaluate import evaluate, watch
+    from megarl.trainers.evaluate import evaluate, watch
 
     if arguments.watch and arguments.out is not None:
         raise ConfigError("--out is given, but --watch writes no responses: remove one of them")
@@ -302,7 +302,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _generate(arguments: argparse.Namespace) -> int:
     config = with_models(load_config(arguments.config, arguments.overrides))
     _close_ray(config, arguments)
-    from megarl.trainers.rl.generate import generate
+    from megarl.trainers.generate import generate
 
     rows = generate(config, arguments.out, arguments.form, arguments.checkpoint)
     print(f"{rows} rows written to {arguments.out}")

@@ -9,7 +9,7 @@ from megarl.algorithms.catalogue import COVARIANCE_BOUNDS, ESTIMATORS, LOSS_NEED
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.estimator_checks import check_estimator
 from megarl.config.schema import Config
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, describe_value
 from megarl.option_list import functions, part
 
 
@@ -25,14 +25,12 @@ def check_algorithm(config: Config) -> None:
         algorithm.policy_loss_args.get(name, bound) for name, bound in zip(("low", "high"), COVARIANCE_BOUNDS, strict=True)
     )
     if algorithm.loss_needs.choice and low >= high:
-        raise ConfigError.of(
-            "algorithm.policy_loss_args.low", low, allowed=f"less than algorithm.policy_loss_args.high = {high}"
-        )
+        allowed = f"less than algorithm.policy_loss_args.high = {high}"
+        raise ConfigError.of("algorithm.policy_loss_args.low", low, allowed=allowed)
     check_estimator(config)
     if algorithm.advantage_normalisation.startswith("group") and config.rollout.samples_per_prompt < 2:
         reason = "compares advantages in groups, and rollout.samples_per_prompt = 1 gives a group one response"
-        allowed = "'none', 'batch' or 'batch_rms'"
-        raise ConfigError.of("algorithm.advantage_normalisation", algorithm.advantage_normalisation, reason, allowed=allowed)
+        raise config.refusal("algorithm.advantage_normalisation", reason, allowed="'none', 'batch' or 'batch_rms'")
     _check_kl(config)
     _check_unread(config)
     if algorithm.loss_needs.pairs:
@@ -40,28 +38,19 @@ def check_algorithm(config: Config) -> None:
     _check_correction(config)
     _check_entropy(config)
     if algorithm.truncated_responses == "bootstrap" and not needed.values:
-        raise ConfigError.of(
-            "algorithm.truncated_responses",
-            "bootstrap",
-            f"needs the values of a critic, and algorithm.advantage = '{algorithm.advantage}' has none",
-            allowed="'keep', 'mask' or 'exclude', or set algorithm.advantage to one that needs values, such as 'gae'",
-        )
+        reason = f"needs the values of a critic, and algorithm.advantage = '{algorithm.advantage}' has none"
+        allowed = "'keep', 'mask' or 'exclude', or set algorithm.advantage to one that needs values, such as 'gae'"
+        raise config.refusal("algorithm.truncated_responses", reason, allowed=allowed)
     if algorithm.shaping.overlong_tokens > config.rollout.max_new_tokens:
-        raise ConfigError.of(
-            "algorithm.shaping.overlong_tokens",
-            algorithm.shaping.overlong_tokens,
-            allowed=f"at most rollout.max_new_tokens = {config.rollout.max_new_tokens}",
-        )
+        allowed = f"at most rollout.max_new_tokens = {config.rollout.max_new_tokens}"
+        raise config.refusal("algorithm.shaping.overlong_tokens", allowed=allowed)
     if algorithm.clip_low >= 1 and algorithm.loss_needs.lower_bound:
         reason = f"leaves algorithm.policy_loss = '{algorithm.policy_loss}' no lower bound"
-        raise ConfigError.of("algorithm.clip_low", algorithm.clip_low, reason, allowed="at least 0 and less than 1")
+        raise config.refusal("algorithm.clip_low", reason, allowed="at least 0 and less than 1")
     if config.critic.warmup_steps and not config.uses_critic:
-        raise ConfigError.of(
-            "critic.warmup_steps",
-            config.critic.warmup_steps,
-            f"needs a critic, and algorithm.advantage = '{algorithm.advantage}' trains none",
-            allowed="0, or set algorithm.advantage to one that needs values, such as 'gae'",
-        )
+        reason = f"needs a critic, and algorithm.advantage = '{algorithm.advantage}' trains none"
+        allowed = "0, or set algorithm.advantage to one that needs values, such as 'gae'"
+        raise config.refusal("critic.warmup_steps", reason, allowed=allowed)
 
 
 def _check_arguments(what: str, name: str, arguments: Mapping[str, Any], known: tuple[Argument, ...]) -> None:
@@ -85,46 +74,46 @@ def _check_entropy(config: Config) -> None:
     if entropy.target is None:
         for field in ("delta", "max_coef"):
             if getattr(entropy, field) != getattr(AlgorithmConfig().entropy, field):
-                remedy = f"set algorithm.entropy.target, or remove algorithm.entropy.{field}"
-                raise ConfigError.needs(f"algorithm.entropy.{field}", "a target that the bonus is steered to", remedy)
+                what = "a target that the bonus is steered to"
+                raise ConfigError.needs_set(f"algorithm.entropy.{field}", what, "algorithm.entropy.target")
     elif entropy.coef > entropy.max_coef:
         allowed = f"at most algorithm.entropy.max_coef = {entropy.max_coef}"
-        raise ConfigError.of("algorithm.entropy.coef", entropy.coef, allowed=allowed)
+        raise config.refusal("algorithm.entropy.coef", allowed=allowed)
     if entropy.reads_pass and algorithm.bypasses_old_log_probs:
         field = "target" if entropy.target is not None else "top_share"
         remedy = f"remove the correction 'bypass', or algorithm.entropy.{field}"
         raise ConfigError.needs(f"algorithm.entropy.{field}", "the pass that the correction 'bypass' leaves out", remedy)
     if algorithm.positive_nll.threshold and not algorithm.positive_nll.coef:
-        what, remedy = "a weight", "set algorithm.positive_nll.coef, or remove algorithm.positive_nll.threshold"
-        raise ConfigError.needs("algorithm.positive_nll.threshold", what, remedy)
+        raise ConfigError.needs_set("algorithm.positive_nll.threshold", "a weight", "algorithm.positive_nll.coef")
 
 
 def _check_correction(config: Config) -> None:
     algorithm, field = config.algorithm, "algorithm.rollout_correction"
     corrections = algorithm.rollout_correction
     for number, one in enumerate(corrections):
+        at = f"{field}[{number}]"
         if one.mode == "bypass":
             in_reward = algorithm.kl.coef > 0 and algorithm.kl.apply_to == "reward"
             in_advantage = any(adds(config) for adds in functions("questions", "adds_to_advantages"))
             if not (algorithm.loss_needs.ratio or in_reward or in_advantage):
                 reason = f"is for a ratio, and algorithm.policy_loss = '{algorithm.policy_loss}' has none"
-                raise ConfigError.of(f"{field}[{number}].mode", one.mode, reason, allowed="another correction, or none")
+                raise config.refusal(f"{at}.mode", reason, allowed="another correction, or none")
             if algorithm.estimator_needs.reads_policy:
                 reason = f"leaves out the pass that algorithm.advantage = '{algorithm.advantage}' needs"
-                raise ConfigError.of(f"{field}[{number}].mode", one.mode, reason, allowed="another correction, or none")
+                raise config.refusal(f"{at}.mode", reason, allowed="another correction, or none")
             if len(corrections) > 1:
                 reason = "leaves no log-probs of the trainer to correct for"
-                raise ConfigError.of(f"{field}[{number}].mode", one.mode, reason, allowed="the only correction")
+                raise config.refusal(f"{at}.mode", reason, allowed="the only correction")
         elif one.low >= one.high:
-            raise ConfigError.of(f"{field}[{number}].low", one.low, allowed=f"less than {field}[{number}].high = {one.high}")
+            raise config.refusal(f"{at}.low", allowed=f"less than {at}.high = {one.high}")
         if one.normalise and one.mode not in WEIGHTS:
             reason = f"is for importance weights, which mode = '{one.mode}' has not"
-            raise ConfigError.of(f"{field}[{number}].normalise", one.normalise, reason, allowed="false")
+            raise config.refusal(f"{at}.normalise", reason, allowed="false")
     weights = [number for number, one in enumerate(corrections) if one.mode in WEIGHTS]
     if len(weights) > 1:
         other, reason = corrections[weights[0]].mode, "is a second importance weight of the same tokens"
         allowed = f"'mask_sequence' or 'reject_sequence' beside '{other}'"
-        raise ConfigError.of(f"{field}[{weights[1]}].mode", corrections[weights[1]].mode, reason, allowed=allowed)
+        raise config.refusal(f"{field}[{weights[1]}].mode", reason, allowed=allowed)
 
 
 def _check_unread(config: Config) -> None:
@@ -148,54 +137,36 @@ def _check_unread(config: Config) -> None:
         ("dual_clip", "dual_clip" in of_loss, loss),
         ("norm_length", algorithm.aggregation == "seq_mean_token_sum_norm", aggregation),
     ):
-        value, unset = getattr(algorithm, field), unread.get(field, getattr(default, field))
-        if not is_read and value != unset:
-            allowed = "null" if unset is None else str(unset).lower()
-            raise ConfigError.of(f"algorithm.{field}", value, f"{reader} does not read", allowed=allowed)
+        unset = unread.get(field, getattr(default, field))
+        if not is_read and getattr(algorithm, field) != unset:
+            raise config.refusal(f"algorithm.{field}", f"{reader} does not read", allowed=describe_value(unset))
     old_kl = algorithm.old_policy_kl
     if "kl_coef" not in of_loss and old_kl.coef != default.old_policy_kl.coef:
-        raise ConfigError.of("algorithm.old_policy_kl.coef", old_kl.coef, f"{loss} does not read", allowed="1.0")
+        raise config.refusal("algorithm.old_policy_kl.coef", f"{loss} does not read", allowed="1.0")
     if old_kl.target is not None and ("kl_coef" not in of_loss or config.optimizer_steps_per_step < 2 or not old_kl.coef):
         what = "algorithm.policy_loss = 'kl_penalty', a coefficient above 0 and several updates in a step"
-        remedy = "set algorithm.policy_loss, algorithm.old_policy_kl.coef and algorithm.mini_batches or algorithm.epochs, or "
-        raise ConfigError.needs("algorithm.old_policy_kl.target", what, f"{remedy}remove algorithm.old_policy_kl.target")
+        setting = "algorithm.policy_loss, algorithm.old_policy_kl.coef and algorithm.mini_batches or algorithm.epochs"
+        raise ConfigError.needs_set("algorithm.old_policy_kl.target", what, setting)
     if algorithm.kl.target is None and algorithm.kl.horizon != default.kl.horizon:
-        remedy = "set algorithm.kl.target, or remove algorithm.kl.horizon"
-        raise ConfigError.needs("algorithm.kl.horizon", "a target that the coefficient is steered to", remedy)
+        what = "a target that the coefficient is steered to"
+        raise ConfigError.needs_set("algorithm.kl.horizon", what, "algorithm.kl.target")
 
 
 def _check_kl(config: Config) -> None:
     kl, advantage = config.algorithm.kl, config.algorithm.advantage
-    if kl.coef and kl.apply_to == "reward" and not config.algorithm.estimator_needs.token_penalty:
-        raise ConfigError.of(
-            "algorithm.kl.apply_to",
-            "reward",
-            f"penalises each token, which algorithm.advantage = '{advantage}' has no place for",
-            allowed="'loss', or set algorithm.kl.coef to 0",
-        )
-    if kl.coef and kl.apply_to == "reward" and kl.estimator != "k1":
-        raise ConfigError.of(
-            "algorithm.kl.estimator",
-            kl.estimator,
-            "is no penalty in the reward: its mean gradient vanishes where the policy is the reference",
-            allowed="'k1' with algorithm.kl.apply_to = 'reward'",
-        )
+    in_reward = kl.coef > 0 and kl.apply_to == "reward"
+    if in_reward and not config.algorithm.estimator_needs.token_penalty:
+        reason = f"penalises each token, which algorithm.advantage = '{advantage}' has no place for"
+        raise config.refusal("algorithm.kl.apply_to", reason, allowed="'loss', or set algorithm.kl.coef to 0")
+    if in_reward and kl.estimator != "k1":
+        reason = "is no penalty in the reward: its mean gradient vanishes where the policy is the reference"
+        raise config.refusal("algorithm.kl.estimator", reason, allowed="'k1' with algorithm.kl.apply_to = 'reward'")
     if kl.coef and kl.apply_to == "loss" and kl.estimator == "k1" and not kl.unbiased:
-        raise ConfigError.of(
-            "algorithm.kl.estimator",
-            "k1",
-            "is no penalty in the loss: its mean gradient is 0",
-            allowed="'k2' or 'k3', or set algorithm.kl.unbiased or algorithm.kl.apply_to = 'reward'",
-        )
-    if kl.target is not None and (kl.apply_to != "reward" or not kl.coef):
-        raise ConfigError.needs(
-            "algorithm.kl.target",
-            "a KL penalty in the reward",
-            "set algorithm.kl.apply_to to 'reward' and algorithm.kl.coef above 0, or remove algorithm.kl.target",
-        )
+        allowed = "'k2' or 'k3', or set algorithm.kl.unbiased or algorithm.kl.apply_to = 'reward'"
+        raise config.refusal("algorithm.kl.estimator", "is no penalty in the loss: its mean gradient is 0", allowed=allowed)
+    if kl.target is not None and not in_reward:
+        setting = "algorithm.kl.apply_to to 'reward' and algorithm.kl.coef above 0"
+        raise ConfigError.needs_set("algorithm.kl.target", "a KL penalty in the reward", setting)
     if kl.unbiased and kl.apply_to != "loss":
-        raise ConfigError.needs(
-            "algorithm.kl.unbiased",
-            "the KL penalty in the loss",
-            "set algorithm.kl.apply_to to 'loss', or remove algorithm.kl.unbiased",
-        )
+        setting = "algorithm.kl.apply_to to 'loss'"
+        raise ConfigError.needs_set("algorithm.kl.unbiased", "the KL penalty in the loss", setting)

@@ -6,147 +6,107 @@ Pure functions of the config; what cannot be divided evenly is refused with the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.layout import divisors
-from megarl.config.questions import ConfiguredRole
+from megarl.config.questions import Questions
 from megarl.config.rollout import RolloutConfig
-from megarl.config.sections import CriticConfig, DataConfig, PolicyConfig, ReferenceConfig
 from megarl.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class BatchArithmetic:
-    """The numbers that make up one training step.
-
-    `micro_batches_per_rank_at_most` is the count per mini-batch if every sequence had the full prompt and response
-    length; packing shorter ones needs fewer.
-    """
+    """The numbers that make up one training step."""
 
     prompts_per_step: int
     samples_per_prompt: int
-    sequences_per_step: int
     mini_batches: int
-    sequences_per_mini_batch: int
     data_parallel: int
-    sequences_per_rank: int
     longest_sequence_tokens: int
     max_tokens_per_micro_batch: int
-    micro_batches_per_rank_at_most: int
     optimizer_steps_per_step: int
+
+    @property
+    def sequences_per_step(self) -> int:
+        """All responses to a step's prompts."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def sequences_per_rank(self) -> int:
+        """Sequences of a mini-batch on each data-parallel rank."""
+        return self.sequences_per_step // self.mini_batches // self.data_parallel
+
+    @property
+    def micro_batches_per_rank_at_most(self) -> int:
+        """The count per mini-batch if every sequence had the full prompt and response length; packing shorter ones needs
+        fewer."""
+        return math.ceil(self.sequences_per_rank / (self.max_tokens_per_micro_batch // self.longest_sequence_tokens))
 
     def rows(self) -> list[tuple[str, str]]:
         """(what, how many and from what) in the order in which one follows from the other."""
+        sequences, per_mini_batch = self.sequences_per_step, self.sequences_per_step // self.mini_batches
+        packs = f"packs of {self.max_tokens_per_micro_batch} tokens, sequences of up to {self.longest_sequence_tokens}"
         return [
             ("prompts per step", f"{self.prompts_per_step}"),
-            ("sequences per step", f"{self.sequences_per_step} = {self.prompts_per_step} x {self.samples_per_prompt}"),
+            ("sequences per step", f"{sequences} = {self.prompts_per_step} x {self.samples_per_prompt}"),
             ("mini-batches", f"{self.mini_batches}"),
-            (
-                "sequences per mini-batch",
-                f"{self.sequences_per_mini_batch} = {self.sequences_per_step} / {self.mini_batches}",
-            ),
-            (
-                "sequences per DP rank",
-                f"{self.sequences_per_rank} = {self.sequences_per_mini_batch} / {self.data_parallel}",
-            ),
-            (
-                "micro-batches per DP rank",
-                f"at most {self.micro_batches_per_rank_at_most} (packs of {self.max_tokens_per_micro_batch} tokens, "
-                f"sequences of up to {self.longest_sequence_tokens})",
-            ),
+            ("sequences per mini-batch", f"{per_mini_batch} = {sequences} / {self.mini_batches}"),
+            ("sequences per DP rank", f"{self.sequences_per_rank} = {per_mini_batch} / {self.data_parallel}"),
+            ("micro-batches per DP rank", f"at most {self.micro_batches_per_rank_at_most} ({packs})"),
             ("optimizer steps per step", f"{self.optimizer_steps_per_step}"),
         ]
 
-    def table(self) -> str:
-        """The rows as aligned plain text, one a line."""
-        width = max(len(what) for what, _ in self.rows())
-        return "\n".join(f"{what:<{width}}  {how_many}" for what, how_many in self.rows())
 
-
-class SampledRun(Protocol):
-    """The part of a `Config` that batch arithmetic reads."""
-
-    @property
-    def rollout(self) -> RolloutConfig: ...
-    @property
-    def algorithm(self) -> AlgorithmConfig: ...
-    @property
-    def data(self) -> DataConfig: ...
-    @property
-    def policy(self) -> PolicyConfig: ...
-    @property
-    def critic(self) -> CriticConfig: ...
-    @property
-    def reference(self) -> ReferenceConfig: ...
-    @property
-    def roles(self) -> tuple[ConfiguredRole, ...]: ...
-    @property
-    def uses_critic(self) -> bool: ...
-
-
-def batch_arithmetic(config: SampledRun) -> BatchArithmetic:
-    """Derive what one step of `config` is made of.
+def batch_arithmetic(config: Questions) -> BatchArithmetic:
+    """Derive what one step of `config`, a run that samples, is made of.
 
     Raises:
         ConfigError: mini-batches or data-parallel ranks do not divide the sequences, or the longest sequence does not
             fit into a micro-batch; the sentence names the nearest values that do.
     """
-    rollout, algorithm = config.rollout, config.algorithm
-    sequences = rollout.prompts_per_step * rollout.samples_per_prompt
-    if sequences % algorithm.mini_batches:
-        raise ConfigError.of(
-            "algorithm.mini_batches",
-            algorithm.mini_batches,
+    rollout, policy, mini_batches = config.sampling, config.roles[0], config.optimizer_steps_per_step // config.epochs
+    assert rollout is not None, "it samples"
+    assert policy.layout is not None, "the policy has processes of its own"
+    assert policy.trained is not None, "the policy is trained"
+    sequences, longest = rollout.prompts_per_step * rollout.samples_per_prompt, config.longest_sequence
+    if sequences % mini_batches:
+        rule = "does not divide the sequences of a step"
+        reason = (
             f"does not divide the {sequences} sequences of a step (rollout.prompts_per_step = {rollout.prompts_per_step} times "
-            f"rollout.samples_per_prompt = {rollout.samples_per_prompt})",
-            allowed=_around(algorithm.mini_batches, divisors(sequences)),
-            rule="does not divide the sequences of a step",
+            f"rollout.samples_per_prompt = {rollout.samples_per_prompt})"
         )
-    per_mini_batch = sequences // algorithm.mini_batches
-    for role, dp in _trained_roles(config):
-        _check_even(config, f"{role}.layout.dp", dp, per_mini_batch, "mini-batch", algorithm.mini_batches)
-    for role, dp in _scoring_roles(config):
-        _check_even(config, f"{role}.layout.dp", dp, sequences, "step", 1)
-    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
-    pack_tokens = config.policy.max_tokens_per_micro_batch
-    _check_fits("policy", pack_tokens, longest)
-    if config.uses_critic:
-        _check_fits("critic", config.critic.max_tokens_per_micro_batch, longest)
-    per_rank = per_mini_batch // config.policy.layout.dp
+        allowed = _around(mini_batches, divisors(sequences))
+        raise ConfigError.of("algorithm.mini_batches", mini_batches, reason, allowed=allowed, rule=rule)
+    for role in config.roles:
+        if role.layout is not None:
+            unit = ("mini-batch", mini_batches) if role.trained is not None else ("step", 1)
+            _check_even(rollout, f"{role.section or role.name}.layout.dp", role.layout.dp, *unit)
+    for role in config.roles:
+        pack_tokens = role.trained.max_tokens_per_micro_batch if role.trained is not None else longest
+        if pack_tokens < longest:
+            field, rule = f"{role.name}.max_tokens_per_micro_batch", "is less than the tokens that one sequence can have"
+            sums = "(data.max_prompt_tokens + rollout.max_new_tokens)"
+            reason = f"is less than the {longest} tokens that one sequence can have {sums}"
+            raise ConfigError.of(field, pack_tokens, reason, allowed=f"at least {longest}", rule=rule)
     return BatchArithmetic(
         prompts_per_step=rollout.prompts_per_step,
         samples_per_prompt=rollout.samples_per_prompt,
-        sequences_per_step=sequences,
-        mini_batches=algorithm.mini_batches,
-        sequences_per_mini_batch=per_mini_batch,
-        data_parallel=config.policy.layout.dp,
-        sequences_per_rank=per_rank,
+        mini_batches=mini_batches,
+        data_parallel=policy.layout.dp,
         longest_sequence_tokens=longest,
-        max_tokens_per_micro_batch=pack_tokens,
-        micro_batches_per_rank_at_most=math.ceil(per_rank / (pack_tokens // longest)),
-        optimizer_steps_per_step=algorithm.mini_batches * algorithm.epochs,
+        max_tokens_per_micro_batch=policy.trained.max_tokens_per_micro_batch,
+        optimizer_steps_per_step=config.optimizer_steps_per_step,
     )
 
 
-def _trained_roles(config: SampledRun) -> list[tuple[str, int]]:
-    critic = [("critic", config.critic.layout.dp)] if config.uses_critic else []
-    return [("policy", config.policy.layout.dp), *critic]
-
-
-def _scoring_roles(config: SampledRun) -> list[tuple[str, int]]:
-    frozen = (role for role in config.roles if role.trained is None)
-    return [(role.section or role.name, role.layout.dp) for role in frozen if role.layout is not None]
-
-
-def _check_even(config: SampledRun, field: str, dp: int, sequences: int, of_what: str, mini_batches: int) -> None:
+def _check_even(rollout: RolloutConfig, field: str, dp: int, of_what: str, mini_batches: int) -> None:
+    """Check that so many data-parallel ranks divide the sequences of a step that is cut into `mini_batches`."""
+    sequences = rollout.prompts_per_step * rollout.samples_per_prompt // mini_batches
     if sequences % dp == 0:
         return
-    rollout = config.rollout
     unit = mini_batches * dp // math.gcd(rollout.samples_per_prompt, mini_batches * dp)
-    prompts = _around_by(rollout.prompts_per_step, lambda count: count % unit == 0)
+    above = rollout.prompts_per_step // unit * unit + unit
+    prompts = _around(rollout.prompts_per_step, [count for count in (above - unit, above) if count])
     raise ConfigError.of(
         field,
         dp,
@@ -156,25 +116,8 @@ def _check_even(config: SampledRun, field: str, dp: int, sequences: int, of_what
     )
 
 
-def _check_fits(role: str, pack_tokens: int, longest: int) -> None:
-    if pack_tokens < longest:
-        raise ConfigError.of(
-            f"{role}.max_tokens_per_micro_batch",
-            pack_tokens,
-            f"is less than the {longest} tokens that one sequence can have (data.max_prompt_tokens + rollout.max_new_tokens)",
-            allowed=f"at least {longest}",
-            rule="is less than the tokens that one sequence can have",
-        )
-
-
 def _around(value: int, choices: list[int]) -> str:
     """The nearest choices below and above `value`."""
     below = [choice for choice in choices if choice < value][-1:]
     above = [choice for choice in choices if choice > value][:1]
     return " or ".join(map(str, below + above))
-
-
-def _around_by(value: int, fits: Callable[[int], bool]) -> str:
-    below = next((count for count in range(value - 1, 0, -1) if fits(count)), None)
-    above = next(count for count in range(value + 1, 10**9) if fits(count))
-    return f"{below} or {above}" if below else f"{above}"

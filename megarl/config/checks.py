@@ -22,17 +22,13 @@ from megarl.config.sections import ModelConfig, PictureFields, ReferenceConfig, 
 from megarl.config.source_checks import check_held_out, check_source
 from megarl.config.supervised import OBJECTIVE_FIELDS, PAIR_LOSSES, ObjectiveConfig, SupervisedConfig
 from megarl.errors import ConfigError
-from megarl.option_list import functions, part
-
-PROCEDURAL_ROWS = 1000
-"""Rows of a procedural source whose `limit` is null."""
+from megarl.option_list import functions
 
 
 def check_fields_agree(config: Config, *, is_judged: bool = True) -> None:
     """Raise ConfigError for the first pair of fields that contradict each other, or, if it `is_judged`, without a reward."""
     check_algorithm(config)
     check_megatron_sections(config)
-    _check_prediction(config)
     check_rollout(config)
     check_source("data.train", config.data.train)
     if config.data.eval is not None:
@@ -44,7 +40,7 @@ def check_fields_agree(config: Config, *, is_judged: bool = True) -> None:
     single_turn = config.rollout.episode.kind == "single"
     check_evaluations(config.evaluations, has_rewards=bool(config.rewards), single_turn=single_turn)
     check_pictures(config.data)
-    check_run(config.run, evaluates=config.evaluates, remedy="set data.eval or evaluations")
+    check_run(config.run, evaluates=config.evaluates, evaluations="data.eval or evaluations")
     for check in functions("checks", "check"):
         check(config)
     check_profile(config.profile, config.run.known_steps, [*config.layouts.values()])
@@ -53,11 +49,9 @@ def check_fields_agree(config: Config, *, is_judged: bool = True) -> None:
         raise ConfigError("a run needs a source of reward: set rewards, or set reward_model.path")
     trained = {"policy": config.policy, "critic": config.critic}
     for name, role in trained.items():
-        optimizer = role.optimizer
-        if optimizer.min_lr > optimizer.lr:
-            raise ConfigError.of(
-                f"{name}.optimizer.min_lr", optimizer.min_lr, allowed=f"at most {name}.optimizer.lr = {optimizer.lr}"
-            )
+        if role.optimizer.min_lr > role.optimizer.lr:
+            allowed = f"at most {name}.optimizer.lr = {role.optimizer.lr}"
+            raise config.refusal(f"{name}.optimizer.min_lr", allowed=allowed)
     check_offload(config.model, trained, valued=("critic",))
     sections = ((role.section or role.name).partition(".")[0] for role in config.roles if role.trained is None)
     frozen = [f"the {name.replace('_', ' ')}" for name in dict.fromkeys(sections)]
@@ -66,41 +60,23 @@ def check_fields_agree(config: Config, *, is_judged: bool = True) -> None:
     batch_arithmetic(config)
 
 
-def _check_prediction(config: Config | SupervisedConfig) -> None:
-    if config.policy.mtp.train:
-        part("prediction", "checks", "policy.mtp.train = true")
-
-
 def check_supervised(config: SupervisedConfig) -> None:
     """`check_fields_agree` for a run that trains on given responses."""
     check_megatron_sections(config)
-    _check_prediction(config)
     _check_objective(config)
-    if config.policy.routing.replay != "none":
-        reason = "only reinforcement learning has: no engine and no earlier pass chose experts for rows"
-        raise ConfigError.of("policy.routing.replay", config.policy.routing.replay, reason, allowed="'none'")
     check_source("data.train", config.data.train)
     if config.data.eval is not None:
         check_source("data.eval", config.data.eval)
     check_pictures(config.data)
     longest = config.data.max_tokens * (2 if config.objective.name in PAIR_LOSSES else 1)
     if config.policy.max_tokens_per_micro_batch < longest:
-        raise ConfigError.of(
-            "policy.max_tokens_per_micro_batch",
-            config.policy.max_tokens_per_micro_batch,
-            f"is less than the {longest} tokens that one row can have (data.max_tokens, twice for a pair)",
-            allowed=f"at least {longest}",
-        )
+        reason = f"is less than the {longest} tokens that one row can have (data.max_tokens, twice for a pair)"
+        raise config.refusal("policy.max_tokens_per_micro_batch", reason, allowed=f"at least {longest}")
     rows, dp = config.data.rows_per_step, config.policy.layout.dp
     if rows % dp:
-        raise ConfigError.of(
-            "policy.layout.dp",
-            dp,
-            f"does not divide data.rows_per_step = {rows}",
-            allowed=closest(divisors(rows), dp),
-            rule="does not divide data.rows_per_step",
-        )
-    check_run(config.run, evaluates=config.data.eval is not None, remedy="set data.eval")
+        rule = "does not divide data.rows_per_step"
+        raise config.refusal("policy.layout.dp", f"{rule} = {rows}", allowed=closest(divisors(rows), dp), rule=rule)
+    check_run(config.run, evaluates=config.data.eval is not None, evaluations="data.eval")
     for check in functions("checks", "check_supervised"):
         check(config)
     check_profile(config.profile, config.run.known_steps, [config.policy.layout])
@@ -116,17 +92,13 @@ def _check_reset(reference: ReferenceConfig, model: ModelConfig, *, needed_by: s
     `needed_by`: what would load a reference, where there is none.
     """
     if reference.reset_every and needed_by is not None:
-        remedy = f"set {needed_by}, or remove reference.reset_every"
-        raise ConfigError.needs("reference.reset_every", "a reference model", remedy)
+        raise ConfigError.needs_set("reference.reset_every", "a reference model", needed_by)
     if reference.reset_every and reference.layout is not None:
-        raise ConfigError.needs(
-            "reference.reset_every",
-            "the reference in the policy's processes",
-            "remove reference.layout, or remove reference.reset_every",
-        )
+        remedy = "remove reference.layout, or remove reference.reset_every"
+        raise ConfigError.needs("reference.reset_every", "the reference in the policy's processes", remedy)
     if reference.reset_share != 1 and not reference.reset_every:
-        remedy = "set reference.reset_every, or remove reference.reset_share"
-        raise ConfigError.needs("reference.reset_share", "steps after which the reference moves", remedy)
+        what = "steps after which the reference moves"
+        raise ConfigError.needs_set("reference.reset_share", what, "reference.reset_every")
     if reference.reset_share != 1 and model.fp8_param:
         reason = "would be lost in weights of FP8 (model.fp8_param)"
         raise ConfigError.of("reference.reset_share", reference.reset_share, reason, allowed="1.0, or remove model.fp8_param")
@@ -139,17 +111,16 @@ def _check_objective(config: SupervisedConfig) -> None:
         if not {*objective.losses} & {*losses} and value != unset:
             shown = str(unset).lower() if isinstance(unset, bool) else str(unset)
             reason = f"objective.name = '{objective.name}' does not read"
-            raise ConfigError.of(f"objective.{field}", value, reason, allowed=shown)
+            raise config.refusal(f"objective.{field}", reason, allowed=shown)
     _check_mixture(objective)
     if {*objective.losses} & {*OBJECTIVE_FIELDS["label_smoothing"]} and not objective.label_smoothing:
         remedy = "set it above 0, or set objective.name to 'dpo', which is the same without it"
         raise ConfigError.needs(f"objective.name = '{objective.name}'", "objective.label_smoothing", remedy)
     if data.margin_key is not None and objective.name != "reward_model":
-        remedy = "set objective.name to 'reward_model', or remove data.margin_key"
-        raise ConfigError.needs("data.margin_key", "the loss of a reward model", remedy)
+        raise ConfigError.needs_set("data.margin_key", "the loss of a reward model", "objective.name to 'reward_model'")
     if objective.name == "kto" and data.rows_per_step < 2:
         reason = "leaves objective.name = 'kto' no other row to pair a prompt with"
-        raise ConfigError.of("data.rows_per_step", data.rows_per_step, reason, allowed="at least 2")
+        raise config.refusal("data.rows_per_step", reason, allowed="at least 2")
 
 
 def _check_mixture(objective: ObjectiveConfig) -> None:
@@ -164,20 +135,18 @@ def _check_mixture(objective: ObjectiveConfig) -> None:
         raise ConfigError.of("objective.rpo_alpha", objective.rpo_alpha, reason, allowed="0.0: set the weight of sft instead")
 
 
-def check_run(run: RunConfig, *, evaluates: bool, remedy: str) -> None:
-    """Check what `run` alone says, and what of it needs evaluations; `remedy`: what to do where there are none."""
+def check_run(run: RunConfig, *, evaluates: bool, evaluations: str) -> None:
+    """Check what `run` alone says, and what of it needs evaluations; `evaluations`: the fields that set them."""
     name = PurePosixPath(run.name)
     if not run.name.strip() or not run.name.isprintable() or name.is_absolute() or ".." in name.parts:
         raise ConfigError.of("run.name", run.name, "names no folder inside run.folder", allowed="a name such as 'run-1'")
     rules = parse_guards(run.guards)
     if not run.save_every and (back := [rule for rule in rules if rule.action == "rollback"]):
-        raise ConfigError.needs(
-            f"the guard '{back[0]}'", "checkpoints", "set run.save_every, or choose another action in run.guards"
-        )
-    if run.eval_every and not evaluates:
-        raise ConfigError.needs("run.eval_every", "an evaluation set", f"{remedy}, or remove run.eval_every")
-    if run.keep_best is not None and not evaluates:
-        raise ConfigError.needs("run.keep_best", "an evaluation set", f"{remedy}, or remove run.keep_best")
+        remedy = "set run.save_every, or choose another action in run.guards"
+        raise ConfigError.needs(f"the guard '{back[0]}'", "checkpoints", remedy)
+    for field in ("eval_every", "keep_best"):
+        if getattr(run, field) not in (0, None) and not evaluates:
+            raise ConfigError.needs_set(f"run.{field}", "an evaluation set", evaluations)
 
 
 def check_evaluates(config: Config) -> None:
@@ -203,9 +172,5 @@ def check_offload(model: ModelConfig, trained: dict[str, TrainedRole], valued: S
             raise ConfigError.of(f"{name}.optimizer.offload_fraction", fraction, reason, allowed="0 with optimizer.name 'muon'")
         if 0 < fraction < 1 and (model.dtype == "float32" or name in valued):
             what = "a model of model.dtype = 'float32'" if model.dtype == "float32" else "a model with a float32 value head"
-            raise ConfigError.of(
-                f"{name}.optimizer.offload_fraction",
-                fraction,
-                f"{what} cannot have: megatron-core offloads float32 weights only as a whole",
-                allowed="0 or 1",
-            )
+            reason = f"{what} cannot have: megatron-core offloads float32 weights only as a whole"
+            raise ConfigError.of(f"{name}.optimizer.offload_fraction", fraction, reason, allowed="0 or 1")

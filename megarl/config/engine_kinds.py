@@ -12,6 +12,7 @@ from typing import Literal
 
 from megarl.config.rollout import RolloutConfig
 from megarl.errors import ConfigError
+from megarl.option_list import parts
 from megarl.system.user_code import load_user_function
 
 
@@ -67,10 +68,7 @@ _SGLANG_SET_ELSEWHERE = {
     "dtype": "model.dtype",
     "tp_size": "rollout.tp",
     "device": "the machine that the run is on",
-    "base_gpu_id": "megarl, which chooses the engines' GPUs",
-    "gpu_id_step": "megarl, which chooses the engines' GPUs",
-    "nnodes": "megarl, which chooses the engines' GPUs",
-    "node_rank": "megarl, which chooses the engines' GPUs",
+    **dict.fromkeys(("base_gpu_id", "gpu_id_step", "nnodes", "node_rank"), "megarl, which chooses the engines' GPUs"),
     "dist_init_addr": "megarl, which starts an engine's processes on all of its nodes",
     "host": "megarl, whose servers listen on this machine alone",
     "weight_version": "megarl, which counts the weights' versions",
@@ -78,18 +76,11 @@ _SGLANG_SET_ELSEWHERE = {
     "custom_weight_loader": "megarl, which sends the weights",
     "mm_enable_dp_encoder": "megarl, which sends every rank of an engine the whole vision tower",
     "mm_process_config": "data.min_pixels and data.max_pixels",
-    "enable_return_routed_experts": "policy.routing.replay",
-    "speculative_algorithm": "rollout.speculative.algorithm",
-    "speculative_num_steps": "rollout.speculative.num_steps",
-    "speculative_eagle_topk": "rollout.speculative.topk",
-    "speculative_ngram_max_bfs_breadth": "rollout.speculative.topk",
-    "speculative_num_draft_tokens": "rollout.speculative.num_draft_tokens",
-    "speculative_draft_model_path": "rollout.speculative.draft_model",
-    "speculative_accept_threshold_single": "megarl, whose responses are distributed as without drafts",
-    "speculative_accept_threshold_acc": "megarl, whose responses are distributed as without drafts",
     "port": "rollout.servers.port",
     "model_path": "rollout.servers.model_path",
 }
+for _module in parts("section"):
+    _SGLANG_SET_ELSEWHERE |= getattr(_module, "SET_ELSEWHERE", {})
 
 EMBEDDED = EngineCapabilities(
     lent=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.schema import Config
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, describe_value
 from megarl.option_list import functions
 
 
@@ -14,12 +14,12 @@ def check_estimator(config: Config) -> None:
     estimator = f"algorithm.advantage = '{algorithm.advantage}'"
     if needed.group and config.rollout.samples_per_prompt < 2:
         reason = f"gives {estimator} no two responses of a prompt to compare"
-        raise ConfigError.of("rollout.samples_per_prompt", config.rollout.samples_per_prompt, reason, allowed="at least 2")
+        raise config.refusal("rollout.samples_per_prompt", reason, allowed="at least 2")
     for argument in needed.arguments:
         given = algorithm.advantage_args.get(argument.name)
         if argument.below_group and given is not None and given >= config.rollout.samples_per_prompt:
             allowed = f"less than rollout.samples_per_prompt = {config.rollout.samples_per_prompt}"
-            raise ConfigError.of(f"algorithm.advantage_args.{argument.name}", given, allowed=allowed)
+            raise config.refusal(f"algorithm.advantage_args.{argument.name}", allowed=allowed)
     if needed.step_rewards and not any(gives(config) for gives in functions("questions", "gives_step_rewards")):
         remedy = "set reward_model.path and reward_model.per_step, or choose another algorithm.advantage"
         raise ConfigError.needs(estimator, "a reward model that scores every step", remedy)
@@ -28,18 +28,15 @@ def check_estimator(config: Config) -> None:
         raise ConfigError.needs(estimator, "the state before each turn, which an environment names", remedy)
     if needed.sources:
         reason = f"changes the sum of the rewards, and {estimator} reads each of them by itself"
-        _check_unshaped(algorithm, ("overlong_tokens", "length_penalty", "normalise", "clip"), reason)
+        _check_unshaped(config, ("overlong_tokens", "length_penalty", "normalise", "clip"), reason)
     if needed.step_rewards or needed.turn_rewards:
         parts = "steps" if needed.step_rewards else "turns"
-        _check_unshaped(
-            algorithm, ("normalise", "clip"), f"is for the reward of a response, and {estimator} reads those of {parts}"
-        )
+        reason = f"is for the reward of a response, and {estimator} reads those of {parts}"
+        _check_unshaped(config, ("normalise", "clip"), reason)
 
 
-def _check_unshaped(algorithm: AlgorithmConfig, fields: tuple[str, ...], reason: str) -> None:
+def _check_unshaped(config: Config, fields: tuple[str, ...], reason: str) -> None:
     default = AlgorithmConfig().shaping
     for field in fields:
-        value, unset = getattr(algorithm.shaping, field), getattr(default, field)
-        if value != unset:
-            allowed = "null" if unset is None else str(unset).lower()
-            raise ConfigError.of(f"algorithm.shaping.{field}", value, reason, allowed=allowed)
+        if getattr(config.algorithm.shaping, field) != (unset := getattr(default, field)):
+            raise config.refusal(f"algorithm.shaping.{field}", reason, allowed=describe_value(unset))

@@ -64,15 +64,11 @@ def check_evaluations(sets: Sequence[EvaluationConfig], *, has_rewards: bool, si
         if one.name in names[:place]:
             raise ConfigError.of(f"{field}.name", one.name, "names an earlier set, too", allowed="another name")
         if one.samples_per_prompt > 1 and not one.temperature:
-            raise ConfigError.of(
-                f"{field}.temperature",
-                one.temperature,
-                f"makes the {one.samples_per_prompt} responses to a prompt equal",
-                allowed=f"above 0, or {field}.samples_per_prompt 1",
-            )
+            reason = f"makes the {one.samples_per_prompt} responses to a prompt equal"
+            allowed = f"above 0, or {field}.samples_per_prompt 1"
+            raise ConfigError.of(f"{field}.temperature", one.temperature, reason, allowed=allowed)
         if not (has_rewards if one.rewards is None else one.rewards):
             raise ConfigError.needs(field, "functions that judge responses", f"set rewards or {field}.rewards")
         if one.max_new_tokens is not None and not single_turn:
-            raise ConfigError.needs(
-                f"{field}.max_new_tokens", "single turns", "remove it, or set rollout.episode.kind to 'single'"
-            )
+            remedy = "remove it, or set rollout.episode.kind to 'single'"
+            raise ConfigError.needs(f"{field}.max_new_tokens", "single turns", remedy)

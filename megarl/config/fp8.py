@@ -66,57 +66,36 @@ def check_fp8(model: ModelConfig, *, trained: dict[str, TrainedRole], frozen: li
         reason = f"rounds weights that model.fp8 = '{model.fp8}' would round again"
         raise ConfigError.of("model.int4_experts", model.int4_experts, reason, allowed="0, or set model.fp8 to 'none'")
     if model.fp8 == "none":
-        if model.fp8_param:
-            raise ConfigError.needs(
-                "model.fp8_param", "FP8 products", "set model.fp8 to 'hybrid' or 'e4m3', or remove model.fp8_param"
-            )
-        if any(model.fp8_bf16_layers):
-            raise ConfigError.needs(
-                "model.fp8_bf16_layers", "FP8 products", "set model.fp8 to 'hybrid' or 'e4m3', or remove model.fp8_bf16_layers"
-            )
+        for field, is_set in (("fp8_param", model.fp8_param), ("fp8_bf16_layers", any(model.fp8_bf16_layers))):
+            if is_set:
+                raise ConfigError.needs_set(f"model.{field}", "FP8 products", "model.fp8 to 'hybrid' or 'e4m3'")
         return
     if model.layer_spec in ("reference", "local"):
-        raise ConfigError.of(
-            "model.fp8",
-            model.fp8,
-            f"only model.layer_spec = 'transformer_engine' computes, not '{model.layer_spec}'",
-            allowed="'none', or set model.layer_spec to 'transformer_engine'",
-        )
+        reason = f"only model.layer_spec = 'transformer_engine' computes, not '{model.layer_spec}'"
+        allowed = "'none', or set model.layer_spec to 'transformer_engine'"
+        raise ConfigError.of("model.fp8", model.fp8, reason, allowed=allowed)
     if model.dtype != "bfloat16":
-        raise ConfigError.of(
-            "model.dtype",
-            model.dtype,
-            f"model.fp8 = '{model.fp8}' cannot use: what is not in FP8 is in BF16",
-            allowed="'bfloat16', or set model.fp8 to 'none'",
-        )
+        reason = f"model.fp8 = '{model.fp8}' cannot use: what is not in FP8 is in BF16"
+        raise ConfigError.of("model.dtype", model.dtype, reason, allowed="'bfloat16', or set model.fp8 to 'none'")
     if model.fp8_recipe == "delayed":
         _check_delayed(model, frozen)
     for name, role in trained.items():
-        if model.fp8_param and role.optimizer.offload_fraction:
-            raise ConfigError.of(
-                f"{name}.optimizer.offload_fraction",
-                role.optimizer.offload_fraction,
-                "would start the offloaded weights from their rounded FP8 values (model.fp8_param)",
-                allowed="0, or remove model.fp8_param",
-            )
+        fraction = role.optimizer.offload_fraction
+        if model.fp8_param and fraction:
+            field, allowed = f"{name}.optimizer.offload_fraction", "0, or remove model.fp8_param"
+            reason = "would start the offloaded weights from their rounded FP8 values (model.fp8_param)"
+            raise ConfigError.of(field, fraction, reason, allowed=allowed)
 
 
 def _check_delayed(model: ModelConfig, frozen: list[str]) -> None:
     others = "'tensorwise', 'blockwise' or 'mxfp8'"
     if any(model.fp8_bf16_layers):
-        raise ConfigError.of(
-            "model.fp8_bf16_layers",
-            model.fp8_bf16_layers,
-            "model.fp8_recipe = 'delayed' cannot do: it takes all layers or none",
-            allowed=f"[0, 0], or set model.fp8_recipe to {others}",
-        )
+        reason = "model.fp8_recipe = 'delayed' cannot do: it takes all layers or none"
+        allowed = f"[0, 0], or set model.fp8_recipe to {others}"
+        raise ConfigError.of("model.fp8_bf16_layers", model.fp8_bf16_layers, reason, allowed=allowed)
     if frozen:
-        raise ConfigError.of(
-            "model.fp8_recipe",
-            "delayed",
-            f"learns its scales in training passes, and {frozen[0]} is never trained",
-            allowed=others,
-        )
+        reason = f"learns its scales in training passes, and {frozen[0]} is never trained"
+        raise ConfigError.of("model.fp8_recipe", "delayed", reason, allowed=others)
 
 
 @dataclass(frozen=True)
@@ -138,7 +117,7 @@ def check_fp8_sizes(model: ModelConfig, field: str, layout: Layout, widths: Fp8W
     """
     if model.fp8 == "none":
         return
-    multiple = RECIPES[model.fp8_recipe].multiple
+    multiple, recipe = RECIPES[model.fp8_recipe].multiple, f"model.fp8_recipe = '{model.fp8_recipe}'"
     for width, name, dimension in (
         (widths.hidden, "hidden size", None),
         (widths.attention, "attention width", "tp"),
@@ -150,19 +129,11 @@ def check_fp8_sizes(model: ModelConfig, field: str, layout: Layout, widths: Fp8W
             continue
         fit = [n for n in divisors(width) if width // n % multiple == 0]
         if dimension and fit:
-            raise ConfigError.of(
-                f"{field}.{dimension}",
-                ranks,
-                f"splits the model's {name} of {width} into parts that are no multiple of {multiple}, which "
-                f"model.fp8_recipe = '{model.fp8_recipe}' needs",
-                allowed=either(fit),
-                rule=f"splits the {name} into parts that FP8 cannot hold",
-            )
-        raise ConfigError.needs(
-            f"model.fp8_recipe = '{model.fp8_recipe}'",
-            f"multiples of {multiple}, and the {name} of the model of {field} is {width}",
-            _other_recipes(width),
-        )
+            reason = f"splits the model's {name} of {width} into parts that are no multiple of {multiple}, which {recipe} needs"
+            rule = f"splits the {name} into parts that FP8 cannot hold"
+            raise ConfigError.of(f"{field}.{dimension}", ranks, reason, allowed=either(fit), rule=rule)
+        what = f"multiples of {multiple}, and the {name} of the model of {field} is {width}"
+        raise ConfigError.needs(recipe, what, _other_recipes(width))
     _check_bf16_layers(model, field, layout, widths.layers)
 
 
@@ -172,20 +143,12 @@ def _other_recipes(width: int) -> str:
 
 
 def _check_bf16_layers(model: ModelConfig, field: str, layout: Layout, layers: int) -> None:
-    of_stage = layers // layout.pp
-    if max(model.fp8_bf16_layers) > of_stage:
-        raise ConfigError.of(
-            "model.fp8_bf16_layers",
-            model.fp8_bf16_layers,
-            f"is more than the {of_stage} layers of a pipeline stage of {field}",
-            allowed=f"two numbers from 0 to {of_stage}",
-            rule="is more than the layers of a pipeline stage",
-        )
-    if sum(model.fp8_bf16_layers) >= layers:
-        raise ConfigError.of(
-            "model.fp8_bf16_layers",
-            model.fp8_bf16_layers,
-            f"leaves none of the model's {layers} layers in FP8",
-            allowed=f"two numbers that add up to less than {layers}, or set model.fp8 to 'none'",
-            rule="leaves no layer in FP8",
-        )
+    kept, of_stage = model.fp8_bf16_layers, layers // layout.pp
+    if max(kept) > of_stage:
+        rule = "is more than the layers of a pipeline stage"
+        reason = f"is more than the {of_stage} layers of a pipeline stage of {field}"
+        raise ConfigError.of("model.fp8_bf16_layers", kept, reason, allowed=f"two numbers from 0 to {of_stage}", rule=rule)
+    if sum(kept) >= layers:
+        reason, rule = f"leaves none of the model's {layers} layers in FP8", "leaves no layer in FP8"
+        allowed = f"two numbers that add up to less than {layers}, or set model.fp8 to 'none'"
+        raise ConfigError.of("model.fp8_bf16_layers", kept, reason, allowed=allowed, rule=rule)

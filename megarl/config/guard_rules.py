@@ -89,9 +89,8 @@ def _rule(field: str, guard: GuardConfig) -> GuardRule:
     if guard.above is not None and guard.below is not None:
         raise ConfigError.of(f"{field}.below", guard.below, "stands beside above", allowed="in a guard of its own")
     if guard.action == "skip" and guard.for_steps > 1:
-        raise ConfigError.of(
-            f"{field}.for_steps", guard.for_steps, "action = 'skip' cannot wait for: an update is skipped at once", allowed="1"
-        )
+        reason = "action = 'skip' cannot wait for: an update is skipped at once"
+        raise ConfigError.of(f"{field}.for_steps", guard.for_steps, reason, allowed="1")
     if guard.above is not None:
         return GuardRule(guard.action, guard.metric, "above", guard.above, guard.for_steps)
     assert guard.below is not None

@@ -6,6 +6,7 @@ tensor-parallel neighbour is the next rank, the pipeline stage changes slowest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megarl.errors import LayoutError, describe_value, either
@@ -41,35 +42,37 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "cp", "ep", "etp", "dp"):
-            size = getattr(self, name)
-            if size < 1:
-                raise LayoutError.of(name, size, allowed="at least 1")
+            if getattr(self, name) < 1:
+                raise self._refusal(name, allowed="at least 1")
         per_stage = self.tp * self.cp * self.dp
         if per_stage % (self.etp * self.ep):
             fit = [n for n in divisors(per_stage) if per_stage % (n * self.etp) == 0]
             field, other = ("ep", "etp") if fit else ("etp", "ep")
-            raise LayoutError.of(
+            raise self._refusal(
                 field,
-                getattr(self, field),
                 f"times {other} = {getattr(self, other)} does not divide the {per_stage} ranks of a pipeline stage "
                 f"(tp * cp * dp = {self.tp} * {self.cp} * {self.dp})",
-                allowed=closest(fit or divisors(per_stage), getattr(self, field)),
+                fit or divisors(per_stage),
                 rule=f"times {other} does not divide the ranks of a pipeline stage",
             )
         if self.sequence_parallel and self.tp == 1:
-            raise LayoutError.needs("sequence_parallel", "a tp of at least 2", "set tp, or remove sequence_parallel")
-        if self.vpp is not None and self.pp < 2:
-            raise LayoutError.needs("vpp", "a pp of at least 2", "set pp, or remove vpp")
+            raise LayoutError.needs_set("sequence_parallel", "a tp of at least 2", "tp")
+        for name in ("vpp", "first_stage_layers", "last_stage_layers"):
+            if getattr(self, name) is not None and self.pp < 2:
+                raise LayoutError.needs_set(name, "a pp of at least 2", "pp")
         if self.vpp is not None and self.vpp < 2:
-            raise LayoutError.of("vpp", self.vpp, allowed="at least 2, or null for one chunk per stage")
+            raise self._refusal("vpp", allowed="at least 2, or null for one chunk per stage")
         for name in ("first_stage_layers", "last_stage_layers"):
             layers = getattr(self, name)
-            if layers is None:
-                continue
-            if self.pp < 2:
-                raise LayoutError.needs(name, "a pp of at least 2", f"set pp, or remove {name}")
-            if layers < 1 or layers % (self.vpp or 1):
-                raise LayoutError.of(name, layers, allowed=f"a positive multiple of vpp = {self.vpp or 1}")
+            if layers is not None and (layers < 1 or layers % (self.vpp or 1)):
+                raise self._refusal(name, allowed=f"a positive multiple of vpp = {self.vpp or 1}")
+
+    def _refusal(
+        self, field: str, reason: str = "", fit: Sequence[int] = (), *, allowed: str = "", rule: str = ""
+    ) -> LayoutError:
+        """The error about a size of this layout; `fit` are sizes in its place, of which the nearest are named."""
+        value = getattr(self, field)
+        return LayoutError.of(field, value, reason, allowed=allowed or (closest(fit, value) if fit else ""), rule=rule)
 
     @property
     def world_size(self) -> int:
@@ -138,9 +141,8 @@ class Layout:
             fit = [n for n in divisors(num_layers) if num_layers % (n * chunks) == 0 and (n > 1 or not self.vpp)]
             ends = f"set first_stage_layers and last_stage_layers to {uneven[0]} and {uneven[1]}" if uneven else ""
             ways = [closest(fit, self.pp)] if fit else [] if ends else [self._with_another_vpp(num_layers)]
-            return LayoutError.of(
+            return self._refusal(
                 "pp",
-                self.pp,
                 f"{times} does not divide the model's {num_layers} layers".strip(),
                 allowed=", or ".join([*ways, ends] if ends else ways),
                 rule="does not divide the model's layers",
@@ -148,9 +150,8 @@ class Layout:
         first, last = "first_stage_layers", "last_stage_layers"
         field, other = (first, last) if self.first_stage_layers is not None else (last, first)
         proposal = dict(zip((first, last), uneven, strict=True)) if uneven else {}
-        return LayoutError.of(
+        return self._refusal(
             field,
-            getattr(self, field),
             f"with {other} = {describe_value(getattr(self, other))} leaves no equal shares of the model's {num_layers} "
             f"layers to the other stages of pp = {self.pp}{times}",
             allowed=f"{proposal[field]}, with {other} = {proposal[other]}" if proposal else "",
@@ -184,12 +185,8 @@ class Layout:
         """Raise LayoutError where the layers that `model.layer_spec` = `name` asks for cannot be split this way."""
         field = "cp" if self.cp > 1 else "sequence_parallel" if self.sequence_parallel else None
         if name == "local" and field is not None:
-            raise LayoutError.of(
-                field,
-                getattr(self, field),
-                "the layers of model.layer_spec = 'local' do not support",
-                allowed="1" if field == "cp" else "false",
-            )
+            reason = "the layers of model.layer_spec = 'local' do not support"
+            raise self._refusal(field, reason, allowed="1" if field == "cp" else "false")
 
     def check_model(
         self,
@@ -220,32 +217,22 @@ class Layout:
             return num_heads % tp == 0 and kv_heads_fit and (ffn_size or tp) % tp == 0 and (linear_heads or tp) % tp == 0
 
         if linear_heads is not None and self.cp > 1:
-            raise LayoutError.of(
-                "cp",
-                self.cp,
-                "splits a sequence, whose states linear attention hands from token to token",
-                allowed="1",
-                rule="must be 1 for a model with linear attention",
-            )
+            reason = "splits a sequence, whose states linear attention hands from token to token"
+            raise self._refusal("cp", reason, allowed="1", rule="must be 1 for a model with linear attention")
 
         if not holds(self.tp):
             sizes = [f"{num_heads} attention heads", f"{num_kv_heads} KV heads"]
             sizes += [f"{linear_heads} key heads of linear attention"] if linear_heads else []
             sizes += [f"feed-forward width of {ffn_size}"] if ffn_size else []
-            raise LayoutError.of(
-                "tp",
-                self.tp,
-                f"does not divide the model's {', '.join(sizes[:-1])} and {sizes[-1]}",
-                allowed=closest([n for n in divisors(num_heads) if holds(n)], self.tp),
-                rule="does not divide the model's heads and feed-forward width",
-            )
+            reason = f"does not divide the model's {', '.join(sizes[:-1])} and {sizes[-1]}"
+            fit = [n for n in divisors(num_heads) if holds(n)]
+            raise self._refusal("tp", reason, fit, rule="does not divide the model's heads and feed-forward width")
         first_chunk = self.stage_layers(num_layers)[0][0]
         if len(first_chunk) < deepstack:
             uneven, least = self.first_stage_layers is not None, deepstack * (self.vpp or 1)
             field = "first_stage_layers" if uneven else "vpp" if self.vpp is not None else "pp"
-            raise LayoutError.of(
+            raise self._refusal(
                 field,
-                getattr(self, field),
                 f"leaves {len(first_chunk)} of the layers to the first model chunk, but the vision tower adds features behind "
                 f"{deepstack}",
                 allowed=f"at least {least}" if uneven else f"smaller, or first_stage_layers must be at least {least}",
@@ -254,44 +241,26 @@ class Layout:
         if num_experts is not None:
             self._check_experts(num_experts, expert_ffn_size)
         elif self.ep > 1:
-            raise LayoutError.of("ep", self.ep, "needs experts, and the model has none", allowed="1")
+            raise self._refusal("ep", "needs experts, and the model has none", allowed="1")
 
     def _check_experts(self, num_experts: int, expert_ffn_size: int | None) -> None:
         ranks = self.tp * self.cp * self.dp
         if num_experts % self.ep:
             fit = [n for n in divisors(num_experts) if ranks % (n * self.etp) == 0]
-            raise LayoutError.of(
-                "ep",
-                self.ep,
-                f"does not divide the model's {num_experts} experts",
-                allowed=closest(fit, self.ep),
-                rule="does not divide the model's experts",
-            )
+            reason = f"does not divide the model's {num_experts} experts"
+            raise self._refusal("ep", reason, fit, rule="does not divide the model's experts")
         if expert_ffn_size is not None and expert_ffn_size % self.etp:
             fit = [n for n in divisors(expert_ffn_size) if ranks % (n * self.ep) == 0]
-            raise LayoutError.of(
-                "etp",
-                self.etp,
-                f"does not divide an expert's feed-forward width of {expert_ffn_size}",
-                allowed=closest(fit, self.etp),
-                rule="does not divide an expert's feed-forward width",
-            )
+            rule = "does not divide an expert's feed-forward width"
+            raise self._refusal("etp", f"{rule} of {expert_ffn_size}", fit, rule=rule)
         if self.tp > 1 and not self.sequence_parallel:
-            raise LayoutError.of(
-                "sequence_parallel",
-                False,
-                f"megatron-core cannot train experts with under tp = {self.tp}",
-                allowed="true",
-                rule="must be true for experts under tensor parallelism",
-            )
+            reason = f"megatron-core cannot train experts with under tp = {self.tp}"
+            rule = "must be true for experts under tensor parallelism"
+            raise self._refusal("sequence_parallel", reason, allowed="true", rule=rule)
         if self.ep == 1 and self.etp != self.tp:
-            raise LayoutError.of(
-                "etp",
-                self.etp,
-                f"with tp = {self.tp} and ep = 1 gives wrong gradients of the experts in megatron-core 0.16",
-                allowed=f"{self.tp}, or set ep to more than 1",
-                rule="differs from tp without expert parallelism",
-            )
+            reason = f"with tp = {self.tp} and ep = 1 gives wrong gradients of the experts in megatron-core 0.16"
+            allowed, rule = f"{self.tp}, or set ep to more than 1", "differs from tp without expert parallelism"
+            raise self._refusal("etp", reason, allowed=allowed, rule=rule)
 
 
 def divisors(number: int) -> list[int]:
@@ -299,7 +268,7 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def closest(values: list[int], wanted: int) -> str:
+def closest(values: Sequence[int], wanted: int) -> str:
     """The four values nearest to the one wanted, ascending, in words."""
     return either(sorted(sorted(values, key=lambda value: (abs(value - wanted), value))[:4]))
 

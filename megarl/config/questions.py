@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from megarl.config.layout import Layout
+from megarl.config.rollout import RolloutConfig
 from megarl.config.section import Section
-
-if TYPE_CHECKING:
-    from megarl.config.rollout import RolloutConfig
-    from megarl.config.sections import TrainedRole
+from megarl.config.sections import RunConfig, TrainedRole
 
 MEAN_SHARE = 0.5
 """Share of the longest prompt and response and the largest picture, where nobody says how long or large they are."""
@@ -41,10 +39,13 @@ class ConfiguredRole:
 
 
 class Questions(Section):
-    """The questions, which `Config` and `SupervisedConfig` both answer; no fields."""
+    """A run of either kind, and the questions that `Config` and `SupervisedConfig` both answer."""
 
     trainer: ClassVar[str]
     """The room in `megarl.trainers` whose loop runs it."""
+
+    run: RunConfig = RunConfig()
+    """How long the run is, where it writes, and when it saves and evaluates."""
 
     @property
     @abstractmethod
@@ -77,19 +78,19 @@ class Questions(Section):
         """Sequences that a step trains on; a pair counts as one."""
 
     @property
-    @abstractmethod
     def epochs(self) -> int:
         """Passes over the sequences of a step."""
+        return 1
 
     @property
-    @abstractmethod
     def optimizer_steps_per_step(self) -> int:
         """Optimizer steps of the policy in one step of the run, all passes together."""
+        return 1
 
     @property
-    @abstractmethod
     def needs_old_log_probs(self) -> bool:
         """Return whether a step begins with a pass of the policy over its sequences."""
+        return False
 
     @property
     def first_update_is_a_pass(self) -> bool:
@@ -129,6 +130,11 @@ class Questions(Section):
     def metric_prefix(self, role: str) -> str:
         """The prefix of the metrics of updates of `role`."""
         return role
+
+    @property
+    def run_folder(self) -> str:
+        """`<run.folder>/<run.name>`."""
+        return f"{self.run.folder}/{self.run.name}"
 
     @property
     def longest_sequence(self) -> int:

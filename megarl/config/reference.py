@@ -75,7 +75,7 @@ def allowed_values(field: FieldInfo) -> str:
 
 def _leaves_of(section: type, prefix: str, instance: Any, listed: dict[type, str]) -> Iterator[ConfigField]:
     for name, field in fields_of(section).items():
-        default = _default(field, name, instance)
+        default = getattr(instance, name) if instance is not PydanticUndefined else field.get_default(call_default_factory=True)
         description = (field.description or "").replace("\n", " ")
         inner = section_of(field.annotation)
         if (named := _in_mapping(field.annotation)) is not None:
@@ -94,10 +94,6 @@ def _leaves_of(section: type, prefix: str, instance: Any, listed: dict[type, str
             brackets = "[]" if _is_list(field.annotation) else ""
             given = default if isinstance(default, inner) else PydanticUndefined
             yield from _leaves_of(inner, f"{prefix}{name}{brackets}.", given, listed)
-
-
-def _default(field: FieldInfo, name: str, instance: Any) -> Any:
-    return field.get_default(call_default_factory=True) if instance is PydanticUndefined else getattr(instance, name)
 
 
 def _as_yaml(name: str, default: Any) -> str:

@@ -6,9 +6,10 @@ The table is the only place that knows the old names; entries of a list stand as
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from megarl.config.yaml_tree import tree_places
 from megarl.errors import ConfigError
 
 _SOURCES = ("data.train", "data.eval", "ptx.data", "data.train.parts[]", "data.eval.parts[]", "ptx.data.parts[]")
@@ -71,7 +72,7 @@ _GUARD = re.compile(r"(?P<action>\S+) if (?P<metric>\S+) (?P<side>above|below) (
 
 def check_renamed(tree: Mapping[str, Any]) -> None:
     """Raise ConfigError if the config `tree`, as the user wrote it, has a field or value under an old name."""
-    for name, value in _fields(tree, ""):
+    for name, value in tree_places(tree):
         pattern = re.sub(r"\[\d+\]", "[]", name)
         new = RENAMED.get(pattern)
         new_value = RENAMED_VALUES.get(new or pattern, {}).get(value) if isinstance(value, str) else None
@@ -89,19 +90,6 @@ def check_renamed(tree: Mapping[str, Any]) -> None:
 def new_names(old: str) -> list[str]:
     """The fields that were once called `old`, in any section."""
     return [new for name, new in RENAMED.items() if name.rpartition(".")[2] == old and "[]" not in new]
-
-
-def _fields(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Every section, list and value in `tree` under its dotted name, outer ones first."""
-    if isinstance(tree, Mapping):
-        inner = [(f"{name}.{key}" if name else str(key), value) for key, value in tree.items()]
-    elif isinstance(tree, list | tuple):
-        inner = [(f"{name}[{number}]", value) for number, value in enumerate(tree)]
-    else:
-        return
-    for place, value in inner:
-        yield place, value
-        yield from _fields(value, place)
 
 
 def _as_section(text: str) -> str:

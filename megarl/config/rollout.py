@@ -56,22 +56,6 @@ class EpisodeConfig(Section):
     cache for them."""
 
 
-class SpeculativeConfig(Section):
-    """Speculative decoding: a draft proposes tokens and the policy verifies several in one pass (docs/speculative.md)."""
-
-    algorithm: Literal["none", "mtp", "ngram", "standalone", "eagle", "eagle3"] = "none"
-    """Who drafts: the model's layer for multi-token prediction (`mtp`), a lookup in earlier tokens (`ngram`), a small model
-    (`standalone`), or an EAGLE draft of SGLang's (`eagle`, `eagle3`). `none`: off."""
-    num_steps: Positive = 3
-    """Tokens drafted one after the other before the policy verifies them."""
-    topk: Positive = 1
-    """Candidates kept after each step; above 1 drafts are trees, which SGLang's engines alone verify."""
-    num_draft_tokens: Annotated[int, Field(ge=2, strict=True)] | None = None
-    """With `topk` above 1: tokens of the tree that is verified, the last sampled one included."""
-    draft_model: str | None = None
-    """Folder of the draft of `standalone`, `eagle` and `eagle3`. It is read once and never trained."""
-
-
 class RolloutDeadlines(Section):
     """Time limits of the driver for a running engine."""
 
@@ -144,8 +128,6 @@ class RolloutConfig(Section):
     """Further arguments of SGLang's servers by their Python names, e.g. `mem_fraction_static: 0.8`."""
     schedule: ScheduleConfig = ScheduleConfig()
     """When generation and training run."""
-    speculative: SpeculativeConfig = SpeculativeConfig()
-    """Speculative decoding."""
     episode: EpisodeConfig = EpisodeConfig()
     """How a response is produced."""
     deadlines: RolloutDeadlines = RolloutDeadlines()
@@ -160,6 +142,11 @@ class RolloutConfig(Section):
     def lent_engines(self) -> int:
         """Further engines, that share GPUs with the trainer where `engines` have their own."""
         return sum(lent(self.schedule) for lent in functions("questions", "lent_engines"))
+
+    @property
+    def drafts(self) -> Any:
+        """The section by which engines draft tokens and verify several in one pass; None: they do not."""
+        return next(filter(None, (drafts(self) for drafts in functions("questions", "drafts"))), None)
 
     @property
     def groups_per_engine(self) -> int:

@@ -26,7 +26,6 @@ from megarl.config.sections import (
     ReferenceConfig,
     ResourcesConfig,
     RewardConfig,
-    RunConfig,
     reward_labels,
 )
 from megarl.option_list import functions
@@ -38,8 +37,6 @@ class Config(Questions):
 
     trainer: ClassVar = "rl"
 
-    run: RunConfig = RunConfig()
-    """How long the run is, where it writes, and when it saves and evaluates."""
     model: ModelConfig
     """The model that the policy starts from, and how it is computed."""
     policy: PolicyConfig = PolicyConfig()
@@ -167,15 +164,14 @@ class Config(Questions):
 
     @property
     def routing_replay(self) -> Literal["none", "old_policy", "engine"]:
-        """`policy.routing.replay`."""
-        return self.policy.routing.replay
+        """Name of the pass whose choice of experts the policy replays."""
+        return next((replay(self.policy) for replay in functions("questions", "routing_replay")), "none")
 
     @property
     def syncs_prediction(self) -> bool:
         """Return whether engines draft with the layer for multi-token prediction that the policy trains, and take its
         weights."""
-        drafts = self.rollout.speculative.algorithm == "mtp" and declared_capabilities(self.rollout).updates_drafts
-        return drafts and self.policy.mtp.train
+        return any(syncs(self) for syncs in functions("questions", "syncs_prediction"))
 
     @property
     def sends_adapters(self) -> bool:
@@ -211,8 +207,3 @@ class Config(Questions):
     def batch_rows(self) -> list[tuple[str, str]]:
         """The batch arithmetic."""
         return batch_arithmetic(self).rows()
-
-    @property
-    def run_folder(self) -> str:
-        """`<run.folder>/<run.name>`."""
-        return f"{self.run.folder}/{self.run.name}"

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from megarl.config.yaml_tree import tree_places
+
 HIDDEN = "(hidden)"
 """Text in the place of a secret."""
 
@@ -55,16 +57,9 @@ def redacted(text: str) -> str:
     return text
 
 
-def hidden_at(tree: Any, place: str = "") -> str | None:
+def hidden_at(tree: Any) -> str | None:
     """The place at which `tree`, read back from a saved config, lacks a secret; None if nowhere."""
-    entries: list[tuple[str, Any]] = []
-    if isinstance(tree, dict):
-        entries = [(f"{place}.{key}" if place else str(key), value) for key, value in tree.items()]
-    elif isinstance(tree, list | tuple):
-        entries = [(f"{place}[{number}]", value) for number, value in enumerate(tree)]
-    elif isinstance(tree, str) and HIDDEN in tree:
-        return place
-    return next((found for name, value in entries if (found := hidden_at(value, name)) is not None), None)
+    return next((place for place, value in tree_places(tree) if isinstance(value, str) and HIDDEN in value), None)
 
 
 def bearer(token: str | None) -> dict[str, str]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from megarl.errors import ConfigError
 
 Positive = Annotated[int, Field(ge=1, strict=True)]
 Count = Annotated[int, Field(ge=0)]
@@ -20,3 +24,13 @@ class Section(BaseModel):
     """Base of every section: unknown keys are refused, values are typed strictly, nothing changes after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    def refusal(self, field: str, reason: str = "", **facts: Any) -> ConfigError:
+        """Make the error about the value of `field`, a dotted name inside this section; `facts` as in `ConfigError.of`."""
+        value: Any = self
+        for name in re.findall(r"\w+", field):
+            if isinstance(value, Mapping):
+                value = value[name]
+            else:
+                value = value[int(name)] if name.isdigit() else getattr(value, name)
+        return ConfigError.of(field, value, reason, **facts)

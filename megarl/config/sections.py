@@ -140,34 +140,12 @@ class TrainedRole(Section):
     @property
     def predicts(self) -> bool:
         """Return whether the role has a layer for multi-token prediction, which is trained."""
-        return False
+        return any(predicts(self) for predicts in functions("questions", "predicts"))
 
     @property
     def has_adapters(self) -> bool:
         """Return whether low-rank adapters are trained in place of the role's weights."""
         return any(has_adapters(self) for has_adapters in functions("questions", "has_adapters"))
-
-
-class RoutingConfig(Section):
-    """Which experts the policy's tokens go to (docs/rollouts.md#routing-replay)."""
-
-    replay: Literal["none", "old_policy", "engine"] = "none"
-    """`none`: the router chooses anew in every pass. `old_policy` (R2): as in the pass that computes the old log-probs.
-    `engine` (R3): as in the engine that sampled the response."""
-    compare_every: Count = 0
-    """With `engine`: every this many steps compute the old log-probs without replay, too, and log how far they are from the
-    engine's. 0: never."""
-
-
-class MtpConfig(Section):
-    """The layer for multi-token prediction that a model may have, which engines draft tokens with (docs/speculative.md)."""
-
-    train: bool = False
-    """Train the layer beside the policy, which it does not change. Off: an export has it as it is in `model.path`."""
-    targets: Literal["soft", "hard"] = "soft"
-    """What the layer learns to predict: the policy's own distribution of a token (`soft`), or the token (`hard`)."""
-    loss_weight: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of the layer's loss, its mean cross-entropy per token. It scales the layer's own gradients only."""
 
 
 @with_options
@@ -176,15 +154,6 @@ class PolicyConfig(TrainedRole):
 
     share_prefix: Literal["auto"] | bool = "auto"
     """Compute what responses begin with alike, the prompt and common turns, once per micro-batch. auto: where it pays."""
-    routing: RoutingConfig = RoutingConfig()
-    """Routing replay, for a mixture of experts."""
-    mtp: MtpConfig = MtpConfig()
-    """The layer for multi-token prediction."""
-
-    @property
-    def predicts(self) -> bool:
-        """`mtp.train`."""
-        return self.mtp.train
 
 
 @with_options

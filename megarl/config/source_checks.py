@@ -19,23 +19,16 @@ def check_bounds(low_field: str, low: float | None, high_field: str, high: float
 def check_source(field: str, source: SourceConfig) -> None:
     for name in ("weight", "weight_by_step"):
         unset = type(source).model_fields[name].get_default(call_default_factory=True)
-        if getattr(source, name) != unset:
-            raise ConfigError.of(
-                f"{field}.{name}", getattr(source, name), "only the parts of a mixture can have", allowed=f"{unset}"
-            )
+        if (value := getattr(source, name)) != unset:
+            raise ConfigError.of(f"{field}.{name}", value, "only the parts of a mixture can have", allowed=f"{unset}")
     if source.source != "mixture":
         _check_single_source(field, source)
         return
     if not source.parts:
         raise ConfigError.needs(f"{field}.source = 'mixture'", "sources to mix", f"set {field}.parts, or choose another source")
     for name in ("name", "path", "split", "args", "keep"):
-        if getattr(source, name):
-            raise ConfigError.of(
-                f"{field}.{name}",
-                getattr(source, name),
-                "a mixture does not read",
-                allowed=f"set in {field}.parts",
-            )
+        if value := getattr(source, name):
+            raise ConfigError.of(f"{field}.{name}", value, "a mixture does not read", allowed=f"set in {field}.parts")
     for number, part in enumerate(source.parts):
         if part.source == "mixture":
             raise ConfigError.of(f"{field}.parts[{number}].source", "mixture", allowed="another kind of source")
@@ -50,7 +43,7 @@ def check_source(field: str, source: SourceConfig) -> None:
 
 def _check_single_source(field: str, source: SourceConfig) -> None:
     if source.parts:
-        raise ConfigError.needs(f"{field}.parts", f"{field}.source = 'mixture'", f"set {field}.source, or remove {field}.parts")
+        raise ConfigError.needs_set(f"{field}.parts", f"{field}.source = 'mixture'", f"{field}.source")
     for key, (low, high) in source.keep.items():
         check_bounds(f"{field}.keep.{key}[0]", low, f"{field}.keep.{key}[1]", high)
     needs = "path" if source.source in ("jsonl", "parquet", "dataset") else "name"
@@ -82,9 +75,5 @@ def _check_ranges(train_field: str, train: SourceConfig, field: str, held_out: S
     train_end = train.seed + (train.limit or PROCEDURAL_ROWS)
     eval_end = held_out.seed + (held_out.limit or PROCEDURAL_ROWS)
     if train.seed < eval_end and held_out.seed < train_end:
-        raise ConfigError.of(
-            f"{field}.seed",
-            held_out.seed,
-            f"gives rows that {train_field} trains on (seeds {train.seed} to {train_end - 1})",
-            allowed=f"at least {train_end}",
-        )
+        reason = f"gives rows that {train_field} trains on (seeds {train.seed} to {train_end - 1})"
+        raise ConfigError.of(f"{field}.seed", held_out.seed, reason, allowed=f"at least {train_end}")

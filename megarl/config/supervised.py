@@ -11,14 +11,7 @@ from megarl.config.option_sections import with_options
 from megarl.config.profile import ProfileConfig
 from megarl.config.questions import ConfiguredRole, Questions
 from megarl.config.section import NonNegative, Positive, Section
-from megarl.config.sections import (
-    ModelConfig,
-    PictureFields,
-    PolicyConfig,
-    ReferenceConfig,
-    ResourcesConfig,
-    RunConfig,
-)
+from megarl.config.sections import ModelConfig, PictureFields, PolicyConfig, ReferenceConfig, ResourcesConfig
 from megarl.config.sources import SourceConfig
 
 PAIR_PREFERENCES = ("dpo", "cdpo", "robust_dpo", "ipo", "apo_zero", "apo_down", "bco_pair", "simpo", "orpo")
@@ -142,8 +135,6 @@ class SupervisedConfig(Questions):
 
     trainer: ClassVar = "supervised"
 
-    run: RunConfig = RunConfig()
-    """How long the run is, where it writes, and when it saves and evaluates."""
     model: ModelConfig
     """The model that training starts from, and how it is computed."""
     policy: PolicyConfig = PolicyConfig()
@@ -215,21 +206,6 @@ class SupervisedConfig(Questions):
         return self.data.rows_per_step
 
     @property
-    def epochs(self) -> int:
-        """One."""
-        return 1
-
-    @property
-    def optimizer_steps_per_step(self) -> int:
-        """One."""
-        return 1
-
-    @property
-    def needs_old_log_probs(self) -> bool:
-        """No ratio is computed."""
-        return False
-
-    @property
     def needs_ray(self) -> bool:
         """Only for a reference in processes of its own: torchrun's are all the policy's."""
         return "reference" in self.layouts
@@ -237,8 +213,3 @@ class SupervisedConfig(Questions):
     def metric_prefix(self, role: str) -> str:
         """`train`, as only one role is trained."""
         return "train"
-
-    @property
-    def run_folder(self) -> str:
-        """`<run.folder>/<run.name>`."""
-        return f"{self.run.folder}/{self.run.name}"

@@ -124,6 +124,18 @@ def tree_leaves(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
         yield prefix, tree
 
 
+def tree_places(tree: Any, name: str = "") -> Iterable[tuple[str, Any]]:
+    """Every section, list and value in a tree under its dotted name, outer ones first."""
+    inner: Iterable[tuple[str, Any]] = ()
+    if isinstance(tree, Mapping):
+        inner = ((f"{name}.{key}" if name else str(key), value) for key, value in tree.items())
+    elif isinstance(tree, list | tuple):
+        inner = ((f"{name}[{number}]", value) for number, value in enumerate(tree))
+    for place, value in inner:
+        yield place, value
+        yield from tree_places(value, place)
+
+
 def _set(tree: Any, key: str, value: Any) -> None:
     *parents, leaf = key.split(".")
     for depth, name in enumerate(parents):

@@ -10,11 +10,12 @@ from typing import Any
 
 from megarl.errors import ModelError
 from megarl.models import dense, moe
-from megarl.models.architecture import Architecture, HFConfig, SglangFacts
+from megarl.models.architecture import HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse, refuse_biases, size
 from megarl.models.packings import FP8_BLOCK, Copy
 from megarl.models.prediction_layer import behind_the_decoder
 from megarl.models.rope import Rope, refuse_partial
+from megarl.models.text_family import text_family
 from megarl.models.weight_map import Rule, WeightMap
 
 LATENT_NORM_EPS = 1e-6
@@ -46,13 +47,13 @@ class LatentSizes:
         return cls(q_rank, *(size(hf_config, field) for field in fields))
 
 
-def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> dict[str, Any]:
     """Arguments of MLATransformerConfig.
 
     Raises:
         ModelError: biases, another router than V3's, or anything that the dense decoder refuses.
     """
-    sizes, latent, experts = _sizes(hf_config), LatentSizes.from_hf(hf_config), _experts(hf_config)
+    latent, experts = LatentSizes.from_hf(hf_config), _experts(hf_config)
     refuse_biases(hf_config)
     refuse(hf_config, "rope_interleave", True, "megarl rotates neighbouring pairs, as the published checkpoints are laid out")
     return (
@@ -73,9 +74,8 @@ def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
     )
 
 
-def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+def gpt_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> dict[str, Any]:
     """Vocabulary and tying; the rotary embedding belongs to the attention layers."""
-    sizes = _sizes(hf_config)
     return {
         "vocab_size": sizes.vocab_size,
         "max_sequence_length": size(hf_config, "max_position_embeddings"),
@@ -84,15 +84,13 @@ def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
     }
 
 
-def weight_map(hf_config: HFConfig) -> WeightMap:
+def weight_map(hf_config: HFConfig, sizes: dense.DenseSizes) -> WeightMap:
     """Latent attention, the dense first layers, and experts with their bias and the shared ones."""
-    sizes, experts = _sizes(hf_config), _experts(hf_config)
-    dense_layers = frozenset(range(sizes.num_layers)) - experts.layers
+    experts = _experts(hf_config)
     of_experts = moe.mlp_rules(experts, sizes.hidden_size, expert_bias=True)
     attention = _attention_rules(sizes, LatentSizes.from_hf(hf_config))
     more = behind_the_decoder(hf_config, sizes, [*attention, *of_experts])
-    mlp = [*dense.mlp_rules(sizes, dense_layers), *of_experts]
-    return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, **more)
+    return moe.weight_map(sizes, experts, attention, of_experts, **more)
 
 
 def _attention_rules(sizes: dense.DenseSizes, latent: LatentSizes) -> list[Rule]:
@@ -175,12 +173,13 @@ def _sglang_refusal(hf_config: HFConfig) -> str | None:
     return None
 
 
-ARCHITECTURE = Architecture(
-    name="deepseek_v3",
-    hf_classes=("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification"),
-    other_types=("kimi_k2",),
-    transformer_config_kwargs=transformer_config_kwargs,
-    gpt_kwargs=gpt_kwargs,
-    weight_map=weight_map,
+ARCHITECTURE = text_family(
+    "deepseek_v3",
+    ("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification"),
+    transformer_config_kwargs,
+    weight_map,
+    gpt_kwargs,
+    sizes_of=_sizes,
     sglang=SglangFacts(replicates_attention=True, refusal=_sglang_refusal, arguments={"disable_shared_experts_fusion": True}),
+    other_types=("kimi_k2",),
 )

@@ -7,12 +7,12 @@ common arguments and rules. An architecture's own file adds what is its own.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.errors import ModelError
 from megarl.models.hf_fields import refuse, refuse_quantised, size
-from megarl.models.packings import Copy, GateUp, GroupedQKV, Vocabulary
+from megarl.models.packings import Copy, GateUp, GroupedQKV, Packing, Vocabulary
 from megarl.models.rope import rope_kwargs
 from megarl.models.weight_map import Rule, WeightMap
 from megarl.models.windows import in_all_layers, window_kwargs
@@ -133,14 +133,9 @@ def weight_map(
     """
     hidden = sizes.hidden_size
     vocabulary = Vocabulary(sizes.vocab_size, hidden)
+    embedding = Rule("embedding.word_embeddings.weight", (HF_EMBEDDING,), vocabulary, stage="first")
     rules = (
-        Rule(
-            "embedding.word_embeddings.weight",
-            (HF_EMBEDDING,),
-            vocabulary,
-            stage="first",
-            whole_in_engines=embedding_whole_in_engines,
-        ),
+        replace(embedding, whole_in_engines=embedding_whole_in_engines),
         *attention,
         *mlp,
         Rule("decoder.final_layernorm.weight", ("model.norm.weight",), Copy((hidden,)), stage="last"),
@@ -166,24 +161,22 @@ def attention_rules(
     With `projection_norms` one norm is of all heads of q together, and one of all heads of k. `gated`: a part of q gates the
     output. `layers` are those that have it, None for all.
     """
-    hidden, hf = sizes.hidden_size, HF_LAYER + "self_attn."
-    qkv = LAYER + "self_attention.linear_qkv."
-    rules = [input_norm_rule(hidden, te_name=qkv + "layer_norm_weight", layers=layers)] if pre_norm else []
+    hidden, width = sizes.hidden_size, sizes.num_heads * sizes.head_dim
+    own, hf = LAYER + "self_attention.", HF_LAYER + "self_attn."
+
+    def rule(name: str, hf_names: Iterable[str], packing: Packing) -> Rule:
+        return Rule(own + name, tuple(hf + hf_name for hf_name in hf_names), packing, layers=layers)
+
+    rules = [input_norm_rule(hidden, te_name=own + "linear_qkv.layer_norm_weight", layers=layers)] if pre_norm else []
     for kind in ("weight", "bias") if bias else ("weight",):
         columns = hidden if kind == "weight" else None
         packing = GroupedQKV(sizes.num_heads, sizes.num_groups, sizes.head_dim, columns, gated)
-        rules.append(Rule(qkv + kind, tuple(f"{hf}{part}_proj.{kind}" for part in "qkv"), packing, layers=layers))
+        rules.append(rule(f"linear_qkv.{kind}", [f"{part}_proj.{kind}" for part in "qkv"], packing))
     for which, heads in (("q", sizes.num_heads), ("k", sizes.num_groups)) if head_norms or projection_norms else ():
-        name = f"{LAYER}self_attention.{which}_layernorm.weight"
         normed = heads * sizes.head_dim if projection_norms else sizes.head_dim
-        rules.append(Rule(name, (f"{hf}{which}_norm.weight",), Copy((normed,)), layers=layers))
-    width = sizes.num_heads * sizes.head_dim
-    packing_of_output = Copy((hidden, width), axis=1)
-    rules.append(Rule(LAYER + "self_attention.linear_proj.weight", (hf + "o_proj.weight",), packing_of_output, layers=layers))
-    if output_bias:
-        name = LAYER + "self_attention.linear_proj.bias"
-        rules.append(Rule(name, (hf + "o_proj.bias",), Copy((hidden,)), layers=layers))
-    return rules
+        rules.append(rule(f"{which}_layernorm.weight", [f"{which}_norm.weight"], Copy((normed,))))
+    rules.append(rule("linear_proj.weight", ["o_proj.weight"], Copy((hidden, width), axis=1)))
+    return [*rules, rule("linear_proj.bias", ["o_proj.bias"], Copy((hidden,)))] if output_bias else rules
 
 
 def input_norm_rule(hidden_size: int, te_name: str | None, layers: frozenset[int] | None = None) -> Rule:
@@ -207,8 +200,16 @@ def mlp_rules(
     bias: bool = False,
 ) -> list[Rule]:
     """The dense MLP, behind its norm (the hub's `hf_norm`) unless `pre_norm` is false, in `layers` (None: all), with biases."""
-    hidden, mlp, hf = sizes.hidden_size, LAYER + "mlp.", HF_LAYER + "mlp."
-    hf_gate_up = (hf + "gate_proj.weight", hf + "up_proj.weight")
+    hidden, ffn, mlp = sizes.hidden_size, sizes.ffn_size, LAYER + "mlp."
+
+    def rule(name: str, parts: Iterable[str], packing: Packing) -> Rule:
+        kind = name.rpartition(".")[2]
+        return Rule(mlp + name, tuple(f"{HF_LAYER}mlp.{part}_proj.{kind}" for part in parts), packing, layers=layers)
+
+    biases = [
+        rule("linear_fc1.bias", ("gate", "up"), GateUp(ffn, None)),
+        rule("linear_fc2.bias", ("down",), Copy((hidden,))),
+    ]
     norm = Rule(
         LAYER + "pre_mlp_layernorm.weight",
         (f"{HF_LAYER}{hf_norm}.weight",),
@@ -216,17 +217,11 @@ def mlp_rules(
         layers=layers,
         te_name=mlp + "linear_fc1.layer_norm_weight",
     )
-    biases = [
-        Rule(
-            mlp + "linear_fc1.bias", (hf + "gate_proj.bias", hf + "up_proj.bias"), GateUp(sizes.ffn_size, None), layers=layers
-        ),
-        Rule(mlp + "linear_fc2.bias", (hf + "down_proj.bias",), Copy((hidden,)), layers=layers),
-    ]
     return [
         *(biases if bias else ()),
         *([norm] if pre_norm else []),
-        Rule(mlp + "linear_fc1.weight", hf_gate_up, GateUp(sizes.ffn_size, hidden), layers=layers),
-        Rule(mlp + "linear_fc2.weight", (hf + "down_proj.weight",), Copy((hidden, sizes.ffn_size), axis=1), layers=layers),
+        rule("linear_fc1.weight", ("gate", "up"), GateUp(ffn, hidden)),
+        rule("linear_fc2.weight", ("down",), Copy((hidden, ffn), axis=1)),
     ]
 
 

@@ -57,8 +57,7 @@ class ExpertSlice:
 
     def __getitem__(self, key: Any) -> Tensor:
         """`[a:b]`, `[:, a:b]`, `[:]` or `[...]`."""
-        given = () if key is ... else key if isinstance(key, tuple) else (key,)
-        rows, columns = [*given, slice(None), slice(None)][:2]
+        rows, columns = _rows_and_columns(key)
         first, last, _ = rows.indices(self.place.rows)
         step = self.place.step
         box = slice(self.place.start + first * step, min(self.place.start + last * step, self.place.stop))
@@ -83,8 +82,12 @@ class RowSlice:
 
     def __getitem__(self, key: Any) -> Tensor:
         """`[a:b]`, `[:, a:b]`, `[:]` or `[...]`."""
-        given = () if key is ... else key if isinstance(key, tuple) else (key,)
-        rows, columns = [*given, slice(None), slice(None)][:2]
+        rows, columns = _rows_and_columns(key)
         first, last, _ = rows.indices(self.place.stop - self.place.start)
         found: Tensor = self.source[self.place.start + first : self.place.start + last, columns]
         return found
+
+
+def _rows_and_columns(key: Any) -> list[Any]:
+    given = () if key is ... else key if isinstance(key, tuple) else (key,)
+    return [*given, slice(None), slice(None)][:2]

@@ -9,12 +9,13 @@ from typing import Any
 
 from megarl.errors import ModelError
 from megarl.models import dense
-from megarl.models.architecture import Architecture, DecoderTraits, HFConfig, SglangFacts
-from megarl.models.hf_fields import refuse, size, with_defaults
+from megarl.models.architecture import DecoderTraits, HFConfig
+from megarl.models.hf_fields import positive, refuse, size
 from megarl.models.layer_ropes import LayerRope, gpt_kwargs_of_full_layers, rope_of_windows, with_rope_of_full_layers
 from megarl.models.rope import Rope
+from megarl.models.text_family import text_family
 from megarl.models.weight_map import WeightMap
-from megarl.models.windows import FULL, SLIDING, sliding_layers
+from megarl.models.windows import sliding_layers, with_windows
 
 DEFAULTS = {
     "vocab_size": 262_208,
@@ -41,62 +42,40 @@ def text_config(hf_config: HFConfig) -> HFConfig:
 
 
 def _filled(hf_config: HFConfig) -> HFConfig:
-    found = with_defaults(hf_config, DEFAULTS)
-    found["sliding_window"] = hf_config.get("sliding_window", WINDOW)
+    found = with_windows(hf_config, DEFAULTS, WINDOW, size(hf_config, "sliding_window_pattern", PATTERN))
     found.pop("hidden_act", None)  # of which transformers takes no notice here
-    if not found.get("layer_types"):
-        every = size(found, "sliding_window_pattern", PATTERN)
-        layers = range(1, size(found, "num_hidden_layers") + 1)
-        found["layer_types"] = [SLIDING if layer % every else FULL for layer in layers]
     return found
 
 
-def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> dict[str, Any]:
     """The dense decoder with `qk_layernorm`, a scale of attention scores, windows, and a gate of GELU's approximation by tanh.
 
     Raises:
         ModelError: biases, capped logits, attention in both directions, another gate, or anything that the dense decoder
             refuses.
     """
-    hf_config = text_config(hf_config)
     refuse(hf_config, "attention_bias", False, "megatron-core has no bias on q, k, v and o without one on the MLP")
     refuse(hf_config, "hidden_activation", "gelu_pytorch_tanh", "the MLP is built with this gate")
     refuse(hf_config, "use_bidirectional_attention", False, "attention is causal")
     for field in ("attn_logit_softcapping", "final_logit_softcapping"):
         if hf_config.get(field) is not None:
             raise ModelError(f"config.json: {field} is {hf_config[field]!r}; it must be null: logits are not capped")
-    scalar = hf_config["query_pre_attn_scalar"]
-    if not isinstance(scalar, (int, float)) or isinstance(scalar, bool) or scalar <= 0:
-        raise ModelError(f"config.json: query_pre_attn_scalar is {scalar!r}; it must be a number above 0")
-    kwargs = dense.transformer_config_kwargs(hf_config, dense.DenseSizes.from_hf(hf_config), sliding_layers(hf_config))
-    return kwargs | {
+    scale = positive(hf_config, "query_pre_attn_scalar") ** -0.5
+    return dense.transformer_config_kwargs(hf_config, sizes, sliding_layers(hf_config)) | {
         "qk_layernorm": True,
         "layernorm_zero_centered_gamma": True,
-        "softmax_scale": scalar**-0.5,
+        "softmax_scale": scale,
         "activation": "gelu_tanh",
     }
 
 
-def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
-    """Vocabulary, positions and tying.
-
-    Raises:
-        ModelError: a rotary embedding cannot be represented.
-    """
-    layer_rope(hf_config)
-    return gpt_kwargs_of_full_layers(text_config(hf_config))
-
-
 def layer_rope(hf_config: HFConfig) -> LayerRope:
     """The layers with a window, however long it is. Raises ModelError if their rotary embedding is scaled."""
-    hf_config = _filled(hf_config)
-    sizes, sliding = dense.DenseSizes.from_hf(hf_config), sliding_layers(hf_config) or frozenset()
-    return rope_of_windows(hf_config, sliding, sizes.head_dim, theta_field="rope_local_base_freq", theta=WINDOW_THETA)
+    return rope_of_windows(_filled(hf_config), theta_field="rope_local_base_freq", theta=WINDOW_THETA)
 
 
-def weight_map(hf_config: HFConfig) -> WeightMap:
+def weight_map(hf_config: HFConfig, sizes: dense.DenseSizes) -> WeightMap:
     """The common rules with norms of heads, and two further norms in every layer."""
-    sizes = dense.DenseSizes.from_hf(text_config(hf_config))
     attention = dense.attention_rules(sizes, head_norms=True)
     after = dense.post_norm_rules(sizes, "post_attention_layernorm", "post_feedforward_layernorm")
     mlp = dense.mlp_rules(sizes, hf_norm="pre_feedforward_layernorm")
@@ -117,14 +96,14 @@ def _sglang_refusal(hf_config: HFConfig) -> str | None:
     return None if kind in ("default", "linear") else f"it has no rotary embedding of type {kind!r} in this family"
 
 
-ARCHITECTURE = Architecture(
-    name="gemma3_text",
-    hf_classes=("Gemma3ForCausalLM", "Gemma3TextForSequenceClassification"),
-    transformer_config_kwargs=transformer_config_kwargs,
-    gpt_kwargs=gpt_kwargs,
-    weight_map=weight_map,
-    sglang=SglangFacts(refusal=_sglang_refusal),
+ARCHITECTURE = text_family(
+    "gemma3_text",
+    ("Gemma3ForCausalLM", "Gemma3TextForSequenceClassification"),
+    transformer_config_kwargs,
+    weight_map,
+    gpt_kwargs_of_full_layers,
     text_config=text_config,
+    refusal=_sglang_refusal,
     traits=traits,
     layer_rope=layer_rope,
 )

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from megarl.models import dense, moe
-from megarl.models.architecture import Architecture, HFConfig, SglangFacts
-from megarl.models.hf_fields import size, with_defaults
+from megarl.models.architecture import HFConfig, SglangFacts
+from megarl.models.hf_fields import size
 from megarl.models.prediction_layer import behind_the_decoder
-from megarl.models.rope import rope_refusal
+from megarl.models.text_family import text_family
 from megarl.models.weight_map import WeightMap
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}
@@ -20,19 +21,13 @@ PREDICTION_LAYERS = 1
 """How many a checkpoint has whose config does not say."""
 
 
-def text_config(hf_config: HFConfig) -> HFConfig:
-    """The config with what transformers gives fields that are missing."""
-    return with_defaults(hf_config, DEFAULTS)
-
-
-def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> dict[str, Any]:
     """The dense decoder, with biases on q, k and v or norms of their heads where the config says so, and experts.
 
     Raises:
         ModelError: another router than DeepSeek-V3's, or anything that the dense decoder refuses.
     """
-    hf_config = text_config(hf_config)
-    sizes, experts = dense.DenseSizes.from_hf(hf_config), _experts(hf_config)
+    experts = _experts(hf_config)
     return (
         dense.transformer_config_kwargs(hf_config, sizes)
         | {"add_qkv_bias": _has_bias(hf_config), "qk_layernorm": _has_head_norms(hf_config)}
@@ -41,21 +36,13 @@ def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
     )
 
 
-def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
-    """Vocabulary, positions and tying."""
-    hf_config = text_config(hf_config)
-    return dense.gpt_kwargs(hf_config, dense.DenseSizes.from_hf(hf_config), partial_rotary=True)
-
-
-def weight_map(hf_config: HFConfig) -> WeightMap:
+def weight_map(hf_config: HFConfig, sizes: dense.DenseSizes) -> WeightMap:
     """The common rules, the dense first layers, and experts with their bias and the shared one."""
-    sizes, experts = dense.DenseSizes.from_hf(hf_config), _experts(hf_config)
+    experts = _experts(hf_config)
     attention = dense.attention_rules(sizes, bias=_has_bias(hf_config), head_norms=_has_head_norms(hf_config))
-    dense_layers = frozenset(range(sizes.num_layers)) - experts.layers
     of_experts = moe.mlp_rules(experts, sizes.hidden_size, expert_bias=True)
     more = behind_the_decoder(hf_config, sizes, [*attention, *of_experts], PREDICTION_LAYERS)
-    mlp = [*dense.mlp_rules(sizes, dense_layers), *of_experts]
-    return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, **more)
+    return moe.weight_map(sizes, experts, attention, of_experts, **more)
 
 
 def _experts(hf_config: HFConfig) -> moe.MoeSizes:
@@ -71,16 +58,13 @@ def _has_head_norms(hf_config: HFConfig) -> bool:
     return bool(hf_config.get("use_qk_norm", False))
 
 
-def _sglang_refusal(hf_config: HFConfig) -> str | None:
-    return moe.tied_refusal(hf_config) or rope_refusal(text_config(hf_config))
-
-
-ARCHITECTURE = Architecture(
-    name="glm4_moe",
-    hf_classes=("Glm4MoeForCausalLM", "Glm4MoeForSequenceClassification"),
-    transformer_config_kwargs=transformer_config_kwargs,
-    gpt_kwargs=gpt_kwargs,
-    weight_map=weight_map,
-    sglang=SglangFacts(replicates_attention=True, refusal=_sglang_refusal, arguments={"disable_shared_experts_fusion": True}),
-    text_config=text_config,
+ARCHITECTURE = text_family(
+    "glm4_moe",
+    ("Glm4MoeForCausalLM", "Glm4MoeForSequenceClassification"),
+    transformer_config_kwargs,
+    weight_map,
+    partial(dense.gpt_kwargs, partial_rotary=True),
+    defaults=DEFAULTS,
+    sglang=SglangFacts(replicates_attention=True, arguments={"disable_shared_experts_fusion": True}),
+    refusal=moe.tied_refusal,
 )

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.models import dense, moe
-from megarl.models.architecture import Architecture, HFConfig, HubNames, SglangFacts
+from megarl.models.architecture import HFConfig, HubNames, SglangFacts
 from megarl.models.fused_experts import FusedExperts
-from megarl.models.hf_fields import refuse, with_defaults, without_mxfp4
+from megarl.models.hf_fields import refuse, size, without_mxfp4
 from megarl.models.packings import Copy
-from megarl.models.rope import rope_refusal
+from megarl.models.text_family import text_family
 from megarl.models.weight_map import Rule, WeightMap
-from megarl.models.windows import FULL, SLIDING, sliding_layers
+from megarl.models.windows import sliding_layers, with_windows
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "head_dim": 64, "attention_bias": True, "swiglu_limit": 7.0}
 """transformers' defaults that differ from those of other families."""
@@ -32,25 +32,21 @@ ALPHA = 1.702
 
 def text_config(hf_config: HFConfig) -> HFConfig:
     """The config with what transformers gives fields that are missing, and without what says that experts are MXFP4."""
-    found = with_defaults(without_mxfp4(hf_config), DEFAULTS)
-    found["sliding_window"] = hf_config.get("sliding_window", WINDOW)
-    if not found.get("layer_types"):
-        found["layer_types"] = [(FULL, SLIDING)[(n + 1) % 2] for n in range(int(found.get("num_hidden_layers") or 0))]
+    found = with_windows(without_mxfp4(hf_config), DEFAULTS, WINDOW, pattern=2)
     if not found.get("rope_parameters") and not found.get("rope_scaling"):
         found["rope_scaling"] = DEFAULT_ROPE
     return found
 
 
-def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> dict[str, Any]:
     """The dense decoder with sinks, windows and biases, and experts whose gate is x * sigmoid(1.702 x), clamped, times up + 1.
 
     Raises:
         ModelError: another gate, no biases, or anything that the dense decoder refuses.
     """
-    hf_config = text_config(hf_config)
     refuse(hf_config, "attention_bias", True, "megatron-core has biases on all of attention, experts and router, or on none")
     refuse(hf_config, "swiglu_alpha", ALPHA, "megatron-core's gate is x * sigmoid(1.702 x)")
-    sizes, experts = dense.DenseSizes.from_hf(hf_config), _experts(hf_config)
+    experts = moe.in_every_layer(hf_config)
     return (
         dense.transformer_config_kwargs(hf_config, sizes, sliding_layers(hf_config))
         | moe.transformer_config_kwargs(experts, sizes.num_layers)
@@ -66,54 +62,36 @@ def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
     )
 
 
-def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
-    """Vocabulary, positions and tying."""
-    hf_config = text_config(hf_config)
-    return dense.gpt_kwargs(hf_config, dense.DenseSizes.from_hf(hf_config))
-
-
-def weight_map(hf_config: HFConfig) -> WeightMap:
+def weight_map(hf_config: HFConfig, sizes: dense.DenseSizes) -> WeightMap:
     """The common rules with biases, a sink for each head, and experts with biases."""
-    hf_config = text_config(hf_config)
-    sizes, experts = dense.DenseSizes.from_hf(hf_config), _experts(hf_config)
+    experts, sinks = moe.in_every_layer(hf_config), Copy((sizes.num_heads,), axis=0)
+    name, hf_name = "self_attention.core_attention.softmax_offset", "self_attn.sinks"
     attention = dense.attention_rules(sizes, bias=True, output_bias=True)
-    attention.append(
-        Rule(
-            dense.LAYER + "self_attention.core_attention.softmax_offset",
-            (dense.HF_LAYER + "self_attn.sinks",),
-            Copy((sizes.num_heads,), axis=0),
-        )
-    )
+    attention.append(Rule(dense.LAYER + name, (dense.HF_LAYER + hf_name,), sinks))
     mlp = moe.mlp_rules(experts, sizes.hidden_size, hf_router="router", bias=True)
     return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts)
 
 
 def fused_experts(hf_config: HFConfig) -> FusedExperts:
     """The experts' sizes; rows of gate and up alternate, and each projection has a bias."""
-    hf_config = text_config(hf_config)
-    experts = _experts(hf_config)
-    return FusedExperts(experts.num_experts, dense.DenseSizes.from_hf(hf_config).hidden_size, experts.expert_ffn_size, True)
-
-
-def _experts(hf_config: HFConfig) -> moe.MoeSizes:
-    layers, fields = range(dense.DenseSizes.from_hf(hf_config).num_layers), ("num_local_experts", "num_experts")
-    return moe.MoeSizes.from_hf(hf_config, layers, experts_fields=fields, ffn_field="intermediate_size")
+    experts, hidden_size = moe.in_every_layer(hf_config), size(hf_config, "hidden_size")
+    return FusedExperts(experts.num_experts, hidden_size, experts.expert_ffn_size, alternating=True)
 
 
 def _sglang_refusal(hf_config: HFConfig) -> str | None:
     if hf_config.get("quantization_config"):
         return "it would hold MXFP4 experts, where updates are bfloat16; convert the folder with `megarl convert` first"
-    return rope_refusal(hf_config)
+    return None
 
 
-ARCHITECTURE = Architecture(
-    name="gpt_oss",
-    hf_classes=("GptOssForCausalLM", "GptOssForSequenceClassification"),
-    transformer_config_kwargs=transformer_config_kwargs,
-    gpt_kwargs=gpt_kwargs,
-    weight_map=weight_map,
-    sglang=SglangFacts(refusal=_sglang_refusal, arguments={"moe_runner_backend": "triton"}),  # its default transposes experts
-    hub=HubNames(alternating=True),
+ARCHITECTURE = text_family(
+    "gpt_oss",
+    ("GptOssForCausalLM", "GptOssForSequenceClassification"),
+    transformer_config_kwargs,
+    weight_map,
     text_config=text_config,
+    sglang=SglangFacts(arguments={"moe_runner_backend": "triton"}),  # its default transposes experts
+    refusal=_sglang_refusal,
+    hub=HubNames(alternating=True),
     fused_experts=fused_experts,
 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.errors import ModelError
 from megarl.models import dense
-from megarl.models.architecture import Architecture, DecoderTraits, HFConfig
-from megarl.models.hf_fields import refuse_biases
-from megarl.models.llama import gpt_kwargs, weight_map
+from megarl.models.architecture import DecoderTraits, HFConfig
+from megarl.models.hf_fields import positive, refuse_biases
+from megarl.models.llama import weight_map
+from megarl.models.text_family import text_family
 
 
-def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> dict[str, Any]:
     """The dense decoder without biases, whose attention has a scale of its own.
 
     Raises:
@@ -19,31 +19,23 @@ def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
     """
     refuse_biases(hf_config)
     traits(hf_config)
-    scale = _multiplier(hf_config, "attention_multiplier")
-    return dense.transformer_config_kwargs(hf_config, dense.DenseSizes.from_hf(hf_config)) | {"softmax_scale": scale}
+    scale = positive(hf_config, "attention_multiplier", 1.0)
+    return dense.transformer_config_kwargs(hf_config, sizes) | {"softmax_scale": scale}
 
 
 def traits(hf_config: HFConfig) -> DecoderTraits:
     """The other multipliers. Raises ModelError if one is no positive number."""
     return DecoderTraits(
-        embedding_multiplier=_multiplier(hf_config, "embedding_multiplier"),
-        residual_multiplier=_multiplier(hf_config, "residual_multiplier"),
-        logits_divisor=_multiplier(hf_config, "logits_scaling"),
+        embedding_multiplier=positive(hf_config, "embedding_multiplier", 1.0),
+        residual_multiplier=positive(hf_config, "residual_multiplier", 1.0),
+        logits_divisor=positive(hf_config, "logits_scaling", 1.0),
     )
 
 
-def _multiplier(hf_config: HFConfig, field: str) -> float:
-    value = hf_config.get(field, 1.0)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
-        raise ModelError(f"config.json: {field} is {value!r}; it must be a number above 0")
-    return float(value)
-
-
-ARCHITECTURE = Architecture(
-    name="granite",
-    hf_classes=("GraniteForCausalLM", "GraniteForSequenceClassification"),
-    transformer_config_kwargs=transformer_config_kwargs,
-    gpt_kwargs=gpt_kwargs,
-    weight_map=weight_map,
+ARCHITECTURE = text_family(
+    "granite",
+    ("GraniteForCausalLM", "GraniteForSequenceClassification"),
+    transformer_config_kwargs,
+    weight_map,
     traits=traits,
 )

@@ -23,6 +23,14 @@ def size(hf_config: dict[str, Any], field: str, default: int | None = None, *, l
     return value
 
 
+def positive(hf_config: dict[str, Any], field: str, default: float | None = None) -> float:
+    """A field that must be a number above 0, `default` where it is absent. Raises ModelError if it is not."""
+    value = hf_config.get(field, default)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+        raise ModelError(f"config.json: {field} is {value!r}; it must be a number above 0")
+    return float(value)
+
+
 def with_defaults(hf_config: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that are not null, and `defaults` of those that are missing or null."""
     return {**defaults, **{name: value for name, value in hf_config.items() if value is not None}}

@@ -26,8 +26,10 @@ from megarl.models.fused_experts import BLOCKS, SCALES, ExpertPlace, FusedExpert
 from megarl.models.fused_rows import FusedRows, MatrixPlace
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.safetensors_layout import Entry, read_entries, read_json_without_duplicates
+from megarl.models.transformers_names import with_prefix
 from megarl.models.weight_formats import mxfp4_in
 from megarl.models.weight_map import WeightMap
+from megarl.models.weight_tensors import gathered
 from megarl.system.atomic_files import whole_folder
 
 SINGLE_FILE = "model.safetensors"
@@ -93,10 +95,7 @@ class HFFolder:
             return ()
 
     def _hub_name(self, stored: str) -> str:
-        for other, hub in self._other_names:
-            if stored.startswith(other):
-                return hub + stored.removeprefix(other)
-        return stored
+        return with_prefix(stored, self._other_names)
 
     @cached_property
     def _file_of_stored(self) -> Mapping[str, str]:
@@ -270,7 +269,9 @@ def new_folder(path: str | Path, config_file: str, config: Mapping[str, Any]) ->
     with whole_folder(target) as staging:
         (staging / config_file).write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n", encoding="utf-8")
         yield staging
-        _open_to_others(staging, (staging / config_file).stat().st_mode & 0o777)
+        file_mode = (staging / config_file).stat().st_mode & 0o777  # the umask's; safetensors writes private files
+        for file in filter(Path.is_file, staging.iterdir()):
+            os.chmod(file, file_mode)
 
 
 def fused_of(config: Mapping[str, Any]) -> FusedExperts | FusedRows | None:
@@ -285,28 +286,22 @@ def fused_of(config: Mapping[str, Any]) -> FusedExperts | FusedRows | None:
 
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> None:
     shards: list[list[str]] = []
-    held: dict[str, Tensor] = {}
-    held_bytes = total_bytes = 0
-    seen: set[str] = set()
+    seen: dict[str, int] = {}
 
-    def flush() -> None:
-        nonlocal held, held_bytes
-        save_file(held, folder / f"{len(shards)}.part", metadata={"format": "pt"})
-        shards.append(list(held))
-        held, held_bytes = {}, 0
+    def each_once() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            if name in seen:
+                raise ModelError(f"tensor '{name}' comes twice; each tensor is exported once")
+            seen[name] = tensor.nbytes
+            yield name, tensor.detach().cpu().contiguous()
 
-    for name, tensor in tensors:
-        if name in seen:
-            raise ModelError(f"tensor '{name}' comes twice; each tensor is exported once")
-        seen.add(name)
-        tensor = tensor.detach().cpu().contiguous()
-        if held and held_bytes + tensor.nbytes > max_shard_bytes:
-            flush()
-        held[name] = tensor
-        held_bytes += tensor.nbytes
-        total_bytes += tensor.nbytes
-    if held or not shards:
-        flush()
+    for held in gathered(each_once(), max_shard_bytes, lambda named: named[1].nbytes):
+        save_file(dict(held), folder / f"{len(shards)}.part", metadata={"format": "pt"})
+        shards.append([name for name, _ in held])
+        del held  # before the next ones are gathered
+    if not shards:
+        save_file({}, folder / "0.part", metadata={"format": "pt"})
+        shards.append([])
     if len(shards) == 1:
         (folder / "0.part").rename(folder / SINGLE_FILE)
         return
@@ -315,7 +310,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard
         file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         (folder / f"{number}.part").rename(folder / file)
         file_of |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(file_of.items()))}
+    index = {"metadata": {"total_size": sum(seen.values())}, "weight_map": dict(sorted(file_of.items()))}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
@@ -327,10 +322,3 @@ def copy_companions(source: Path, target: Path) -> None:
                 shutil.copytree(file, target / file.name, dirs_exist_ok=True)
             else:
                 shutil.copy(file, target / file.name)
-
-
-def _open_to_others(folder: Path, file_mode: int) -> None:
-    """Give the files the mode that the user's umask gives to new ones; safetensors writes private ones."""
-    for file in folder.iterdir():
-        if file.is_file():
-            os.chmod(file, file_mode)

@@ -8,7 +8,7 @@ from typing import Any
 from megarl.errors import ModelError
 from megarl.models import dense
 from megarl.models.rope import Rope, refuse_partial, rope_kwargs
-from megarl.models.windows import FULL, SLIDING
+from megarl.models.windows import FULL, SLIDING, sliding_layers
 
 KINDS_OF_FULL = ("default", "linear", "yarn")
 
@@ -36,10 +36,8 @@ def with_rope_of_full_layers(hf_config: dict[str, Any], *, full_theta: float) ->
     return found | {"rope_parameters": parameters}
 
 
-def rope_of_windows(
-    hf_config: dict[str, Any], sliding: frozenset[int], head_dim: int, *, theta_field: str | None, theta: float
-) -> LayerRope:
-    """The rotation of the layers `sliding`: unscaled, by a base that `theta_field` had before transformers 5, or `theta`.
+def rope_of_windows(hf_config: dict[str, Any], *, theta_field: str | None, theta: float) -> LayerRope:
+    """The rotation of the layers with a window: unscaled, by a base that `theta_field` had before transformers 5, or `theta`.
 
     Raises:
         ModelError: `rope_parameters` is not by kind of layer, or their frequencies are scaled.
@@ -50,18 +48,18 @@ def rope_of_windows(
     for field in ("rope_scaling", "rope_theta"):
         own.pop(field, None)
     Rope.from_hf(own, kinds=("default",))
-    rope_kwargs(own, head_dim)
-    return LayerRope(sliding, own)
+    rope_kwargs(own, dense.DenseSizes.from_hf(hf_config).head_dim)
+    return LayerRope(sliding_layers(hf_config) or frozenset(), own)
 
 
-def gpt_kwargs_of_full_layers(hf_config: dict[str, Any]) -> dict[str, Any]:
+def gpt_kwargs_of_full_layers(hf_config: dict[str, Any], sizes: dense.DenseSizes) -> dict[str, Any]:
     """Vocabulary, positions and tying of a config by `with_rope_of_full_layers`.
 
     Raises:
         ModelError: the frequencies are scaled as families here cannot.
     """
     refuse_partial(Rope.from_hf(hf_config, kinds=KINDS_OF_FULL))
-    return dense.gpt_kwargs(hf_config, dense.DenseSizes.from_hf(hf_config))
+    return dense.gpt_kwargs(hf_config, sizes)
 
 
 def _of_kind(hf_config: dict[str, Any], kind: str) -> dict[str, Any]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.models import dense
-from megarl.models.architecture import Architecture, HFConfig, SglangFacts
+from megarl.models.architecture import HFConfig
 from megarl.models.hf_fields import refuse_biases
 from megarl.models.prediction_layer import behind_the_decoder
-from megarl.models.rope import rope_refusal
+from megarl.models.text_family import text_family
 from megarl.models.weight_map import WeightMap
 
 
-def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> dict[str, Any]:
     """The dense decoder, with biases on all projections or on none.
 
     Raises:
@@ -21,7 +21,7 @@ def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
     biases = has_biases(hf_config)
     if not biases:
         refuse_biases(hf_config)
-    return dense.transformer_config_kwargs(hf_config, dense.DenseSizes.from_hf(hf_config)) | {"add_bias_linear": biases}
+    return dense.transformer_config_kwargs(hf_config, sizes) | {"add_bias_linear": biases}
 
 
 def has_biases(hf_config: HFConfig) -> bool:
@@ -29,30 +29,18 @@ def has_biases(hf_config: HFConfig) -> bool:
     return bool(hf_config.get("attention_bias")) and bool(hf_config.get("mlp_bias"))
 
 
-def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
-    """Vocabulary, positions and tying."""
-    return dense.gpt_kwargs(hf_config, dense.DenseSizes.from_hf(hf_config))
-
-
-def weight_map(hf_config: HFConfig) -> WeightMap:
+def weight_map(hf_config: HFConfig, sizes: dense.DenseSizes) -> WeightMap:
     """The common rules, and biases where the config has them everywhere."""
-    sizes, biases = dense.DenseSizes.from_hf(hf_config), has_biases(hf_config)
+    biases = has_biases(hf_config)
     attention = dense.attention_rules(sizes, bias=biases, output_bias=biases)
     mlp = dense.mlp_rules(sizes, bias=biases)
     return dense.weight_map(sizes, attention, mlp, **behind_the_decoder(hf_config, sizes, [*attention, *mlp]))
 
 
-def _sglang_refusal(hf_config: HFConfig) -> str | None:
-    if has_biases(hf_config):
-        return "its MLP has no biases, whatever mlp_bias says"
-    return rope_refusal(hf_config)
-
-
-ARCHITECTURE = Architecture(
-    name="llama",
-    hf_classes=("LlamaForCausalLM", "LlamaForSequenceClassification"),
-    transformer_config_kwargs=transformer_config_kwargs,
-    gpt_kwargs=gpt_kwargs,
-    weight_map=weight_map,
-    sglang=SglangFacts(refusal=_sglang_refusal),
+ARCHITECTURE = text_family(
+    "llama",
+    ("LlamaForCausalLM", "LlamaForSequenceClassification"),
+    transformer_config_kwargs,
+    weight_map,
+    refusal=lambda hf_config: "its MLP has no biases, whatever mlp_bias says" if has_biases(hf_config) else None,
 )

@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.models import dense, moe
-from megarl.models.architecture import Architecture, HFConfig, HubNames, SglangFacts
-from megarl.models.llama import gpt_kwargs
+from megarl.models.architecture import HFConfig, HubNames
 from megarl.models.rope import Rope
+from megarl.models.text_family import text_family
 from megarl.models.weight_map import WeightMap
-from megarl.models.windows import in_all_layers, window_refusal
+from megarl.models.windows import in_all_layers
 
 HUB = HubNames(expert=("w1", "w3", "w2"), block="block_sparse_moe")
 
 
-def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> dict[str, Any]:
     """The dense decoder with experts in place of the MLP.
 
     Raises:
         ModelError: anything that the dense decoder refuses.
     """
-    sizes, experts = _sizes(hf_config)
+    experts = moe.in_every_layer(hf_config)
     sliding = in_all_layers(hf_config, sliding=hf_config.get("sliding_window") is not None)
     return (
         dense.transformer_config_kwargs(hf_config, sizes, sliding)
@@ -29,32 +29,26 @@ def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
     )
 
 
-def weight_map(hf_config: HFConfig) -> WeightMap:
+def weight_map(hf_config: HFConfig, sizes: dense.DenseSizes) -> WeightMap:
     """The common rules, with the experts' under the names that Mixtral has for them."""
-    sizes, experts = _sizes(hf_config)
-    mlp = moe.mlp_rules(experts, sizes.hidden_size, hf_block=f"{HUB.block}.", hf_expert=HUB.expert)
-    return dense.weight_map(sizes, dense.attention_rules(sizes), mlp, num_experts=experts.num_experts)
-
-
-def _sizes(hf_config: HFConfig) -> tuple[dense.DenseSizes, moe.MoeSizes]:
-    sizes = dense.DenseSizes.from_hf(hf_config)
-    layers, fields = range(sizes.num_layers), ("num_local_experts", "num_experts")
-    return sizes, moe.MoeSizes.from_hf(hf_config, layers, experts_fields=fields, ffn_field="intermediate_size")
+    experts = moe.in_every_layer(hf_config)
+    of_experts = moe.mlp_rules(experts, sizes.hidden_size, hf_block=f"{HUB.block}.", hf_expert=HUB.expert)
+    return dense.weight_map(sizes, dense.attention_rules(sizes), of_experts, num_experts=experts.num_experts)
 
 
 def _sglang_refusal(hf_config: HFConfig) -> str | None:
     rope = Rope.from_hf(hf_config)
     if rope.kind != "default":
         return f"it takes no notice of {rope.field}.rope_type = {rope.kind!r}"
-    return moe.tied_refusal(hf_config) or window_refusal(transformer_config_kwargs(hf_config))
+    return moe.tied_refusal(hf_config)
 
 
-ARCHITECTURE = Architecture(
-    name="mixtral",
-    hf_classes=("MixtralForCausalLM", "MixtralForSequenceClassification"),
-    transformer_config_kwargs=transformer_config_kwargs,
-    gpt_kwargs=gpt_kwargs,
-    weight_map=weight_map,
-    sglang=SglangFacts(refusal=_sglang_refusal),
+ARCHITECTURE = text_family(
+    "mixtral",
+    ("MixtralForCausalLM", "MixtralForSequenceClassification"),
+    transformer_config_kwargs,
+    weight_map,
+    refusal=_sglang_refusal,
+    serves_windows=False,
     hub=HUB,
 )

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.errors import ModelError
-from megarl.models.dense import HF_LAYER, LAYER
+from megarl.models import dense
+from megarl.models.dense import HF_LAYER, LAYER, DenseSizes
 from megarl.models.hf_fields import refuse, size
 from megarl.models.packings import Copy, GateUp
-from megarl.models.weight_map import Rule
+from megarl.models.weight_map import Rule, WeightMap
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,21 @@ def behind_dense_layers(hf_config: dict[str, Any], *, dense_layers: int = 0, sha
         ffn_field="moe_intermediate_size",
         shared_experts=size(hf_config, "n_shared_experts", default=shared_experts, least=0),
     )
+
+
+def in_every_layer(hf_config: dict[str, Any]) -> MoeSizes:
+    """Experts in all layers, as Mixtral calls the fields. Raises ModelError as `MoeSizes.from_hf`."""
+    layers, fields = range(size(hf_config, "num_hidden_layers")), ("num_local_experts", "num_experts")
+    return MoeSizes.from_hf(hf_config, layers, experts_fields=fields, ffn_field="intermediate_size")
+
+
+def weight_map(
+    sizes: DenseSizes, experts: MoeSizes, attention: Iterable[Rule], of_experts: Iterable[Rule], **more: Any
+) -> WeightMap:
+    """`dense.weight_map` of a family whose layers without experts have a dense MLP."""
+    dense_layers = frozenset(range(sizes.num_layers)) - experts.layers
+    mlp = [*dense.mlp_rules(sizes, dense_layers), *of_experts]
+    return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, **more)
 
 
 def transformer_config_kwargs(moe: MoeSizes, num_layers: int) -> dict[str, Any]:

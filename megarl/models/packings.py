@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from megarl.errors import LayoutError
 
@@ -90,11 +90,7 @@ class GroupedQKV:
     head_dim: int
     hidden_size: int | None
     gated: bool = False
-
-    @property
-    def tp_axis(self) -> int:
-        """Output rows."""
-        return 0
+    tp_axis: ClassVar[int] = 0
 
     @property
     def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -137,11 +133,7 @@ class GateUp:
 
     ffn_size: int
     hidden_size: int | None
-
-    @property
-    def tp_axis(self) -> int:
-        """Output rows."""
-        return 0
+    tp_axis: ClassVar[int] = 0
 
     @property
     def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -170,21 +162,12 @@ class HeadSection:
 @dataclass(frozen=True)
 class Sections:
     """Sections one after the other; of each a rank has its share of the `units`, which are heads. Checkpoints of megatron-core
-    store each section as a tensor of its own. `shapes` are those of the Hugging Face tensors."""
+    store each section as a tensor of its own."""
 
-    shapes: tuple[tuple[int, ...], ...]
+    hf_shapes: tuple[tuple[int, ...], ...]
     units: int
     sections: tuple[HeadSection, ...]
-
-    @property
-    def tp_axis(self) -> int:
-        """Output rows."""
-        return 0
-
-    @property
-    def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes as they were given."""
-        return self.shapes
+    tp_axis: ClassVar[int] = 0
 
     def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
         """The rank's units of every section."""
@@ -211,11 +194,7 @@ class Vocabulary:
 
     vocab_size: int
     hidden_size: int
-
-    @property
-    def tp_axis(self) -> int:
-        """Token ids."""
-        return 0
+    tp_axis: ClassVar[int] = 0
 
     @property
     def hf_shapes(self) -> tuple[tuple[int, ...], ...]:

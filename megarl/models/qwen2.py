@@ -5,27 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.models import dense
-from megarl.models.architecture import Architecture, HFConfig, SglangFacts
+from megarl.models.architecture import HFConfig
 from megarl.models.prediction_layer import behind_the_decoder
-from megarl.models.rope import rope_refusal
+from megarl.models.text_family import text_family
 from megarl.models.weight_map import WeightMap
-from megarl.models.windows import DEFAULT_WINDOW, qwen_sliding_layers, window_refusal
+from megarl.models.windows import DEFAULT_WINDOW, qwen_sliding_layers
 
 
-def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> dict[str, Any]:
     """The dense decoder with `add_qkv_bias`."""
-    sizes, sliding = dense.DenseSizes.from_hf(hf_config), qwen_sliding_layers(hf_config)
+    sliding = qwen_sliding_layers(hf_config)
     return dense.transformer_config_kwargs(hf_config, sizes, sliding, DEFAULT_WINDOW) | {"add_qkv_bias": True}
 
 
-def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
-    """Vocabulary, positions and tying."""
-    return dense.gpt_kwargs(hf_config, dense.DenseSizes.from_hf(hf_config))
-
-
-def weight_map(hf_config: HFConfig) -> WeightMap:
+def weight_map(hf_config: HFConfig, sizes: dense.DenseSizes) -> WeightMap:
     """The common rules and the biases, packed as the weights are."""
-    sizes = dense.DenseSizes.from_hf(hf_config)
     attention, mlp = dense.attention_rules(sizes, bias=True), dense.mlp_rules(sizes)
     more = {} if qwen_sliding_layers(hf_config) else behind_the_decoder(hf_config, sizes, [*attention, *mlp])
     return dense.weight_map(sizes, attention, mlp, **more)
@@ -34,15 +28,15 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
 def _sglang_refusal(hf_config: HFConfig) -> str | None:
     own, said = hf_config["hidden_size"] // hf_config["num_attention_heads"], hf_config.get("head_dim")
     if said in (None, own):
-        return window_refusal(transformer_config_kwargs(hf_config)) or rope_refusal(hf_config)
+        return None
     return f"it takes heads of hidden_size / num_attention_heads = {own} dimensions, whatever head_dim = {said} says"
 
 
-ARCHITECTURE = Architecture(
-    name="qwen2",
-    hf_classes=("Qwen2ForCausalLM", "Qwen2ForSequenceClassification"),
-    transformer_config_kwargs=transformer_config_kwargs,
-    gpt_kwargs=gpt_kwargs,
-    weight_map=weight_map,
-    sglang=SglangFacts(refusal=_sglang_refusal),
+ARCHITECTURE = text_family(
+    "qwen2",
+    ("Qwen2ForCausalLM", "Qwen2ForSequenceClassification"),
+    transformer_config_kwargs,
+    weight_map,
+    refusal=_sglang_refusal,
+    serves_windows=False,
 )

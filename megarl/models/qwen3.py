@@ -2,57 +2,42 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from megarl.models import dense
-from megarl.models.architecture import Architecture, HFConfig, SglangFacts
+from megarl.models.architecture import HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse_biases
 from megarl.models.prediction_layer import behind_the_decoder
-from megarl.models.rope import rope_refusal
+from megarl.models.text_family import text_family
 from megarl.models.weight_map import WeightMap
-from megarl.models.windows import DEFAULT_WINDOW, qwen_sliding_layers, window_refusal
-
-DEFAULT_HEAD_DIM = 128
+from megarl.models.windows import DEFAULT_WINDOW, qwen_sliding_layers
 
 
-def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> dict[str, Any]:
     """The dense decoder with `qk_layernorm`.
 
     Raises:
         ModelError: biases, or anything that the dense decoder refuses.
     """
     refuse_biases(hf_config)
-    kwargs = dense.transformer_config_kwargs(hf_config, _sizes(hf_config), qwen_sliding_layers(hf_config), DEFAULT_WINDOW)
-    return kwargs | {"qk_layernorm": True}
+    sliding = qwen_sliding_layers(hf_config)
+    return dense.transformer_config_kwargs(hf_config, sizes, sliding, DEFAULT_WINDOW) | {"qk_layernorm": True}
 
 
-def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
-    """Vocabulary, positions and tying."""
-    return dense.gpt_kwargs(hf_config, _sizes(hf_config))
-
-
-def weight_map(hf_config: HFConfig) -> WeightMap:
+def weight_map(hf_config: HFConfig, sizes: dense.DenseSizes) -> WeightMap:
     """The common rules and the norms of q and k, shared by all heads and whole on every rank."""
-    sizes = _sizes(hf_config)
     attention, mlp = dense.attention_rules(sizes, head_norms=True), dense.mlp_rules(sizes)
     more = {} if qwen_sliding_layers(hf_config) else behind_the_decoder(hf_config, sizes, [*attention, *mlp])
     return dense.weight_map(sizes, attention, mlp, **more)
 
 
-def _sizes(hf_config: HFConfig) -> dense.DenseSizes:
-    """The config's sizes."""
-    return dense.DenseSizes.from_hf(hf_config, head_dim=DEFAULT_HEAD_DIM)
-
-
-def _sglang_refusal(hf_config: HFConfig) -> str | None:
-    return window_refusal(transformer_config_kwargs(hf_config)) or rope_refusal(hf_config)
-
-
-ARCHITECTURE = Architecture(
-    name="qwen3",
-    hf_classes=("Qwen3ForCausalLM", "Qwen3ForSequenceClassification"),
-    transformer_config_kwargs=transformer_config_kwargs,
-    gpt_kwargs=gpt_kwargs,
-    weight_map=weight_map,
-    sglang=SglangFacts(replicates_attention=True, refusal=_sglang_refusal),
+ARCHITECTURE = text_family(
+    "qwen3",
+    ("Qwen3ForCausalLM", "Qwen3ForSequenceClassification"),
+    transformer_config_kwargs,
+    weight_map,
+    sizes_of=partial(dense.DenseSizes.from_hf, head_dim=128),
+    sglang=SglangFacts(replicates_attention=True),
+    serves_windows=False,
 )

@@ -5,22 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.models import dense, moe
-from megarl.models.architecture import Architecture, HFConfig, SglangFacts
+from megarl.models.architecture import HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse_biases, size
-from megarl.models.llama import gpt_kwargs
-from megarl.models.rope import rope_refusal
+from megarl.models.text_family import text_family
 from megarl.models.weight_map import WeightMap
-from megarl.models.windows import DEFAULT_WINDOW, in_all_layers, window_refusal
+from megarl.models.windows import DEFAULT_WINDOW, in_all_layers
 
 
-def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> dict[str, Any]:
     """The dense decoder with `qk_layernorm`, and experts in place of the MLP where the config says so.
 
     Raises:
         ModelError: biases, or anything that the dense decoder refuses.
     """
     refuse_biases(hf_config)
-    sizes, experts = dense.DenseSizes.from_hf(hf_config), experts_of(hf_config)
+    experts = experts_of(hf_config)
     sliding = in_all_layers(hf_config, sliding=bool(hf_config.get("use_sliding_window")))
     return (
         dense.transformer_config_kwargs(hf_config, sizes, sliding, DEFAULT_WINDOW)
@@ -30,13 +29,11 @@ def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
     )
 
 
-def weight_map(hf_config: HFConfig) -> WeightMap:
+def weight_map(hf_config: HFConfig, sizes: dense.DenseSizes) -> WeightMap:
     """The common rules, the norms of q and k, and the experts' where a layer has them."""
-    sizes, experts = dense.DenseSizes.from_hf(hf_config), experts_of(hf_config)
-    dense_layers = frozenset(range(sizes.num_layers)) - experts.layers
-    mlp = [*dense.mlp_rules(sizes, dense_layers), *moe.mlp_rules(experts, sizes.hidden_size)]
-    attention = dense.attention_rules(sizes, head_norms=True)
-    return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts)
+    experts = experts_of(hf_config)
+    of_experts = moe.mlp_rules(experts, sizes.hidden_size)
+    return moe.weight_map(sizes, experts, dense.attention_rules(sizes, head_norms=True), of_experts)
 
 
 def experts_of(hf_config: HFConfig) -> moe.MoeSizes:
@@ -50,15 +47,15 @@ def experts_of(hf_config: HFConfig) -> moe.MoeSizes:
 def _sglang_refusal(hf_config: HFConfig) -> str | None:
     if hf_config.get("mlp_only_layers") or hf_config.get("decoder_sparse_step", 1) != 1:
         return "it gives every layer experts, whatever mlp_only_layers and decoder_sparse_step say"
-    refusals = (moe.tied_refusal(hf_config), window_refusal(transformer_config_kwargs(hf_config)), rope_refusal(hf_config))
-    return next(filter(None, refusals), None)
+    return moe.tied_refusal(hf_config)
 
 
-ARCHITECTURE = Architecture(
-    name="qwen3_moe",
-    hf_classes=("Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification"),
-    transformer_config_kwargs=transformer_config_kwargs,
-    gpt_kwargs=gpt_kwargs,
-    weight_map=weight_map,
-    sglang=SglangFacts(replicates_attention=True, refusal=_sglang_refusal),
+ARCHITECTURE = text_family(
+    "qwen3_moe",
+    ("Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification"),
+    transformer_config_kwargs,
+    weight_map,
+    sglang=SglangFacts(replicates_attention=True),
+    refusal=_sglang_refusal,
+    serves_windows=False,
 )

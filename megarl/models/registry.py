@@ -1,6 +1,6 @@
 """The architectures, and finding that of a Hugging Face model folder.
 
-A new one is a file beside this and an entry in `ARCHITECTURES`, or a file of the user's own that `model.architecture` names.
+A new one is a file beside this and an entry in `_FAMILIES`, or a file of the user's own that `model.architecture` names.
 Options bring theirs in the file `families.py`.
 """
 
@@ -34,24 +34,12 @@ from megarl.models.architecture import Architecture
 from megarl.option_list import OPTIONS, parts
 from megarl.system.user_code import absolute_name, load_user_object
 
+_FAMILIES = (
+    llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v3, glm4_moe, glm4, olmo2, olmo3, gemma3_text, phi3, smollm3,
+    seed_oss, granite, gpt_oss,
+)  # fmt: skip
 ARCHITECTURES: tuple[Architecture, ...] = (
-    llama.ARCHITECTURE,
-    mistral.ARCHITECTURE,
-    qwen2.ARCHITECTURE,
-    qwen3.ARCHITECTURE,
-    mixtral.ARCHITECTURE,
-    qwen3_moe.ARCHITECTURE,
-    deepseek_v3.ARCHITECTURE,
-    glm4_moe.ARCHITECTURE,
-    glm4.ARCHITECTURE,
-    olmo2.ARCHITECTURE,
-    olmo3.ARCHITECTURE,
-    gemma3_text.ARCHITECTURE,
-    phi3.ARCHITECTURE,
-    smollm3.ARCHITECTURE,
-    seed_oss.ARCHITECTURE,
-    granite.ARCHITECTURE,
-    gpt_oss.ARCHITECTURE,
+    *(family.ARCHITECTURE for family in _FAMILIES),
     *(architecture for module in parts("families") for architecture in module.ARCHITECTURES),
 )
 

@@ -98,9 +98,8 @@ class Llama3Scaling:
             ModelError: one is missing or makes no sense.
         """
         factor, low, high = (
-            rope.number("factor", least=1.0),
-            rope.number("low_freq_factor", least=0.0),
-            rope.number("high_freq_factor", least=0.0),
+            rope.number(name, least=least)
+            for name, least in (("factor", 1.0), ("low_freq_factor", 0.0), ("high_freq_factor", 0.0))
         )
         if high <= low:
             raise ModelError(
@@ -178,18 +177,30 @@ class LongRope:
         return cls(tuple(rope.parameters["short_factor"]), positions, rope.number("attention_factor", scale))
 
 
+def scaling_of(rope: Rope, hf_config: dict[str, Any], head_dim: int) -> Llama3Scaling | Yarn | LongRope | float:
+    """How the frequencies are scaled: by a number alike, or wave by wave.
+
+    Raises:
+        ModelError: a parameter is missing or makes no sense.
+    """
+    if rope.kind == "llama3":
+        return Llama3Scaling.of(rope)
+    if rope.kind == "yarn":
+        return Yarn.of(rope, hf_config)
+    if rope.kind == "longrope":
+        return LongRope.of(rope, hf_config, rope.rotated(head_dim))
+    factor = rope.number("factor", least=1.0) if rope.kind != "default" else 1.0
+    return factor if rope.kind == "linear" else 1.0  # dynamic NTK leaves sequences within the positions as they are
+
+
 def rotary_scale(hf_config: dict[str, Any], head_dim: int) -> float:
     """The factor of cosines and sines: transformers' attention factor, 1.0 but for YaRN and LongRoPE.
 
     Raises:
         ModelError: a parameter is missing or makes no sense.
     """
-    rope = Rope.from_hf(hf_config)
-    if rope.kind == "yarn":
-        return Yarn.of(rope, hf_config).scale
-    if rope.kind == "longrope":
-        return LongRope.of(rope, hf_config, rope.rotated(head_dim)).scale
-    return 1.0
+    scaling = scaling_of(Rope.from_hf(hf_config), hf_config, head_dim)
+    return scaling.scale if isinstance(scaling, Yarn | LongRope) else 1.0
 
 
 def exact_positions(hf_config: dict[str, Any]) -> tuple[int, str] | None:
@@ -222,12 +233,12 @@ def rope_refusal(hf_config: dict[str, Any]) -> str | None:
     for name in read_otherwise:
         if rope.parameters.get(name) is not None:
             return f"it reads {rope.field}.{name} otherwise than transformers, or not at all"
-    missing = [name for name in ("factor",) if rope.kind == "yarn" and rope.parameters.get(name) is None]
-    stored = hf_config[rope.field]
-    if missing or stored.get(ORIGINAL) != rope.parameters[ORIGINAL]:
-        name = missing[0] if missing else ORIGINAL
-        return f"{rope.field}.{name} must be in config.json, because SGLang reads it there alone"
-    return None
+    is_missing = {
+        "factor": rope.kind == "yarn" and rope.parameters.get("factor") is None,
+        ORIGINAL: hf_config[rope.field].get(ORIGINAL) != rope.parameters[ORIGINAL],
+    }
+    missing = next((name for name, is_so in is_missing.items() if is_so), None)
+    return f"{rope.field}.{missing} must be in config.json, because SGLang reads it there alone" if missing else None
 
 
 def _says_what_follows(rope: Rope, hf_config: dict[str, Any]) -> bool:
@@ -255,12 +266,5 @@ def rope_kwargs(hf_config: dict[str, Any], head_dim: int, *, partial: bool = Fal
         rope.rotated(head_dim)
     else:
         refuse_partial(rope)
-    if rope.kind in ("linear", "dynamic"):
-        rope.number("factor", least=1.0)
-    elif rope.kind == "llama3":
-        Llama3Scaling.of(rope)
-    elif rope.kind == "yarn":
-        Yarn.of(rope, hf_config)
-    elif rope.kind == "longrope":
-        LongRope.of(rope, hf_config, rope.rotated(head_dim))
+    scaling_of(rope, hf_config, head_dim)
     return {"position_embedding_type": "rope", "rotary_base": rope.base, "rotary_percent": rope.partial}

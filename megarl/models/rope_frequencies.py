@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.models.rope import Llama3Scaling, LongRope, Rope, Yarn
+from megarl.models.rope import Llama3Scaling, LongRope, Rope, Yarn, scaling_of
 
 
 def inverse_frequencies(hf_config: dict[str, Any], head_dim: int) -> Tensor:
@@ -24,15 +24,12 @@ def inverse_frequencies(hf_config: dict[str, Any], head_dim: int) -> Tensor:
     rope = Rope.from_hf(hf_config)
     rotated = rope.rotated(head_dim)
     frequencies = 1.0 / (rope.base ** (torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated))
-    if rope.kind == "linear":
-        return frequencies / rope.number("factor", least=1.0)
-    if rope.kind == "llama3":
-        return _llama3(frequencies, Llama3Scaling.of(rope))
-    if rope.kind == "yarn":
-        return _yarn(frequencies, Yarn.of(rope, hf_config), rope.base)
-    if rope.kind == "longrope":
-        return frequencies / torch.tensor(LongRope.of(rope, hf_config, rotated).short, dtype=torch.float32)
-    return frequencies  # dynamic NTK's, too, of sequences within the positions
+    scaling = scaling_of(rope, hf_config, head_dim)
+    if isinstance(scaling, Llama3Scaling):
+        return _llama3(frequencies, scaling)
+    if isinstance(scaling, Yarn):
+        return _yarn(frequencies, scaling, rope.base)
+    return frequencies / (torch.tensor(scaling.short, dtype=torch.float32) if isinstance(scaling, LongRope) else scaling)
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:

@@ -6,9 +6,9 @@ from typing import Any
 
 from megarl.errors import ModelError
 from megarl.models import dense
-from megarl.models.architecture import Architecture, HFConfig, SglangFacts
+from megarl.models.architecture import HFConfig
 from megarl.models.hf_fields import refuse_biases, size
-from megarl.models.weight_map import WeightMap
+from megarl.models.text_family import NOT_IN_SGLANG, text_family
 from megarl.models.windows import in_all_layers, sliding_layers
 
 DEFAULTS = {"rope_theta": 2e6, "tie_word_embeddings": True, "num_key_value_heads": 4}
@@ -20,15 +20,14 @@ def text_config(hf_config: HFConfig) -> HFConfig:
     return {**DEFAULTS, **hf_config}
 
 
-def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> dict[str, Any]:
     """The dense decoder without biases, the layers without positions, and the windows, which these alone have by default.
 
     Raises:
         ModelError: biases, or anything that the dense decoder refuses.
     """
     refuse_biases(hf_config)
-    hf_config = text_config(hf_config)
-    sizes, rotates = dense.DenseSizes.from_hf(hf_config), _rotates(hf_config)
+    rotates = _rotates(hf_config)
     if not hf_config.get("use_sliding_window"):
         sliding = in_all_layers(hf_config, sliding=False)
     elif (said := sliding_layers(hf_config)) is not None:
@@ -39,18 +38,6 @@ def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
         sliding = frozenset(layer for layer, here in enumerate(rotates) if not here)
     kwargs = dense.transformer_config_kwargs(hf_config, sizes, sliding)
     return kwargs | {"no_rope_freq": [int(not here) for here in rotates]}
-
-
-def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
-    """Vocabulary, positions and tying."""
-    hf_config = text_config(hf_config)
-    return dense.gpt_kwargs(hf_config, dense.DenseSizes.from_hf(hf_config))
-
-
-def weight_map(hf_config: HFConfig) -> WeightMap:
-    """The common rules."""
-    sizes = dense.DenseSizes.from_hf(text_config(hf_config))
-    return dense.weight_map(sizes, dense.attention_rules(sizes), dense.mlp_rules(sizes))
 
 
 def _rotates(hf_config: HFConfig) -> list[bool]:
@@ -66,16 +53,10 @@ def _rotates(hf_config: HFConfig) -> list[bool]:
     return [bool(one) for one in listed[:layers]]
 
 
-def _sglang_refusal(hf_config: HFConfig) -> str | None:
-    return "it has no model of this family, and would run transformers' own, whose weights it holds otherwise"
-
-
-ARCHITECTURE = Architecture(
-    name="smollm3",
-    hf_classes=("SmolLM3ForCausalLM", "SmolLM3ForSequenceClassification"),
-    transformer_config_kwargs=transformer_config_kwargs,
-    gpt_kwargs=gpt_kwargs,
-    weight_map=weight_map,
-    sglang=SglangFacts(refusal=_sglang_refusal),
+ARCHITECTURE = text_family(
+    "smollm3",
+    ("SmolLM3ForCausalLM", "SmolLM3ForSequenceClassification"),
+    transformer_config_kwargs,
     text_config=text_config,
+    sglang=NOT_IN_SGLANG,
 )

@@ -44,16 +44,16 @@ def hub_tensors(model: Any) -> dict[str, Tensor]:
     own = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
     family = next((family for family in architectures() if family.name == model.config.model_type), None)
     hub, others = (family.hub, family.other_names) if family is not None else (HubNames(), ())
-    fused = family.fused_rows(model.config.to_dict()) if family is not None and family.fused_rows is not None else None
+    fused = family.rows_together(model.config.to_dict()) if family is not None else None
     return {
         hub_name: view
         for name, tensor in model.state_dict().items()
         if name in own
-        for hub_name, view in _as_on_the_hub(_with_prefix(name, others), tensor, hub, fused)
+        for hub_name, view in _as_on_the_hub(with_prefix(name, others), tensor, hub, fused)
     }
 
 
-def _with_prefix(name: str, others: Iterable[tuple[str, str]]) -> str:
+def with_prefix(name: str, others: Iterable[tuple[str, str]]) -> str:
     """The name with what the hub's begins with; `others` as in `Architecture.other_names`."""
     for other, on_the_hub in others:
         if name.startswith(other):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,10 +11,26 @@ from torch import Tensor
 from megarl.errors import ModelError
 from megarl.models.weight_map import BoundRule, HFSlice
 
+Item = TypeVar("Item")
+
 
 def kept_dtype(rule: BoundRule) -> torch.dtype | None:
     """The dtype that the parameter keeps whatever the model's dtype is; None: nothing of its own."""
     return getattr(torch, rule.dtype) if rule.dtype else None
+
+
+def gathered(items: Iterable[Item], limit_bytes: float, nbytes: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Lists of items, in order, of at most `limit_bytes` together; a larger item is a list of its own."""
+    held: list[Item] = []
+    total = 0
+    for item in items:
+        if held and total + nbytes(item) > limit_bytes:
+            yield held
+            held, total = [], 0
+        held.append(item)
+        total += nbytes(item)
+    if held:
+        yield held
 
 
 def shard_from_hf(

@@ -5,11 +5,11 @@ A window of W tokens is a token itself and the W - 1 before it, as transformers 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megarl.errors import LayoutError, ModelError
-from megarl.models.hf_fields import size
+from megarl.models.hf_fields import size, with_defaults
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 KINDS = (FULL, SLIDING)
@@ -55,6 +55,19 @@ def sliding_layers(hf_config: dict[str, Any]) -> frozenset[int] | None:
     if SLIDING in kinds and hf_config.get("sliding_window") is None:
         raise ModelError(f"config.json: layer_types has {SLIDING!r}, but sliding_window is {hf_config.get('sliding_window')!r}")
     return frozenset(n for n, kind in enumerate(kinds) if kind == SLIDING)
+
+
+def with_windows(hf_config: dict[str, Any], defaults: Mapping[str, Any], window: int, pattern: int) -> dict[str, Any]:
+    """The config with `defaults` for what is missing or null, with its `window`, and with kinds for all layers.
+
+    Of each `pattern` layers the last attends to all, where the config does not say. A window that is null stays so.
+    """
+    found = with_defaults(hf_config, defaults)
+    found["sliding_window"] = hf_config.get("sliding_window", window)
+    if not found.get("layer_types"):
+        layers = range(1, size(found, "num_hidden_layers") + 1)
+        found["layer_types"] = [SLIDING if layer % pattern else FULL for layer in layers]
+    return found
 
 
 def in_all_layers(hf_config: dict[str, Any], *, sliding: bool) -> frozenset[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 from megarl.observe.trace import Span
@@ -35,6 +35,4 @@ class UpdateFlops:
         return self.decoder + self.tower
 
     def __add__(self, other: UpdateFlops) -> UpdateFlops:
-        return UpdateFlops(
-            self.decoder + other.decoder, self.tower + other.tower, self.tokens + other.tokens, self.apart + other.apart
-        )
+        return UpdateFlops(*map(sum, zip(astuple(self), astuple(other), strict=True)))

@@ -107,11 +107,15 @@ def cost_of(plan: ReshardPlan, cluster: ClusterRates, *, colocated: bool) -> Cos
     world, ranks, engines = plan.layout.world_size, plan.target.ranks, plan.target.engines
     first = 0 if colocated else -(-world // cluster.gpus_per_node) * cluster.gpus_per_node
     modulus = world if colocated else first + engines * ranks
-    loads = _Loads(max(modulus, world))
+    gpus = max(modulus, world)
+    out, into = np.zeros((2, len(LINKS), gpus), np.int64)  # bytes of every GPU, `[link, gpu]`
     for source, engine, engine_rank, nbytes in _links(plan):
-        loads.add(source, (first + engine * ranks + engine_rank) % modulus, nbytes, cluster.gpus_per_node)
-    out, into = loads.out, loads.into
-    packed = _packed(plan, len(out[0]))
+        target = (first + engine * ranks + engine_rank) % modulus
+        same_node = source // cluster.gpus_per_node == target // cluster.gpus_per_node
+        link = np.where(source == target, 0, np.where(same_node, 1, 2))
+        out += _summed(link * gpus + source, nbytes, out.size).reshape(out.shape)
+        into += _summed(link * gpus + target, nbytes, into.size).reshape(into.shape)
+    packed = _packed(plan, gpus)
     rates = (cluster.copy_gb_per_s, cluster.nvlink_gb_per_s, cluster.ib_gb_per_s)
     links = [_link(name, out[i], into[i], rate) for i, (name, rate) in enumerate(zip(LINKS, rates, strict=True))]
     links.append(_link("packing", packed, np.zeros_like(packed), cluster.copy_gb_per_s))
@@ -126,20 +130,6 @@ def cost_of(plan: ReshardPlan, cluster: ClusterRates, *, colocated: bool) -> Cos
         sent=(int(of_ranks.min()), int(of_ranks.max())),
         received=(int(received.min()), int(received.max())),
     )
-
-
-class _Loads:
-    """Bytes out of and into every GPU, `[link, gpu]`."""
-
-    def __init__(self, gpus: int) -> None:
-        self.out, self.into = np.zeros((2, len(LINKS), gpus), np.int64)
-
-    def add(self, source: Ints, target: Ints, nbytes: Ints, gpus_per_node: int) -> None:
-        """Count transfers from GPUs to GPUs."""
-        link = np.where(source == target, 0, np.where(source // gpus_per_node == target // gpus_per_node, 1, 2))
-        gpus = self.out.shape[1]
-        for counted, gpu in ((self.out, source), (self.into, target)):
-            counted += _summed(link * gpus + gpu, nbytes, counted.size).reshape(counted.shape)
 
 
 def _links(plan: ReshardPlan) -> Iterator[tuple[Ints, Ints, Ints, Ints]]:

@@ -47,7 +47,8 @@ def checksum(tensor: Tensor) -> str:
     """
     flat = tensor.reshape(-1).view(torch.uint8)
     rest = len(flat) % 8
-    words = flat[: len(flat) - rest].view(torch.int64) if flat.storage_offset() % 8 == 0 else _aligned(flat[: len(flat) - rest])
+    whole = flat[: len(flat) - rest]
+    words = (whole if flat.storage_offset() % 8 == 0 else whole.clone()).view(torch.int64)
     last = torch.zeros(8, dtype=torch.uint8, device=flat.device)
     last[:rest] = flat[len(flat) - rest :]
     sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
@@ -56,10 +57,6 @@ def checksum(tensor: Tensor) -> str:
     sums += _sums(last.view(torch.int64), len(words))
     sums += len(flat)
     return "".join(f"{value % 2**64:016x}" for value in sums.tolist())
-
-
-def _aligned(flat: Tensor) -> Tensor:
-    return flat.clone().view(torch.int64)
 
 
 def _sums(words: Tensor, start: int) -> Tensor:

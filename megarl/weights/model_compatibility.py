@@ -72,27 +72,24 @@ class ServedModel:
 def check_same_model(engine: ServedModel, trainer: ServedModel) -> None:
     """Raise EngineError, naming the first difference, unless every weight of the trainer is one of the engine, and the same."""
     ours, theirs = trainer.shapes(), engine.shapes()
-    names = [str((facts.config.get("architectures") or [facts.config.get("model_type")])[0]) for facts in (engine, trainer)]
     rows = [shapes.get(EMBEDDING, (0,))[0] for shapes in (theirs, ours)]
-    difference: tuple[str, object] | None = None
-    if names[0] != names[1]:
-        difference = f"architecture {names[0]}", names[1]
-    elif engine.dtype != trainer.dtype:
-        difference = f"dtype {engine.dtype}", trainer.dtype
-    elif engine.lora != trainer.lora:
-        difference = f"adapters {engine.lora}", trainer.lora
-    elif rows[0] != rows[1]:
-        difference = f"a vocabulary of {rows[0]}", rows[1]
-    else:
-        for name in sorted(ours.keys() | theirs.keys()):
-            if ours.get(name) != theirs.get(name):
-                difference = f"{name} {_shape(theirs.get(name))}", _shape(ours.get(name))
-                break
-    if difference is not None:
-        raise EngineError(
-            f"the engine's model has {difference[0]}, the trainer's {difference[1]}: "
-            "an engine takes only weights of the model that it was started with"
-        )
+    facts: list[tuple[str, Any, Any]] = [
+        ("architecture ", _architecture(engine), _architecture(trainer)),
+        ("dtype ", engine.dtype, trainer.dtype),
+        ("adapters ", engine.lora, trainer.lora),
+        ("a vocabulary of ", rows[0], rows[1]),
+        *((f"{name} ", _shape(theirs.get(name)), _shape(ours.get(name))) for name in sorted(ours.keys() | theirs.keys())),
+    ]
+    for what, of_engine, of_trainer in facts:
+        if of_engine != of_trainer:
+            raise EngineError(
+                f"the engine's model has {what}{of_engine}, the trainer's {of_trainer}: "
+                "an engine takes only weights of the model that it was started with"
+            )
+
+
+def _architecture(model: ServedModel) -> str:
+    return str((model.config.get("architectures") or [model.config.get("model_type")])[0])
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

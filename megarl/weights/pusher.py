@@ -18,6 +18,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megarl.errors import EngineError
+from megarl.models.weight_tensors import gathered
 from megarl.weights.delta import SentWeights
 from megarl.weights.plan import LOAD_BYTES
 from megarl.weights.rank_plan import SendBatch, SliceKey, WeightSlice
@@ -62,28 +63,6 @@ class Sender(Protocol):
 
     def close(self) -> None:
         """Give back what is held for the connection; raises EngineError if the engine does not answer."""
-
-
-class BucketBuilder:
-    """Gathers named tensors, in order, into lists of at most `limit_bytes`; a larger tensor is a bucket of its own."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._tensors: list[tuple[str, Tensor]] = []
-        self._bytes = 0
-
-    def add(self, name: str, tensor: Tensor) -> Iterator[list[tuple[str, Tensor]]]:
-        """Take in a tensor; gives the bucket that it no longer fitted into, if there is one."""
-        if self._bytes + tensor.nbytes > self._limit_bytes:
-            yield from self.rest()
-        self._tensors.append((name, tensor))
-        self._bytes += tensor.nbytes
-
-    def rest(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """The batch that is left, if anything is."""
-        if self._tensors:
-            full, self._tensors, self._bytes = self._tensors, [], 0
-            yield full
 
 
 class Pusher:
@@ -138,14 +117,9 @@ class Pusher:
         pieces = self.senders[reached[0]].pieces if reached else None
 
         def loads() -> Iterator[SendBatch]:
-            bucket = BucketBuilder(self.load_bytes)
-            for name, tensor in tensors:
-                for full in bucket.add(name, tensor):
-                    if pieces is not None:  # else the export is collective all the same
-                        yield SendBatch(pieces(full), frozenset(reached))
-            for rest in bucket.rest():
-                if pieces is not None:
-                    yield SendBatch(pieces(rest), frozenset(reached))
+            for bucket in gathered(tensors, self.load_bytes, lambda named: named[1].nbytes):
+                if pieces is not None:  # else the export is collective all the same
+                    yield SendBatch(pieces(bucket), frozenset(reached))
 
         return self.push_loads(loads(), bases, version, verify=verify)
 

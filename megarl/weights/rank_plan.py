@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from megarl.models.weight_tensors import gathered
 from megarl.weights.plan import ReshardPlan, TransferBucket
 from megarl.weights.sglang_targets import EVERY_RANK
 from megarl.weights.tensors import as_matrix
@@ -128,15 +129,9 @@ def _batches(buckets: Iterable[TransferBucket], limit_bytes: float) -> Iterator[
         of_ranks: dict[int, list[TransferBucket]] = {}
         for bucket in group:
             of_ranks.setdefault(bucket.engine_rank, []).append(bucket)
-        load: list[TransferBucket] = []
-        nbytes = 0
-        for bucket in (bucket for row in zip_longest(*of_ranks.values()) for bucket in row if bucket is not None):
-            if load and nbytes + bucket.nbytes > limit_bytes:
-                yield engines, load
-                load, nbytes = [], 0
-            load.append(bucket)
-            nbytes += bucket.nbytes
-        yield engines, load
+        in_turn = (bucket for row in zip_longest(*of_ranks.values()) for bucket in row if bucket is not None)
+        for load in gathered(in_turn, limit_bytes, lambda bucket: bucket.nbytes):
+            yield engines, load
 
 
 def _piece(shards: Mapping[str, Tensor], held: SliceKey, parameter: str, row: int, col: int) -> WeightSlice:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed
 
 from megarl.models.adapters import is_adapter_tensor
+from megarl.models.transformers_names import with_prefix
 from megarl.option_list import functions, part, parts
 from megarl.weights.checksums import digest
 from megarl.weights.copying import copy, in_threads
@@ -30,36 +31,23 @@ from megarl.weights.rank_plan import SliceKey
 from megarl.weights.received import ReceivedDigests
 from megarl.weights.sglang_targets import EVERY_RANK
 
-# HF suffix -> (engine suffix, position in the fused parameter), in models that have the fused parameter
+PARTS_OF = {
+    "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "mlp.gate_up_proj": ("gate_proj", "up_proj"),
+    "mlp.shared_experts.gate_up_proj": ("gate_proj", "up_proj"),
+    "mlp.shared_expert.gate_up_proj": ("gate_proj", "up_proj"),
+    "linear_attn.in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "linear_attn.in_proj_ba": ("in_proj_b", "in_proj_a"),
+    "merger.gate_up_proj": ("gate_proj", "up_proj"),
+    "self_attn.fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+"""By the end of an engine's fused parameter, the hub's names for what it is fused of, in models that have it."""
 FUSED = {
-    "self_attn.q_proj": ("self_attn.qkv_proj", 0),
-    "self_attn.k_proj": ("self_attn.qkv_proj", 1),
-    "self_attn.v_proj": ("self_attn.qkv_proj", 2),
-    "mlp.gate_proj": ("mlp.gate_up_proj", 0),
-    "mlp.up_proj": ("mlp.gate_up_proj", 1),
-    "mlp.shared_experts.gate_proj": ("mlp.shared_experts.gate_up_proj", 0),
-    "mlp.shared_experts.up_proj": ("mlp.shared_experts.gate_up_proj", 1),
-    "mlp.shared_expert.gate_proj": ("mlp.shared_expert.gate_up_proj", 0),
-    "mlp.shared_expert.up_proj": ("mlp.shared_expert.gate_up_proj", 1),
-    "linear_attn.in_proj_qkv": ("linear_attn.in_proj_qkvz", 0),
-    "linear_attn.in_proj_z": ("linear_attn.in_proj_qkvz", 1),
-    "linear_attn.in_proj_b": ("linear_attn.in_proj_ba", 0),
-    "linear_attn.in_proj_a": ("linear_attn.in_proj_ba", 1),
-    "merger.gate_proj": ("merger.gate_up_proj", 0),
-    "merger.up_proj": ("merger.gate_up_proj", 1),
-    "self_attn.q_a_proj": ("self_attn.fused_qkv_a_proj_with_mqa", 0),
-    "self_attn.kv_a_proj_with_mqa": ("self_attn.fused_qkv_a_proj_with_mqa", 1),
+    f"{fused.rpartition('.')[0]}.{part}": (fused, position, len(parts))
+    for fused, parts in PARTS_OF.items()
+    for position, part in enumerate(parts)
 }
-PARTS = {
-    "self_attn.qkv_proj": 3,
-    "mlp.gate_up_proj": 2,
-    "mlp.shared_experts.gate_up_proj": 2,
-    "mlp.shared_expert.gate_up_proj": 2,
-    "linear_attn.in_proj_qkvz": 2,
-    "linear_attn.in_proj_ba": 2,
-    "merger.gate_up_proj": 2,
-    "self_attn.fused_qkv_a_proj_with_mqa": 2,
-}
+"""Hugging Face suffix -> (engine suffix, position in the fused parameter, how many are fused there)."""
 OF_TWO_LENGTHS = (".qkv_proj.", ".fused_qkv_a_proj_with_mqa.", ".in_proj_qkvz.")
 """Fused parameters of which the first tensor may be of another length than the others: q beside k and v, which Qwen3.5 has in
 one tensor beside the gates."""
@@ -340,9 +328,7 @@ def engine_name(parameters: ModelParameters, name: str) -> tuple[str, int, int]:
 
     Experts' parameters have one more axis, the first, of which the tensor is in one entry.
     """
-    for hub, own in HUB_PREFIXES:
-        if name.startswith(hub):
-            name = own + name.removeprefix(hub)
+    name = with_prefix(name, HUB_PREFIXES)
     if name.startswith(TOWER):
         name = name.replace(".attn.qkv.", ".attn.qkv_proj.")
     if expert := EXPERT.fullmatch(name):
@@ -350,9 +336,9 @@ def engine_name(parameters: ModelParameters, name: str) -> tuple[str, int, int]:
         own = f"{expert['experts']}.{suffix}{expert['part'] or ''}{BIAS if expert['bias'] else ''}"
         # SGLang has one shape for gate and up, which it does not read
         return (own, 0, 1) if expert["part"] == "_shape" else (own, position, count)
-    for suffix, (fused, position) in FUSED.items():
+    for suffix, (fused, position, count) in FUSED.items():
         if f".{suffix}." in name and (found := name.replace(suffix, fused)) in parameters.tensors:
-            return found, position, PARTS[fused]
+            return found, position, count
     return name, 0, 1
 
 

@@ -13,9 +13,10 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from http.client import HTTPException
 from itertools import zip_longest
 from typing import Any
@@ -253,7 +254,7 @@ class GroupSender(ServerSender):
         for key in keys:
             self._store.delete_key(key)
         self._calls += 1
-        sent = self._send_in_a_thread(of_ranks)
+        sent = in_a_thread(partial(self._send_from_a_thread, of_ranks))  # it waits for the engine in a way that cannot be left
         while not wait([sent], FAILED_POLL_S).done:  # an engine that fails, but lives, is not waited for until the timeout
             if loading.ended_within(0):
                 loading.raise_if_failed()
@@ -275,22 +276,10 @@ class GroupSender(ServerSender):
         told = receiving(self._wanted, self._number, self._calls, rank, content, checked=checked) if content else []
         return serialize(told)
 
-    def _send_in_a_thread(self, of_ranks: Mapping[int, Sequence[SliceMessage]]) -> Future[None]:
-        """`_send`, which waits for the engine in a way that cannot be left."""
-        sent: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                if self._device is not None and self._device.type == "cuda":
-                    torch.cuda.set_device(self._device)
-                self._send(of_ranks)
-            except Exception as error:  # noqa: BLE001 - whatever it is, who waits must hear of it
-                sent.set_exception(error)
-            else:
-                sent.set_result(None)
-
-        threading.Thread(target=run, daemon=True).start()
-        return sent
+    def _send_from_a_thread(self, of_ranks: Mapping[int, Sequence[SliceMessage]]) -> None:
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._send(of_ranks)
 
     def _send(self, of_ranks: Mapping[int, Sequence[SliceMessage]]) -> None:
         """Hand every rank its messages, in order, the ranks in turn; raises RuntimeError."""
@@ -393,31 +382,37 @@ def call(server: ServerEndpoint, what: str, body: dict[str, Any], timeout_s: flo
     return found if isinstance(found, dict) else {"text": answer.decode(errors="replace")}
 
 
+def in_a_thread(action: Callable[[], object]) -> Future[None]:
+    """Run an action in a thread that does not keep the process alive."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - whatever it is, who waits must hear of it
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done
+
+
 class CallUnderWay:
     """A request under way in a thread, for calls that the engine answers only after this process has done its part."""
 
     def __init__(self, server: ServerEndpoint, what: str, body: dict[str, Any], timeout_s: float) -> None:
-        self._error: EngineError | None = None
-        self._thread = threading.Thread(target=self._run, args=(server, what, body, timeout_s), daemon=True)
-        self._thread.start()
-
-    def _run(self, server: ServerEndpoint, what: str, body: dict[str, Any], timeout_s: float) -> None:
-        try:
-            call(server, what, body, timeout_s)
-        except EngineError as error:
-            self._error = error
+        self._answered = in_a_thread(partial(call, server, what, body, timeout_s))
 
     def ended_within(self, wait_s: float) -> bool:
         """Return whether the call has been answered, or has failed, within `wait_s` seconds."""
-        self._thread.join(wait_s)
-        return not self._thread.is_alive()
+        return bool(wait([self._answered], wait_s).done)
 
     def raise_if_failed(self) -> None:
         """Raise the call's EngineError if there is one by now."""
-        if self._error is not None:
-            raise self._error
+        if self._answered.done():
+            self._answered.result()
 
     def result(self) -> None:
         """Wait for the answer; raises EngineError if it is one."""
-        self._thread.join()
-        self.raise_if_failed()
+        self._answered.result()

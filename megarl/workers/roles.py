@@ -34,7 +34,6 @@ from megarl.megatron.options import (
     ModelOptions,
     OptimizerOptions,
     ParameterGroup,
-    PredictionOptions,
     SamplingLimits,
     untested_pair,
 )
@@ -43,7 +42,7 @@ from megarl.models.flops import FlopsModel
 from megarl.models.registry import load_hf_config
 from megarl.models.update_flops import PASSES, update_flops
 from megarl.observe.rank_record import RankRecord, UpdateFlops
-from megarl.option_list import parts
+from megarl.option_list import functions, parts
 from megarl.planning.gpus import gpu_called
 from megarl.runs.training_side import CRITIC, POLICY, REFERENCE, Answer, JoinFiles
 from megarl.runs.update_metrics import combine
@@ -137,9 +136,8 @@ class Roles:
     def load(self, role: str) -> None:
         """Build `role` on its ranks and load its weights."""
         self.before_use()
-        config, group, spec, mtp = self.config, self.group_of(role), self.specs[role], self.config.policy.mtp
+        config, group, spec = self.config, self.group_of(role), self.specs[role]
         sizes = spec.trained or config.policy
-        prediction = PredictionOptions(mtp.loss_weight, mtp.targets, synced=config.syncs_prediction)
         options = ModelOptions(
             spec.path,
             group.layout,
@@ -165,8 +163,8 @@ class Roles:
             collision=role == POLICY and config.needs_collision,
             replays_routes=role == POLICY and config.routing_replay != "none",
             records_routes=role == POLICY and config.routing_replay == "old_policy",
-            prediction=prediction if role == POLICY and mtp.train else None,
             **self._adapters(role),
+            **dict(chain.from_iterable(fields(config, role).items() for fields in functions("run", "model_options"))),
             experts=ExpertBalance(**spec.trained.experts.model_dump()) if spec.trained is not None else ExpertBalance(),
             megatron=megatron_of(config, role),
             section=f"{spec.section or role}.megatron",

@@ -84,7 +84,8 @@ def test_the_critic_and_a_separate_reference_must_divide_too() -> None:
 
 
 def test_the_table_says_every_number() -> None:
-    table = batch_arithmetic(parse_config(tree(8, 4, 2, 2))).table()
+    table = dict(batch_arithmetic(parse_config(tree(8, 4, 2, 2))).rows())
     per_rank = 8 * 4 // 2 // 2
-    assert re.search(rf"sequences per DP rank\s+{per_rank} = 16 / 2", table)
-    assert f"at most {math.ceil(per_rank / (300 // 120))}" in table
+    assert table["sequences per DP rank"] == f"{per_rank} = 16 / 2"
+    packs = "packs of 300 tokens, sequences of up to 120"
+    assert table["micro-batches per DP rank"] == f"at most {math.ceil(per_rank / (300 // 120))} ({packs})"

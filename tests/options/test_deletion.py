@@ -37,8 +37,6 @@ CONFIG: dict[str, Any] = {
 }
 ASKED_BY_VALUE = {
     "transports": "rollout.weight_transport=rdma",
-    "routing_replay": "policy.routing.replay=engine",
-    "prediction": "rollout.speculative.algorithm=ngram",
     "few_bits": "model.int4_experts=32",
     "online_pairs": "algorithm.name=online_dpo",
 }

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from megarl.config.rollout import SpeculativeConfig
 from megarl.data.prefills import PrefillCounts
 from megarl.option_list import OPTIONS
 from megarl.rollout.engines.embedded import EmbeddedEngine
@@ -82,6 +81,8 @@ def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(tiny_path: P
 @pytest.mark.skipif("prediction" not in OPTIONS, reason="asks for the option prediction")
 @pytest.mark.parametrize("draft", ["ngram"])
 def test_drafts_do_not_keep_a_response_from_going_on(tiny_path: Path, draft: Any) -> None:
+    from megarl.options.prediction.section import SpeculativeConfig
+
     async def scenario() -> list[list[Generation]]:
         settings = SpeculativeConfig(algorithm=draft)
         engine = EmbeddedEngine(tiny_path, seed=3, initial_version=0, speculative=settings)

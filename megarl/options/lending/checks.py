@@ -41,7 +41,7 @@ def check_engines(config: Config, engine: EngineCapabilities) -> None:
         why = "give up memory, which rollout.engine_args.enable_memory_saver = false forbids"
     elif config.sends_adapters:
         why = "wake up without the weights that adapters are added to (policy.lora.sync = 'adapters')"
-    elif rollout.speculative.algorithm != "none" and not engine.in_process:
+    elif rollout.drafts is not None and not engine.in_process:
         why = "cannot tell which tokens of a draft they had looked at when they were cut (rollout.speculative.algorithm)"
     elif rollout.episode.kind == "agent":
         why = "would have an agent's episode begin anew whenever the trainer takes its GPUs back"

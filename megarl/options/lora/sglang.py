@@ -45,7 +45,7 @@ def check_adapters(config: Config, lora: Lora, platform: str) -> None:
     backend = arguments.get("lora_backend")
     if platform == "cpu" and backend not in (None, "torch_native"):
         raise ConfigError.of("rollout.engine_args.lora_backend", backend, "needs a GPU", allowed="'torch_native'")
-    if config.rollout.speculative.algorithm != "none":
+    if config.rollout.drafts is not None:
         raise _refused("rollout.speculative.algorithm other than 'none', whose drafts are made without adapters")
     if (why := refusal(config.model.path, lora)) is not None:
         raise _refused(why)

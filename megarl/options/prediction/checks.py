@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from megarl.config import Config
 from megarl.config.engine_kinds import EngineCapabilities
-from megarl.config.rollout import RolloutConfig, SpeculativeConfig
 from megarl.errors import ConfigError
+from megarl.options.prediction.section import SpeculativeConfig, drafts_of
 
 
-def check_drafting(rollout: RolloutConfig, engine: EngineCapabilities) -> None:
-    """Refuse drafts that the run's engine cannot make or verify.
+def check_engines(config: Config, engine: EngineCapabilities) -> None:
+    """Refuse drafts that the run's engine cannot make or verify, and settings of drafts that are off.
 
     Raises:
         ConfigError: names the field.
     """
-    drafts, section = rollout.speculative, "rollout.speculative"
+    rollout, drafts, section = config.rollout, drafts_of(config.rollout), "rollout.speculative"
+    if drafts.algorithm == "none":
+        given = [name for name, field in type(drafts).model_fields.items() if getattr(drafts, name) != field.default]
+        if given:
+            raise ConfigError.needs_set(f"{section}.{given[0]}", "speculative decoding", f"{section}.algorithm")
+        return
+    if rollout.schedule.continues and not engine.in_process:
+        reason = f"cannot tell which tokens of a draft an engine had looked at when it was cut ({section}.algorithm)"
+        raise config.refusal("rollout.schedule.partial_responses", reason, allowed="'restart'")
     if drafts.algorithm not in engine.drafts:
         able = ", ".join(f"'{name}'" for name in ("none", *engine.drafts))
         reason = f"rollout.engine = '{rollout.engine}' cannot do"

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, DynamicCache
 
-from megarl.config.rollout import SpeculativeConfig
 from megarl.errors import ConfigError
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import load_hf_config
@@ -29,6 +28,7 @@ from megarl.options.prediction.embedded_drafts import (
     cut_back,
     positions_of,
 )
+from megarl.options.prediction.section import SpeculativeConfig
 from megarl.rollout.engines.drawing import random_numbers, verify, weights_and_log_probs
 from megarl.rollout.engines.embedded_batch import DecodeBatch, OpenResponse, Recorder
 from megarl.rollout.engines.embedded_turns import refusal

@@ -1,12 +1,16 @@
-"""The figures of speculative decoding in a step."""
+"""The figures of speculative decoding in a step, and how the layer for multi-token prediction is trained."""
 
 from __future__ import annotations
 
-from megarl.config import Config
+from typing import Any
+
+from megarl.config import AnyConfig, Config
 from megarl.data.batch import Batch
 from megarl.experience.step_parts import StepPart
+from megarl.megatron.options import PredictionOptions
 from megarl.options.prediction.drafts import NAME, NO_DRAFTS, draft_figures
-from megarl.runs.training_side import TrainingSide
+from megarl.options.prediction.section import mtp_of
+from megarl.runs.training_side import POLICY, TrainingSide
 
 
 class DraftsPart(StepPart):
@@ -19,3 +23,11 @@ class DraftsPart(StepPart):
 def take_part(config: Config, tokenizer: object) -> DraftsPart:
     """The part of every run: servers of others may draft, whatever the config says."""
     return DraftsPart()
+
+
+def model_options(config: AnyConfig, role: str) -> dict[str, Any]:
+    """Fields of a role's `ModelOptions`: how its layer for multi-token prediction is trained, if it is."""
+    mtp = mtp_of(config.policy)
+    if role != POLICY or not mtp.train:
+        return {}
+    return {"prediction": PredictionOptions(mtp.loss_weight, mtp.targets, synced=config.syncs_prediction)}

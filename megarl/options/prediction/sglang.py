@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megarl.config import Config
-from megarl.config.rollout import SpeculativeConfig
 from megarl.errors import ConfigError, EngineError
 from megarl.models.registry import architecture_for, load_hf_config, sees
 from megarl.models.weight_formats import engine_format
 from megarl.options.prediction.drafts import NAME, NO_DRAFTS, DraftCounts
+from megarl.options.prediction.section import SpeculativeConfig, drafts_of
 
 NAMES = {"mtp": "NEXTN", "ngram": "NGRAM", "standalone": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
 """SGLang's name of each algorithm."""
@@ -49,7 +49,7 @@ def answered(folder: str, arguments: Mapping[str, Any]) -> AnsweredDrafts:
 
 def server_arguments(config: Config, folder: str) -> dict[str, Any]:
     """SGLang's server arguments for `rollout.speculative` of servers of the model in `folder`."""
-    return draft_arguments(config.rollout.speculative, folder)
+    return draft_arguments(drafts_of(config.rollout), folder)
 
 
 def draft_arguments(settings: SpeculativeConfig, model_path: str) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def check_servers(config: Config, platform: str) -> None:
     Raises:
         ConfigError: names the field.
     """
-    settings, field = config.rollout.speculative, "rollout.speculative.algorithm"
+    settings, field = drafts_of(config.rollout), "rollout.speculative.algorithm"
     if settings.algorithm == "none":
         return
     if platform == "cpu":

@@ -9,6 +9,7 @@ from megarl.experience.step_parts import StepPart
 from megarl.options.routing_replay.column import COLUMN
 from megarl.options.routing_replay.rank_questions import recorded_routes, replay_counts
 from megarl.options.routing_replay.routes import ReplayCounts, joined, missing
+from megarl.options.routing_replay.section import routing_of
 from megarl.runs.training_side import POLICY, TrainingSide
 
 
@@ -24,7 +25,7 @@ class RoutingPart(StepPart):
         if self.config.routing_replay == "old_policy":
             of_rows = joined([answer for answer in roles.ask(POLICY, recorded_routes) if answer is not None])
             batch.take_extra(COLUMN.name, [of_rows.get(row) for row in range(len(batch))])
-        every = self.config.policy.routing.compare_every
+        every = routing_of(self.config.policy).compare_every
         self._compared = self._compare(roles, batch) if every and step % every == 0 else {}
 
     def _compare(self, roles: TrainingSide, batch: Batch) -> dict[str, float]:

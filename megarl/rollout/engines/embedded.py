@@ -20,7 +20,6 @@ import torch
 
 from megarl.config import Config
 from megarl.config.engine_kinds import EMBEDDED
-from megarl.config.rollout import SpeculativeConfig
 from megarl.data.media import Media
 from megarl.errors import DeadlineError, EngineError
 from megarl.models.adapters import AdapterSpec, adapter_part
@@ -76,8 +75,8 @@ class EmbeddedEngine(Engine):
 
     @classmethod
     def check(cls, config: Config, platform: str) -> None:
-        if config.rollout.speculative.algorithm != "none":
-            part("prediction", "embedded", DRAFTS).check_drafts(config.rollout.speculative, config.model.path)
+        if (drafts := config.rollout.drafts) is not None:
+            part("prediction", "embedded", DRAFTS).check_drafts(drafts, config.model.path)
 
     @classmethod
     def options(cls, config: Config, place: EnginePlace) -> dict[str, Any]:
@@ -88,7 +87,7 @@ class EmbeddedEngine(Engine):
             "seed": config.run.seed,
             "media_folder": media_folder,
             "served_path": config.rollout.servers.model_path,
-            "speculative": config.rollout.speculative,
+            "speculative": config.rollout.drafts,
             "updates_draft": config.syncs_prediction,
             "turn_cache_bytes": config.rollout.episode.turn_cache_bytes,
             "lora": sent_adapters(config),
@@ -105,7 +104,7 @@ class EmbeddedEngine(Engine):
         initial_version: int | None = None,
         media_folder: Path | None = None,
         served_path: str | Path | None = None,
-        speculative: SpeculativeConfig | None = None,
+        speculative: Any = None,
         updates_draft: bool = False,
         turn_cache_bytes: int = 0,
         lora: AdapterSpec | None = None,
@@ -114,7 +113,7 @@ class EmbeddedEngine(Engine):
         self._sight = _sight(model_path, media_folder)
         self._speculation: Any = None  # of the option prediction
         self._held = hub_tensors(self._model)
-        if speculative is not None and speculative.algorithm != "none":
+        if speculative is not None:
             drafting = part("prediction", "embedded", DRAFTS).Speculation
             self._speculation = drafting.of(speculative, model_path, self._model, lambda path: _load(path, dtype, device))
             self._held |= self._speculation.held if updates_draft else {}

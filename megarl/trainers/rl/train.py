@@ -13,7 +13,7 @@ from megarl.core.protocols import Placed, Processes
 from megarl.core.steps import RlRun
 from megarl.experience.inputs import RlInputs
 from megarl.runs.training_side import POLICY
-from megarl.trainers.rl.inputs import read_inputs
+from megarl.trainers.inputs import read_inputs
 from megarl.trainers.start import open_cluster, open_roles
 from megarl.weights.run_plan import check_transport
 from megarl.workers.roles import group_requests

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, parse_config
-from megarl.config.rollout import SpeculativeConfig
 from megarl.errors import ConfigError, EngineError
 from megarl.options.prediction.drafts import DraftCounts
+from megarl.options.prediction.section import SpeculativeConfig
 from megarl.options.prediction.sglang import NAMES, AnsweredDrafts, check_servers, draft_arguments
 from megarl.rollout.engines.protocol import EnginePlace
 from megarl.rollout.engines.sglang.arguments import server_arguments

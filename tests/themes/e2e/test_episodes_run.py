@@ -15,7 +15,7 @@ from megarl.config import Config
 from megarl.data.sample import Prompt
 from megarl.errors import ConfigError
 from megarl.observe import read_metrics
-from megarl.trainers.rl.generate import generate
+from megarl.trainers.generate import generate
 from megarl.trainers.rl.train import train
 
 pytestmark = pytest.mark.usefixtures("local_ray")

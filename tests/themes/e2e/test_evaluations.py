@@ -12,8 +12,8 @@ import pytest
 from megarl.config import Config
 from megarl.errors import ConfigError, DataError, RewardError
 from megarl.observe import read_metrics
-from megarl.trainers.rl.evaluate import evaluate, watch
-from megarl.trainers.rl.inputs import read_inputs
+from megarl.trainers.evaluate import evaluate, watch
+from megarl.trainers.inputs import read_inputs
 from megarl.trainers.rl.train import train
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -105,7 +105,7 @@ def test_the_rewards_of_a_set_are_tried_before_a_run_but_not_before_a_restart(
     (tmp_path / "digit.py").write_text("def digit(samples):\n    return [sample.answer for sample in samples]\n")
     with pytest.raises(RewardError, match=r"no attribute 'answer'.*; asked before the run about .* to row eval-"):
         read_inputs(config)
-    monkeypatch.setattr("megarl.trainers.rl.inputs.is_restart", lambda: True)
+    monkeypatch.setattr("megarl.trainers.inputs.is_restart", lambda: True)
     read_inputs(config).close()
 
 

@@ -13,8 +13,8 @@ from megarl.config import Config
 from megarl.config.sources import SourceConfig
 from megarl.data.prompts import load_rows
 from megarl.errors import ConfigError
-from megarl.trainers.rl.evaluate import evaluate
-from megarl.trainers.rl.generate import generate
+from megarl.trainers.evaluate import evaluate
+from megarl.trainers.generate import generate
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 

@@ -45,7 +45,6 @@ class AskedServer(Protocol):
 
     def exit_report(self) -> str:
         """Describe its end, for error messages."""
-        ...
 
 
 class SglangClient:
@@ -286,8 +285,9 @@ def _generation(answer: Mapping[str, Any], call: _GenerateCall, url: str) -> Gen
         ids = [int(token) for token in answer["output_ids"]]
         log_probs = [float(entry[0]) for entry in info["output_token_logprobs"]][: len(ids)]
         versions = [call.version] * len(ids)
-        for start, end, name in _version_spans(info.get("weight_versions")):
-            versions[start:end] = [int(name)] * (min(end, len(ids)) - start)
+        for span in info.get("weight_versions") or ():
+            start, end = int(span["start"]), int(span["end"])
+            versions[start:end] = [int(span["version"])] * (min(end, len(ids)) - start)
         reason = info["finish_reason"]["type"]
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError(f"{url}/generate answered something that is no generation: {str(answer)[:500]}") from error
@@ -304,7 +304,3 @@ def _prefill(answer: Mapping[str, Any], asked: AskedPrompt) -> PrefillCounts:
     info = answer.get("meta_info")
     cached = info.get("cached_tokens") if isinstance(info, dict) else None
     return PrefillCounts(len(asked.ids), cached) if isinstance(cached, int) else NO_PREFILLS
-
-
-def _version_spans(spans: Any) -> list[tuple[int, int, str]]:
-    return [(int(span["start"]), int(span["end"]), span["version"]) for span in spans or []]

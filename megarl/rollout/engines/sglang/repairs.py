@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,9 @@ def install(model_path: str) -> None:
     """Replace SGLang's functions for the folder `model_path`; call it before the model is made and requests come."""
     _mend_paused_loops()
     names = architectures_of(model_path)
-    if any(name.startswith("Glm4v") for name in names):
-        _mend_glm4v()
-    if any(name.startswith("Qwen2VL") for name in names):
-        _mend_limits_of_pictures()
-    if any(name.startswith("DeepseekV3") for name in names):
-        _mend_latent_norms()
-    if any(name.startswith("GptOss") for name in names):
-        _mend_sinks()
-    if any(name.startswith("Gemma3For") for name in names):
-        _mend_gemma3_embedding()
+    for prefix, mend in _OF_FAMILIES.items():
+        if any(name.startswith(prefix) for name in names):
+            mend()
 
 
 def architectures_of(model_path: str) -> list[str]:
@@ -79,43 +73,56 @@ def _mend_limits_of_pictures() -> None:
     processor.AutoProcessor = WithTheFoldersLimits
 
 
+def _after_made(kind: Any, repair: Callable[[Any], None]) -> None:
+    """Have every new object of a class repaired."""
+    make = kind.__init__
+
+    def make_and_repair(self: Any, *args: Any, **given: Any) -> None:
+        make(self, *args, **given)
+        repair(self)
+
+    kind.__init__ = make_and_repair
+
+
 def _mend_latent_norms() -> None:
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
-    make = DeepseekV2AttentionMLA.__init__
-
-    def with_an_epsilon_of_its_own(self: Any, *args: Any, **given: Any) -> None:
+    def with_an_epsilon_of_its_own(attention: Any) -> None:
         """SGLang gives the norms of the latents `rms_norm_eps`; transformers, and the code that Moonlight came with, 1e-6."""
-        make(self, *args, **given)
-        for norm in (getattr(self, "q_a_layernorm", None), self.kv_a_layernorm):
+        for norm in (getattr(attention, "q_a_layernorm", None), attention.kv_a_layernorm):
             if norm is not None:
                 norm.variance_epsilon = LATENT_NORM_EPS
 
-    DeepseekV2AttentionMLA.__init__ = with_an_epsilon_of_its_own
+    _after_made(DeepseekV2AttentionMLA, with_an_epsilon_of_its_own)
 
 
 def _mend_sinks() -> None:
     from sglang.srt.models.gpt_oss import GptOssAttention
 
-    make = GptOssAttention.__init__
-
-    def with_sinks_of_the_models_dtype(self: Any, *args: Any, **given: Any) -> None:
+    def with_sinks_of_the_models_dtype(attention: Any) -> None:
         """SGLang has bfloat16 ones, whatever the model computes in, and float32 ones for kernels that need these."""
-        make(self, *args, **given)
-        if self.sinks.dtype != torch.float32:
-            self.sinks.data = self.sinks.data.to(torch.get_default_dtype())
+        if attention.sinks.dtype != torch.float32:
+            attention.sinks.data = attention.sinks.data.to(torch.get_default_dtype())
 
-    GptOssAttention.__init__ = with_sinks_of_the_models_dtype
+    _after_made(GptOssAttention, with_sinks_of_the_models_dtype)
 
 
 def _mend_gemma3_embedding() -> None:
     from sglang.srt.models.gemma3_causal import Gemma3TextScaledWordEmbedding
 
-    make = Gemma3TextScaledWordEmbedding.__init__
-
-    def with_a_rounded_multiplier(self: Any, *args: Any, **given: Any) -> None:
+    def with_a_rounded_multiplier(embedding: Any) -> None:
         """transformers, and training, have the multiplier in the model's dtype; in bfloat16 it is 0.2 percent off for 4B."""
-        make(self, *args, **given)
-        self.embed_scale = torch.tensor(self.embed_scale, dtype=self.weight.dtype, device="cpu").item()
+        scale = torch.tensor(embedding.embed_scale, dtype=embedding.weight.dtype, device="cpu")
+        embedding.embed_scale = scale.item()
 
-    Gemma3TextScaledWordEmbedding.__init__ = with_a_rounded_multiplier
+    _after_made(Gemma3TextScaledWordEmbedding, with_a_rounded_multiplier)
+
+
+_OF_FAMILIES = {
+    "Glm4v": _mend_glm4v,
+    "Qwen2VL": _mend_limits_of_pictures,
+    "DeepseekV3": _mend_latent_norms,
+    "GptOss": _mend_sinks,
+    "Gemma3For": _mend_gemma3_embedding,
+}
+"""By the beginning of an architecture's name, what is mended of it."""

@@ -166,15 +166,12 @@ class OtherNode(Protocol):
 
     def start(self, options: ServerOptions) -> None:
         """Start the engine's process there, in place of one that is left from before; raises EngineError if that fails."""
-        ...
 
     def wait(self) -> str:
         """Wait until that process has ended, or its node is lost; returns what is known of its end."""
-        ...
 
     def stop(self) -> None:
         """End that process, if the node is still there."""
-        ...
 
 
 class SglangServer:
@@ -319,17 +316,19 @@ class NodeProcess:
 
 
 def gpu_bytes() -> int:
-    """Memory of the smallest GPU of this machine, asked without taking any of it."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return min(int(line) for line in answer.split()) * 2**20
+    """Memory of the smallest GPU of this machine."""
+    return min(map(int, _of_gpus("memory.total"))) * 2**20
 
 
 def compute_capability() -> tuple[int, int]:
-    """The highest one of this machine's GPUs, asked without taking any of them."""
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return max((int(major), int(minor)) for major, minor in (line.strip().split(".") for line in answer.split()))
+    """The highest one of this machine's GPUs."""
+    return max((int(major), int(minor)) for major, minor in (found.split(".") for found in _of_gpus("compute_cap")))
+
+
+def _of_gpus(quantity: str) -> list[str]:
+    """A quantity of each GPU of this machine, asked without taking any of them."""
+    command = ["nvidia-smi", f"--query-gpu={quantity}", "--format=csv,noheader,nounits"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
 def static_fraction(total: int, beside: int) -> float:

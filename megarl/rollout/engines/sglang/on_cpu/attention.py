@@ -6,6 +6,7 @@ than the arithmetic when many short responses are sampled at once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,88 +41,28 @@ class BatchedTorchBackend(TorchNativeAttnBackend):
         """The length of a request that only fills up a batch: with DP attention, ranks fill up theirs to one length."""
         return 1
 
-    def _run_sdpa_forward_decode(
-        self,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        encoder_lens: torch.Tensor | None = None,
-        scaling: float | None = None,
-        sliding_window_size: int | None = None,
-        **others: Any,
-    ) -> torch.Tensor:
+    def _run_sdpa_forward_decode(self, *tensors: Any, **options: Any) -> torch.Tensor:
+        query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens = tensors
         if self._sinks is not None:
-            caches, ones = (k_cache, v_cache), torch.ones_like(seq_lens)
-            return self._with_sinks(
-                query, output, caches, req_to_token[req_pool_indices], seq_lens, ones, scaling, sliding_window_size
-            )
-        if encoder_lens is not None or sliding_window_size is not None:
-            return super()._run_sdpa_forward_decode(
-                query,
-                output,
-                k_cache,
-                v_cache,
-                req_to_token,
-                req_pool_indices,
-                seq_lens,
-                encoder_lens,
-                scaling=scaling,
-                sliding_window_size=sliding_window_size,
-                **others,
-            )
+            caches, tables, ones = (k_cache, v_cache), req_to_token[req_pool_indices], torch.ones_like(seq_lens)
+            return self._with_sinks(query, output, caches, tables, seq_lens, ones, options)
+        if encoder_lens is not None or options.get("sliding_window_size") is not None:
+            return super()._run_sdpa_forward_decode(*tensors, **options)
         if self._gathers is None:
             self._gathers = gathers(req_to_token, req_pool_indices, seq_lens)
-        output.copy_(attend(query, k_cache, v_cache, self._gathers, scaling))
+        output.copy_(attend(query, k_cache, v_cache, self._gathers, options.get("scaling")))
         return output
 
-    def _run_sdpa_forward_extend(
-        self,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        extend_prefix_lens: torch.Tensor,
-        extend_seq_lens: torch.Tensor,
-        encoder_lens: torch.Tensor | None = None,
-        **others: Any,
-    ) -> torch.Tensor:
+    def _run_sdpa_forward_extend(self, *tensors: Any, **options: Any) -> torch.Tensor:
+        *of_requests, _, extend_seq_lens, encoder_lens = tensors
         if self._sinks is not None:
-            caches, window = (k_cache, v_cache), others.get("sliding_window_size")
-            tables = req_to_token[req_pool_indices]
-            return self._with_sinks(query, output, caches, tables, seq_lens, extend_seq_lens, others.get("scaling"), window)
+            query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens = of_requests
+            caches, tables = (k_cache, v_cache), req_to_token[req_pool_indices]
+            return self._with_sinks(query, output, caches, tables, seq_lens, extend_seq_lens, options)
         # samples of a prompt that is cached already begin with an extension by their last token: a decoding step
-        if others.get("causal") and bool((extend_seq_lens == 1).all()):
-            return self._run_sdpa_forward_decode(
-                query,
-                output,
-                k_cache,
-                v_cache,
-                req_to_token,
-                req_pool_indices,
-                seq_lens,
-                encoder_lens,
-                **{**others, "causal": False},
-            )
-        return super()._run_sdpa_forward_extend(
-            query,
-            output,
-            k_cache,
-            v_cache,
-            req_to_token,
-            req_pool_indices,
-            seq_lens,
-            extend_prefix_lens,
-            extend_seq_lens,
-            encoder_lens,
-            **others,
-        )
+        if options.get("causal") and bool((extend_seq_lens == 1).all()):
+            return self._run_sdpa_forward_decode(*of_requests, encoder_lens, **options | {"causal": False})
+        return super()._run_sdpa_forward_extend(*tensors, **options)
 
     def _with_sinks(
         self,
@@ -131,10 +72,10 @@ class BatchedTorchBackend(TorchNativeAttnBackend):
         tables: torch.Tensor,
         lengths: torch.Tensor,
         new: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
+        options: Mapping[str, Any],
     ) -> torch.Tensor:
         assert self._sinks is not None
+        scaling, window = options.get("scaling"), options.get("sliding_window_size")
         start = 0
         for slots, length, count in zip(tables, lengths.tolist(), new.tolist(), strict=True):
             keys, values = (cache[slots[:length].long()] for cache in caches)

@@ -122,8 +122,9 @@ def install(torchvision_folder: Path) -> None:
     sys.meta_path.append(_StandInFinder(missing))
     sys.path.append(str(torchvision_folder))
     if torch.version.cuda is None:
-        _declare_torchvision_operators()
-    _declare_imported_operators()
+        _declare(torch.library.Library("torchvision", "DEF"), *TORCHVISION_OPERATORS)
+    absent = [name for name in IMPORTED_OPERATORS if not hasattr(torch.ops.sgl_kernel, name)]
+    _declare(torch.library.Library("sgl_kernel", "FRAGMENT"), *(f"{name}() -> ()" for name in absent))
 
 
 _KEEP: list[Any] = []  # a torch.library.Library takes its declarations back when it is collected
@@ -134,22 +135,10 @@ IMPORTED_OPERATORS = (
     "fused_qkvzba_split_reshape_cat_contiguous_cpu",
 )  # fmt: skip
 """Kernels of Qwen3.5, whose model SGLang imports with those of all Qwen models that see; only their names are asked for."""
+TORCHVISION_OPERATORS = tuple(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms"))
 
 
-def _declare_imported_operators() -> None:
-    import torch
-
-    library = torch.library.Library("sgl_kernel", "FRAGMENT")
-    for name in IMPORTED_OPERATORS:
-        if not hasattr(torch.ops.sgl_kernel, name):
-            library.define(f"{name}() -> ()")
-    _KEEP.append(library)
-
-
-def _declare_torchvision_operators() -> None:
-    import torch
-
-    library = torch.library.Library("torchvision", "DEF")
-    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+def _declare(library: Any, *operators: str) -> None:
+    for operator in operators:
+        library.define(operator)
     _KEEP.append(library)

@@ -13,7 +13,7 @@ from megarl.data.sample import Sample
 from megarl.errors import ConfigError
 from megarl.experience.eval_figures import is_right
 from megarl.system.atomic_files import write_text_atomically
-from megarl.trainers.rl.evaluate import answer
+from megarl.trainers.evaluate import answer
 
 Form = Literal["samples", "sft", "pairs", "pass_rates"]
 

@@ -24,7 +24,7 @@ from megarl.runs.folders import checkpoint_in
 from megarl.runs.run_checkpoint import CheckpointFolder
 from megarl.runs.training_side import POLICY
 from megarl.system.atomic_files import write_text_atomically
-from megarl.trainers.rl.inputs import read_inputs
+from megarl.trainers.inputs import read_inputs
 from megarl.trainers.start import open_cluster, open_roles
 from megarl.workers.roles import Roles, group_requests
 from megarl.workers.rollouts import Rollouts

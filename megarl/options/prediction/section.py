@@ -1,0 +1,67 @@
+"""The sections `policy.mtp` and `rollout.speculative`. Importable without torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megarl.config.option_sections import AddedField
+from megarl.config.section import Positive, Section
+
+
+class MtpConfig(Section):
+    """The layer for multi-token prediction that a model may have, which engines draft tokens with (docs/speculative.md)."""
+
+    train: bool = False
+    """Train the layer beside the policy, which it does not change. Off: an export has it as it is in `model.path`."""
+    targets: Literal["soft", "hard"] = "soft"
+    """What the layer learns to predict: the policy's own distribution of a token (`soft`), or the token (`hard`)."""
+    loss_weight: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of the layer's loss, its mean cross-entropy per token. It scales the layer's own gradients only."""
+
+
+class SpeculativeConfig(Section):
+    """Speculative decoding: a draft proposes tokens and the policy verifies several in one pass (docs/speculative.md)."""
+
+    algorithm: Literal["none", "mtp", "ngram", "standalone", "eagle", "eagle3"] = "none"
+    """Who drafts: the model's layer for multi-token prediction (`mtp`), a lookup in earlier tokens (`ngram`), a small model
+    (`standalone`), or an EAGLE draft of SGLang's (`eagle`, `eagle3`). `none`: off."""
+    num_steps: Positive = 3
+    """Tokens drafted one after the other before the policy verifies them."""
+    topk: Positive = 1
+    """Candidates kept after each step; above 1 drafts are trees, which SGLang's engines alone verify."""
+    num_draft_tokens: Annotated[int, Field(ge=2, strict=True)] | None = None
+    """With `topk` above 1: tokens of the tree that is verified, the last sampled one included."""
+    draft_model: str | None = None
+    """Folder of the draft of `standalone`, `eagle` and `eagle3`. It is read once and never trained."""
+
+
+FIELDS = (
+    AddedField("PolicyConfig", "mtp", MtpConfig, MtpConfig(), "The layer for multi-token prediction."),
+    AddedField("RolloutConfig", "speculative", SpeculativeConfig, SpeculativeConfig(), "Speculative decoding."),
+)
+
+
+_EXACT = "megarl, whose responses are distributed as without drafts"
+SET_ELSEWHERE = {
+    "speculative_algorithm": "rollout.speculative.algorithm",
+    "speculative_num_steps": "rollout.speculative.num_steps",
+    "speculative_eagle_topk": "rollout.speculative.topk",
+    "speculative_ngram_max_bfs_breadth": "rollout.speculative.topk",
+    "speculative_num_draft_tokens": "rollout.speculative.num_draft_tokens",
+    "speculative_draft_model_path": "rollout.speculative.draft_model",
+    "speculative_accept_threshold_single": _EXACT,
+    "speculative_accept_threshold_acc": _EXACT,
+}
+"""Arguments of SGLang's servers that `rollout.engine_args` cannot have, and what sets them."""
+
+
+def mtp_of(policy: Section) -> MtpConfig:
+    """The section `policy.mtp`."""
+    return getattr(policy, "mtp")  # noqa: B009 - a field that this option adds
+
+
+def drafts_of(rollout: Section) -> SpeculativeConfig:
+    """The section `rollout.speculative`."""
+    return getattr(rollout, "speculative")  # noqa: B009 - a field that this option adds

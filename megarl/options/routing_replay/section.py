@@ -1,0 +1,33 @@
+"""The section `policy.routing`. Importable without torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megarl.config.option_sections import AddedField
+from megarl.config.section import Count, Section
+
+
+class RoutingConfig(Section):
+    """Which experts the policy's tokens go to (docs/rollouts.md#routing-replay)."""
+
+    replay: Literal["none", "old_policy", "engine"] = "none"
+    """`none`: the router chooses anew in every pass. `old_policy` (R2): as in the pass that computes the old log-probs.
+    `engine` (R3): as in the engine that sampled the response."""
+    compare_every: Count = 0
+    """With `engine`: every this many steps compute the old log-probs without replay, too, and log how far they are from the
+    engine's. 0: never."""
+
+
+FIELDS = (
+    AddedField("PolicyConfig", "routing", RoutingConfig, RoutingConfig(), "Routing replay, for a mixture of experts."),
+)  # fmt: skip
+
+
+SET_ELSEWHERE = {"enable_return_routed_experts": "policy.routing.replay"}
+"""Arguments of SGLang's servers that `rollout.engine_args` cannot have, and what sets them."""
+
+
+def routing_of(policy: Section) -> RoutingConfig:
+    """The section `policy.routing`."""
+    return getattr(policy, "routing")  # noqa: B009 - a field that this option adds
