@@ -15,21 +15,23 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megarl.data.final_answer import without_thoughts
-from megarl.data.sample import Prompt, Sample
+from megarl.data.sample import Sample
 from megarl.errors import RewardError
 from megarl.rewards.sandbox.program import OutOfTimeError, SandboxLimits, run_program, run_tests
-from megarl.rewards.scorer import Verdict, gold_answer
+from megarl.rewards.scorer import Verdict, Verifier
 
 # possessive: a fence whose line has no end would else be tried with every way to share out its characters
 _FENCED = re.compile(r"^[ \t]*```[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
 
 
-class CodeTests:
+class CodeTests(Verifier):
     """The verifier over rows whose gold answer is a list of tests, or its JSON text.
 
     A test is Python text with assert statements, or `{"input": standard input, "output": what must be printed}`.
     """
+
+    name = "code_tests"
 
     def __init__(
         self,
@@ -54,7 +56,8 @@ class CodeTests:
         for name, limit in (("timeout_s", timeout_s), ("memory_mb", memory_mb), ("output_kb", output_kb)):
             if limit <= 0:
                 raise RewardError(f"reward 'code_tests': {name} is {limit}; it must be above 0")
-        self.answer_key, self.partial = answer_key, partial
+        super().__init__(answer_key)
+        self.partial = partial
         self.limits = SandboxLimits(timeout_s, memory_mb << 20, output_kb << 10)
         try:
             works = run_program("print(1)", "", self.limits, time.monotonic() + 60)
@@ -70,12 +73,8 @@ class CodeTests:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
             return list(threads.map(lambda sample: self._judge(sample, until), samples))
 
-    def check(self, prompt: Prompt) -> None:
-        """Refuse a row without tests."""
-        gold_answer(prompt, self.answer_key, "code_tests")
-
     def _judge(self, sample: Sample, until: float) -> Verdict:
-        tests = parsed_tests(gold_answer(sample, self.answer_key, "code_tests"))
+        tests = parsed_tests(self.gold(sample))
         if tests is None:
             return None
         code = extract_program(without_thoughts(sample.response_text))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Sequence
 from typing import Any
 
-import aiohttp
-
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
-from megarl.rewards.http_post import Endpoint, post, token_headers
-from megarl.rewards.scorer import Verdict, gold_answer
+from megarl.rewards.http_post import Body, Endpoint, post_all, token_headers
+from megarl.rewards.scorer import Verdict, Verifier
 
 _TEMPLATE = (
     "Judge how well the response answers the question.\n\nQuestion:\n{prompt}\n\nReference answer:\n{answer}\n\n"
@@ -24,8 +21,10 @@ _SCORE = r"Score:\s*(-?\d+(?:\.\d+)?)"
 _FIELD = re.compile(r"\{(prompt|response|answer)\}")
 
 
-class LlmJudge:
+class LlmJudge(Verifier):
     """The client. The score is the last one in the judge's answer, moved from [min, max] to [0, 1]."""
+
+    name = "llm_judge"
 
     def __init__(
         self,
@@ -76,7 +75,8 @@ class LlmJudge:
         headers = token_headers("llm_judge", "api_key_env", api_key_env)
         address = f"{url.rstrip('/')}/chat/completions"
         self.endpoint = Endpoint("llm_judge", address, timeout_s, retries, backoff_s, headers)
-        self.answer_key, self.model, self.template, self.max_tokens = answer_key, model, template, max_tokens
+        super().__init__(answer_key)
+        self.model, self.template, self.max_tokens = model, template, max_tokens
         self.low, self.high, self.concurrency = min, max, concurrency
 
     def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
@@ -85,27 +85,18 @@ class LlmJudge:
         Raises:
             RewardError: the endpoint did not answer as it must, or not before `until`.
         """
-        return asyncio.run(self._ask(samples, until))
+        bodies = map(self._body, samples)
+        return post_all(self.endpoint, bodies, self._verdict, concurrency=self.concurrency, until=until)
 
     def check(self, prompt: Prompt) -> None:
         """Refuse a row without a gold answer if the template shows it."""
         if "{answer}" in self.template:
-            gold_answer(prompt, self.answer_key, "llm_judge")
+            super().check(prompt)
 
-    async def _ask(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
-        room = asyncio.Semaphore(self.concurrency)
-
-        async def ask(sample: Sample) -> Verdict:
-            async with room:
-                return self._verdict(await post(session, self.endpoint, self._body(sample), until))
-
-        async with aiohttp.ClientSession() as session:
-            return list(await asyncio.gather(*map(ask, samples)))
-
-    def _body(self, sample: Sample) -> dict[str, Any]:
+    def _body(self, sample: Sample) -> Body:
         texts = {"prompt": sample.prompt_text, "response": self._without_scores(sample.response_text)}
         if "{answer}" in self.template:
-            texts["answer"] = str(gold_answer(sample, self.answer_key, "llm_judge"))
+            texts["answer"] = str(self.gold(sample))
         # in one pass, so that braces in a response are filled with nothing
         content = _FIELD.sub(lambda found: texts[found[1]], self.template)
         messages = [{"role": "user", "content": content}]
@@ -114,7 +105,7 @@ class LlmJudge:
     def _without_scores(self, response: str) -> str:
         return self._score.sub(r"Score (\1)", response) if self._score.pattern == _SCORE else response
 
-    def _verdict(self, answer: Any) -> Verdict:
+    def _verdict(self, answer: Any, body: Body) -> Verdict:
         try:
             text = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
