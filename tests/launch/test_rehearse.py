@@ -15,7 +15,7 @@ from megarl.data.tokenize import load_tokenizer
 from megarl.launch import rehearse, small_run
 from megarl.models.check_layouts import check_models
 from megarl.models.shape import ModelShape
-from megarl.options.distillation.teachers import Teachers
+from megarl.options.distillation.run import Teachers
 from megarl.options.pictures.picture_reader import open_pictures
 from megarl.planning.parameters import stage_parameters
 from megarl.weights.placement import PlacementRequest, place, planned_bundles

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarl.config import Config
 from megarl.data.batch import Batch
 from megarl.experience.step_parts import StepPart
-from megarl.options.prediction.drafts import NAME, NO_DRAFTS, draft_figures
+from megarl.options.prediction.column import NAME, NO_DRAFTS, draft_figures
 from megarl.runs.training_side import TrainingSide
 
 

@@ -11,7 +11,7 @@ from megarl.config.rollout import SpeculativeConfig
 from megarl.errors import ConfigError, EngineError
 from megarl.models.registry import architecture_for, load_hf_config, sees
 from megarl.models.weight_formats import engine_format
-from megarl.options.prediction.drafts import NAME, NO_DRAFTS, DraftCounts
+from megarl.options.prediction.column import NAME, NO_DRAFTS, DraftCounts
 
 NAMES = {"mtp": "NEXTN", "ngram": "NGRAM", "standalone": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
 """SGLang's name of each algorithm."""

@@ -10,7 +10,7 @@ from tests.trainers.test_experience import LENGTHS, REWARDS, batch, config, of_r
 
 from megarl.data.batch import Batch
 from megarl.experience.experience import Experience
-from megarl.options.distillation.teachers import Teachers
+from megarl.options.distillation.run import Teachers
 
 
 def distilled(*overrides: str) -> Batch:

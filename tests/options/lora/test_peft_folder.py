@@ -16,9 +16,8 @@ from megarl.errors import ModelError
 from megarl.models.adapters import LORA_A, LORA_B
 from megarl.models.registry import architecture_for
 from megarl.models.transformers_names import hub_tensors
-from megarl.options.lora.peft_config import CONFIG_FILE
 from megarl.options.lora.peft_folder import AdapterFolder, read_adapter_config, write_peft_folder
-from megarl.options.lora.peft_header import SCORE, WEIGHTS_FILE
+from megarl.options.lora.peft_header import CONFIG_FILE, SCORE, WEIGHTS_FILE
 from megarl.options.lora.weight_map import Lora, with_adapters
 from tests.families import FAMILIES, hugging_face
 

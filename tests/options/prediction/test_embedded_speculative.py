@@ -13,7 +13,7 @@ import torch
 from megarl.config.rollout import SpeculativeConfig
 from megarl.errors import ConfigError
 from megarl.options.prediction import embedded as embedded_speculative
-from megarl.options.prediction.drafts import DraftCounts
+from megarl.options.prediction.column import DraftCounts
 from megarl.options.prediction.embedded_drafts import looked_up
 from megarl.rollout.engines import drawing
 from megarl.rollout.engines.embedded import EmbeddedEngine

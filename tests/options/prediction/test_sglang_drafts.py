@@ -13,7 +13,7 @@ import pytest
 from megarl.config import Config, parse_config
 from megarl.config.rollout import SpeculativeConfig
 from megarl.errors import ConfigError, EngineError
-from megarl.options.prediction.drafts import DraftCounts
+from megarl.options.prediction.column import DraftCounts
 from megarl.options.prediction.sglang import NAMES, AnsweredDrafts, check_servers, draft_arguments
 from megarl.rollout.engines.protocol import EnginePlace
 from megarl.rollout.engines.sglang.arguments import server_arguments

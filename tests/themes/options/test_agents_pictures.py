@@ -14,7 +14,7 @@ from PIL import Image
 
 from megarl.data.sample import Sample
 from megarl.options.agents import anthropic_form, openai_form, responses_form
-from megarl.options.agents.acting import KeptTurns, samples_of
+from megarl.options.agents.episode import KeptTurns, samples_of
 from megarl.options.agents.messages import ChatRequest, RequestError
 from megarl.options.agents.session import AgentSession, History, SessionLimits
 from megarl.options.pictures.media import Media
