@@ -32,15 +32,6 @@ from megarl.options.lora.section import ALL_LINEAR
 from megarl.options.lora.weight_map import Lora
 
 
-def read_adapter_config(folder: str | Path, hf_config: Mapping[str, Any]) -> Lora:
-    """Rank, scale and layers (by their whole names) of the adapters in a PEFT folder for the model of `config.json`.
-
-    Raises:
-        ModelError: as `AdapterFolder`.
-    """
-    return AdapterHeader(folder, hf_config).lora
-
-
 class AdapterFolder(AdapterHeader):
     """A PEFT folder opened for reading, checked against the model's config. Tensors have the names that weight maps have."""
 

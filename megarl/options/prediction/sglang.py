@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megarl.config import Config
@@ -22,7 +21,6 @@ DRAFTING = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_mo
 """Families of whose layer for multi-token prediction SGLang makes a draft."""
 
 
-@dataclass(frozen=True)
 class AnsweredDrafts:
     """The counts that a server with speculative decoding says of a response (0.5.23)."""
 

@@ -21,7 +21,7 @@ CHECKED = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """By type, how much results may differ from a plain softmax, as a share of the largest."""
 
 
-def check_kernels(device: torch.device, dtype: torch.dtype) -> None:
+def check(device: torch.device, dtype: torch.dtype) -> None:
     """Refuse kernels whose results on this device are not those of a plain softmax: a small stream, forward and backward.
 
     Raises:
@@ -80,4 +80,4 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
 
 
 NAME, MODULE = attention_choice.NAME, SegmentAttention
-attention_of, check = segment_attention, check_kernels
+attention_of = segment_attention

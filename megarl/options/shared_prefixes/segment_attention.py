@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from megarl.megatron.attention import QueryRange, ReferenceAttention, StreamAtte
 
 aten = torch.ops.aten
 
+QueryKeyValue = tuple[Tensor, Tensor, Tensor]
 FLASH_MULTIPLE = 8
 """Multiple of which torch's flash attention takes heads, up to 256 wide."""
 
@@ -50,28 +51,11 @@ class AttentionPass:
         return max(queries for queries, _ in self.lengths), max(keys for _, keys in self.lengths)
 
 
-class Kernels(Protocol):
-    """Fused attention on one kind of device."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, of: AttentionPass, scale: float) -> tuple[Tensor, Tensor]:
-        """`[n, heads, d]`, `[m, groups, d]` and `[m, groups, v]` → `[n, heads, v]` and log-sum-exp `[heads, n]`."""
-
-    def backward(
-        self,
-        gradient: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        out: Tensor,
-        lse: Tensor,
-        of: AttentionPass,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value, where `out` and `lse` may be those of more keys than this pass has."""
-
-
 class FlashKernels:
     """torch's flash attention over runs of any length, for CUDA and 16-bit types."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, of: AttentionPass, scale: float) -> tuple[Tensor, Tensor]:
+        """`[n, heads, d]`, `[m, groups, d]` and `[m, groups, v]` → `[n, heads, v]` and log-sum-exp `[heads, n]`."""
         wide = self._width(query, value)
         out, lse, *_ = aten._flash_attention_forward(
             *(_widened(t, wide) for t in (query, key, value)),
@@ -87,15 +71,10 @@ class FlashKernels:
         return out[..., : value.shape[-1]], lse
 
     def backward(
-        self,
-        gradient: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        out: Tensor,
-        lse: Tensor,
-        of: AttentionPass,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = inputs
+        self, gradient: Tensor, inputs: QueryKeyValue, outputs: tuple[Tensor, Tensor], of: AttentionPass, scale: float
+    ) -> QueryKeyValue:
+        """Gradients of query, key and value; `outputs` of `forward` may be those of more keys than this pass has."""
+        (query, key, value), (out, lse) = inputs, outputs
         wide = self._width(query, value)
         # What a random generator began with: without dropout nobody reads it.
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
@@ -126,7 +105,7 @@ class FlashKernels:
 
 
 class CpuKernels:
-    """torch's fused attention on a CPU, one run after another."""
+    """torch's fused attention on a CPU, one run after another, as `FlashKernels` has it."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, of: AttentionPass, scale: float) -> tuple[Tensor, Tensor]:
         parts, sums = [], []
@@ -138,15 +117,10 @@ class CpuKernels:
         return torch.cat(parts), torch.cat(sums, dim=1)
 
     def backward(
-        self,
-        gradient: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        out: Tensor,
-        lse: Tensor,
-        of: AttentionPass,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, gradient: Tensor, inputs: QueryKeyValue, outputs: tuple[Tensor, Tensor], of: AttentionPass, scale: float
+    ) -> QueryKeyValue:
         groups, width = inputs[1].shape[1], inputs[2].shape[-1]
+        out, lse = outputs
         found: list[list[Tensor]] = [[], [], []]
         lengths = [queries for queries, _ in of.lengths]
         of_runs = zip(self._runs(of, *inputs), gradient.split(lengths), out.split(lengths), lse.split(lengths, 1), strict=True)
@@ -164,7 +138,7 @@ class CpuKernels:
         return of_query, of_key, of_value[..., :width]
 
     @staticmethod
-    def _runs(of: AttentionPass, query: Tensor, key: Tensor, value: Tensor) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
+    def _runs(of: AttentionPass, query: Tensor, key: Tensor, value: Tensor) -> Iterable[QueryKeyValue]:
         """`[1, heads, run, d]` each."""
         queries, keys = ([*lengths] for lengths in zip(*of.lengths, strict=True))
         split = zip(query.split(queries), key.split(keys), value.split(keys), strict=True)
@@ -186,7 +160,7 @@ class CpuKernels:
         return {"attn_mask": torch.zeros(queries, keys, dtype=query.dtype).masked_fill_(hidden, -torch.inf)}
 
 
-_KERNELS: dict[str, Kernels] = {"cuda": FlashKernels(), "cpu": CpuKernels()}
+_KERNELS: dict[str, FlashKernels | CpuKernels] = {"cuda": FlashKernels(), "cpu": CpuKernels()}
 """By type of device."""
 
 
@@ -316,7 +290,7 @@ class MergedPasses(torch.autograd.Function):
         for of in ctx.passes:
             at, seen = of.queries, of.keys
             inputs = query[at], key[seen], value[seen]
-            found = kernels.backward(gradient[at], inputs, out[at], lse[:, at], of, ctx.scale)
+            found = kernels.backward(gradient[at], inputs, (out[at], lse[:, at]), of, ctx.scale)
             for total, part, where in zip((of_query, of_key, of_value), found, (at, seen, seen), strict=True):
                 total.index_add_(0, where, part.to(exact))
         of_sinks = None

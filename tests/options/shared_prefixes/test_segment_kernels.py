@@ -8,7 +8,7 @@ import torch
 from megarl.data.stream import Response, Unit, context_parallel_shard, pack
 from megarl.errors import ConfigError
 from megarl.options.shared_prefixes import segment_attention as kernels_of
-from megarl.options.shared_prefixes.core_attention import check_kernels
+from megarl.options.shared_prefixes.core_attention import check
 from megarl.options.shared_prefixes.segment_attention import AttentionPass, CpuKernels, FlashKernels, segment_attention
 
 
@@ -67,7 +67,7 @@ def test_a_pass_is_a_call_for_each_level_of_the_tree_and_nothing_is_gathered_twi
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_kernels_of_a_device_are_held_against_a_plain_softmax_before_they_are_used(dtype: torch.dtype) -> None:
-    check_kernels(torch.device("cpu"), dtype)
+    check(torch.device("cpu"), dtype)
 
 
 class Miscaled(CpuKernels):
@@ -96,6 +96,6 @@ def test_kernels_that_compute_something_else_or_nothing_are_refused_by_the_field
     with pytest.raises(
         ConfigError, match=r"^policy\.share_prefix is 'true', which needs torch's flash attention in float32 on cpu"
     ) as error:
-        check_kernels(torch.device("cpu"), torch.float32)
+        check(torch.device("cpu"), torch.float32)
     assert why in str(error.value)
     assert "\n" not in str(error.value)
