@@ -16,10 +16,10 @@ from typing import Any
 from aiohttp import web
 
 from megarl.config.secrets import bearer
-from megarl.config.sections import DataConfig
+from megarl.config.sections import DataConfig, RewardConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
-from megarl.rewards.sources import RewardSetting, RewardSources, build_rewards
+from megarl.rewards.sources import RewardSources, build_rewards
 from megarl.system.bearer_tokens import is_loopback, read_token
 from megarl.system.socket_names import NOTHING, SocketName
 
@@ -29,7 +29,7 @@ _FIELDS = ("query", "prompts", "labels")
 
 
 def serve_reward(
-    rewards: Sequence[RewardSetting],
+    rewards: Sequence[RewardConfig],
     data: DataConfig,
     host: str,
     port: int,

@@ -16,11 +16,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -57,22 +58,21 @@ class AgentEnd:
     why: str = "it ended without an error"
 
 
-class Agent(Protocol):
+class Agent(ABC):
     """A program that acts."""
 
     name: str
 
-    async def get_ready(self) -> None:
+    async def get_ready(self) -> None:  # noqa: B027 - most share nothing
         """Start what all its episodes share, so that no episode's time is spent on it."""
-        ...
 
+    @abstractmethod
     async def run(self, task: AgentTask) -> AgentEnd:
         """Let it act until it ends; cancelling the call ends it and what it started."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """End what is left of it."""
-        ...
 
 
 class Agents:
@@ -152,7 +152,7 @@ class Agents:
             self._sandboxes.close()
 
 
-class CommandAgent:
+class CommandAgent(Agent):
     """A command line, started anew for every episode, in a folder of its own that goes with it.
 
     `{prompt}` and `{row.KEY}` in its arguments stand for the question and for a field of the row; no shell reads them. The
@@ -165,9 +165,6 @@ class CommandAgent:
         self._command, self._environment = list(command), dict(environment)
         self._passed = [*KEPT_VARIABLES, *passed]
         self._running: dict[int, str] = {}
-
-    async def get_ready(self) -> None:
-        pass
 
     async def run(self, task: AgentTask) -> AgentEnd:
         folder = Path(tempfile.mkdtemp(prefix="megarl-agent-"))
@@ -288,7 +285,7 @@ class OtherPython(NamedTuple):
     environment: Mapping[str, str]
 
 
-class FunctionAgent:
+class FunctionAgent(Agent):
     """A function of the user's, `agent(task)`, in processes of their own that serve one episode after the other.
 
     An `async def` serves many at once. It returns None, or the reward of its episode.
@@ -432,7 +429,7 @@ def open_agent(
     return CommandAgent(command, environment, passed)
 
 
-class SandboxedAgent:
+class SandboxedAgent(Agent):
     """A command line as `CommandAgent` has it; its folder, and what it may reach, are the sandbox's."""
 
     def __init__(
@@ -442,9 +439,6 @@ class SandboxedAgent:
         self.name = f"the agent {command[0]}"
         self._command, self._environment = list(command), dict(environment)
         self._sandboxes, self._timeout_s = sandboxes, timeout_s
-
-    async def get_ready(self) -> None:
-        pass
 
     async def run(self, task: AgentTask) -> AgentEnd:
         environment = {**endpoint_variables(task), **self._environment}

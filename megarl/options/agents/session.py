@@ -173,7 +173,6 @@ class AgentSession:
         return pending
 
     def _told_tokens(self, request: ChatRequest, parent: Turn | None, told: Sequence[SessionMessage]) -> ToldTokens:
-        """The tokens of `told` behind `parent`."""
         messages = [message.for_template() for message in told]
         with _as_refusals():
             renderer = self._renderer(request.tools)

@@ -14,7 +14,6 @@ class _BesideWeight:
 
     @property
     def tp_axis(self) -> int | None:
-        """The axis of the parameter."""
         return self.of.tp_axis
 
     def followed(self, part: int) -> tuple[Packing, int]:

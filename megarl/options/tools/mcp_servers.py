@@ -224,7 +224,6 @@ class _Connection:
             working.cancel()
 
     async def is_alive(self, client: Any) -> bool:
-        """Return whether the server still answers."""
         try:
             async with asyncio.timeout(SIGN_OF_LIFE_S):
                 await client.session.list_tools()
@@ -251,7 +250,6 @@ class _Connection:
                 return found
 
     async def close(self) -> None:
-        """End the server."""
         self._stop.set()
         self._client = None
         if self._keeping is not None:

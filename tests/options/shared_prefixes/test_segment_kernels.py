@@ -8,8 +8,7 @@ import torch
 from megarl.data.stream import Response, Unit, context_parallel_shard, pack
 from megarl.errors import ConfigError
 from megarl.options.shared_prefixes import segment_attention as kernels_of
-from megarl.options.shared_prefixes.core_attention import check
-from megarl.options.shared_prefixes.segment_attention import AttentionPass, CpuKernels, FlashKernels, segment_attention
+from megarl.options.shared_prefixes.core_attention import AttentionPass, CpuKernels, FlashKernels, check, segment_attention
 
 
 def a_pass(lengths: tuple[tuple[int, int], ...], *, causal: bool, window: int | None, device: str = "cpu") -> AttentionPass:
