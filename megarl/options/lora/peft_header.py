@@ -94,12 +94,6 @@ def _check(file: Path, config: Mapping[str, Any]) -> None:
         raise refused("lora_alpha", "", "a positive number")
 
 
-def plain_lora(config: Mapping[str, Any], layers: Iterable[str]) -> Lora:
-    """Rank and scale of a config that `read_config` gave, with the adapters of `layers`."""
-    rslora = bool(config.get("use_rslora"))
-    return Lora(rank=config["r"], alpha=float(config["lora_alpha"]), rslora=rslora, targets=tuple(layers))
-
-
 def config_of(lora: Lora, base: str, target_modules: Iterable[str], *, score: bool) -> dict[str, Any]:
     """What `adapter_config.json` says of adapters of the model at `base`; `score`: a classifier's head is stored with them."""
     alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
@@ -176,7 +170,8 @@ class AdapterHeader:
         self._shapes = _shapes(self._file)
         self.stored = {self._hub_name(name): name for name in self._shapes}
         self.of_experts: dict[str, ExpertPart] = {}
-        self.lora = plain_lora(self.config, self._checked_layers())
+        alpha, rslora = float(self.config["lora_alpha"]), bool(self.config.get("use_rslora"))
+        self.lora = Lora(self.config["r"], alpha, rslora, tuple(self._checked_layers()))
         """Rank, scale and layers, by their whole names."""
 
     @cached_property

@@ -94,16 +94,16 @@ class LlmJudge(Verifier):
             super().check(prompt)
 
     def _body(self, sample: Sample) -> Body:
-        texts = {"prompt": sample.prompt_text, "response": self._without_scores(sample.response_text)}
+        response = sample.response_text
+        if self._score.pattern == _SCORE:
+            response = self._score.sub(r"Score (\1)", response)
+        texts = {"prompt": sample.prompt_text, "response": response}
         if "{answer}" in self.template:
             texts["answer"] = str(self.gold(sample))
         # in one pass, so that braces in a response are filled with nothing
         content = _FIELD.sub(lambda found: texts[found[1]], self.template)
         messages = [{"role": "user", "content": content}]
         return {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": self.max_tokens}
-
-    def _without_scores(self, response: str) -> str:
-        return self._score.sub(r"Score (\1)", response) if self._score.pattern == _SCORE else response
 
     def _verdict(self, answer: Any, body: Body) -> Verdict:
         try:
