@@ -65,4 +65,8 @@ class Verifier:
         try:
             return value_of(of.row, self.answer_key, "data.answer_key", f"row {of.row_id}")
         except DataError as error:
-            raise RewardError(f"reward '{self.name}': {error}") from None
+            raise self.error(str(error)) from None
+
+    def error(self, sentence: str) -> RewardError:
+        """The error that says `sentence` of this reward."""
+        return RewardError(f"reward '{self.name}': {sentence}")

@@ -22,11 +22,10 @@ def check(config: AnyConfig) -> None:
         if not isinstance(arguments, dict):
             raise ConfigError.of(f"trackers.args['{name}']", arguments, allowed="a mapping of keyword arguments")
     unset, prometheus = PrometheusConfig(), trackers.prometheus
-    for field in ("host", "token_file"):
-        if prometheus.port is None and getattr(prometheus, field) != getattr(unset, field):
-            raise ConfigError.needs(
-                f"trackers.prometheus.{field}", "a port", f"set trackers.prometheus.port, or remove trackers.prometheus.{field}"
-            )
+    for name in ("host", "token_file"):
+        field = f"trackers.prometheus.{name}"
+        if prometheus.port is None and getattr(prometheus, name) != getattr(unset, name):
+            raise ConfigError.needs(field, "a port", f"set trackers.prometheus.port, or remove {field}")
 
 
 check_supervised = check

@@ -46,15 +46,13 @@ class Boxes(Verifier):
             RewardError: an argument is none of what it may be.
         """
         if threshold is not None and not 0 < threshold <= 1:
-            raise RewardError(f"reward 'boxes': threshold is {threshold}; it must be above 0 and at most 1")
+            raise self.error(f"threshold is {threshold}; it must be above 0 and at most 1")
         self.answered, self.in_gold = coordinates, gold_coordinates or coordinates
         for name, value in (("coordinates", self.answered), ("gold_coordinates", self.in_gold)):
             if value not in get_args(Coordinates):
-                raise RewardError(f"reward 'boxes': {name} is '{value}'; it must be {', '.join(get_args(Coordinates))}")
+                raise self.error(f"{name} is '{value}'; it must be {', '.join(get_args(Coordinates))}")
         if isinstance(size_keys, str) or len(size_keys) != 2:
-            raise RewardError(
-                f"reward 'boxes': size_keys is {size_keys!r}; it must be two keys, of the width and of the height"
-            )
+            raise self.error(f"size_keys is {size_keys!r}; it must be two keys, of the width and of the height")
         super().__init__(answer_key)
         self.threshold, self.size_keys = threshold, tuple(size_keys)
 
@@ -62,9 +60,7 @@ class Boxes(Verifier):
         """Refuse a row without a gold answer, with several gold boxes and no threshold, or without a size that is needed."""
         gold = read_boxes(self.gold(prompt))
         if len(gold) > 1 and self.threshold is None:
-            raise RewardError(
-                f"reward 'boxes': row {prompt.row_id} has {len(gold)} gold boxes, which are matched at an IoU; set threshold"
-            )
+            raise self.error(f"row {prompt.row_id} has {len(gold)} gold boxes, which are matched at an IoU; set threshold")
         self._sides(prompt)
 
     def judge(self, sample: Sample) -> Verdict:
@@ -92,11 +88,11 @@ class Boxes(Verifier):
                 with Image.open(_kept_file(of), formats=["PNG"]) as picture:
                     return float(picture.width), float(picture.height)
             except OSError as error:
-                raise RewardError(f"reward 'boxes': the picture of row {of.row_id} cannot be read: {error}") from error
+                raise self.error(f"the picture of row {of.row_id} cannot be read: {error}") from error
         sides = [of.row.get(key) for key in self.size_keys]
         if not all(isinstance(side, int | float) and side > 0 for side in sides):
-            raise RewardError(
-                f"reward 'boxes': row {of.row_id} has {sides[0]!r} and {sides[1]!r} under {' and '.join(self.size_keys)} "
+            raise self.error(
+                f"row {of.row_id} has {sides[0]!r} and {sides[1]!r} under {' and '.join(self.size_keys)} "
                 "(size_keys); they must be the original picture's width and height in pixels"
             )
         return float(sides[0]), float(sides[1])  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ class CodeTests(Verifier):
         """
         for name, limit in (("timeout_s", timeout_s), ("memory_mb", memory_mb), ("output_kb", output_kb)):
             if limit <= 0:
-                raise RewardError(f"reward 'code_tests': {name} is {limit}; it must be above 0")
+                raise self.error(f"{name} is {limit}; it must be above 0")
         super().__init__(answer_key)
         self.partial = partial
         self.limits = SandboxLimits(timeout_s, memory_mb << 20, output_kb << 10)
@@ -64,9 +64,9 @@ class CodeTests(Verifier):
         except OutOfTimeError:
             works = None
         except RewardError as error:
-            raise RewardError(f"reward 'code_tests': {error}") from None
+            raise self.error(str(error)) from None
         if works != "1\n":
-            raise RewardError(f"reward 'code_tests': nothing runs within {timeout_s:g} s and {memory_mb} MB; raise the limits")
+            raise self.error(f"nothing runs within {timeout_s:g} s and {memory_mb} MB; raise the limits")
 
     def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
         """From 0 to 1, or None where the row's tests are no tests or `until` passed. As many runs at once as cores."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megarl.data.sample import Prompt, Sample
-from megarl.errors import RewardError
 from megarl.rewards.scorer import Verdict, Verifier
 
 
@@ -15,8 +14,8 @@ class EnvironmentReward(Verifier):
     def judge(self, sample: Sample) -> Verdict:
         """The reward that the sample brought along."""
         if self.name not in sample.rewards:
-            raise RewardError(
-                f"reward 'environment': sample {sample.sample_id} brought no reward along; rollout.episode.kind must be "
+            raise self.error(
+                f"sample {sample.sample_id} brought no reward along; rollout.episode.kind must be "
                 "'environment', or 'agent' with an agent that returns a reward or posts one to its endpoint"
             )
         return sample.rewards[self.name]

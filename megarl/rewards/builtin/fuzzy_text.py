@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megarl.data.sample import Sample
-from megarl.errors import RewardError
 from megarl.rewards.builtin.exact_text import ExactText
 from megarl.rewards.sandbox.judge_pool import ChildPool
 from megarl.rewards.scorer import Verdict
@@ -27,7 +26,7 @@ class FuzzyText(ExactText):
             RewardError: the threshold is not above 0 and at most 1.
         """
         if threshold is not None and not 0 < threshold <= 1:
-            raise RewardError(f"reward 'fuzzy_text': threshold is {threshold}; it must be above 0 and at most 1")
+            raise self.error(f"threshold is {threshold}; it must be above 0 and at most 1")
         super().__init__(answer_key, case_sensitive=case_sensitive)
         self.threshold = threshold
         self._children = ChildPool("fuzzy_text", timeout_s)

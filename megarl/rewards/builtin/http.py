@@ -12,7 +12,6 @@ from itertools import chain
 from typing import Any
 
 from megarl.data.sample import Prompt, Sample
-from megarl.errors import RewardError
 from megarl.rewards.http_post import Body, Endpoint, post_all, token_headers
 from megarl.rewards.scorer import Verifier
 
@@ -50,7 +49,7 @@ class HttpReward(Verifier):
             RewardError: an argument is out of range, or the variable is not set.
         """
         if batch_size < 1 or concurrency < 1:
-            raise RewardError(f"reward 'http': batch_size is {batch_size} and concurrency {concurrency}; both must be above 0")
+            raise self.error(f"batch_size is {batch_size} and concurrency {concurrency}; both must be above 0")
         super().__init__(answer_key)
         self.labels = labels
         self.batch_size, self.concurrency = batch_size, concurrency

@@ -16,7 +16,6 @@ import jsonschema
 
 from megarl.data.final_answer import without_thoughts
 from megarl.data.sample import Prompt, Sample
-from megarl.errors import RewardError
 from megarl.rewards.sandbox.judge_pool import ChildPool
 from megarl.rewards.scorer import Verdict, Verifier
 
@@ -59,7 +58,7 @@ class JsonObject(Verifier):
             try:
                 jsonschema.validators.validator_for(schema).check_schema(schema)
             except jsonschema.SchemaError as error:
-                raise RewardError(f"reward 'json_object': schema is no JSON schema: {error.message}") from None
+                raise self.error(f"schema is no JSON schema: {error.message}") from None
         self._children = ChildPool("json_schema", timeout_s)
 
     def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:

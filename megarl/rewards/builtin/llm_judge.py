@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.data.sample import Prompt, Sample
-from megarl.errors import RewardError
 from megarl.rewards.http_post import Body, Endpoint, post_all, token_headers
 from megarl.rewards.scorer import Verdict, Verifier
 
@@ -62,16 +61,15 @@ class LlmJudge(Verifier):
         try:
             self._score = re.compile(pattern)
         except re.error as error:
-            raise RewardError(f"reward 'llm_judge': pattern '{pattern}' is no regular expression: {error}") from None
+            raise self.error(f"pattern '{pattern}' is no regular expression: {error}") from None
         if self._score.groups < 1:
-            raise RewardError(f"reward 'llm_judge': pattern '{pattern}' has no group for the score")
+            raise self.error(f"pattern '{pattern}' has no group for the score")
         if not min < max or concurrency < 1:
-            raise RewardError(
-                f"reward 'llm_judge': min is {min}, max {max}, concurrency {concurrency}; "
-                "min must be below max, and concurrency above 0"
+            raise self.error(
+                f"min is {min}, max {max}, concurrency {concurrency}; min must be below max, and concurrency above 0"
             )
         if "{response}" not in template:
-            raise RewardError("reward 'llm_judge': template has no {response}, so the judge would not see it")
+            raise self.error("template has no {response}, so the judge would not see it")
         headers = token_headers("llm_judge", "api_key_env", api_key_env)
         address = f"{url.rstrip('/')}/chat/completions"
         self.endpoint = Endpoint("llm_judge", address, timeout_s, retries, backoff_s, headers)

@@ -11,7 +11,6 @@ from typing import Any
 
 from megarl.data.final_answer import extract_answer, without_thoughts
 from megarl.data.sample import Sample
-from megarl.errors import RewardError
 from megarl.rewards.scorer import Verdict, Verifier
 
 
@@ -27,7 +26,7 @@ class MultipleChoice(Verifier):
             RewardError: `choices` is empty or has something else than letters.
         """
         if not choices.isalpha():
-            raise RewardError(f"reward 'multiple_choice': choices is '{choices}'; it must be letters such as 'ABCD'")
+            raise self.error(f"choices is '{choices}'; it must be letters such as 'ABCD'")
         super().__init__(answer_key)
         letter = f"(?P<{{}}>[{choices.upper()}{choices.lower()}])"
         capital = f"(?P<{{}}>[{choices.upper()}])"
