@@ -50,14 +50,13 @@ if TYPE_CHECKING:
     from megarl.algorithms.reward_model import pairwise_reward_loss, process_reward_loss
     from megarl.algorithms.shaping import RewardNormaliser, aggregate_steps, clip_rewards, length_penalty, overlong_penalty
     from megarl.algorithms.token_choice import CHOICES, covariance, top_entropies
-    from megarl.algorithms.token_losses import dft_loss
+    from megarl.algorithms.token_losses import dft_loss, value_loss
     from megarl.algorithms.turn_advantages import rewards_of_turns
-    from megarl.algorithms.value_losses import value_loss
 
 _MODULES = (
     "advantages", "token_advantages", "group_advantages", "subset_advantages", "token_baseline", "turn_advantages",
     "aggregation", "distillation", "entropy", "kl", "off_policy", "policy_losses", "preference", "registry", "reward_model",
-    "shaping", "token_choice", "token_losses", "value_losses",
+    "shaping", "token_choice", "token_losses",
 )  # fmt: skip
 
 __all__ = [

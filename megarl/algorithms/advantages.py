@@ -192,7 +192,7 @@ def masked_whiten(
     count = int(index.max()) + 1
     spans = [slice(start, start + COLUMNS) for start in range(0, x.shape[1], COLUMNS)]
     in_rows = torch.stack([mask[:, span].sum(1) for span in spans]).sum(0)  # of the whole mask it would be held as int64
-    tokens = _of_groups(in_rows, index, count)
+    tokens = group_total(in_rows, index, count)
 
     def apart(span: slice, origin: Tensor) -> Tensor:
         return x[:, span].to(torch.float64, copy=True).sub_(origin[:, None]).masked_fill_(~mask[:, span], 0)
@@ -201,7 +201,7 @@ def masked_whiten(
         rows = torch.zeros(len(x), dtype=torch.float64)
         for span in spans:
             rows += apart(span, origin).pow_(power).sum(1)
-        return _of_groups(rows, index, count)
+        return group_total(rows, index, count)
 
     origin = torch.zeros(len(x), dtype=torch.float64)
     if centre:
@@ -218,9 +218,9 @@ def masked_whiten(
     return out
 
 
-def _of_groups(rows: Tensor, index: Tensor, count: int) -> Tensor:
-    """The sum of `rows` `[B]` over each one's group, `[B]`."""
-    return rows.new_zeros(count).index_add(0, index, rows)[index]
+def group_total(x: Tensor, index: Tensor, count: int) -> Tensor:
+    """Sum of `x` `[N]` over each one's group by `index` int64 `[N]`, of `count` groups, `[N]`."""
+    return x.new_zeros(count).index_add(0, index, x)[index]
 
 
 def normalised(outputs: AdvantageOutputs, inputs: AdvantageInputs, needed: EstimatorNeeds) -> AdvantageOutputs:

@@ -251,26 +251,13 @@ def needs(
     `rollout_log_probs` to `entropy` are for estimators and losses, the others for an estimator. A function without the
     decorator needs nothing.
     """
-    shared: dict[str, Any] = {
-        "rollout_log_probs": rollout_log_probs,
-        "reference_log_probs": reference_log_probs,
-        "teacher_log_probs": teacher_log_probs,
-        "entropy": entropy,
-    }
+    given: dict[str, Any] = dict(locals())  # all of the above
+    of_losses = ("rollout_log_probs", "reference_log_probs", "teacher_log_probs", "entropy")
 
     def mark(function: F) -> F:
         marked: Any = function
-        marked.estimator_needs = EstimatorNeeds(
-            group=group,
-            values=values,
-            greedy=greedy,
-            step_rewards=step_rewards,
-            token_penalty=token_penalty,
-            old_log_probs=old_log_probs,
-            collision=collision,
-            **shared,
-        )
-        marked.loss_needs = LossNeeds(**shared)
+        marked.estimator_needs = EstimatorNeeds(**given)
+        marked.loss_needs = LossNeeds(**{name: given[name] for name in of_losses})
         return function
 
     return mark

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages import AdvantageInputs
+from megarl.algorithms.advantages import AdvantageInputs, group_total
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,3 @@ def rows_of_groups(inputs: AdvantageInputs, kept: Tensor) -> Iterator[Tensor]:
     rows = (inputs.mask.any(1) & kept).nonzero().squeeze(1)
     groups = inputs.groups[rows]
     yield from (rows[groups == group] for group in groups.unique())
-
-
-def group_total(x: Tensor, index: Tensor, count: int) -> Tensor:
-    """Sum of `x` `[N, ...]` over each one's group by `index` int64 `[N]`, of `count` groups."""
-    return x.new_zeros(count).index_add(0, index, x)[index]

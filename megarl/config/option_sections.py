@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from pydantic import Field, create_model
 
@@ -10,6 +10,7 @@ from megarl.config.section import Section
 from megarl.option_list import OPTIONS, parts
 
 AnySection = TypeVar("AnySection", bound=Section)
+Value = TypeVar("Value")
 
 OPTION_OF_FIELD = {
     "algorithm.distillation": "distillation",
@@ -35,14 +36,19 @@ SINGLE_FIELDS = ("rollout.schedule.lent_engines",)
 """Those of `OPTION_OF_FIELD` that are no sections."""
 
 
-class AddedField(NamedTuple):
+class AddedField(NamedTuple, Generic[Value]):
     """A field that an option adds to the section class called `parent`."""
 
     parent: str
     name: str
     annotation: Any
-    default: Any
+    default: Value
     description: str
+
+    def of(self, section: Section) -> Value:
+        """Its value in a section of that class."""
+        value: Value = getattr(section, self.name)
+        return value
 
 
 def with_options(section: type[AnySection]) -> type[AnySection]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -18,6 +19,8 @@ from megarl.config.secrets import bearer, redacted
 from megarl.errors import RewardError, RewardServerError
 from megarl.system.http_requests import AnswerError, parsed, read_unpacked, shortened
 
+T = TypeVar("T")
+Body = dict[str, Any]
 _LONGEST_WAIT_S = 30.0
 
 
@@ -50,7 +53,28 @@ class Endpoint:
         return RewardError(redacted(f"reward '{self.reward}': {self.url} {what}"))
 
 
-async def post(session: aiohttp.ClientSession, endpoint: Endpoint, body: dict[str, Any], until: float) -> Any:
+def post_all(
+    endpoint: Endpoint, bodies: Iterable[Body], read: Callable[[Any, Body], T], *, concurrency: int, until: float
+) -> list[T]:
+    """What `read` makes of the answers to `bodies`, in order; at most `concurrency` of them are asked for at the same time.
+
+    Raises as `post` and `read` do.
+    """
+
+    async def answers() -> list[T]:
+        room = asyncio.Semaphore(concurrency)
+
+        async def answer(body: Body) -> T:
+            async with room:
+                return read(await post(session, endpoint, body, until), body)
+
+        async with aiohttp.ClientSession() as session:
+            return list(await asyncio.gather(*map(answer, bodies)))
+
+    return asyncio.run(answers())
+
+
+async def post(session: aiohttp.ClientSession, endpoint: Endpoint, body: Body, until: float) -> Any:
     """The JSON that the endpoint answers with status 200.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from megarl.data.rows import value_of
 from megarl.data.sample import Prompt, Sample
@@ -34,13 +34,39 @@ class StatesAnswers(Protocol):
         ...
 
 
-def gold_answer(of: Sample | Prompt, answer_key: str, reward: str) -> Any:
-    """The gold answer in the data row of a sample or a prompt.
+class Verifier:
+    """A scorer that compares responses with the gold answers of their rows."""
 
-    Raises:
-        RewardError: the row has no such key.
-    """
-    try:
-        return value_of(of.row, answer_key, "data.answer_key", f"row {of.row_id}")
-    except DataError as error:
-        raise RewardError(f"reward '{reward}': {error}") from None
+    name: ClassVar[str]
+    """What the config calls it."""
+
+    def __init__(self, answer_key: str) -> None:
+        """`answer_key`: key of the gold answer in a row."""
+        self.answer_key = answer_key
+
+    def __call__(self, samples: Sequence[Sample], until: float) -> Sequence[Verdict]:
+        """The verdict of `judge` on each sample."""
+        return [self.judge(sample) for sample in samples]
+
+    def judge(self, sample: Sample) -> Verdict:
+        """The verdict on one sample, where a verifier judges them one by one."""
+        raise NotImplementedError
+
+    def check(self, prompt: Prompt) -> None:
+        """Refuse a row without a gold answer."""
+        self.gold(prompt)
+
+    def gold(self, of: Sample | Prompt) -> Any:
+        """The gold answer in the data row of a sample or a prompt.
+
+        Raises:
+            RewardError: the row has no such key.
+        """
+        try:
+            return value_of(of.row, self.answer_key, "data.answer_key", f"row {of.row_id}")
+        except DataError as error:
+            raise self.error(str(error)) from None
+
+    def error(self, sentence: str) -> RewardError:
+        """The error that says `sentence` of this reward."""
+        return RewardError(f"reward '{self.name}': {sentence}")

@@ -16,12 +16,11 @@ from typing import Any
 from aiohttp import web
 
 from megarl.config.secrets import bearer
-from megarl.config.sections import DataConfig
+from megarl.config.sections import DataConfig, RewardConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
-from megarl.rewards.sources import RewardSetting, RewardSources, build_rewards
-from megarl.system import bearer_tokens
-from megarl.system.bearer_tokens import is_loopback
+from megarl.rewards.sources import RewardSources, build_rewards
+from megarl.system.bearer_tokens import is_loopback, read_token
 from megarl.system.socket_names import NOTHING, SocketName
 
 MAX_REQUEST_BYTES = 256 << 20
@@ -30,35 +29,26 @@ _FIELDS = ("query", "prompts", "labels")
 
 
 def serve_reward(
-    rewards: Sequence[RewardSetting],
+    rewards: Sequence[RewardConfig],
     data: DataConfig,
     host: str,
     port: int,
     token_file: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve the rewards of a config until interrupted, to who brings the token (see `read_token`).
+    """Serve the rewards of a config until interrupted, to who brings the token in `token_file`, or in MEGARL_REWARD_TOKEN.
 
     `say` is told where it listens, once it does, and that it has ended.
 
     Raises:
         RewardError: a reward cannot be built, the address cannot be listened on, or others could reach it without a token.
     """
-    token = read_token(token_file)
+    token = read_token(token_file, "--token-file", TOKEN_VARIABLE, RewardError)
     if token is None and not is_loopback(host):
         raise RewardError(
             f"--host is {host}, which others can reach, so the server needs a token: give --token-file, or set {TOKEN_VARIABLE}"
         )
     serve(build_rewards(rewards, data), host, port, answer_key=data.answer_key, token=token, say=say)
-
-
-def read_token(token_file: str | None) -> str | None:
-    """The token in `token_file`, else in the environment variable MEGARL_REWARD_TOKEN; None without either.
-
-    Raises:
-        RewardError: the file cannot be read, or the token is too short to be one.
-    """
-    return bearer_tokens.read_token(token_file, "--token-file", TOKEN_VARIABLE, RewardError)
 
 
 def serve(

@@ -7,10 +7,10 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.config.secrets import without_secrets
-from megarl.config.sections import DataConfig, reward_labels
+from megarl.config.sections import DataConfig, RewardConfig, reward_labels
 from megarl.data.final_answer import extract_answer
 from megarl.data.rows import find_value
 from megarl.data.sample import Prompt, Sample
@@ -61,18 +61,7 @@ _MARGIN_S = 5.0
 """Seconds before the deadline at which a scorer is told to be done, so that slow answers get 0 and do not end the run."""
 
 
-class RewardSetting(Protocol):
-    """The part that `build_rewards` reads of a `RewardConfig`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def weight(self) -> float: ...
-    @property
-    def args(self) -> dict[str, Any]: ...
-
-
-def build_rewards(configs: Sequence[RewardSetting], data: DataConfig) -> RewardSources:
+def build_rewards(configs: Sequence[RewardConfig], data: DataConfig) -> RewardSources:
     """The sources that `configs` name.
 
     Raises:
@@ -82,7 +71,7 @@ def build_rewards(configs: Sequence[RewardSetting], data: DataConfig) -> RewardS
     return RewardSources([(label, config.weight, _scorer(config, data)) for label, config in zip(labels, configs, strict=True)])
 
 
-def _scorer(config: RewardSetting, data: DataConfig) -> Scorer:
+def _scorer(config: RewardConfig, data: DataConfig) -> Scorer:
     if config.name in BUILT_IN:
         scorer = BUILT_IN[config.name]
         sources = {"train": data.train} | ({"eval": data.eval} if data.eval is not None else {})

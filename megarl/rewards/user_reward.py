@@ -48,7 +48,8 @@ class UserReward:
         try:
             answer = self._ask(samples)
         except (Exception, SystemExit) as error:
-            has = f"; a Sample has {SAMPLE_HAS}" if _asks_a_sample(error) else ""
+            asks_a_sample = isinstance(error, AttributeError) and isinstance(error.obj, Sample)
+            has = f"; a Sample has {SAMPLE_HAS}" if asks_a_sample else ""
             raise RewardError(f"reward function '{self.name}' raised {describe(error)}{has}") from error
         if hasattr(answer, "tolist"):  # NumPy arrays and tensors
             answer = answer.tolist()
@@ -93,10 +94,6 @@ class UserReward:
 
 async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     return list(await asyncio.gather(*awaitables))
-
-
-def _asks_a_sample(error: BaseException) -> bool:
-    return isinstance(error, AttributeError) and isinstance(error.obj, Sample)
 
 
 def _first_parameter(function: Any) -> str:

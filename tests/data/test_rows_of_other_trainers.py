@@ -21,7 +21,7 @@ from megarl.data.sample import Prompt, Sample
 from megarl.data.supervised import Kind, SupervisedBuilder, SupervisedSettings
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import DataError, RewardError
-from megarl.rewards.scorer import gold_answer
+from megarl.rewards.builtin.math_verify import MathVerify
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer
 
 SMOLLM2 = Path(__file__).parents[2] / "models/SmolLM2-135M-Instruct"
@@ -185,7 +185,7 @@ def test_prompts_of_verl(tmp_path: Path, tokenizer: Any) -> None:
     for prompt, messages in zip(prompts, ([say("system", "Be brief."), SKY], [SKY]), strict=True):
         wanted = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
         assert prompt.prompt_ids == wanted
-        assert gold_answer(prompt, data.answer_key, "math_verify") == "72"
+        assert MathVerify(data.answer_key).gold(prompt) == "72"
         assert prompt.row["extra_info"] == VERL["extra_info"]
     assert [find_value(prompt.row, "data_source") for prompt in prompts] == ["openai/gsm8k", "math"]
     renamed = SourceConfig(source="parquet", path=str(file), columns={"answer": "reward_model.ground_truth"})
@@ -211,8 +211,8 @@ def test_prompts_of_easyr1_and_openrlhf(tokenizer: Any) -> None:
 def test_a_dotted_key_that_is_not_there(key: str, sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):
         value_of(VERL, key, "data.answer_key", RowPlace(Origin("data"), 0))
-    with pytest.raises(RewardError, match=r"reward 'r': .*row train-7"):
-        gold_answer(Prompt("train-7", "", [1], "", VERL), key, "r")
+    with pytest.raises(RewardError, match=r"reward 'math_verify': .*row train-7"):
+        MathVerify(key).gold(Prompt("train-7", "", [1], "", VERL))
     assert find_value(VERL, key) is None
 
 

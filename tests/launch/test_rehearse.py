@@ -17,7 +17,7 @@ from megarl.launch import rehearse, small_run
 from megarl.models.check_layouts import check_models
 from megarl.models.shape import ModelShape
 from megarl.option_list import OPTIONS
-from megarl.options.distillation.teachers import Teachers
+from megarl.options.distillation.run import Teachers
 from megarl.planning.parameters import stage_parameters
 from megarl.weights.placement import PlacementRequest, place, planned_bundles
 from megarl.weights.run_plan import plan_of_run

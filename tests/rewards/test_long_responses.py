@@ -33,7 +33,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "exact_number": last_number,
     "exact_text": lambda text: normalised(text, case_sensitive=False),
     "edit_distance": lambda text: edit_distance(text, "what is expected"),
-    "multiple_choice": MultipleChoice("answer").last_choice,
+    "multiple_choice": MultipleChoice("answer").final_answer,
     "json_object": last_object,
     "<answer>": extract_answer,
     "\\boxed": last_boxed,

@@ -21,7 +21,8 @@ from megarl.config.sources import SourceConfig
 from megarl.data.sample import Sample
 from megarl.errors import RewardError
 from megarl.rewards import build_rewards
-from megarl.rewards.server import TOKEN_VARIABLE, make_app, read_token, serve_reward
+from megarl.rewards.server import TOKEN_VARIABLE, make_app, serve_reward
+from megarl.system.bearer_tokens import read_token
 from tests.rewards.local_server import running
 
 TOKEN = "0123456789abcdef-token"
@@ -69,17 +70,18 @@ def test_no_server_that_others_reach_without_a_token(host: str, monkeypatch: pyt
 
 def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_text(TOKEN + "\n")
+    of_server = ("--token-file", TOKEN_VARIABLE, RewardError)
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    assert read_token(None) is None
+    assert read_token(None, *of_server) is None
     monkeypatch.setenv(TOKEN_VARIABLE, "another-token-0123456789")
-    assert read_token(None) == "another-token-0123456789"
-    assert read_token(str(tmp_path / "token")) == TOKEN
+    assert read_token(None, *of_server) == "another-token-0123456789"
+    assert read_token(str(tmp_path / "token"), *of_server) == TOKEN
     (tmp_path / "token").write_text("short")
     with pytest.raises(RewardError, match="must be at least 16 printable ASCII characters") as caught:
-        read_token(str(tmp_path / "token"))
+        read_token(str(tmp_path / "token"), *of_server)
     assert "short" not in str(caught.value)
     with pytest.raises(RewardError, match="cannot be read"):
-        read_token(str(tmp_path / "nothing"))
+        read_token(str(tmp_path / "nothing"), *of_server)
 
 
 def test_it_says_where_it_listens_once_it_does_and_that_it_ended(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs agents: a command for each episode, or a function of the user's in processes that serve many.
+"""Runs agents: a command for each episode, perhaps in its sandbox, or a function of the user's in processes that serve many.
 
 An agent gets the address of the endpoint and a key of its own, and acts until it ends. What it starts is ended with it.
 """
@@ -16,20 +16,22 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import psutil
 
 from megarl.data.sample import Prompt
 from megarl.errors import EpisodeError
 from megarl.options.agents.server import SessionServer
-from megarl.options.agents.session import AgentSession, ChatRenderer, History
+from megarl.options.agents.session import AgentSession, History
 from megarl.options.agents.task import AgentTask
-from megarl.rollout.episodes.commands import CommandFolder, CommandFolders
+from megarl.rollout.episodes.commands import CommandFolders
+from megarl.rollout.episodes.turns import TurnTemplate
 from megarl.system.process_tree import descendants, end_tree
 
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ")
@@ -56,22 +58,21 @@ class AgentEnd:
     why: str = "it ended without an error"
 
 
-class Agent(Protocol):
+class Agent(ABC):
     """A program that acts."""
 
     name: str
 
-    async def get_ready(self) -> None:
+    async def get_ready(self) -> None:  # noqa: B027 - most share nothing
         """Start what all its episodes share, so that no episode's time is spent on it."""
-        ...
 
+    @abstractmethod
     async def run(self, task: AgentTask) -> AgentEnd:
         """Let it act until it ends; cancelling the call ends it and what it started."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """End what is left of it."""
-        ...
 
 
 class Agents:
@@ -81,7 +82,7 @@ class Agents:
         self,
         agent: Agent,
         server: SessionServer,
-        renderer: Callable[[Sequence[Mapping[str, Any]]], ChatRenderer],
+        renderer: Callable[[Sequence[Mapping[str, Any]]], TurnTemplate],
         question: Callable[[Prompt], str],
         *,
         timeout_s: float,
@@ -94,16 +95,13 @@ class Agents:
         self.history: History = history
         self._sandboxes = sandboxes
         self._agent, self._server, self._question = agent, server, question
-        self._timeout_s, self._at_once = timeout_s, asyncio.Semaphore(at_once)
+        self.name, self.at_once = agent.name, asyncio.Semaphore(at_once)
+        """Name of the agent in the config, and the places of those that act at the same time."""
+        self._timeout_s = timeout_s
         self._make_renderer = renderer
-        self._renderers: dict[str, ChatRenderer] = {}
+        self._renderers: dict[str, TurnTemplate] = {}
 
-    @property
-    def name(self) -> str:
-        """Name of the agent in the config."""
-        return self._agent.name
-
-    def renderer(self, tools: Sequence[Mapping[str, Any]]) -> ChatRenderer:
+    def renderer(self, tools: Sequence[Mapping[str, Any]]) -> TurnTemplate:
         """The chat template for `tools`.
 
         Raises:
@@ -113,12 +111,6 @@ class Agents:
         if key not in self._renderers:
             self._renderers[key] = self._make_renderer(tools)
         return self._renderers[key]
-
-    @contextlib.asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Wait until one more agent may act."""
-        async with self._at_once:
-            yield
 
     async def act(self, session: AgentSession, prompt: Prompt) -> AgentEnd:
         """Let an agent act in `session` until it ends, is out of time, or floods.
@@ -131,10 +123,9 @@ class Agents:
             sandbox = None
             if self._sandboxes is not None:
                 sandbox = await stack.enter_async_context(self._sandboxes.opened(prompt.row))
-            return await self._act(session, prompt, sandbox)
+            return await self._act(session, prompt, self._server.open(session, sandbox))
 
-    async def _act(self, session: AgentSession, prompt: Prompt, sandbox: CommandFolder | None) -> AgentEnd:
-        key = self._server.open(session, sandbox)
+    async def _act(self, session: AgentSession, prompt: Prompt, key: str) -> AgentEnd:
         task = AgentTask(f"{self._server.url}/v1", key, self._server.models[0], self._question(prompt), prompt.row)
         acting: asyncio.Future[AgentEnd] = asyncio.ensure_future(self._agent.run(task))
         awaited: list[asyncio.Future[Any]] = [acting, session.failure]
@@ -161,7 +152,7 @@ class Agents:
             self._sandboxes.close()
 
 
-class CommandAgent:
+class CommandAgent(Agent):
     """A command line, started anew for every episode, in a folder of its own that goes with it.
 
     `{prompt}` and `{row.KEY}` in its arguments stand for the question and for a field of the row; no shell reads them. The
@@ -174,9 +165,6 @@ class CommandAgent:
         self._command, self._environment = list(command), dict(environment)
         self._passed = [*KEPT_VARIABLES, *passed]
         self._running: dict[int, str] = {}
-
-    async def get_ready(self) -> None:
-        pass
 
     async def run(self, task: AgentTask) -> AgentEnd:
         folder = Path(tempfile.mkdtemp(prefix="megarl-agent-"))
@@ -204,7 +192,7 @@ class CommandAgent:
             **given, "HOME": str(folder), "TMPDIR": str(folder), **endpoint_variables(task), **self._environment
         }  # fmt: skip
         with tempfile.TemporaryFile() as question:  # a pipe would have to be read
-            question.write(json.dumps(task.to_json()).encode())
+            question.write(json.dumps(asdict(task)).encode())
             question.seek(0)
             return subprocess.Popen(
                 filled(self._command, task),
@@ -297,7 +285,7 @@ class OtherPython(NamedTuple):
     environment: Mapping[str, str]
 
 
-class FunctionAgent:
+class FunctionAgent(Agent):
     """A function of the user's, `agent(task)`, in processes of their own that serve one episode after the other.
 
     An `async def` serves many at once. It returns None, or the reward of its episode.
@@ -312,7 +300,7 @@ class FunctionAgent:
         await asyncio.gather(*(process.get_ready() for process in self._processes))
 
     async def run(self, task: AgentTask) -> AgentEnd:
-        process = min(self._processes, key=lambda one: one.load)
+        process = min(self._processes, key=lambda one: len(one.waiting))
         return await process.run(task)
 
     def close(self) -> None:
@@ -334,13 +322,9 @@ class _AgentProcess:
     def __init__(self, path: str, other: OtherPython | None = None) -> None:
         self._path, self._other = path, other
         self._process: subprocess.Popen[bytes] | None = None
-        self._waiting: dict[int, _Waiting] = {}
+        self.waiting: dict[int, _Waiting] = {}
         self._numbers = count()
         self._is_ready = threading.Event()
-
-    @property
-    def load(self) -> int:
-        return len(self._waiting)
 
     async def get_ready(self) -> None:
         """Start the process, unless it runs, and wait until it has read the user's function."""
@@ -353,21 +337,21 @@ class _AgentProcess:
     async def run(self, task: AgentTask) -> AgentEnd:
         number, loop = next(self._numbers), asyncio.get_running_loop()
         answered: asyncio.Future[dict[str, Any]] = loop.create_future()
-        self._waiting[number] = _Waiting(loop, answered, self._process)
+        self.waiting[number] = _Waiting(loop, answered, self._process)
         try:
-            self._write({"number": number, "task": task.to_json()})
+            self._write({"number": number, "task": asdict(task)})
             answer = await answered
         except asyncio.CancelledError:
             await self._cancel(number, loop)
             raise
         finally:
-            self._waiting.pop(number, None)
+            self.waiting.pop(number, None)
         return AgentEnd(answer["reward"], answer["failed"], "with_process" in answer, why=answer["why"])
 
     async def _cancel(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
         """Have the function cancelled; one that goes on all the same is ended with its process, and with all that it serves."""
         answered = loop.create_future()
-        self._waiting[number] = _Waiting(loop, answered, self._process)
+        self.waiting[number] = _Waiting(loop, answered, self._process)
         self._write({"cancel": number})
         _, late = await asyncio.wait([answered], timeout=GRACE_S)
         if late:
@@ -404,12 +388,12 @@ class _AgentProcess:
         died = {"reward": None, "failed": True, "with_process": True, "why": f"its process ended with {process.wait()}"}
         if self._process is process:
             self._is_ready.set()
-        for number, waiting in list(self._waiting.items()):  # a new process may have been started since
+        for number, waiting in list(self.waiting.items()):  # a new process may have been started since
             if waiting.process is process:
                 self._settle(number, died)
 
     def _settle(self, number: int, answer: dict[str, Any]) -> None:
-        waiting = self._waiting.get(number)
+        waiting = self.waiting.get(number)
         if waiting is not None:
             with contextlib.suppress(RuntimeError):  # the loop has been closed
                 waiting.loop.call_soon_threadsafe(_give, waiting.answered, answer)
@@ -443,3 +427,29 @@ def open_agent(
     if shutil.which(command[0]) is None:
         raise EpisodeError(f"rollout.episode.agent.command begins with '{command[0]}', which is no program that can be found")
     return CommandAgent(command, environment, passed)
+
+
+class SandboxedAgent(Agent):
+    """A command line as `CommandAgent` has it; its folder, and what it may reach, are the sandbox's."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], sandboxes: CommandFolders, timeout_s: float
+    ) -> None:
+        """`timeout_s`: of a whole episode."""
+        self.name = f"the agent {command[0]}"
+        self._command, self._environment = list(command), dict(environment)
+        self._sandboxes, self._timeout_s = sandboxes, timeout_s
+
+    async def run(self, task: AgentTask) -> AgentEnd:
+        environment = {**endpoint_variables(task), **self._environment}
+        question = json.dumps(asdict(task))
+        async with self._sandboxes.opened(task.row) as sandbox:
+            result = await sandbox.run(filled(self._command, task), question, self._timeout_s, environment)
+        if result.ended_by == "time":
+            return AgentEnd(was_ended=True, why=f"it did not end within {self._timeout_s:g} s")
+        if result.ended_by or result.exit_code:
+            return AgentEnd(failed=True, why=f"it failed in its sandbox: {result.told()[-LAST_WORDS:]}")
+        return AgentEnd()
+
+    def close(self) -> None:
+        self._sandboxes.close()

@@ -1,4 +1,8 @@
-"""Episodes of an agent that is not ours: its program, its endpoint and its sandboxes."""
+"""Episodes of an agent that is not ours: a program that asks an endpoint for turns of the policy, as it would ask OpenAI's.
+
+Its histories are a tree (`options/agents/tree.py`). Every branch becomes a sample; a turn that several branches share counts
+in the first of them, and is context in the others.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,123 @@ import json
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from megarl.data.sample import Prompt
+from megarl.data.media import Media
+from megarl.data.sample import EPISODE_REWARD, Prompt, Sample
 from megarl.errors import EpisodeError
 from megarl.option_list import part
 from megarl.options.agents import verifiers_agent
-from megarl.options.agents.agents import Agent, Agents, FunctionAgent, OtherPython, open_agent
-from megarl.options.agents.sandboxed_agent import SandboxedAgent
+from megarl.options.agents.agents import Agent, AgentEnd, Agents, FunctionAgent, OtherPython, SandboxedAgent, open_agent
 from megarl.options.agents.section import AgentConfig, agent_of
 from megarl.options.agents.server import SessionServer
+from megarl.options.agents.session import AgentSession, SessionLimits
+from megarl.options.agents.stops import PIECE_TOKENS
+from megarl.options.agents.tree import TurnTree
+from megarl.rollout.engines.protocol import Generation
+from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
 from megarl.rollout.episodes.build import EpisodeOpening
+from megarl.rollout.episodes.transcript import Transcript
 from megarl.rollout.episodes.turns import TurnTemplate
 from megarl.system.user_code import absolute_name, load_user_function
 
-KINDS = {"agent": "megarl.options.agents.acting:with_agent"}
+
+class KeptTurns:
+    """Samples, and gives what an earlier try of the episode has sampled to a later one that asks the same."""
+
+    def __init__(self, sample: SampleTokens) -> None:
+        self._sample = sample
+        self._kept: dict[Any, list[Generation]] = {}
+        self._given: Counter[Any] = Counter()
+
+    def begin_try(self) -> None:
+        """From now on everything may be given once more."""
+        self._given.clear()
+
+    async def __call__(self, ids: list[int], most: int, media: Sequence[Media] | None = None, /) -> Generation:
+        question = (most, tuple(ids), tuple(shown.pixels for shown in media or ()))
+        kept, number = self._kept.setdefault(question, []), self._given[question]
+        self._given[question] += 1
+        if number < len(kept):
+            return kept[number]
+        generation = await self._sample(ids, most, media)
+        kept.append(generation)
+        return generation
+
+
+TRIES = 3
+"""How often an agent is begun that ends without having asked for a turn, or with the process that it shares with others."""
+
+
+async def with_agent(prompt: Prompt, number: int, sample: SampleTokens, context: EpisodeContext) -> list[Sample]:
+    """The branches of one episode of the agent, that of its last turn first.
+
+    The reward that the agent gave itself, or 0 if it failed or was ended before, is under `environment` in the rewards of the
+    first one. An agent that was ended, or that asked for more than it may, leaves a last turn that is truncated.
+    """
+    agents: Agents = context.shared
+    most = context.max_new_tokens
+    # a response of a policy that sees may be cut behind any token, and must not go on then: its turns are sampled in one piece
+    piece = most if context.pictures is not None else PIECE_TOKENS
+    limits = SessionLimits(context.max_turns, context.max_prompt_tokens + most, most, piece)
+    end = AgentEnd()
+    async with agents.at_once:
+        kept = KeptTurns(sample)
+        for _ in range(TRIES):
+            kept.begin_try()
+            session = AgentSession(limits, kept, agents.renderer, context.counts, agents.history, context.pictures)
+            end = await agents.act(session, prompt)
+            if session.tree.turns and not end.with_process:
+                break
+    if not session.tree.turns:
+        raise EpisodeError(
+            f"{agents.name} ended {TRIES} times on row {prompt.row_id} without asking for a turn of the policy: {end.why}"
+        )
+    context.counts["agent_errors"] += end.failed
+    context.counts["agent_timeouts"] += end.was_ended
+    template = agents.renderer(())
+    folder = context.pictures.media_folder if context.pictures is not None else Path()
+    samples = samples_of(prompt, number, session.tree, context.tokenizer, template, context.max_new_tokens, folder)
+    context.counts["branches"] += len(samples) - 1
+    if session.is_cut or end.was_ended:
+        samples[0] = replace(samples[0], finish_reason="length")
+    reward = end.reward if end.reward is not None else session.reward
+    if reward is None and (end.failed or end.was_ended):
+        reward = 0.0
+    if reward is not None:
+        samples[0] = replace(samples[0], rewards={EPISODE_REWARD: reward})
+    return samples
+
+
+def samples_of(
+    prompt: Prompt, number: int, tree: TurnTree, tokenizer: Any, template: TurnTemplate, max_new_tokens: int, folder: Path
+) -> list[Sample]:
+    """Each branch of `tree` as a sample; every token that the policy sampled is in the mask of one of them. Pictures are files
+    in `folder`."""
+    samples: list[Sample] = []
+    for place, branch in enumerate(tree.branches()):
+        root, leaf = branch.turns[0], branch.turns[-1]
+        text = tokenizer.decode(root.told_ids, skip_special_tokens=False)
+        began = replace(prompt, prompt_ids=root.told_ids, prompt_text=text, media=list(root.told_media))
+        transcript = Transcript(began, max_new_tokens)
+        for turn, is_own in zip(branch.turns, branch.is_own, strict=True):
+            if turn is not root:
+                told = [message.for_readers(folder) for message in turn.told]
+                transcript.append_observation(turn.told_ids, told, turn.told_media)
+            append = transcript.append_turn if is_own else transcript.append_earlier_turn
+            append(turn.generation, template.turn_text(turn.generation))
+        made = transcript.sample(began, number, leaf.generation.finish_reason)
+        if place:
+            made = replace(made, sample_id=f"{made.sample_id}+{place}", branch_of=samples[0].sample_id)
+        samples.append(made)
+    return samples
+
+
+KINDS = {"agent": "megarl.options.agents.episode:with_agent"}
 
 
 def open_part(opening: EpisodeOpening) -> None:
@@ -50,8 +155,8 @@ def open_part(opening: EpisodeOpening) -> None:
         sandboxes = None
         sandbox = getattr(opening.settings, "sandbox", None)  # another option's
         if sandbox is not None and sandbox.kind != "none":
-            opened = part("sandboxes", "opened", "rollout.episode.sandbox")
-            sandboxes = opened.open_chosen(sandbox, context.choices, server.port if settings.command else None)
+            kind = part("sandboxes", "sandbox", "rollout.episode.sandbox")
+            sandboxes = kind.open_sandboxes(sandbox, context.choices, server.port if settings.command else None)
         agent: Agent
         if settings.verifiers.environment:
             agent = _verifiers_agent(settings)

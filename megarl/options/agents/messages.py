@@ -91,6 +91,21 @@ class SessionMessage:
         return message
 
 
+def said_call(function: Any, call_id: Any, refusal: str) -> SaidCall:
+    """The call `{"name", "arguments"}` in an assistant's message, with the JSON text of an object as arguments.
+
+    Raises:
+        RequestError: it is none; `refusal` says so.
+    """
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+        if isinstance(arguments, dict):
+            return SaidCall(str(function["name"]), as_json(arguments), str(call_id or ""))
+    except (KeyError, TypeError, ValueError, RecursionError):
+        pass
+    raise RequestError(refusal)
+
+
 def as_json(arguments: Mapping[str, Any]) -> str:
     """The JSON text of a call's arguments, in the order in which they were given: a chat template writes them in it."""
     return json.dumps(arguments, ensure_ascii=False)

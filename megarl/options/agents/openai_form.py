@@ -13,9 +13,9 @@ from megarl.options.agents.messages import (
     RequestError,
     SaidCall,
     SessionMessage,
-    as_json,
     checked_tools,
     positive,
+    said_call,
     stop_strings,
     told_of,
 )
@@ -83,14 +83,9 @@ def _message(given: Any, where: str, keeper: MediaKeeper | None) -> SessionMessa
 
 
 def _call(given: Any, where: str) -> SaidCall:
-    function = given.get("function") if isinstance(given, dict) else None
-    try:
-        arguments = json.loads(function["arguments"] or "{}")  # type: ignore[index]
-        if isinstance(arguments, dict):
-            return SaidCall(str(function["name"]), as_json(arguments), str(given.get("id") or ""))  # type: ignore[index]
-    except (KeyError, TypeError, ValueError, RecursionError):
-        pass
-    raise RequestError(f"{where}.tool_calls must be functions, each with a name and the JSON text of an object as arguments")
+    function, call_id = (given.get("function"), given.get("id")) if isinstance(given, dict) else (None, None)
+    refusal = f"{where}.tool_calls must be functions, each with a name and the JSON text of an object as arguments"
+    return said_call(function, call_id, refusal)
 
 
 def answer(turns: Sequence[Turn], model: str, created: int) -> dict[str, Any]:

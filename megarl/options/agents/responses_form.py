@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megarl.data.told import MediaKeeper
@@ -12,11 +12,10 @@ from megarl.options.agents.messages import (
     ROLES,
     ChatRequest,
     RequestError,
-    SaidCall,
     SessionMessage,
-    as_json,
     checked_tools,
     positive,
+    said_call,
     text_of,
     told_of,
 )
@@ -90,15 +89,11 @@ def _messages(given: Any, keeper: MediaKeeper | None) -> list[SessionMessage]:
     for place, item in enumerate(given):
         message = _message(item, f"input[{place}]", keeper)
         if messages and messages[-1].role == message.role == "assistant":
-            message = _one(messages.pop(), message)
+            first = messages.pop()
+            reasoning = first.reasoning + message.reasoning
+            message = SessionMessage("assistant", first.text + message.text, first.calls + message.calls, reasoning)
         messages.append(message)
     return messages
-
-
-def _one(first: SessionMessage, then: SessionMessage) -> SessionMessage:
-    return replace(
-        first, text=first.text + then.text, calls=first.calls + then.calls, reasoning=first.reasoning + then.reasoning
-    )
 
 
 def _message(item: Any, where: str, keeper: MediaKeeper | None) -> SessionMessage:
@@ -111,14 +106,8 @@ def _message(item: Any, where: str, keeper: MediaKeeper | None) -> SessionMessag
         told = told_of(_renamed(item.get("output")), where, keeper)
         return SessionMessage("tool", told.text, call_id=str(item.get("call_id") or ""), pictures=told.pictures)
     if kind == "function_call":
-        try:
-            arguments = json.loads(item["arguments"] or "{}")
-            if isinstance(arguments, dict):
-                call = SaidCall(str(item["name"]), as_json(arguments), str(item.get("call_id") or ""))
-                return SessionMessage("assistant", "", (call,))
-        except (KeyError, TypeError, ValueError, RecursionError):
-            pass
-        raise RequestError(f"{where} must have a name, and the JSON text of an object as arguments")
+        refusal = f"{where} must have a name, and the JSON text of an object as arguments"
+        return SessionMessage("assistant", "", (said_call(item, item.get("call_id"), refusal),))
     if item.get("role") not in ROLES:
         raise RequestError(f"{where}.role is {item.get('role')!r}; it must be one of {', '.join(ROLES)}")
     told = told_of(_renamed(item.get("content")), where, keeper)

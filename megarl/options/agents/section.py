@@ -52,9 +52,7 @@ class AgentConfig(Section):
     """Names of environment variables of the run that `command` gets too."""
 
 
-FIELDS = (AddedField("EpisodeConfig", "agent", AgentConfig, AgentConfig(), "The program of `kind: agent`."),)
-
-
-def agent_of(episode: Section) -> AgentConfig:
-    """The section `agent` of a section `episode`."""
-    return getattr(episode, "agent")  # noqa: B009 - a field that this option adds
+AGENT = AddedField("EpisodeConfig", "agent", AgentConfig, AgentConfig(), "The program of `kind: agent`.")
+FIELDS = (AGENT,)
+agent_of = AGENT.of
+"""The section `agent` of a section `episode`."""

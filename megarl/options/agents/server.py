@@ -14,8 +14,9 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -135,11 +136,9 @@ class SessionServer:
         session, body = self._session(request), await _body(request)
         asked = await _read(session, openai_form.read_request, body)
         turns, created = await self._turns(session, asked, request), int(time.time())
-        if asked.stream:
-            parts = openai_form.chunks(turns, asked.model, created, with_usage=asked.with_usage)
-            lines = [f"data: {json.dumps(c)}\n\n" for c in parts]
-            return await _deliver(request, turns, _Stream([*lines, "data: [DONE]\n\n"]))
-        return await _deliver(request, turns, web.json_response(openai_form.answer(turns, asked.model, created)))
+        chunks = openai_form.chunks(turns, asked.model, created, with_usage=asked.with_usage)
+        lines = chain((f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), ["data: [DONE]\n\n"])
+        return await _deliver(request, turns, openai_form.answer(turns, asked.model, created), lines if asked.stream else None)
 
     async def _response(self, request: web.Request) -> web.StreamResponse:
         session, body = self._session(request), await _body(request)
@@ -147,19 +146,15 @@ class SessionServer:
         turns, created = await self._turns(session, given.chat, request), int(time.time())
         whole = responses_form.answer(turns[0], given, body, created)
         session.conversations[whole["id"]] = (*given.conversation, turns[0].said)
-        if given.chat.stream:
-            events = responses_form.events(whole)
-            return await _deliver(request, turns, _Stream([_event(event) for event in events]))
-        return await _deliver(request, turns, web.json_response(whole))
+        events = map(_event, responses_form.events(whole))
+        return await _deliver(request, turns, whole, events if given.chat.stream else None)
 
     async def _message(self, request: web.Request) -> web.StreamResponse:
         session, body = self._session(request), await _body(request)
         asked = await _read(session, anthropic_form.read_request, body)
         turns = await self._turns(session, asked, request)
-        if asked.stream:
-            events = anthropic_form.events(turns[0], asked.model)
-            return await _deliver(request, turns, _Stream([_event(event) for event in events]))
-        return await _deliver(request, turns, web.json_response(anthropic_form.answer(turns[0], asked.model)))
+        events = map(_event, anthropic_form.events(turns[0], asked.model))
+        return await _deliver(request, turns, anthropic_form.answer(turns[0], asked.model), events if asked.stream else None)
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         session, body = self._session(request), await _body(request)
@@ -201,20 +196,17 @@ def _event(event: dict[str, Any]) -> str:
     return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
 
 
-class _Stream(web.StreamResponse):
-    """Server-sent events that are all known."""
-
-    def __init__(self, lines: Sequence[str]) -> None:
-        super().__init__(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        self.lines = lines
-
-
-async def _deliver(request: web.Request, turns: Sequence[Turn], response: web.StreamResponse) -> web.StreamResponse:
-    """Send `response`; the turns in it count as delivered when all of it went out."""
+async def _deliver(
+    request: web.Request, turns: Sequence[Turn], whole: dict[str, Any], events: Iterable[str] | None
+) -> web.StreamResponse:
+    """Send `whole`, or in its place server-sent events; the turns in it count as delivered when all of it went out."""
+    if events is None:
+        response: web.StreamResponse = web.json_response(whole)
+    else:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
-    if isinstance(response, _Stream):
-        for line in response.lines:
-            await response.write(line.encode())
+    for line in events or ():
+        await response.write(line.encode())
     await response.write_eof()
     for turn in turns:
         turn.is_delivered = True

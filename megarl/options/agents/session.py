@@ -12,7 +12,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
 from megarl.data.media import Media
 from megarl.data.told import MediaKeeper
@@ -21,41 +21,13 @@ from megarl.options.agents.messages import ChatRequest, RequestError, SaidCall, 
 from megarl.options.agents.stops import PIECE_TOKENS, Stopped, sample_until
 from megarl.options.agents.tree import Turn, TurnTree
 from megarl.rollout.engines.protocol import Generation
+from megarl.rollout.episodes.base import SampleTokens
 from megarl.rollout.episodes.tool_calls import parse_turn
+from megarl.rollout.episodes.turns import ToldTokens, TurnTemplate
 
 History = Literal["tokens", "template"]
 REFUSALS = 32
 """Requests beyond its limits that an agent may make before its episode is ended."""
-
-
-class ToldIds(Protocol):
-    """Ids that a chat template wrote, and the pictures among them."""
-
-    @property
-    def ids(self) -> list[int]: ...
-
-    @property
-    def media(self) -> list[Media]: ...
-
-
-class ChatRenderer(Protocol):
-    """The model's chat template for one set of tools."""
-
-    def opening(self, messages: Sequence[dict[str, Any]]) -> tuple[str, ToldIds]: ...
-
-    def conversation(self, messages: Sequence[dict[str, Any]]) -> ToldIds: ...
-
-    def between(self, messages: Sequence[dict[str, Any]], last_sampled: int) -> ToldIds: ...
-
-    def turn_text(self, generation: Generation) -> str: ...
-
-    def sampled_text(self, ids: Sequence[int]) -> str: ...
-
-
-class Sampler(Protocol):
-    """Samples at most `max_new_tokens` tokens behind `ids`."""
-
-    async def __call__(self, ids: list[int], max_new_tokens: int, media: Sequence[Media] | None = None, /) -> Generation: ...
 
 
 @dataclass(frozen=True)
@@ -68,13 +40,6 @@ class SessionLimits:
     response_tokens: int
     piece_tokens: int = PIECE_TOKENS
     """Tokens that are sampled at once in a turn that a stop string may end."""
-
-
-class _Told(NamedTuple):
-    """Words to the policy before a turn: tokens, and the pictures among them, placed from the first of these."""
-
-    ids: list[int]
-    media: Sequence[Media]
 
 
 @dataclass(eq=False)
@@ -92,8 +57,8 @@ class AgentSession:
     def __init__(
         self,
         limits: SessionLimits,
-        sample: Sampler,
-        renderer: Callable[[Sequence[dict[str, Any]]], ChatRenderer],
+        sample: SampleTokens,
+        renderer: Callable[[Sequence[dict[str, Any]]], TurnTemplate],
         counts: Counter[str],
         history: History = "tokens",
         pictures: MediaKeeper | None = None,
@@ -149,17 +114,16 @@ class AgentSession:
         if request.messages[-1].role == "assistant":
             raise RequestError("the last message is the assistant's; it must be the user's or a tool's")
         parent, told, tokens = self._placed(request)
-        waited_for = self.tree.undelivered(parent, told, request.tools_key, taken)
-        if waited_for is not None:
-            taken.append(waited_for)
-            return waited_for
+        answers = [turn for turn in self.tree.answers(parent, told, request.tools_key) if turn not in taken]
         question = (parent, told, request.tools_key)
         pending = next((one for one in self._pending if one.question == question and not one.waiting), None)
-        if pending is None and request.is_retry:
-            sent = self.tree.delivered(parent, told, request.tools_key, taken)
-            if sent is not None:
-                taken.append(sent)
-                return sent
+        # first what has reached nobody, because its client went away; last what was sent but may not have arrived
+        found = next((turn for turn in answers if not turn.is_delivered), None)
+        if found is None and pending is None and request.is_retry and answers:
+            found = answers[-1]
+        if found is not None:
+            taken.append(found)
+            return found
         if pending is None:
             pending = self._begin(request, parent, told, tokens)
         pending.waiting += 1
@@ -176,7 +140,7 @@ class AgentSession:
         if not self.failure.done():
             self.failure.cancel()
 
-    def _placed(self, request: ChatRequest) -> tuple[Turn | None, tuple[SessionMessage, ...], _Told | None]:
+    def _placed(self, request: ChatRequest) -> tuple[Turn | None, tuple[SessionMessage, ...], ToldTokens | None]:
         """The turn behind which the request goes on, the messages since then, and their tokens if all were written."""
         if self._history == "tokens":
             parent, known = self.tree.attach(request.messages, request.tools_key)
@@ -186,13 +150,13 @@ class AgentSession:
             whole = self._renderer(request.tools).conversation(messages)
         parent = self.tree.attach_ids(whole.ids, whole.media)
         if parent is None:
-            return None, request.messages, _Told(whole.ids, whole.media)
+            return None, request.messages, whole
         known = len(parent.ids)
         later = [shown.moved(-known) for shown in whole.media if shown.place >= known]
-        return parent, request.messages[min(parent.messages, len(messages) - 1) :], _Told(whole.ids[known:], later)
+        return parent, request.messages[min(parent.messages, len(messages) - 1) :], ToldTokens(whole.ids[known:], later)
 
     def _begin(
-        self, request: ChatRequest, parent: Turn | None, told: tuple[SessionMessage, ...], tokens: _Told | None
+        self, request: ChatRequest, parent: Turn | None, told: tuple[SessionMessage, ...], tokens: ToldTokens | None
     ) -> _PendingTurn:
         self.counts["overridden_parameters"] += len(request.ignored)
         if len(self.tree.turns) + len(self._pending) >= self.limits.turns:
@@ -208,16 +172,13 @@ class AgentSession:
         self.is_cut = False
         return pending
 
-    def _told_tokens(self, request: ChatRequest, parent: Turn | None, told: Sequence[SessionMessage]) -> _Told:
-        """The tokens of `told` behind `parent`."""
+    def _told_tokens(self, request: ChatRequest, parent: Turn | None, told: Sequence[SessionMessage]) -> ToldTokens:
         messages = [message.for_template() for message in told]
         with _as_refusals():
             renderer = self._renderer(request.tools)
             if parent is None:
-                written = renderer.opening(messages)[1]
-            else:
-                written = renderer.between(messages, parent.generation.response_ids[-1])
-        return _Told(written.ids, written.media)
+                return renderer.opening(messages)[1]
+            return renderer.between(messages, parent.generation.response_ids[-1])
 
     def _room(self, parent: Turn | None, told_tokens: int) -> int:
         """Number of tokens that may follow `told_tokens` behind `parent`, at least 1."""
@@ -243,7 +204,7 @@ class AgentSession:
         return RequestError(message, code)
 
     async def _take_turn(
-        self, request: ChatRequest, parent: Turn | None, told: Sequence[SessionMessage], tokens: _Told, most: int
+        self, request: ChatRequest, parent: Turn | None, told: Sequence[SessionMessage], tokens: ToldTokens, most: int
     ) -> Turn:
         self.counts["turns"] += 1
         before, shown = (parent.ids, parent.media) if parent is not None else ([], [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -17,7 +17,3 @@ class AgentTask:
     prompt: str
     """The row's question: what the run's own episodes would have begun with, without the chat template."""
     row: dict[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)

@@ -138,24 +138,10 @@ class TurnTree:
                     best = turn
         return best
 
-    def undelivered(
-        self, parent: Turn | None, told: Sequence[SessionMessage], tools_key: str, taken: Sequence[Turn] = ()
-    ) -> Turn | None:
-        """A turn, none of `taken`, that answers the same question and has reached nobody: its client went away, and asks
-        again."""
-        return next((turn for turn in self._answers(parent, told, tools_key, taken) if not turn.is_delivered), None)
-
-    def delivered(
-        self, parent: Turn | None, told: Sequence[SessionMessage], tools_key: str, taken: Sequence[Turn] = ()
-    ) -> Turn | None:
-        """The last turn, none of `taken`, that answers the same question: all of it was sent, but may not have arrived."""
-        return next((turn for turn in reversed(self._answers(parent, told, tools_key, taken)) if turn.is_delivered), None)
-
-    def _answers(
-        self, parent: Turn | None, told: Sequence[SessionMessage], tools_key: str, taken: Sequence[Turn]
-    ) -> list[Turn]:
+    def answers(self, parent: Turn | None, told: Sequence[SessionMessage], tools_key: str) -> list[Turn]:
+        """The turns that answer this question, in the order in which they ended."""
         question = (parent, tools_key, tuple(told))
-        return [turn for turn in self.turns if (turn.parent, turn.tools_key, turn.told) == question and turn not in taken]
+        return [turn for turn in self.turns if (turn.parent, turn.tools_key, turn.told) == question]
 
     def branches(self) -> list[Branch]:
         """A branch for every leaf, that of the last turn first; every turn is some branch's own, and of one only."""

@@ -37,22 +37,19 @@ def _check_fields(curriculum: CurriculumConfig, train: SourceConfig) -> None:
     if curriculum.key is not None and not (is_ordered or curriculum.stages):
         raise ConfigError.needs(f"{field}.key", f"{field}.order or {field}.stages", f"set one of them, or remove {field}.key")
     if curriculum.ordered_epochs is not None and not is_ordered:
-        raise ConfigError.needs(
-            f"{field}.ordered_epochs", "an order", f"set {field}.order to 'ascending' or 'descending', or remove it"
-        )
+        remedy = f"set {field}.order to 'ascending' or 'descending', or remove it"
+        raise ConfigError.needs(f"{field}.ordered_epochs", "an order", remedy)
     if curriculum.stages and train.source == "mixture":
         raise ConfigError.needs(f"{field}.stages", "a single source", "set weight_by_step of the parts, or remove the stages")
     for number, stage in enumerate(curriculum.stages):
         name, is_last = f"{field}.stages[{number}]", number == len(curriculum.stages) - 1
         if is_last != (stage.steps is None):
-            raise ConfigError.of(
-                f"{name}.steps", stage.steps, allowed="null for the last stage" if is_last else "a whole number"
-            )
+            allowed = "null for the last stage" if is_last else "a whole number"
+            raise ConfigError.of(f"{name}.steps", stage.steps, allowed=allowed)
         check_bounds(f"{name}.min", stage.min, f"{name}.max", stage.max)
     low, high = curriculum.min_pass_rate, curriculum.max_pass_rate
     check_bounds(f"{field}.min_pass_rate", low, f"{field}.max_pass_rate", high)
     for one in () if curriculum.bounds_pass_rates else ("pass_rate_memory", "pause_epochs"):
         if getattr(curriculum, one) != getattr(defaults, one):
-            raise ConfigError.needs(
-                f"{field}.{one}", "bounds of pass rates", f"set {field}.min_pass_rate or {field}.max_pass_rate, or remove it"
-            )
+            remedy = f"set {field}.min_pass_rate or {field}.max_pass_rate, or remove it"
+            raise ConfigError.needs(f"{field}.{one}", "bounds of pass rates", remedy)

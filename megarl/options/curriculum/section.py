@@ -52,8 +52,5 @@ FIELDS = tuple(
     AddedField(data, "curriculum", CurriculumConfig, CurriculumConfig(), DESCRIPTION)
     for data in ("DataConfig", "SupervisedDataConfig")
 )
-
-
-def curriculum_of(data: Section) -> CurriculumConfig:
-    """The section `curriculum` of a section `data`."""
-    return getattr(data, "curriculum")  # noqa: B009 - a field that this option adds
+curriculum_of = FIELDS[0].of
+"""The section `curriculum` of a section `data`."""

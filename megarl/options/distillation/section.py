@@ -87,29 +87,12 @@ class TeacherConfig(Section):
         return ({"teacher.path": self.path} if self.path is not None else {}) | named
 
 
-FIELDS = (
-    AddedField(
-        "Config",
-        "teacher",
-        TeacherConfig,
-        TeacherConfig(),
-        "Frozen models for distillation, or for an estimator or loss of your own.",
-    ),
-    AddedField(
-        "AlgorithmConfig",
-        "distillation",
-        DistillationConfig,
-        DistillationConfig(),
-        "On-policy distillation from the models of `teacher`.",
-    ),
-)
-
-
-def teacher_of(config: Section) -> TeacherConfig:
-    """The section `teacher` of a run's config."""
-    return getattr(config, "teacher")  # noqa: B009 - a field that this option adds
-
-
-def distillation_of(algorithm: Section) -> DistillationConfig:
-    """The section `distillation` of a section `algorithm`."""
-    return getattr(algorithm, "distillation")  # noqa: B009 - a field that this option adds
+_TEACHERS = "Frozen models for distillation, or for an estimator or loss of your own."
+TEACHER = AddedField("Config", "teacher", TeacherConfig, TeacherConfig(), _TEACHERS)
+_DISTILLED = "On-policy distillation from the models of `teacher`."
+DISTILLATION = AddedField("AlgorithmConfig", "distillation", DistillationConfig, DistillationConfig(), _DISTILLED)
+FIELDS = (TEACHER, DISTILLATION)
+teacher_of = TEACHER.of
+"""The section `teacher` of a run's config."""
+distillation_of = DISTILLATION.of
+"""The section `distillation` of a section `algorithm`."""

@@ -15,9 +15,8 @@ def check(config: Config) -> None:
         remedy = "set rollout.episode.kind to 'environment', or remove rollout.episode.openenv"
         raise ConfigError.needs("rollout.episode.openenv", "an episode in an environment", remedy)
     if openenv != type(openenv)() and not openenv.url.startswith(("http://", "https://")):
-        raise ConfigError.of(
-            "rollout.episode.openenv.url", openenv.url, allowed="an address that begins with http:// or https://"
-        )
+        allowed = "an address that begins with http:// or https://"
+        raise ConfigError.of("rollout.episode.openenv.url", openenv.url, allowed=allowed)
     if openenv.url and episode.tools:
         remedy = "remove rollout.episode.tools, or rollout.episode.openenv"
         raise ConfigError.needs("rollout.episode.openenv", "an episode without a class of its own", remedy)

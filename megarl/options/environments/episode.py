@@ -1,18 +1,235 @@
-"""Episodes in an environment: of a class of the user, or of an OpenEnv server."""
+"""Episodes in an environment, of a class of the user or of an OpenEnv server: `reset(prompt)` begins one, `step(text)` answers
+each turn of the policy, both in words and pictures.
+
+Both may be `async def`. What an environment raises ends the run, because its rewards would be missing.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
+import inspect
+import json
+import math
+import threading
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
-from megarl.errors import EpisodeError
-from megarl.options.environments.environment import Environments
+from megarl.data.sample import EPISODE_REWARD, Prompt, Sample
+from megarl.data.told import TEXT_AND_PICTURES, PicturedText, Pieces, pieces_of
+from megarl.errors import DataError, EpisodeError, PictureError
 from megarl.options.environments.openenv import OpenEnvironment
 from megarl.options.environments.section import openenv_of
+from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
 from megarl.rollout.episodes.build import EpisodeOpening
-from megarl.system.user_code import CLASS_FORMS, load_user_function
+from megarl.rollout.episodes.transcript import Transcript
+from megarl.rollout.episodes.turns import ToldMessage
+from megarl.system.user_code import CLASS_FORMS, describe, load_user_function
 
-KINDS = {"environment": "megarl.options.environments.environment:in_environment"}
+STATE_KEY_CHARACTERS = 64
+"""A longer name of a state is kept as its hash."""
+
+
+@dataclass(frozen=True)
+class Environments:
+    """The maker of each episode's environment, what the config calls it, and how many there may be at once."""
+
+    make: Callable[[], Any]
+    name: str
+    at_once: AbstractAsyncContextManager[Any] = field(default_factory=contextlib.nullcontext)
+
+
+async def in_environment(prompt: Prompt, number: int, sample: SampleTokens, context: EpisodeContext) -> Sample:
+    """Turns of the policy until the environment is done (`stop`), or tokens or turns are spent (`length`).
+
+    A turn that was cut is no action: the environment does not see it, and gives it nothing. The rewards of all steps are summed
+    under `environment` in the sample's rewards. What no longer fits the budget, with a token of an answer, is not told.
+    """
+    async with context.shared.at_once:
+        return await _episode(prompt, number, sample, context)
+
+
+async def _episode(prompt: Prompt, number: int, sample: SampleTokens, context: EpisodeContext) -> Sample:
+    assert context.chat is not None
+    environment = await _ask(context.shared.make, context.tool_timeout_s)
+    try:
+        prompt = await _opening(prompt, await _ask(environment.reset, context.tool_timeout_s, prompt), context)
+        transcript = Transcript(prompt, context.max_new_tokens)
+        finish_reason = "length"
+        for turn in range(1, context.max_turns + 1):
+            generation, text = await transcript.take_turn(sample, context, await _state_key(environment, context))
+            if generation.finish_reason != "stop":
+                finish_reason = generation.finish_reason
+                break
+            observation, gained, done = _checked(await _ask(environment.step, context.tool_timeout_s, text))
+            transcript.reward_turn(gained)
+            if done:
+                finish_reason = "stop"
+                break
+            if turn == context.max_turns:
+                break
+            messages = _cut(await _messages(observation, prompt, context), context)
+            told = context.chat.between(messages, generation.response_ids[-1])
+            if len(told.ids) >= transcript.room:
+                break
+            transcript.append_observation(told.ids, context.as_turns(messages), told.media)
+        return transcript.sample(prompt, number, finish_reason, {EPISODE_REWARD: sum(transcript.turn_rewards, 0.0)})
+    finally:
+        close = getattr(environment, "close", None)
+        if close is not None:
+            with contextlib.suppress(EpisodeError):  # nothing depends on it, and it may follow another error
+                await asyncio.shield(_ask(close, context.tool_timeout_s))
+
+
+async def _state_key(environment: Any, context: EpisodeContext) -> str | None:
+    """A text that is equal for equal states of the environment: what its `state_key` says, or a hash of it if that is long."""
+    ask = getattr(environment, "state_key", None)
+    if ask is None:
+        return None
+    state = await _ask(ask, context.tool_timeout_s)
+    try:
+        key = json.dumps(state, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError):
+        raise EpisodeError(
+            f"state_key of the environment {context.shared.name} returned {state!r:.80}; it must return text, a number, "
+            "or lists and dictionaries of these"
+        ) from None
+    return key if len(key) <= STATE_KEY_CHARACTERS else hashlib.sha256(key.encode()).hexdigest()
+
+
+async def _opening(prompt: Prompt, observation: Any, context: EpisodeContext) -> Prompt:
+    """The prompt that an episode begins with: the one given if the environment says nothing of its own."""
+    if observation is None:
+        return prompt
+    assert context.chat is not None
+    messages = await _messages(observation, prompt, context)
+    system = context.system_prompt if messages[0]["role"] != "system" else None
+    try:
+        text, told = context.chat.opening(messages, system=system)
+    except EpisodeError as error:
+        raise EpisodeError(f"the environment {context.shared.name} cannot begin row {prompt.row_id}: {error}") from None
+    if len(told.ids) > context.max_prompt_tokens:
+        of_pictures = f", {sum(one.tokens for one in told.media)} of them for pictures" if told.media else ""
+        raise EpisodeError(
+            f"the environment begins row {prompt.row_id} with {len(told.ids)} tokens{of_pictures}, but data.max_prompt_tokens "
+            f"is {context.max_prompt_tokens}; raise it, or say less in reset"
+        )
+    return replace(prompt, prompt_ids=told.ids, prompt_text=text, media=told.media)
+
+
+async def _messages(observation: Any, prompt: Prompt, context: EpisodeContext) -> list[ToldMessage]:
+    """An observation as chat messages, its pictures kept: what is no list of messages is one user message."""
+    is_chat = isinstance(observation, list) and all(isinstance(one, dict) and "role" in one for one in observation)
+    given = observation if is_chat else [{"role": "user", "content": observation}]
+    try:
+        contents = [_pieces(message["content"]) for message in given if isinstance(message["role"], str)]
+    except PictureError as error:
+        raise _of_pictures(prompt, context, error) from error
+    except KeyError:
+        contents = []
+    if not contents or len(contents) < len(given) or any(pieces is None for pieces in contents):
+        raise EpisodeError(
+            f"the environment observed a {type(observation).__name__}; it must be text or a list of chat messages, each "
+            "with 'role' and 'content', or text with pictures: {'text': ..., 'images': [...]}"
+        )
+    found: list[ToldMessage] = []
+    for message, pieces in zip(given, contents, strict=True):
+        found.append({**message, "content": await _kept(pieces or [], prompt, context)})
+    return found
+
+
+def _pieces(content: Any) -> Pieces | None:
+    if isinstance(content, str):
+        return [content]
+    pieces = pieces_of(content)
+    if pieces is None and isinstance(content, dict) and content.keys() <= TEXT_AND_PICTURES and "text" in content:
+        return _pieces(content["text"])  # a step without pictures, in the form of those with some
+    return pieces
+
+
+async def _kept(pieces: Pieces, prompt: Prompt, context: EpisodeContext) -> PicturedText:
+    if all(isinstance(piece, str) for piece in pieces):
+        return PicturedText("".join(map(str, pieces)))
+    if context.pictures is None:
+        raise _of_pictures(prompt, context, "the model takes none; train a vision-language model")
+    try:
+        return await asyncio.to_thread(context.pictures.kept, pieces)
+    except PictureError as error:
+        raise _of_pictures(prompt, context, error) from error
+    except DataError as error:
+        raise EpisodeError(str(error)) from error
+
+
+def _of_pictures(prompt: Prompt, context: EpisodeContext, why: PictureError | str) -> EpisodeError:
+    return EpisodeError(f"the environment {context.shared.name} shows row {prompt.row_id} what cannot be shown: {why}")
+
+
+def _cut(messages: list[ToldMessage], context: EpisodeContext) -> list[ToldMessage]:
+    """`messages`, none with a text longer than `tool_max_tokens`."""
+    assert context.chat is not None
+    texts = [context.chat.cut(message["content"], context.tool_max_tokens) for message in messages]
+    context.counts["tool_cuts"] += sum(was_cut for _, was_cut in texts)
+    return [{**message, "content": told} for message, (told, _) in zip(messages, texts, strict=True)]
+
+
+def _checked(answer: Any) -> tuple[Any, float, bool]:
+    if not isinstance(answer, tuple) or len(answer) != 3:
+        raise EpisodeError(f"step returned a {type(answer).__name__}; it must return (observation, reward, done)")
+    observation, reward, done = answer
+    if hasattr(reward, "item"):  # NumPy scalars and 0-d tensors
+        reward = reward.item()
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise EpisodeError(f"step returned the reward {reward!r:.80}; it must be a finite number")
+    return observation, float(reward), bool(done)
+
+
+async def _ask(function: Callable[..., Any], timeout_s: float, *arguments: Any) -> Any:
+    """Call `function` where it cannot stop the event loop: what is no `async def` in a thread, left behind if it hangs."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    try:
+        async with asyncio.timeout(timeout_s) as deadline:
+            if inspect.iscoroutinefunction(function):
+                return await function(*arguments)
+            return await _in_thread(function, *arguments)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, TimeoutError) and deadline.expired():
+            raise EpisodeError(
+                f"the environment's {name} did not return within rollout.episode.tool_timeout_s = {timeout_s:g} s"
+            ) from None
+        raise EpisodeError(f"the environment's {name} raised {describe(error)}") from error
+
+
+def _in_thread(function: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+    """`function(*arguments)` in a daemon thread of its own, which keeps nobody from ending."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if outcome.done():  # nobody waits any more
+            return
+        if error is None:
+            outcome.set_result(result)
+        else:
+            outcome.set_exception(error)
+
+    def work() -> None:
+        result, failure = None, None
+        try:
+            result = function(*arguments)
+        except BaseException as error:  # noqa: BLE001 - raised again where it is awaited
+            failure = error if not isinstance(error, StopIteration) else RuntimeError("StopIteration")
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=work, name="environment", daemon=True).start()
+    return outcome
+
+
+KINDS = {"environment": "megarl.options.environments.episode:in_environment"}
 
 
 def open_part(opening: EpisodeOpening) -> None:

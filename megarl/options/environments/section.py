@@ -24,9 +24,7 @@ class OpenEnvConfig(Section):
 
 
 DESCRIPTION = "The server of `kind: environment`, in place of a class in `tools`."
-FIELDS = (AddedField("EpisodeConfig", "openenv", OpenEnvConfig, OpenEnvConfig(), DESCRIPTION),)
-
-
-def openenv_of(episode: Section) -> OpenEnvConfig:
-    """The section `openenv` of a section `episode`."""
-    return getattr(episode, "openenv")  # noqa: B009 - a field that this option adds
+OPENENV = AddedField("EpisodeConfig", "openenv", OpenEnvConfig, OpenEnvConfig(), DESCRIPTION)
+FIELDS = (OPENENV,)
+openenv_of = OPENENV.of
+"""The section `openenv` of a section `episode`."""

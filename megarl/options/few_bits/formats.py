@@ -13,15 +13,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from megarl.errors import ModelError
 from megarl.models.packings import FP8_BLOCK, SCALE_SUFFIX, Packing, Sections
 from megarl.models.registry import architecture_for
 from megarl.models.weight_formats import StoredPart
-from megarl.models.weight_map import Rule, WeightMap
+from megarl.models.weight_map import BoundRule, Rule, WeightMap
 from megarl.options.few_bits.packings import BlockScales, GroupedColumns, WeightShapes
 
+AnyRule = TypeVar("AnyRule", Rule, BoundRule)
 FormatName = Literal["fp8-block", "mxfp8", "int4"]
 MX_GROUP = 32
 """Columns of a row that share a scale in MXFP8."""
@@ -49,6 +50,11 @@ class FewBits:
     def rows_per_scale(self) -> int:
         """Rows that share a scale."""
         return FP8_BLOCK if self.name == "fp8-block" else 1
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Suffixes of a weight's name for the tensors that it is stored as: its values, their scales, and the others."""
+        return (PACKED, GROUP_SCALE, SHAPE) if self.name == "int4" else ("", SCALE_SUFFIX)
 
     def width(self, cols: int) -> int:
         """Values of a row that is stored as `cols` numbers."""
@@ -93,12 +99,7 @@ class FewBits:
                 rules.append(rule)
                 continue
             for part in self.parts(rule.packing):
-                named = replace(rule, te_name=None) if part.suffix else rule
-                names = tuple(name + part.suffix for name in rule.hf_names)
-                megatron_name = rule.megatron_name + part.suffix
-                rules.append(
-                    replace(named, megatron_name=megatron_name, hf_names=names, packing=part.packing, dtype=part.dtype)
-                )
+                rules.append(rule_of_part(replace(rule, te_name=None) if part.suffix else rule, part))
         if len(rules) == len(weight_map.rules):
             raise ModelError(f"{self.name} is for the weights of experts, and the model has none")
         return replace(weight_map, rules=tuple(rules))
@@ -175,6 +176,13 @@ def int4(group: int) -> FewBits:
 
 FORMATS = {"fp8-block": FP8, "mxfp8": MXFP8} | {f"int4-{group}": int4(group) for group in INT4_GROUPS}
 """By the names that `megarl convert export --dtype` has."""
+
+
+def rule_of_part(rule: AnyRule, part: StoredPart) -> AnyRule:
+    """The rule of one of the tensors that a weight with this rule is stored as."""
+    names = tuple(name + part.suffix for name in rule.hf_names)
+    megatron_name = rule.megatron_name + part.suffix
+    return replace(rule, megatron_name=megatron_name, hf_names=names, packing=part.packing, dtype=part.dtype)
 
 
 def is_linear_weight(megatron_name: str) -> bool:

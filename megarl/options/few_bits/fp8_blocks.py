@@ -5,6 +5,8 @@ A weight is `float8_e4m3fn`, its `weight_scale_inv` float32 `[rows / 128, cols /
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,13 +20,27 @@ def quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
     A block's scale maps its largest magnitude to the largest float8, 448; a block of zeros has scale 1.
     """
-    height, width = rows.shape
-    padded = torch.nn.functional.pad(rows.float(), (0, -width % FP8_BLOCK, 0, -height % FP8_BLOCK))
-    blocks = padded.view(padded.shape[0] // FP8_BLOCK, FP8_BLOCK, padded.shape[1] // FP8_BLOCK, FP8_BLOCK)
+    blocks = as_blocks(rows, 0, 0)
     largest = blocks.abs().amax((1, 3))
     scales = torch.where(largest > 0, largest / LARGEST, 1.0)
-    values = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST).view(padded.shape)[:height, :width]
-    return values.to(torch.float8_e4m3fn), scales
+    return in_float8(blocks, scales, 0, 0, rows.shape), scales
+
+
+def as_blocks(part: Tensor, top: int, left: int) -> Tensor:
+    """`part` in float32 as `[blocks, 128, blocks, 128]`, with zeros where its first and last blocks reach beyond it.
+
+    It begins `top` rows and `left` columns behind the corner of its first block.
+    """
+    rows, cols = part.shape
+    padded = torch.nn.functional.pad(part.float(), (left, -(left + cols) % FP8_BLOCK, top, -(top + rows) % FP8_BLOCK))
+    return padded.view(padded.shape[0] // FP8_BLOCK, FP8_BLOCK, padded.shape[1] // FP8_BLOCK, FP8_BLOCK)
+
+
+def in_float8(blocks: Tensor, scales: Tensor, top: int, left: int, shape: Sequence[int]) -> Tensor:
+    """The part of this shape that `as_blocks` made `blocks` of, over their `scales`, as float8_e4m3fn."""
+    values = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST)
+    whole = values.view(values.shape[0] * FP8_BLOCK, values.shape[2] * FP8_BLOCK)
+    return whole[top : top + shape[0], left : left + shape[1]].to(torch.float8_e4m3fn)
 
 
 def dequantise_rows(rows: Tensor, scales: Tensor, start: int) -> Tensor:

@@ -9,33 +9,34 @@ from megarl.models.packings import FP8_BLOCK, Packing, RowRange
 
 
 @dataclass(frozen=True)
-class BlockScales:
-    """The scales of a parameter laid out by `of`, a row and a column for each block of 128 x 128.
-
-    A block may lie on several ranks, which all know its scale (`options/few_bits/quantise.py`); so that each is sent once,
-    a rank's
-    shard are those of the blocks that begin in its part.
-    """
-
+class _BesideWeight:
     of: Packing
 
     @property
     def tp_axis(self) -> int | None:
-        """The axis of the parameter."""
         return self.of.tp_axis
-
-    @property
-    def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Blocks of each tensor."""
-        return tuple(tuple(map(_up, shape)) for shape in self.of.hf_shapes)
-
-    def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
-        """The blocks that begin in the rank's part."""
-        return [(part, _up(start), _up(stop)) for part, start, stop in self.of.runs(tp_rank, tp_size, padded_vocab)]
 
     def followed(self, part: int) -> tuple[Packing, int]:
         """The same tensor of the weight."""
         return self.of, part
+
+
+@dataclass(frozen=True)
+class BlockScales(_BesideWeight):
+    """The scales of a parameter laid out by `of`, a row and a column for each block of 128 x 128.
+
+    A block may lie on several ranks, which all know its scale (`options/few_bits/quantise.py`); so that each is sent once,
+    a rank's shard are those of the blocks that begin in its part.
+    """
+
+    @property
+    def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Blocks of each tensor."""
+        return tuple(tuple(map(blocks_in, shape)) for shape in self.of.hf_shapes)
+
+    def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
+        """The blocks that begin in the rank's part."""
+        return [(part, blocks_in(start), blocks_in(stop)) for part, start, stop in self.of.runs(tp_rank, tp_size, padded_vocab)]
 
     def held(self, start: int, stop: int, part: int, name: str) -> tuple[int, int]:
         """The blocks of `start:stop` of the weight, along the axis that is split, which a rank of an engine holds.
@@ -49,24 +50,18 @@ class BlockScales:
                 f"a rank of the engine would hold {start} to {stop} of '{name}', but FP8 weights are shared in whole blocks of "
                 f"{FP8_BLOCK}; use a smaller target tp"
             )
-        return start // FP8_BLOCK, _up(stop)
+        return start // FP8_BLOCK, blocks_in(stop)
 
 
 @dataclass(frozen=True)
-class GroupedColumns:
+class GroupedColumns(_BesideWeight):
     """What a parameter laid out by `of` has one of for each `per` of its columns: packed integers, or the scales of groups.
 
     `group` columns of a row share a scale, and a rank holds whole groups: it quantises what it has without the others.
     """
 
-    of: Packing
     per: int
     group: int
-
-    @property
-    def tp_axis(self) -> int | None:
-        """The axis of the parameter."""
-        return self.of.tp_axis
 
     @property
     def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -89,10 +84,6 @@ class GroupedColumns:
                 f"with one scale; each rank's share must be a multiple of {self.group}"
             )
         return [(part, start // self.per, stop // self.per) for part, start, stop in runs]
-
-    def followed(self, part: int) -> tuple[Packing, int]:
-        """The same tensor of the weight."""
-        return self.of, part
 
     def held(self, start: int, stop: int, part: int, name: str) -> tuple[int, int]:
         """The part that belongs to `start:stop` of the weight, along the axis that is split, which a rank of an engine holds.
@@ -131,5 +122,6 @@ class WeightShapes:
         return [(part, 0, 2) for part in range(len(self.of.hf_shapes))]
 
 
-def _up(size: int) -> int:
+def blocks_in(size: int) -> int:
+    """Number of blocks of `FP8_BLOCK` that `size` rows or columns have a part of."""
     return -(-size // FP8_BLOCK)

@@ -7,7 +7,7 @@ a block may reach over several shards. Groups of columns lie on one rank each, w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from megarl.models.packings import FP8_BLOCK, SCALE_SUFFIX
 from megarl.models.weight_map import BoundRule
-from megarl.options.few_bits.formats import SHAPE, FewBits
-from megarl.options.few_bits.fp8_blocks import LARGEST
-from megarl.options.few_bits.packings import BlockScales
-from megarl.options.few_bits.tensors import main_suffix, scale_suffix, shape_tensor, stored_rows
+from megarl.options.few_bits.formats import FewBits, rule_of_part
+from megarl.options.few_bits.fp8_blocks import LARGEST, as_blocks, in_float8
+from megarl.options.few_bits.packings import BlockScales, blocks_in
+from megarl.options.few_bits.tensors import stored_rows
 
 Scales = Literal["float", "power_of_two"]
 Exchange = Callable[[Tensor], None]
@@ -37,7 +37,13 @@ class MatrixBox:
     @property
     def blocks(self) -> tuple[slice, slice]:
         """The blocks that it has a part of."""
-        return slice(self.row // FP8_BLOCK, _up(self.row + self.rows)), slice(self.col // FP8_BLOCK, _up(self.col + self.cols))
+        rows = slice(self.row // FP8_BLOCK, blocks_in(self.row + self.rows))
+        return rows, slice(self.col // FP8_BLOCK, blocks_in(self.col + self.cols))
+
+    @property
+    def behind_corner(self) -> tuple[int, int]:
+        """Rows and columns by which it begins behind the corner of its first block."""
+        return self.row % FP8_BLOCK, self.col % FP8_BLOCK
 
 
 @dataclass(frozen=True)
@@ -52,12 +58,7 @@ class FormatQuantiser:
 
     def rules(self, rule: BoundRule) -> list[BoundRule]:
         """Rules of the tensors as which the parameter is stored, each tensor of it as a parameter of its own."""
-        found = []
-        for part in self.format.parts(rule.packing):
-            names = tuple(name + part.suffix for name in rule.hf_names)
-            renamed = replace(rule, megatron_name=rule.megatron_name + part.suffix, hf_names=names)
-            found.append(replace(renamed, packing=part.packing, dtype=part.dtype))
-        return found
+        return [rule_of_part(rule, part) for part in self.format.parts(rule.packing)]
 
     def __call__(self, rule: BoundRule, shard: Tensor, tp_rank: int, tp_size: int, exchange: Exchange) -> dict[str, Tensor]:
         """This rank's shard of each of `rules(rule)`, by its Megatron name."""
@@ -67,11 +68,10 @@ class FormatQuantiser:
             return {name: in_blocks, name + SCALE_SUFFIX: _own_scales(rule, all_scales, tp_rank, tp_size)}
         for part in self.rules(rule):
             part.pieces(tp_rank, tp_size)  # raises LayoutError where ranks would share a group
-        values, scales = stored_rows(shard, self.format)
-        found = {name + main_suffix(self.format): values, name + scale_suffix(self.format): scales}
+        parts: tuple[Tensor, ...] = stored_rows(shard, self.format)
         if self.format.name == "int4":
-            found[name + SHAPE] = torch.cat([shape_tensor(shape) for shape in rule.hf_shapes.values()])
-        return found
+            parts = *parts, torch.tensor([size for shape in rule.hf_shapes.values() for size in shape])
+        return {name + suffix: part for suffix, part in zip(self.format.suffixes, parts, strict=True)}
 
 
 def _own_scales(rule: BoundRule, scales: dict[str, Tensor], tp_rank: int, tp_size: int) -> Tensor:
@@ -87,7 +87,7 @@ def raise_to_largest(largest: Tensor, part: Tensor, box: MatrixBox) -> None:
     """Raise float32 `largest`, an entry per block of a whole matrix, to the magnitudes in `part`, which lies at `box` of it."""
     if part.numel():
         of_box = largest[box.blocks]
-        torch.maximum(of_box, _as_blocks(part, box).abs().amax((1, 3)), out=of_box)
+        torch.maximum(of_box, as_blocks(part, *box.behind_corner).abs().amax((1, 3)), out=of_box)
 
 
 def scales_of(largest: Tensor, kind: Scales) -> Tensor:
@@ -106,10 +106,7 @@ def quantise_part(part: Tensor, box: MatrixBox, scales: Tensor) -> Tensor:
     """`part`, which lies at `box` of a matrix with these `scales`, as float8_e4m3fn of the same shape."""
     if not part.numel():
         return part.to(torch.float8_e4m3fn)
-    values = (_as_blocks(part, box) / scales[box.blocks][:, None, :, None]).clamp(-LARGEST, LARGEST)
-    top, left = box.row % FP8_BLOCK, box.col % FP8_BLOCK
-    flat = values.view(values.shape[0] * FP8_BLOCK, values.shape[2] * FP8_BLOCK)
-    return flat[top : top + box.rows, left : left + box.cols].to(torch.float8_e4m3fn)
+    return in_float8(as_blocks(part, *box.behind_corner), scales[box.blocks], *box.behind_corner, part.shape)
 
 
 def quantise_shard(
@@ -121,7 +118,7 @@ def quantise_shard(
     Scales are float32 `[ceil(rows / 128), ceil(cols / 128)]` under the name that FP8 checkpoints give them.
     """
     found = list(_parts(rule, shard, tp_rank, tp_size))
-    largest = {name: torch.zeros(*map(_up, shape), device=shard.device) for name, shape in rule.hf_shapes.items()}
+    largest = {name: torch.zeros(*map(blocks_in, shape), device=shard.device) for name, shape in rule.hf_shapes.items()}
     for name, box, part in found:
         raise_to_largest(largest[name], part, box)
     if rule.tp_axis is not None and tp_size > 1:
@@ -144,14 +141,3 @@ def _parts(rule: BoundRule, shard: Tensor, tp_rank: int, tp_size: int) -> Iterat
         box = MatrixBox(piece.start, 0, length, cols) if axis == 0 else MatrixBox(0, piece.start, rows, length)
         yield piece.hf_name, box, shard.narrow(axis, offset, length)
         offset += length
-
-
-def _as_blocks(part: Tensor, box: MatrixBox) -> Tensor:
-    """`part` in float32 as `[blocks, 128, blocks, 128]`, with zeros where its first and last blocks reach beyond it."""
-    top, left = box.row % FP8_BLOCK, box.col % FP8_BLOCK
-    padded = torch.nn.functional.pad(part.float(), (left, -(left + box.cols) % FP8_BLOCK, top, -(top + box.rows) % FP8_BLOCK))
-    return padded.view(padded.shape[0] // FP8_BLOCK, FP8_BLOCK, padded.shape[1] // FP8_BLOCK, FP8_BLOCK)
-
-
-def _up(size: int) -> int:
-    return -(-size // FP8_BLOCK)

@@ -49,14 +49,12 @@ class _Rounding:
         self.own: dict[str, Any] = {}
 
     def begin(self, layer: torch.nn.Module, arguments: Any) -> None:
-        """Before the layer computes."""
         for name in self.names:
             self.own[name] = weight = layer._parameters[name]
             assert isinstance(weight, Tensor)
             layer._parameters[name] = fake_quantised(weight, self.group)  # type: ignore[assignment]
 
     def end(self, layer: torch.nn.Module, arguments: Any, output: Any) -> None:
-        """After it has, or has failed."""
         for name, weight in self.own.items():
             layer._parameters[name] = weight
         self.own.clear()

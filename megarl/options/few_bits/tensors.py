@@ -7,10 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megarl.models.packings import SCALE_SUFFIX
 from megarl.models.weight_formats import NumberFormat
 from megarl.options.few_bits import fp8_blocks, int4, mxfp4, mxfp8
-from megarl.options.few_bits.formats import GROUP_SCALE, PACKED, SHAPE, FewBits
+from megarl.options.few_bits.formats import FewBits
 
 
 def stored_rows(rows: Tensor, format: FewBits) -> tuple[Tensor, Tensor]:
@@ -21,16 +20,6 @@ def stored_rows(rows: Tensor, format: FewBits) -> tuple[Tensor, Tensor]:
         return mxfp8.quantise_rows(rows)
     numbers, scales = int4.quantise_rows(rows, format.group)
     return int4.packed(numbers), scales
-
-
-def main_suffix(format: FewBits) -> str:
-    """The suffix of a weight's name for its values."""
-    return PACKED if format.name == "int4" else ""
-
-
-def scale_suffix(format: FewBits) -> str:
-    """The suffix of a weight's name for its scales."""
-    return GROUP_SCALE if format.name == "int4" else SCALE_SUFFIX
 
 
 def dequantised(values: Tensor, scales: Tensor, format: NumberFormat, start: int = 0) -> Tensor:
@@ -56,8 +45,6 @@ class Dequantiser:
         self._format, self._is_weight = format, is_weight
         self._parts: dict[str, dict[str, Tensor]] = {}
 
-        self._suffixes = (PACKED, GROUP_SCALE, SHAPE) if format.name == "int4" else ("", SCALE_SUFFIX)
-
     def forget(self) -> None:
         """Drop what has come."""
         self._parts.clear()
@@ -67,18 +54,14 @@ class Dequantiser:
 
         Any other tensor is given back as it is.
         """
-        places = ((name.removesuffix(suffix), suffix) for suffix in self._suffixes if name.endswith(suffix))
+        places = ((name.removesuffix(suffix), suffix) for suffix in self._format.suffixes if name.endswith(suffix))
         base, suffix = next((place for place in places if self._is_weight(place[0])), (name, None))
         if suffix is None:
             return name, tensor
         parts = self._parts.setdefault(base, {})
         is_float8 = suffix == "" and tensor.dtype == torch.uint8
         parts[suffix] = (tensor.view(torch.float8_e4m3fn) if is_float8 else tensor).detach().clone()
-        if len(parts) < len(self._suffixes):
+        if len(parts) < len(self._format.suffixes):
             return None
-        return base, dequantised(parts[main_suffix(self._format)], parts[scale_suffix(self._format)], self._format)
-
-
-def shape_tensor(shape: tuple[int, ...]) -> Tensor:
-    """Rows and columns of a weight, as `SHAPE` says them."""
-    return torch.tensor(shape, dtype=torch.int64)
+        values, scales, *_ = (parts[suffix] for suffix in self._format.suffixes)
+        return base, dequantised(values, scales, self._format)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megarl.options.lending.checks import with_lent_engines
@@ -88,17 +88,7 @@ def shortened(plan: CapacityPlan, times: TimePlan) -> TimePlan:
 def times_as_json(plan: CapacityPlan) -> dict[str, Any]:
     """Figures that stand beside the phases of a step."""
     lending = lending_of(plan)
-    if lending is None:
-        return {}
-    return {
-        "lending": {
-            "engines": lending.engines,
-            "idle_s": lending.idle_s,
-            "cost_s": lending.cost_s,
-            "step_s": lending.step_s,
-            "without_s": lending.without_s,
-        }
-    }
+    return {} if lending is None else {"lending": asdict(lending)}
 
 
 def stated(plan: CapacityPlan) -> list[str]:

@@ -29,9 +29,12 @@ from megarl.errors import ModelError
 from megarl.options.linear_attention.delta_rule import gated_delta_rule, unit_length
 from megarl.options.linear_attention.recurrence import Recurrence, Stage
 
-StateRule = Callable[[Stage, tuple[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor], tuple[Tensor, Tensor, Tensor]]
-"""(stage, (query, key, value, log decay, strength) of all tokens of the stream `[S, H, ...]`, states `[R, H, K, V]` before the
-stage's runs) → (places in the stream `[M]`, what their tokens read `[M, H, V]`, states behind the runs)."""
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Query, key, value, log decay and strength of all tokens of the stream, `[S, H, ...]`."""
+Read = tuple[Tensor, Tensor, Tensor]
+"""Places in the stream `[M]`, what their tokens read `[M, H, V]`, and states behind the runs of a stage `[R, H, K, V]`."""
+StateRule = Callable[[Stage, Inputs, Tensor], Read]
+"""From a stage, all tokens and the states before the stage's runs to what is read."""
 
 
 @dataclass
@@ -140,7 +143,7 @@ class GatedDeltaNet(MegatronModule):
         output, _ = self.out_proj(normed.to(mixed.dtype).flatten(1)[:, None])
         return output, None
 
-    def _read(self, order: Recurrence, tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+    def _read(self, order: Recurrence, tokens: Inputs) -> Tensor:
         """What all tokens of the stream read, `[S, H, V]`."""
         value = tokens[2]
         states = value.new_zeros(1, self.heads, self.key_dim, self.value_dim)
@@ -174,9 +177,7 @@ class GatedDeltaNet(MegatronModule):
         return entries
 
 
-def plain_rule(
-    stage: Stage, tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], before: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def plain_rule(stage: Stage, tokens: Inputs, before: Tensor) -> Read:
     """The `StateRule` of the `reference` layer spec: runs of similar length are computed together."""
     query, key, value, decay, strength = tokens
     query = query * query.shape[-1] ** -0.5
@@ -207,9 +208,7 @@ def fla_rule() -> StateRule:
             "flash-linear-attention: pip install flash-linear-attention, or set model.layer_spec to 'reference'"
         ) from None
 
-    def rule(
-        stage: Stage, tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], before: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def rule(stage: Stage, tokens: Inputs, before: Tensor) -> Read:
         query, key, value, decay, strength = (t[stage.tokens][None] for t in tokens)
         read, states = chunk_gated_delta_rule(
             *(t.to(torch.bfloat16) for t in (query, key, value)),
@@ -238,8 +237,4 @@ def _in_sections(whole: ShardedTensor, rows: Mapping[str, int]) -> ShardedTensor
             start += count
         return parts
 
-    @torch.no_grad()
-    def merge(parts: list[Tensor]) -> Tensor:
-        return torch.cat(parts)
-
-    return ShardedTensorFactory(whole.key, whole.data, build, merge, whole.replica_id)
+    return ShardedTensorFactory(whole.key, whole.data, build, torch.no_grad()(torch.cat), whole.replica_id)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megarl.models.registry import architecture_for
-from megarl.options.lora.weight_map import Lora, linear_rules, site_of
+from megarl.options.lora.weight_map import Lora, bound_linear_rules, site_of
 from megarl.weights.model_compatibility import ServedModel
 
 
@@ -35,15 +35,7 @@ def _places(model: ServedModel, lora: Lora) -> Iterator[tuple[str, str, str]]:
     """The names of each weight beside an adapter, of its A and of its B."""
     config = dict(model.config)
     fused = architecture_for(config).rows_together(config)
-    patterns = {rule.megatron_name for rule in linear_rules(model.weight_map)}
-    for rule in model.weight_map.rules:
-        if rule.megatron_name not in patterns:
-            continue
-        for layer in filter(rule.has_layer, range(model.weight_map.num_layers)):
-            for expert in range(model.weight_map.num_experts) if rule.is_expert else (None,):
-                bound = rule.bound(layer, expert)
-                site = site_of(bound, lora, fused)
-                if site is None:
-                    continue
-                for b, owner, part in zip(site.b.hf_names, site.owners, site.parts, strict=True):
-                    yield bound.hf_names[part], site.a.hf_names[owner], b
+    for rule in bound_linear_rules(model.weight_map):
+        if (site := site_of(rule, lora, fused)) is not None:
+            for b, owner, part in zip(site.b.hf_names, site.owners, site.parts, strict=True):
+                yield rule.hf_names[part], site.a.hf_names[owner], b

@@ -142,15 +142,11 @@ class Split:
         experts has the gradients of what ranks of one expert hold alike summed already; one of them counts it.
         """
         parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
-        if self.of_expert:
-            if is_split or self.rank == 0:
-                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-                parameter.partition_dim, parameter.partition_stride = 0, 1  # type: ignore[attr-defined]
-            else:
-                parameter.shared = True  # type: ignore[attr-defined]
-        elif is_split:
+        if is_split or (self.of_expert and self.rank == 0):
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
             parameter.partition_dim, parameter.partition_stride = 0, 1  # type: ignore[attr-defined]
+        elif self.of_expert:
+            parameter.shared = True  # type: ignore[attr-defined]
         elif self.kind == "whole":
             parameter.sequence_parallel = getattr(weight, "sequence_parallel", False)  # type: ignore[attr-defined]
         else:
@@ -198,7 +194,7 @@ def insert_adapters(
 ) -> None:
     """Put adapters beside the layers of `chunk` that `lora` chooses, and leave everything else but a `value_head` untrained.
 
-    `weight_map` is that of `models.lora.with_adapters`.
+    `weight_map` is that of `Lora.with_adapters`.
     """
     config = get_model_config(chunk)
     sites: dict[str, list[tuple[str, Tensor, BoundRule, Site]]] = {}

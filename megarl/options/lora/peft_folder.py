@@ -18,19 +18,18 @@ from megarl.models.expert_tensors import RowSlice, joined
 from megarl.models.fused_rows import FusedRows
 from megarl.models.hf_folder import new_folder
 from megarl.models.registry import architecture_for
-from megarl.options.lora.peft_config import CONFIG_FILE, config_of
-from megarl.options.lora.peft_header import PREFIX, SCORE, WEIGHTS_FILE, AdapterHeader, lora_b, weight_of
+from megarl.options.lora.peft_header import (
+    CONFIG_FILE,
+    PREFIX,
+    SCORE,
+    WEIGHTS_FILE,
+    AdapterHeader,
+    config_of,
+    lora_b,
+    weight_of,
+)
 from megarl.options.lora.section import ALL_LINEAR
 from megarl.options.lora.weight_map import Lora
-
-
-def read_adapter_config(folder: str | Path, hf_config: Mapping[str, Any]) -> Lora:
-    """Rank, scale and layers (by their whole names) of the adapters in a PEFT folder for the model of `config.json`.
-
-    Raises:
-        ModelError: as `AdapterFolder`.
-    """
-    return AdapterHeader(folder, hf_config).lora
 
 
 class AdapterFolder(AdapterHeader):

@@ -46,17 +46,10 @@ class PolicyLoraConfig(LoraConfig):
 
 
 _TRAINED = "Low-rank adapters, which are trained in place of the weights"
-FIELDS = (
-    AddedField("PolicyConfig", "lora", PolicyLoraConfig, PolicyLoraConfig(), f"{_TRAINED} (docs/lora.md)."),
-    AddedField("CriticConfig", "lora", LoraConfig, LoraConfig(), f"{_TRAINED}."),
-)
-
-
-def section_of(role: Section) -> LoraConfig:
-    """The section `lora` of a role that is trained."""
-    return getattr(role, "lora")  # noqa: B009 - a field that this option adds
-
-
-def lora_of_policy(policy: Section) -> PolicyLoraConfig:
-    """The section `policy.lora`."""
-    return getattr(policy, "lora")  # noqa: B009 - a field that this option adds
+OF_POLICY = AddedField("PolicyConfig", "lora", PolicyLoraConfig, PolicyLoraConfig(), f"{_TRAINED} (docs/lora.md).")
+OF_CRITIC = AddedField("CriticConfig", "lora", LoraConfig, LoraConfig(), f"{_TRAINED}.")
+FIELDS = (OF_POLICY, OF_CRITIC)
+section_of = OF_CRITIC.of
+"""The section `lora` of a role that is trained."""
+lora_of_policy = OF_POLICY.of
+"""The section `policy.lora`."""

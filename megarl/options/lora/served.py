@@ -73,9 +73,7 @@ class _Unpinned:
         return getattr(torch, name)
 
     def tensor(self, *values: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        """Make a tensor as torch does."""
         return torch.tensor(*values, **options)
 
     def zeros(self, *size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        """Make zeros as torch does."""
         return torch.zeros(*size, **options)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
 from functools import cached_property
@@ -53,8 +53,30 @@ class Lora:
         return self._wanted.match(layer) and not self._unwanted.match(layer)
 
     def with_adapters(self, weight_map: WeightMap, fused: FusedRows | None, field: str = "policy.lora") -> WeightMap:
-        """See `with_adapters` below."""
-        return with_adapters(weight_map, self, fused, field)
+        """The map with the rules of all adapters behind its own; `fused` as in `Architecture.fused_rows`.
+
+        Raises:
+            ConfigError: it chooses no layer, names one that the model does not have, or chooses some experts of a layer only.
+        """
+        check_targets(weight_map, self, fused, field)
+        found: list[Rule] = []
+        for rule in linear_rules(weight_map):
+            of_parts: dict[tuple[int, ...], tuple[Site, list[int]]] = {}
+            for layer in filter(rule.has_layer, range(weight_map.num_layers)):
+                experts = range(weight_map.num_experts) if rule.is_expert else (None,)
+                sites = [site_of(rule.bound(layer, expert), self, fused) for expert in experts]
+                if len({site and site.parts for site in sites}) > 1:
+                    reason = f"chooses some of the experts of layer {layer}"
+                    raise ConfigError.of(
+                        f"{field}.targets", list(self.targets), reason, allowed="of all of a layer's experts or none"
+                    )
+                if (site := sites[0]) is not None:
+                    of_parts.setdefault(site.parts, (site, []))[1].append(layer)
+            for site, layers in of_parts.values():
+                pattern = site_of(rule.bound("{layer}", "{expert}"), replace(self, targets=(ALL_LINEAR,), exclude=()), fused)  # type: ignore[arg-type]
+                assert pattern is not None, "all layers are targets"
+                found += _patterns(rule, site, pattern, frozenset(layers))
+        return replace(weight_map, rules=(*weight_map.rules, *found))
 
     @cached_property
     def _wanted(self) -> _Names:
@@ -206,36 +228,17 @@ def linear_rules(weight_map: WeightMap) -> list[Rule]:
     return [rule for rule in weight_map.rules if is_linear(rule)]
 
 
+def bound_linear_rules(weight_map: WeightMap) -> Iterator[BoundRule]:
+    """The same of every layer and expert, the layers of one rule after those of another."""
+    for rule in linear_rules(weight_map):
+        for layer in filter(rule.has_layer, range(weight_map.num_layers)):
+            for expert in range(weight_map.num_experts) if rule.is_expert else (None,):
+                yield rule.bound(layer, expert)
+
+
 def is_linear(rule: Rule | BoundRule) -> bool:
     """Return whether a parameter is the weight of a linear layer of the decoder, other than a router."""
     return bool(_LINEAR.fullmatch(rule.megatron_name)) and len(rule.packing.hf_shapes[0]) == 2
-
-
-def with_adapters(weight_map: WeightMap, lora: Lora, fused: FusedRows | None, field: str = "policy.lora") -> WeightMap:
-    """The map with the rules of all adapters behind its own; `fused` as in `Architecture.fused_rows`.
-
-    Raises:
-        ConfigError: `lora` chooses no layer, names one that the model does not have, or chooses some experts of a layer only.
-    """
-    check_targets(weight_map, lora, fused, field)
-    found: list[Rule] = []
-    for rule in linear_rules(weight_map):
-        of_parts: dict[tuple[int, ...], tuple[Site, list[int]]] = {}
-        for layer in filter(rule.has_layer, range(weight_map.num_layers)):
-            experts = range(weight_map.num_experts) if rule.is_expert else (None,)
-            sites = [site_of(rule.bound(layer, expert), lora, fused) for expert in experts]
-            if len({site and site.parts for site in sites}) > 1:
-                reason = f"chooses some of the experts of layer {layer}"
-                raise ConfigError.of(
-                    f"{field}.targets", list(lora.targets), reason, allowed="of all of a layer's experts or none"
-                )
-            if (site := sites[0]) is not None:
-                of_parts.setdefault(site.parts, (site, []))[1].append(layer)
-        for site, layers in of_parts.values():
-            pattern = site_of(rule.bound("{layer}", "{expert}"), replace(lora, targets=(ALL_LINEAR,), exclude=()), fused)  # type: ignore[arg-type]
-            assert pattern is not None, "all layers are targets"
-            found += _patterns(rule, site, pattern, frozenset(layers))
-    return replace(weight_map, rules=(*weight_map.rules, *found))
 
 
 def check_targets(weight_map: WeightMap, lora: Lora, fused: FusedRows | None, field: str = "policy.lora") -> None:
@@ -257,21 +260,14 @@ def check_targets(weight_map: WeightMap, lora: Lora, fused: FusedRows | None, fi
         raise ConfigError.of(f"{field}.exclude", list(lora.exclude), reason, allowed="fewer layers than targets")
 
 
-def layer_names(weight_map: WeightMap, fused: FusedRows | None) -> list[str]:
-    """The names of all linear layers that adapters can stand beside, as the hub has them."""
-    return list(layer_shapes(weight_map, fused))
-
-
 def layer_shapes(weight_map: WeightMap, fused: FusedRows | None) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of all linear layers that adapters can stand beside, by their names on the hub."""
     found: dict[str, tuple[int, int]] = {}
-    for rule in linear_rules(weight_map):
-        for layer in filter(rule.has_layer, range(weight_map.num_layers)):
-            for expert in range(weight_map.num_experts) if rule.is_expert else (None,):
-                for name, shape in rule.bound(layer, expert).hf_shapes.items():
-                    stored = _stored(name, fused)
-                    rows = shape[0] if stored == name else found.get(stored.removesuffix(".weight"), (0, 0))[0] + shape[0]
-                    found[stored.removesuffix(".weight")] = (rows, shape[1])
+    for rule in bound_linear_rules(weight_map):
+        for name, shape in rule.hf_shapes.items():
+            stored = _stored(name, fused)
+            rows = shape[0] if stored == name else found.get(stored.removesuffix(".weight"), (0, 0))[0] + shape[0]
+            found[stored.removesuffix(".weight")] = (rows, shape[1])
     return found
 
 

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megarl.config.schema import Config
+from megarl.config import AnyConfig
 from megarl.config.secrets import redacted
-from megarl.config.sections import RunConfig
-from megarl.config.supervised import SupervisedConfig
 from megarl.errors import ConfigError
 from megarl.options.mirror.section import mirror_of
 
 
-def check(config: Config) -> None:
+def check(config: AnyConfig) -> None:
     """Refuse a second place that cannot be one."""
-    _check_place(config.run)
-
-
-def check_supervised(config: SupervisedConfig) -> None:
-    """Refuse a second place that cannot be one."""
-    _check_place(config.run)
-
-
-def _check_place(run: RunConfig) -> None:
-    mirror = mirror_of(run)
+    run, mirror = config.run, mirror_of(config.run)
     if mirror is None:
         return
     scheme, is_address, rest = mirror.partition("://")
@@ -35,3 +24,6 @@ def _check_place(run: RunConfig) -> None:
         raise ConfigError.of("run.mirror", mirror, allowed=allowed)
     if not is_address and Path(run.folder).resolve() in (Path(mirror).resolve(), *Path(mirror).resolve().parents):
         raise ConfigError.of("run.mirror", mirror, f"is in run.folder, '{run.folder}'", allowed=allowed)
+
+
+check_supervised = check

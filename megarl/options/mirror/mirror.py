@@ -149,12 +149,8 @@ class Mirror:
         for step in reversed(self.steps()):
             if step <= newer_than:
                 break
-            try:
-                return self._fetch_checkpoint(step, checkpoints), damaged
-            except CheckpointError as error:
-                damaged.append(str(error))
-            finally:
-                checkpoints.abandon(step)
+            if (fetched := self._fetched(step, checkpoints, damaged)) is not None:
+                return fetched, damaged
         return None, damaged
 
     def bring_back_earlier(self, checkpoints: CheckpointFolder, fetched: int) -> list[str]:
@@ -162,16 +158,12 @@ class Mirror:
 
         With all of them to be kept only the best is. Returns a sentence for each damaged one.
         """
-        damaged, steps = [], self.steps()
+        damaged: list[str] = []
+        steps = self.steps()
         earlier = [step for step in steps if step < fetched]
         wanted = {*(earlier[1 - self.keep :] if self.keep > 1 else ()), self._best(steps)}
         for step in sorted(step for step in wanted if step in earlier):
-            try:
-                self._fetch_checkpoint(step, checkpoints)
-            except CheckpointError as error:
-                damaged.append(str(error))
-            finally:
-                checkpoints.abandon(step)
+            self._fetched(step, checkpoints, damaged)
         return damaged
 
     def bring_back_records(self, run: Path, *, but: tuple[str, ...] = ()) -> list[str]:
@@ -188,6 +180,16 @@ class Mirror:
             except CheckpointError as error:
                 damaged.append(str(error))
         return damaged
+
+    def _fetched(self, step: int, checkpoints: CheckpointFolder, damaged: list[str]) -> Path | None:
+        """The checkpoint, if it is sound; else `damaged` gets a sentence."""
+        try:
+            return self._fetch_checkpoint(step, checkpoints)
+        except CheckpointError as error:
+            damaged.append(str(error))
+            return None
+        finally:
+            checkpoints.abandon(step)
 
     def _fetch_checkpoint(self, step: int, checkpoints: CheckpointFolder) -> Path:
         name = f"{CHECKPOINTS}/step_{step:06d}"

@@ -27,7 +27,10 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
 class S3Store:
-    """The objects below `s3://BUCKET/PREFIX/RUN/`. An object is there when all of it was sent, in place of the one before."""
+    """A `CopyStore`: the objects below `s3://BUCKET/PREFIX/RUN/`.
+
+    An object is there when all of it was sent, in place of the one before.
+    """
 
     def __init__(self, mirror: str, run_name: str) -> None:
         """Nothing is sent yet.
@@ -58,18 +61,15 @@ class S3Store:
             raise ConfigError(f"run.mirror is '{mirror}', but it cannot be used: {_reason(error)}") from None
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """See `CopyStore`."""
         with self._told(folder):
             return {one["path"]: one["size"] for page in self._obstore.list(self._store, folder) for one in page}
 
     def blocks(self, name: str) -> Iterator[bytes]:
-        """See `CopyStore`."""
         with self._told(name):
             for block in self._obstore.get(self._store, name).stream(min_chunk_size=BLOCK):
                 yield bytes(block)
 
     def put(self, name: str, blocks: Iterable[bytes], record: FileRecord) -> None:
-        """See `CopyStore`."""
         part = max(_PART, record.bytes // _MOST_PARTS)
         content = b"".join(blocks) if record.bytes <= part else blocks
         with self._told(name):
@@ -78,21 +78,19 @@ class S3Store:
             )
 
     def holds(self, name: str, record: FileRecord) -> bool:
-        """See `CopyStore`; as its metadata says, so nothing is read."""
+        # as its metadata says, so nothing is read
         with self._told(name):
             found = self._obstore.get(self._store, name, options={"head": True})
             return bool(found.meta["size"] == record.bytes and found.attributes.get(_CHECKSUM) == record.xxh3_128)
 
     def remove(self, names: Sequence[str]) -> None:
-        """See `CopyStore`."""
         for name in names[:1]:  # what tells that the others are whole goes first
             self._remove([name])
         for start in range(1, len(names), 1000):
             self._remove(names[start : start + 1000])
 
     def unfinished(self, folder: str) -> str:
-        """The name itself: an object cannot be renamed."""
-        return folder
+        return folder  # an object cannot be renamed
 
     def complete(self, folder: str) -> None:
         """Nothing is left to do."""

@@ -51,26 +51,23 @@ class CopyStore(Protocol):
 
 
 class FolderStore:
-    """A folder, which is made when something is put into it. What was put is on its disk, not only in a cache."""
+    """A `CopyStore`: a folder, made when something is put into it. What was put is on its disk, not only in a cache."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.address = folder, str(folder)
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """See `CopyStore`."""
         with self._told(folder):
             root = self.folder / folder
             found = (path for path in root.rglob("*") if path.is_file()) if root.is_dir() else ()
             return {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in found}
 
     def blocks(self, name: str) -> Iterator[bytes]:
-        """See `CopyStore`."""
         with self._told(name), (self.folder / name).open("rb") as file:
             while block := file.read(BLOCK):
                 yield block
 
     def put(self, name: str, blocks: Iterable[bytes], record: FileRecord) -> None:
-        """See `CopyStore`."""
         path = self.folder / name
         part = path.with_name(f"{HIDDEN_PREFIX}{path.name}")
         with self._told(name):
@@ -89,14 +86,14 @@ class FolderStore:
                 raise
 
     def holds(self, name: str, record: FileRecord) -> bool:
-        """See `CopyStore`; the file is read."""
+        # the file is read
         digest = xxhash.xxh3_128()
         for block in self.blocks(name):
             digest.update(block)
         return digest.hexdigest() == record.xxh3_128
 
     def remove(self, names: Sequence[str]) -> None:
-        """See `CopyStore`; folders that are empty then go too."""
+        # folders that are empty then go too
         for name in names:
             path = self.folder / name
             with self._told(name):
@@ -111,7 +108,6 @@ class FolderStore:
         return f"{above}/{HIDDEN_PREFIX}{name}"
 
     def complete(self, folder: str) -> None:
-        """Rename it; see `CopyStore`."""
         filled, final = self.folder / self.unfinished(folder), self.folder / folder
         with self._told(folder):
             for inner in (*(path for path in filled.rglob("*") if path.is_dir()), filled):

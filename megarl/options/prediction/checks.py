@@ -7,6 +7,9 @@ from megarl.config.engine_kinds import EngineCapabilities
 from megarl.errors import ConfigError
 from megarl.options.prediction.section import SpeculativeConfig, drafts_of
 
+OWN_MODEL = ("standalone", "eagle", "eagle3")
+"""Algorithms whose draft is a model of its own."""
+
 
 def check_engines(config: Config, engine: EngineCapabilities) -> None:
     """Refuse drafts that the run's engine cannot make or verify, and settings of drafts that are off.
@@ -28,7 +31,7 @@ def check_engines(config: Config, engine: EngineCapabilities) -> None:
         reason = f"rollout.engine = '{rollout.engine}' cannot do"
         reason += ": whoever starts its servers chooses" if rollout.servers.urls else ""
         raise ConfigError.of(f"{section}.algorithm", drafts.algorithm, reason, allowed=able)
-    if needs_draft_model(drafts.algorithm) != (drafts.draft_model is not None):
+    if (drafts.algorithm in OWN_MODEL) != (drafts.draft_model is not None):
         if drafts.draft_model is None:
             what, remedy = "a draft", f"set {section}.draft_model to its folder"
             raise ConfigError.needs(f"{section}.algorithm = '{drafts.algorithm}'", what, remedy)
@@ -53,8 +56,3 @@ def _check_draft_tree(drafts: SpeculativeConfig) -> None:
     if drafts.algorithm != "ngram" and tokens > most:
         reason = f"is more than {drafts.num_steps} steps of {topk} candidates make"
         raise ConfigError.of(field, tokens, reason, allowed=f"at most {most}")
-
-
-def needs_draft_model(algorithm: str) -> bool:
-    """Return whether a draft is a model of its own."""
-    return algorithm in ("standalone", "eagle", "eagle3")

@@ -18,7 +18,7 @@ from megarl.errors import ConfigError
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import load_hf_config
 from megarl.models.transformers_names import config_in_transformers, hub_tensors
-from megarl.options.prediction.drafts import NAME, NO_DRAFTS, DraftCounts
+from megarl.options.prediction.column import NAME, NO_DRAFTS, DraftCounts
 from megarl.options.prediction.embedded_drafts import (
     Draft,
     LanguageModel,

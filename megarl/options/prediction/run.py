@@ -8,7 +8,7 @@ from megarl.config import AnyConfig, Config
 from megarl.data.batch import Batch
 from megarl.experience.step_parts import StepPart
 from megarl.megatron.options import PredictionOptions
-from megarl.options.prediction.drafts import NAME, NO_DRAFTS, draft_figures
+from megarl.options.prediction.column import NAME, NO_DRAFTS, draft_figures
 from megarl.options.prediction.section import mtp_of
 from megarl.runs.training_side import POLICY, TrainingSide
 

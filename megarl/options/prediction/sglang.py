@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megarl.config import Config
 from megarl.errors import ConfigError, EngineError
 from megarl.models.registry import architecture_for, load_hf_config, sees
 from megarl.models.weight_formats import engine_format
-from megarl.options.prediction.drafts import NAME, NO_DRAFTS, DraftCounts
+from megarl.options.prediction.column import NAME, NO_DRAFTS, DraftCounts
 from megarl.options.prediction.section import SpeculativeConfig, drafts_of
 
 NAMES = {"mtp": "NEXTN", "ngram": "NGRAM", "standalone": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
@@ -22,7 +21,6 @@ DRAFTING = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_mo
 """Families of whose layer for multi-token prediction SGLang makes a draft."""
 
 
-@dataclass(frozen=True)
 class AnsweredDrafts:
     """The counts that a server with speculative decoding says of a response (0.5.23)."""
 
@@ -91,7 +89,8 @@ def check_servers(config: Config, platform: str) -> None:
         reason = "asks for the experts of every token, which SGLang's servers do not keep of drafts that they verify"
         raise ConfigError.of("policy.routing.replay", "engine", reason, allowed="'none' or 'old_policy'")
     hf_config = load_hf_config(config.model.path)
-    if settings.algorithm == "mtp" and (not prediction_layers(hf_config) or architecture_for(hf_config).name not in DRAFTING):
+    has_layer = any(hf_config.get(name) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
+    if settings.algorithm == "mtp" and not (has_layer and architecture_for(hf_config).name in DRAFTING):
         reason = (
             f"needs a layer for multi-token prediction as SGLang knows it (of {', '.join(DRAFTING)}), and model.path has none"
         )
@@ -108,11 +107,6 @@ def check_servers(config: Config, platform: str) -> None:
         if limits["top_k"] and limits["top_p"] < 1:
             reason = "SGLang's servers judge by what top_k has left when they verify drafts"
             raise ConfigError.of(f"{section}.top_p", limits["top_p"], reason, allowed="1 where top_k is set")
-
-
-def prediction_layers(hf_config: dict[str, Any]) -> int:
-    """Number of layers for multi-token prediction that a folder's config names."""
-    return int(hf_config.get("num_nextn_predict_layers") or hf_config.get("mtp_num_hidden_layers") or 0)
 
 
 def _sampling(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -18,9 +18,7 @@ class PtxConfig(Section):
     """Rows with the keys `data.prompt_key` and `response`; `columns` renames other keys. null: none."""
 
 
-FIELDS = (AddedField("Config", "ptx", PtxConfig, PtxConfig(), "Supervised examples in every policy update."),)
-
-
-def ptx_of(config: Section) -> PtxConfig:
-    """The section `ptx` of a run's config."""
-    return getattr(config, "ptx")  # noqa: B009 - a field that this option adds
+PTX = AddedField("Config", "ptx", PtxConfig, PtxConfig(), "Supervised examples in every policy update.")
+FIELDS = (PTX,)
+ptx_of = PTX.of
+"""The section `ptx` of a run's config."""

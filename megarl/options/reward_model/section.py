@@ -33,9 +33,7 @@ class RewardModelConfig(Section):
 
 
 DESCRIPTION = "A model with a scalar head that scores responses."
-FIELDS = (AddedField("Config", "reward_model", RewardModelConfig, RewardModelConfig(), DESCRIPTION),)
-
-
-def reward_model_of(config: Section) -> RewardModelConfig:
-    """The section `reward_model` of a run's config."""
-    return getattr(config, "reward_model")  # noqa: B009 - a field that this option adds
+REWARD_MODEL = AddedField("Config", "reward_model", RewardModelConfig, RewardModelConfig(), DESCRIPTION)
+FIELDS = (REWARD_MODEL,)
+reward_model_of = REWARD_MODEL.of
+"""The section `reward_model` of a run's config."""

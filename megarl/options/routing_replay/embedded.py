@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from megarl.options.routing_replay.column import COLUMN
-from megarl.options.routing_replay.routes import Routes, compact
+from megarl.options.routing_replay.column import COLUMN, Routes, compact
 
 
 class RouteRecorder:

@@ -24,8 +24,7 @@ from megarl.data.stream import MicroBatch, PackedStream, StreamShard
 from megarl.megatron.model_config import has_experts
 from megarl.megatron.options import ModelOptions
 from megarl.megatron.pass_parts import PassPart
-from megarl.options.routing_replay.column import COLUMN
-from megarl.options.routing_replay.routes import RecordedRoutes, ReplayCounts, compact
+from megarl.options.routing_replay.column import COLUMN, RecordedRoutes, ReplayCounts, compact
 
 ComputeTopK = Callable[..., tuple[Tensor, Tensor]]
 

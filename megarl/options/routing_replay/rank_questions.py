@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.options.routing_replay.routes import RecordedRoutes, ReplayCounts
+from megarl.options.routing_replay.column import RecordedRoutes, ReplayCounts
 
 if TYPE_CHECKING:
     from megarl.megatron.rank_model import RankModel

@@ -6,9 +6,8 @@ from megarl.algorithms import mismatch_sums
 from megarl.config import Config
 from megarl.data.batch import Batch
 from megarl.experience.step_parts import StepPart
-from megarl.options.routing_replay.column import COLUMN
+from megarl.options.routing_replay.column import COLUMN, ReplayCounts, joined, missing
 from megarl.options.routing_replay.rank_questions import recorded_routes, replay_counts
-from megarl.options.routing_replay.routes import ReplayCounts, joined, missing
 from megarl.options.routing_replay.section import routing_of
 from megarl.runs.training_side import POLICY, TrainingSide
 

@@ -19,8 +19,7 @@ import numpy as np
 from megarl.config import Config
 from megarl.errors import EngineError
 from megarl.models.shape import ModelShape
-from megarl.options.routing_replay.column import COLUMN
-from megarl.options.routing_replay.routes import Routes, compact
+from megarl.options.routing_replay.column import COLUMN, Routes, compact
 
 RETURNS_ROUTES = "enable_return_routed_experts"
 

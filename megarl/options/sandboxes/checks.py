@@ -9,29 +9,22 @@ from megarl.options.sandboxes.section import sandbox_of
 
 def check(config: Config) -> None:
     """Refuse a sandbox that nothing works in, and tools without one."""
-    episode, sandbox = config.rollout.episode, sandbox_of(config.rollout.episode)
+    field, episode, sandbox = "rollout.episode.sandbox", config.rollout.episode, sandbox_of(config.rollout.episode)
     tools = [name for name in episode.tools if name.startswith("sandbox:")]
     if sandbox.kind == "none":
         if tools:
-            remedy = "set rollout.episode.sandbox.kind to 'auto', 'seccomp', 'docker' or 'apptainer'"
+            remedy = f"set {field}.kind to 'auto', 'seccomp', 'docker' or 'apptainer'"
             raise ConfigError.needs(f"the tool '{tools[0]}'", "a sandbox", remedy)
         if sandbox != type(sandbox)():
-            raise ConfigError.needs(
-                "rollout.episode.sandbox", "a kind", "set rollout.episode.sandbox.kind, or remove the section"
-            )
+            raise ConfigError.needs(field, "a kind", f"set {field}.kind, or remove the section")
         return
     if not tools and episode.kind != "agent":
         remedy = "name a tool such as 'sandbox:bash' in rollout.episode.tools, or remove rollout.episode.sandbox"
-        raise ConfigError.needs("rollout.episode.sandbox", "a tool or an agent that works in it", remedy)
+        raise ConfigError.needs(field, "a tool or an agent that works in it", remedy)
     if tools and episode.kind in ("environment", "agent"):
-        why = "only episodes with tools call"
-        raise ConfigError.of(
-            "rollout.episode.tools", tools[0], why, allowed="a class" if episode.kind == "environment" else "left out"
-        )
+        allowed = "a class" if episode.kind == "environment" else "left out"
+        raise ConfigError.of("rollout.episode.tools", tools[0], "only episodes with tools call", allowed=allowed)
     if sandbox.kind in ("docker", "apptainer") and sandbox.image is None:
-        raise ConfigError.needs(
-            f"rollout.episode.sandbox.kind = '{sandbox.kind}'", "an image", "set rollout.episode.sandbox.image"
-        )
+        raise ConfigError.needs(f"{field}.kind = '{sandbox.kind}'", "an image", f"set {field}.image")
     if sandbox.kind == "seccomp" and sandbox.image is not None:
-        why = "rollout.episode.sandbox.kind = 'seccomp' does not use"
-        raise ConfigError.of("rollout.episode.sandbox.image", sandbox.image, why, allowed="left out")
+        raise ConfigError.of(f"{field}.image", sandbox.image, f"{field}.kind = 'seccomp' does not use", allowed="left out")

@@ -79,13 +79,11 @@ def found_container(settings: SandboxConfig) -> Container | None:
     kind = settings.kind
     if kind == "seccomp" or settings.image is None:
         return None
-    problems = {"docker": _problem_of_docker, "apptainer": _problem_of_apptainer}
-    makers = {"docker": docker, "apptainer": apptainer}
-    for name in ("docker", "apptainer"):
+    for name, make, problem_of in (("docker", docker, _problem_of_docker), ("apptainer", apptainer, _problem_of_apptainer)):
         if kind in (name, "auto"):
-            problem = problems[name](settings.image)
+            problem = problem_of(settings.image)
             if not problem:
-                return makers[name](settings)
+                return make(settings)
             if kind == name:
                 raise EpisodeError(f"rollout.episode.sandbox.kind is '{name}', but {problem}")
     return None

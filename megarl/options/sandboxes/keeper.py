@@ -268,12 +268,8 @@ class _Started:
         stdout, stderr = (self._texts[file].decode(errors="replace") for file in self.outputs)
         for file in (*self.outputs, self._problem, self.handle):
             os.close(file)
-        return {"stdout": stdout, "stderr": stderr, "is_cut": self.read_bytes > len_of(self._texts), "problem": problem}
-
-
-def len_of(texts: dict[int, bytes]) -> int:
-    """Bytes of all."""
-    return sum(map(len, texts.values()))
+        is_cut = self.read_bytes > sum(map(len, self._texts.values()))
+        return {"stdout": stdout, "stderr": stderr, "is_cut": is_cut, "problem": problem}
 
 
 def _free_user() -> int | None:

@@ -203,8 +203,10 @@ class Sandboxes:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def open_sandboxes(settings: SandboxConfig, port: int | None = None) -> Sandboxes:
-    """The sandboxes that a config asks for, tried once; see `Sandboxes`.
+def open_sandboxes(settings: SandboxConfig, choices: list[str], port: int | None = None) -> Sandboxes:
+    """The sandboxes that a config asks for, tried once, for tools or agents to work in; see `Sandboxes`.
+
+    What `kind: auto` chose is added to `choices`.
 
     Raises:
         EpisodeError: this machine has none of that kind.
@@ -215,6 +217,8 @@ def open_sandboxes(settings: SandboxConfig, port: int | None = None) -> Sandboxe
     except BaseException:
         sandboxes.close()
         raise
+    if settings.kind == "auto":
+        choices.append(f"sandboxes: {sandboxes.kind} (rollout.episode.sandbox.kind is 'auto')")
     return sandboxes
 
 

@@ -43,9 +43,7 @@ class SandboxConfig(Section):
 
 
 DESCRIPTION = "Where `sandbox:` tools and agents run commands."
-FIELDS = (AddedField("EpisodeConfig", "sandbox", SandboxConfig, SandboxConfig(), DESCRIPTION),)
-
-
-def sandbox_of(episode: Section) -> SandboxConfig:
-    """The section `sandbox` of a section `episode`."""
-    return getattr(episode, "sandbox")  # noqa: B009 - a field that this option adds
+SANDBOX = AddedField("EpisodeConfig", "sandbox", SandboxConfig, SandboxConfig(), DESCRIPTION)
+FIELDS = (SANDBOX,)
+sandbox_of = SANDBOX.of
+"""The section `sandbox` of a section `episode`."""

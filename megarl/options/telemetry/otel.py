@@ -91,8 +91,7 @@ class SpanExport:
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(_telling(exporter, say), max_queue_size=waiting))
         self._tracer = self._provider.get_tracer("megarl", __version__)
-        self._quiet = _Quiet()
-        logging.getLogger(_LOGGER).addFilter(self._quiet)
+        logging.getLogger(_LOGGER).addFilter(_quiet)
 
     def record(self, step: int, spans: Mapping[str, Sequence[Sequence[Any]]]) -> None:
         """Queue the spans of a row of `trace.jsonl`, which has `[name, begin, end]` in seconds since the epoch by process."""
@@ -120,14 +119,12 @@ class SpanExport:
         last = Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
         last.start()
         last.join(LAST_S)
-        logging.getLogger(_LOGGER).removeFilter(self._quiet)
+        logging.getLogger(_LOGGER).removeFilter(_quiet)
 
 
-class _Quiet(logging.Filter):
-    """The exporter logs every attempt that fails; `_telling` says it once."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return False
+def _quiet(record: logging.LogRecord) -> bool:
+    """Drop what the exporter logs, every attempt that fails; `_telling` says it once."""
+    return False
 
 
 def _telling(exporter: SpanExporter, say: Callable[[str], None]) -> SpanExporter:

@@ -63,16 +63,16 @@ Series = list[tuple[Mapping[str, str], float]]
 
 
 def _gauge(name: str, what: str, snapshot: Snapshot, series: Series) -> Metric:
-    family = GaugeMetricFamily(name, what)
-    for labels, value in series:
-        family.add_sample(name, {"run": snapshot.run, **labels}, value)
-    return family
+    return _with_samples(GaugeMetricFamily(name, what), name, snapshot, series)
 
 
 def _counter(name: str, what: str, snapshot: Snapshot, series: Series) -> Metric:
-    family = CounterMetricFamily(name, what)
+    return _with_samples(CounterMetricFamily(name, what), f"{name}_total", snapshot, series)
+
+
+def _with_samples(family: Metric, name: str, snapshot: Snapshot, series: Series) -> Metric:
     for labels, value in series:
-        family.add_sample(f"{name}_total", {"run": snapshot.run, **labels}, value)
+        family.add_sample(name, {"run": snapshot.run, **labels}, value)
     return family
 
 

@@ -51,8 +51,5 @@ DESCRIPTION = "Who is told of the run in addition to `metrics.jsonl`: experiment
 FIELDS = tuple(
     AddedField(run, "trackers", TrackersConfig, TrackersConfig(), DESCRIPTION) for run in ("Config", "SupervisedConfig")
 )
-
-
-def trackers_of(config: Section) -> TrackersConfig:
-    """The section `trackers` of a run's config."""
-    return getattr(config, "trackers")  # noqa: B009 - a field that this option adds
+trackers_of = FIELDS[0].of
+"""The section `trackers` of a run's config."""

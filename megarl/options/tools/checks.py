@@ -25,9 +25,8 @@ def check(config: Config) -> None:
     for name, server in servers.items():
         field = f"rollout.episode.mcp.{name}"
         if name not in named:
-            raise ConfigError.needs(
-                field, "a tool that uses it", f"add 'mcp:{name}' to rollout.episode.tools, or remove {field}"
-            )
+            remedy = f"add 'mcp:{name}' to rollout.episode.tools, or remove {field}"
+            raise ConfigError.needs(field, "a tool that uses it", remedy)
         if bool(server.command) == (server.url is not None):
             raise ConfigError.needs(field, "one way to reach it", f"set one of {field}.command and {field}.url")
         if server.url is None and server.token_env is not None:

@@ -22,7 +22,7 @@ from megarl.data.told import MediaKeeper
 from megarl.errors import EpisodeError
 from megarl.options.tools.answers import ToolAnswer, late, told_answer
 from megarl.options.tools.section import McpServerConfig
-from megarl.options.tools.source import CallTool
+from megarl.options.tools.toolbox import CallTool
 from megarl.system.user_code import describe
 
 PREFIX = "mcp:"
@@ -57,7 +57,7 @@ class McpTools:
         self._thread.start()
         self._open: set[_Connection] = set()
         try:
-            self._shared = self._connection()
+            self._shared = _Connection(settings, self._open)
             listed = asyncio.run_coroutine_threadsafe(self._shared.tools(), self._loop).result(START_S + END_S)
             self.schemas = self._chosen(listed)
             if settings.per_episode:
@@ -68,9 +68,6 @@ class McpTools:
         except BaseException:
             self.close()
             raise
-
-    def _connection(self) -> _Connection:
-        return _Connection(self._settings, self._open)
 
     def _chosen(self, tools: Sequence[Any]) -> list[dict[str, Any]]:
         """The schemas of the tools that the config names, or of all."""
@@ -93,7 +90,7 @@ class McpTools:
     @contextlib.asynccontextmanager
     async def begun(self, row: Mapping[str, Any]) -> AsyncIterator[CallTool]:
         """The tools of one episode."""
-        connection = self._connection() if self._settings.per_episode else self._shared
+        connection = _Connection(self._settings, self._open) if self._settings.per_episode else self._shared
 
         async def call(name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
             return await self._in_loop(self._call(connection, name, arguments))
@@ -152,17 +149,16 @@ class McpTools:
         """End the servers and the thread."""
         if not self._loop.is_running():
             return
-        closing = asyncio.run_coroutine_threadsafe(_close_all(self._open), self._loop)
+
+        async def close_all() -> None:
+            await asyncio.gather(*(connection.close() for connection in list(self._open)), return_exceptions=True)
+
         with contextlib.suppress(Exception):
-            closing.result(END_S)
+            asyncio.run_coroutine_threadsafe(close_all(), self._loop).result(END_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=END_S)
         if not self._loop.is_running():
             self._loop.close()
-
-
-async def _close_all(connections: set[_Connection]) -> None:
-    await asyncio.gather(*(connection.close() for connection in list(connections)), return_exceptions=True)
 
 
 class _Connection:
@@ -228,7 +224,6 @@ class _Connection:
             working.cancel()
 
     async def is_alive(self, client: Any) -> bool:
-        """Return whether the server still answers."""
         try:
             async with asyncio.timeout(SIGN_OF_LIFE_S):
                 await client.session.list_tools()
@@ -255,7 +250,6 @@ class _Connection:
                 return found
 
     async def close(self) -> None:
-        """End the server."""
         self._stop.set()
         self._client = None
         if self._keeping is not None:
@@ -303,23 +297,3 @@ def _reason(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error) if isinstance(error, EpisodeError) else describe(error)
-
-
-def open_mcp_tools(
-    names: Sequence[str], servers: Mapping[str, McpServerConfig], timeout_s: float, pictures: MediaKeeper | None
-) -> list[McpTools]:
-    """The tools `mcp:NAME` of a config; its checks have seen that each NAME is in `servers`.
-
-    Raises:
-        EpisodeError: as `McpTools`.
-    """
-    opened: list[McpTools] = []
-    try:
-        for name in names:
-            bare = name.removeprefix(PREFIX)
-            opened.append(McpTools(bare, servers[bare], timeout_s, pictures))
-    except BaseException:
-        for tools in opened:
-            tools.close()
-        raise
-    return opened

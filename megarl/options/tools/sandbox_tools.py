@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.errors import EpisodeError, nearest
 from megarl.options.tools.answers import ToolAnswer, late
-from megarl.options.tools.source import CallTool
+from megarl.options.tools.toolbox import CallTool
 from megarl.rollout.episodes.commands import CommandFolder, CommandFolders, CommandResult
 
 PREFIX = "sandbox:"

@@ -30,9 +30,7 @@ class McpServerConfig(Section):
 
 
 DESCRIPTION = "MCP servers by the NAME that `mcp:NAME` in `tools` uses."
-FIELDS = (AddedField("EpisodeConfig", "mcp", dict[str, McpServerConfig], {}, DESCRIPTION),)
-
-
-def servers_of(episode: Section) -> dict[str, McpServerConfig]:
-    """The MCP servers of a section `episode`, by name."""
-    return getattr(episode, "mcp")  # noqa: B009 - a field that this option adds
+MCP: AddedField[dict[str, McpServerConfig]] = AddedField("EpisodeConfig", "mcp", dict[str, McpServerConfig], {}, DESCRIPTION)
+FIELDS = (MCP,)
+servers_of = MCP.of
+"""The MCP servers of a section `episode`, by name."""

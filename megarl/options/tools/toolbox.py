@@ -1,14 +1,37 @@
-"""All tools of a run, wherever they come from, and the tools of one episode."""
+"""All tools of a run, wherever they come from (functions, a sandbox, MCP servers), and the tools of one episode."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
 
-from megarl.errors import nearest
+from megarl.errors import EpisodeError, nearest
 from megarl.options.tools.answers import ToolAnswer
-from megarl.options.tools.source import CallTool, ToolSource, two_of
+
+CallTool = Callable[[str, Mapping[str, Any]], Awaitable[ToolAnswer]]
+"""A tool's answer, by its name and arguments. Whatever a tool does is an answer; `EpisodeError` where none can be had."""
+
+
+class ToolSource(Protocol):
+    """Tools of one kind."""
+
+    schemas: list[dict[str, Any]]
+    """As the chat template's `tools=` takes them."""
+
+    def begun(self, row: Mapping[str, Any]) -> AbstractAsyncContextManager[CallTool]:
+        """The tools of one episode, on a prompt's row."""
+        ...
+
+    def close(self) -> None:
+        """End what all episodes share."""
+        ...
+
+
+def two_of(name: str) -> EpisodeError:
+    """The error of a name that two tools have."""
+    return EpisodeError(f"rollout.episode.tools has two tools called '{name}'; their names must differ")
 
 
 class ToolBox:

@@ -47,12 +47,8 @@ class ByteRange(NamedTuple):
     at: int
 
 
-def check_installed() -> None:
-    """Raise EngineError if NIXL cannot be imported here."""
-    _nixl()
-
-
-def _nixl() -> Any:
+def load_nixl() -> Any:
+    """NIXL's module. Raises EngineError where it cannot be imported."""
     try:
         return import_module("nixl._api")
     except ImportError as error:
@@ -70,7 +66,7 @@ def _errors() -> tuple[type[Exception], ...]:
 
 def _agent(name: str) -> Any:
     """A NIXL agent without a thread: its own would keep a core busy at all times, whether there is something to do or not."""
-    nixl = _nixl()
+    nixl = load_nixl()
     return nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
 
 

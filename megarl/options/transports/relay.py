@@ -5,7 +5,7 @@ Who hands what to whom is in `relay_plan.py`. The sender takes the checksums, so
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
@@ -72,14 +72,10 @@ class Relay:
         ]
         starts = packed_starts(empty)
         buffer = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
-        return buffer, SendBatch(_views(buffer, starts, empty), frozenset([message.engine]), relayed=True)
-
-
-def _views(buffer: Tensor, starts: Sequence[int], pieces: Sequence[WeightSlice]) -> list[WeightSlice]:
-    return [
-        WeightSlice(piece.held, buffer[start : start + piece.tensor.nbytes].view(piece.tensor.dtype).view(piece.tensor.shape))
-        for piece, start in zip(pieces, starts[:-1], strict=True)
-    ]
+        views = []
+        for (held, like), start in zip(empty, starts[:-1], strict=True):
+            views.append(WeightSlice(held, buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)))
+        return buffer, SendBatch(views, frozenset([message.engine]), relayed=True)
 
 
 class RelayedPart(PlannedPart):

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import TCPStore
 
 from megarl.errors import EngineError
-from megarl.options.transports.rdma import ByteRange, Readable, RegisteredMemory, check_installed
+from megarl.options.transports.rdma import ByteRange, Readable, RegisteredMemory, load_nixl
 from megarl.options.transports.reader import Store
 from megarl.weights.payloads import READ, NoTensor
 from megarl.weights.rank_plan import WeightSlice
@@ -66,7 +66,7 @@ class ReadSender(ServerSender):
     def __init__(self, endpoint: ServerEndpoint, timeout_s: float = 300.0) -> None:
         """Raises EngineError where NIXL cannot be imported."""
         super().__init__(endpoint, timeout_s)
-        check_installed()
+        load_nixl()
         self._store: TCPStore | None = None
 
     def staging(self, name: str, buffers: int = BUFFERS) -> Staging | ZeroCopy:

@@ -15,14 +15,16 @@ from PIL import Image
 from megarl.data.final_answer import Box, read_boxes
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
-from megarl.rewards.scorer import Verdict, gold_answer
+from megarl.rewards.scorer import Verdict, Verifier
 
 Coordinates = Literal["pixels", "thousandths", "original"]
 """`pixels` of the picture as the model sees it, `thousandths` of its sides, pixels of the `original` that was resized."""
 
 
-class Boxes:
+class Boxes(Verifier):
     """The verifier over rows whose gold answer is one box `[x1, y1, x2, y2]`, a list of them, or a text that gives them."""
+
+    name = "boxes"
 
     def __init__(
         self,
@@ -44,33 +46,27 @@ class Boxes:
             RewardError: an argument is none of what it may be.
         """
         if threshold is not None and not 0 < threshold <= 1:
-            raise RewardError(f"reward 'boxes': threshold is {threshold}; it must be above 0 and at most 1")
-        self.answered, self.gold = coordinates, gold_coordinates or coordinates
-        for name, value in (("coordinates", self.answered), ("gold_coordinates", self.gold)):
+            raise self.error(f"threshold is {threshold}; it must be above 0 and at most 1")
+        self.answered, self.in_gold = coordinates, gold_coordinates or coordinates
+        for name, value in (("coordinates", self.answered), ("gold_coordinates", self.in_gold)):
             if value not in get_args(Coordinates):
-                raise RewardError(f"reward 'boxes': {name} is '{value}'; it must be {', '.join(get_args(Coordinates))}")
+                raise self.error(f"{name} is '{value}'; it must be {', '.join(get_args(Coordinates))}")
         if isinstance(size_keys, str) or len(size_keys) != 2:
-            raise RewardError(
-                f"reward 'boxes': size_keys is {size_keys!r}; it must be two keys, of the width and of the height"
-            )
-        self.answer_key, self.threshold, self.size_keys = answer_key, threshold, tuple(size_keys)
-
-    def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
-        """From 0 to 1, or None where the gold answer has no box."""
-        return [self._judge(sample) for sample in samples]
+            raise self.error(f"size_keys is {size_keys!r}; it must be two keys, of the width and of the height")
+        super().__init__(answer_key)
+        self.threshold, self.size_keys = threshold, tuple(size_keys)
 
     def check(self, prompt: Prompt) -> None:
         """Refuse a row without a gold answer, with several gold boxes and no threshold, or without a size that is needed."""
-        gold = read_boxes(gold_answer(prompt, self.answer_key, "boxes"))
+        gold = read_boxes(self.gold(prompt))
         if len(gold) > 1 and self.threshold is None:
-            raise RewardError(
-                f"reward 'boxes': row {prompt.row_id} has {len(gold)} gold boxes, which are matched at an IoU; set threshold"
-            )
+            raise self.error(f"row {prompt.row_id} has {len(gold)} gold boxes, which are matched at an IoU; set threshold")
         self._sides(prompt)
 
-    def _judge(self, sample: Sample) -> Verdict:
+    def judge(self, sample: Sample) -> Verdict:
+        """From 0 to 1, or None where the gold answer has no box."""
         (across, down), (gold_across, gold_down) = self._sides(sample)
-        gold = [_scaled(box, gold_across, gold_down) for box in read_boxes(gold_answer(sample, self.answer_key, "boxes"))]
+        gold = [_scaled(box, gold_across, gold_down) for box in read_boxes(self.gold(sample))]
         answered = [_scaled(box, across, down) for box in read_boxes(sample.response_text)]
         if not gold:
             return None
@@ -80,9 +76,9 @@ class Boxes:
 
     def _sides(self, of: Sample | Prompt) -> tuple[tuple[float, float], tuple[float, float]]:
         """Width and height that the numbers of the answer, and of the gold answer, are divided by."""
-        if self.answered == self.gold:
+        if self.answered == self.in_gold:
             return (1.0, 1.0), (1.0, 1.0)
-        return self._side(self.answered, of), self._side(self.gold, of)
+        return self._side(self.answered, of), self._side(self.in_gold, of)
 
     def _side(self, kind: Coordinates, of: Sample | Prompt) -> tuple[float, float]:
         if kind == "thousandths":
@@ -92,11 +88,11 @@ class Boxes:
                 with Image.open(_kept_file(of), formats=["PNG"]) as picture:
                     return float(picture.width), float(picture.height)
             except OSError as error:
-                raise RewardError(f"reward 'boxes': the picture of row {of.row_id} cannot be read: {error}") from error
+                raise self.error(f"the picture of row {of.row_id} cannot be read: {error}") from error
         sides = [of.row.get(key) for key in self.size_keys]
         if not all(isinstance(side, int | float) and side > 0 for side in sides):
-            raise RewardError(
-                f"reward 'boxes': row {of.row_id} has {sides[0]!r} and {sides[1]!r} under {' and '.join(self.size_keys)} "
+            raise self.error(
+                f"row {of.row_id} has {sides[0]!r} and {sides[1]!r} under {' and '.join(self.size_keys)} "
                 "(size_keys); they must be the original picture's width and height in pixels"
             )
         return float(sides[0]), float(sides[1])  # type: ignore[arg-type]

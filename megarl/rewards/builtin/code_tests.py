@@ -15,21 +15,23 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megarl.data.final_answer import without_thoughts
-from megarl.data.sample import Prompt, Sample
+from megarl.data.sample import Sample
 from megarl.errors import RewardError
 from megarl.rewards.sandbox.program import OutOfTimeError, SandboxLimits, run_program, run_tests
-from megarl.rewards.scorer import Verdict, gold_answer
+from megarl.rewards.scorer import Verdict, Verifier
 
 # possessive: a fence whose line has no end would else be tried with every way to share out its characters
 _FENCED = re.compile(r"^[ \t]*```[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
 
 
-class CodeTests:
+class CodeTests(Verifier):
     """The verifier over rows whose gold answer is a list of tests, or its JSON text.
 
     A test is Python text with assert statements, or `{"input": standard input, "output": what must be printed}`.
     """
+
+    name = "code_tests"
 
     def __init__(
         self,
@@ -53,29 +55,26 @@ class CodeTests:
         """
         for name, limit in (("timeout_s", timeout_s), ("memory_mb", memory_mb), ("output_kb", output_kb)):
             if limit <= 0:
-                raise RewardError(f"reward 'code_tests': {name} is {limit}; it must be above 0")
-        self.answer_key, self.partial = answer_key, partial
+                raise self.error(f"{name} is {limit}; it must be above 0")
+        super().__init__(answer_key)
+        self.partial = partial
         self.limits = SandboxLimits(timeout_s, memory_mb << 20, output_kb << 10)
         try:
             works = run_program("print(1)", "", self.limits, time.monotonic() + 60)
         except OutOfTimeError:
             works = None
         except RewardError as error:
-            raise RewardError(f"reward 'code_tests': {error}") from None
+            raise self.error(str(error)) from None
         if works != "1\n":
-            raise RewardError(f"reward 'code_tests': nothing runs within {timeout_s:g} s and {memory_mb} MB; raise the limits")
+            raise self.error(f"nothing runs within {timeout_s:g} s and {memory_mb} MB; raise the limits")
 
     def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
         """From 0 to 1, or None where the row's tests are no tests or `until` passed. As many runs at once as cores."""
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
             return list(threads.map(lambda sample: self._judge(sample, until), samples))
 
-    def check(self, prompt: Prompt) -> None:
-        """Refuse a row without tests."""
-        gold_answer(prompt, self.answer_key, "code_tests")
-
     def _judge(self, sample: Sample, until: float) -> Verdict:
-        tests = parsed_tests(gold_answer(sample, self.answer_key, "code_tests"))
+        tests = parsed_tests(self.gold(sample))
         if tests is None:
             return None
         code = extract_program(without_thoughts(sample.response_text))

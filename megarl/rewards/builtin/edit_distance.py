@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from megarl.data.final_answer import extract_answer
-from megarl.data.sample import Prompt, Sample
-from megarl.rewards.scorer import Verdict, gold_answer
+from megarl.data.sample import Sample
+from megarl.rewards.scorer import Verdict, Verifier
 
 
-class EditDistance:
+class EditDistance(Verifier):
     """Graded by Levenshtein's distance: characters put in, left out or changed. White space is collapsed first."""
+
+    name = "edit_distance"
 
     def __init__(self, answer_key: str, *, case_sensitive: bool = True) -> None:
         """`case_sensitive`: do not fold case."""
-        self.answer_key, self.case_sensitive = answer_key, case_sensitive
+        super().__init__(answer_key)
+        self.case_sensitive = case_sensitive
 
-    def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
+    def judge(self, sample: Sample) -> Verdict:
         """From 0 to 1, the best of a list of gold texts; None where there is none that has characters."""
-        return [self._judge(sample) for sample in samples]
-
-    def check(self, prompt: Prompt) -> None:
-        """Refuse a row without a gold answer."""
-        gold_answer(prompt, self.answer_key, "edit_distance")
-
-    def _judge(self, sample: Sample) -> Verdict:
-        gold = gold_answer(sample, self.answer_key, "edit_distance")
-        texts = [
-            self._normalised(str(text)) for text in (gold if isinstance(gold, list | tuple) else [gold]) if text is not None
-        ]
+        gold = self.gold(sample)
+        golds = gold if isinstance(gold, list | tuple) else [gold]
+        texts = [self._normalised(str(text)) for text in golds if text is not None]
         answer = self._normalised(extract_answer(sample.response_text))
         alike = (1 - edit_distance(answer, text) / max(len(answer), len(text)) for text in texts if text)
         return max(alike, default=None)

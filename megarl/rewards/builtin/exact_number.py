@@ -7,13 +7,12 @@ done, such as 144/2, is no number. Nor is 290/4, a fraction that can be reduced,
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
 from megarl.data.final_answer import extract_answer, without_thoughts
-from megarl.data.sample import Prompt, Sample
-from megarl.rewards.scorer import Verdict, gold_answer
+from megarl.data.sample import Sample
+from megarl.rewards.scorer import Verdict, Verifier
 
 # A sign belongs to a number unless it follows something that is subtracted from: in "5-3" the last number is 3.
 _NUMBER = re.compile(
@@ -25,27 +24,19 @@ _NUMBER = re.compile(
 )
 
 
-class ExactNumber:
+class ExactNumber(Verifier):
     """The verifier over rows whose gold answer is a number, text that ends in `#### number`, or `<answer>number</answer>`."""
 
-    def __init__(self, answer_key: str) -> None:
-        self.answer_key = answer_key
-
-    def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
-        """1.0 or 0.0, or None where the gold answer is no number."""
-        return [self._judge(sample) for sample in samples]
-
-    def check(self, prompt: Prompt) -> None:
-        """Refuse a row without a gold answer."""
-        gold_answer(prompt, self.answer_key, "exact_number")
+    name = "exact_number"
 
     def final_answer(self, response: str) -> str | None:
         """The last number as a fraction; None if there is none."""
         number = last_number(without_thoughts(response))
         return None if number is None else str(number)
 
-    def _judge(self, sample: Sample) -> Verdict:
-        written = gold_answer(sample, self.answer_key, "exact_number")
+    def judge(self, sample: Sample) -> Verdict:
+        """1.0 or 0.0, or None where the gold answer is no number."""
+        written = self.gold(sample)
         gold = gold_number(written)
         if gold is None:
             return None

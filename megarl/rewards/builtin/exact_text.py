@@ -7,35 +7,40 @@ white space collapsed, and quotes and punctuation at both ends removed.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
 from itertools import groupby
 
 from megarl.data.final_answer import extract_answer
-from megarl.data.sample import Prompt, Sample
-from megarl.rewards.scorer import Verdict, gold_answer
+from megarl.data.sample import Sample
+from megarl.rewards.scorer import Verdict, Verifier
 
 _AROUND = " \t\n.,;:!?\"'`*_“”‘’"
 
 
-class ExactText:
+class ExactText(Verifier):
     """The verifier over rows whose gold answer is a text, or a list of texts of which any is right."""
+
+    name = "exact_text"
 
     def __init__(self, answer_key: str, *, case_sensitive: bool = False) -> None:
         """`case_sensitive`: do not fold case."""
-        self.answer_key, self.case_sensitive = answer_key, case_sensitive
+        super().__init__(answer_key)
+        self.case_sensitive = case_sensitive
 
-    def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
+    def judge(self, sample: Sample) -> Verdict:
         """1.0 or 0.0, or None where the gold answer is empty."""
-        return [self._judge(sample) for sample in samples]
+        golds = self.gold_texts(sample)
+        return float(self.answer(sample) in golds) if golds else None
 
-    def check(self, prompt: Prompt) -> None:
-        """Refuse a row without a gold answer."""
-        gold_answer(prompt, self.answer_key, "exact_text")
+    def answer(self, sample: Sample) -> str:
+        """The normalised answer of a response."""
+        return normalised(extract_answer(sample.response_text), case_sensitive=self.case_sensitive)
 
-    def _judge(self, sample: Sample) -> Verdict:
-        golds = gold_texts(sample, self.answer_key, "exact_text", case_sensitive=self.case_sensitive)
-        answer = normalised(extract_answer(sample.response_text), case_sensitive=self.case_sensitive)
-        return float(answer in golds) if golds else None
+    def gold_texts(self, sample: Sample) -> list[str]:
+        """The normalised gold texts of a row that are not empty; a gold of null has none."""
+        gold = self.gold(sample)
+        texts = gold if isinstance(gold, list | tuple) else [gold]
+        found = [normalised(str(text), case_sensitive=self.case_sensitive) for text in texts if text is not None]
+        return [text for text in found if text]
 
 
 def normalised(text: str, *, case_sensitive: bool) -> str:
@@ -51,11 +56,3 @@ def _marks_in_order(text: str) -> str:
     apart = "".join(unicodedata.normalize("NFKD", character) for character in text)
     runs = groupby(apart, key=lambda character: unicodedata.combining(character) > 0)
     return "".join("".join(sorted(run, key=unicodedata.combining) if are_marks else run) for are_marks, run in runs)
-
-
-def gold_texts(sample: Sample, answer_key: str, reward: str, *, case_sensitive: bool) -> list[str]:
-    """The normalised gold texts of a row that are not empty; a gold of null has none."""
-    gold = gold_answer(sample, answer_key, reward)
-    texts = gold if isinstance(gold, list | tuple) else [gold]
-    found = [normalised(str(text), case_sensitive=case_sensitive) for text in texts if text is not None]
-    return [text for text in found if text]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.data.final_answer import extract_answer
-from megarl.data.sample import Prompt, Sample
-from megarl.errors import RewardError
-from megarl.rewards.builtin.exact_text import gold_texts, normalised
-from megarl.rewards.sandbox.judge_pool import ChildPool, Question
-from megarl.rewards.scorer import Verdict, gold_answer
+from megarl.data.sample import Sample
+from megarl.rewards.builtin.exact_text import ExactText
+from megarl.rewards.sandbox.judge_pool import ChildPool
+from megarl.rewards.scorer import Verdict
 
 
-class FuzzyText:
+class FuzzyText(ExactText):
     """Graded by difflib's ratio: twice the matching characters over all characters, between 0 and 1."""
+
+    name = "fuzzy_text"
 
     def __init__(
         self, answer_key: str, *, threshold: float | None = None, case_sensitive: bool = False, timeout_s: float = 5.0
@@ -26,21 +26,14 @@ class FuzzyText:
             RewardError: the threshold is not above 0 and at most 1.
         """
         if threshold is not None and not 0 < threshold <= 1:
-            raise RewardError(f"reward 'fuzzy_text': threshold is {threshold}; it must be above 0 and at most 1")
-        self.answer_key, self.threshold, self.case_sensitive = answer_key, threshold, case_sensitive
+            raise self.error(f"threshold is {threshold}; it must be above 0 and at most 1")
+        super().__init__(answer_key, case_sensitive=case_sensitive)
+        self.threshold = threshold
         self._children = ChildPool("fuzzy_text", timeout_s)
 
     def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
         """The best ratio with any gold text, or None where there is none or comparing took too long."""
-        ratios = self._children.judge([self._question(sample) for sample in samples], until)
+        ratios = self._children.judge([((self.gold_texts(sample),), self.answer(sample)) for sample in samples], until)
         if self.threshold is None:
             return ratios
         return [None if ratio is None else float(ratio >= self.threshold) for ratio in ratios]
-
-    def check(self, prompt: Prompt) -> None:
-        """Refuse a row without a gold answer."""
-        gold_answer(prompt, self.answer_key, "fuzzy_text")
-
-    def _question(self, sample: Sample) -> Question:
-        golds = gold_texts(sample, self.answer_key, "fuzzy_text", case_sensitive=self.case_sensitive)
-        return (golds,), normalised(extract_answer(sample.response_text), case_sensitive=self.case_sensitive)

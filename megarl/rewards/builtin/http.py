@@ -6,21 +6,20 @@ prompt and response. `scores` and `extra_logs` of an answer are not read.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
-import aiohttp
-
 from megarl.data.sample import Prompt, Sample
-from megarl.errors import RewardError
-from megarl.rewards.http_post import Endpoint, post, token_headers
-from megarl.rewards.scorer import gold_answer
+from megarl.rewards.http_post import Body, Endpoint, post_all, token_headers
+from megarl.rewards.scorer import Verifier
 
 
-class HttpReward:
+class HttpReward(Verifier):
     """The client; a server that gives no reward ends as an error that names its URL and what it answered."""
+
+    name = "http"
 
     def __init__(
         self,
@@ -50,8 +49,9 @@ class HttpReward:
             RewardError: an argument is out of range, or the variable is not set.
         """
         if batch_size < 1 or concurrency < 1:
-            raise RewardError(f"reward 'http': batch_size is {batch_size} and concurrency {concurrency}; both must be above 0")
-        self.answer_key, self.labels = answer_key, labels
+            raise self.error(f"batch_size is {batch_size} and concurrency {concurrency}; both must be above 0")
+        super().__init__(answer_key)
+        self.labels = labels
         self.batch_size, self.concurrency = batch_size, concurrency
         self.endpoint = Endpoint("http", url, timeout_s, retries, backoff_s, token_headers("http", "token_env", token_env))
 
@@ -61,33 +61,25 @@ class HttpReward:
         Raises:
             RewardError: the server did not give them, or not before `until`.
         """
-        return asyncio.run(self._ask(samples, until))
+        batches = [samples[start : start + self.batch_size] for start in range(0, len(samples), self.batch_size)]
+        bodies = map(self._body, batches)
+        return list(chain(*post_all(self.endpoint, bodies, self._rewards, concurrency=self.concurrency, until=until)))
 
     def check(self, prompt: Prompt) -> None:
         """Refuse a row without a gold answer, unless labels are off."""
         if self.labels:
-            gold_answer(prompt, self.answer_key, "http")
+            super().check(prompt)
 
-    async def _ask(self, samples: Sequence[Sample], until: float) -> list[float]:
-        batches = [samples[start : start + self.batch_size] for start in range(0, len(samples), self.batch_size)]
-        room = asyncio.Semaphore(self.concurrency)
-
-        async def ask(batch: Sequence[Sample]) -> list[float]:
-            async with room:
-                return self._rewards(await post(session, self.endpoint, self._body(batch), until), len(batch))
-
-        async with aiohttp.ClientSession() as session:
-            return [reward for rewards in await asyncio.gather(*map(ask, batches)) for reward in rewards]
-
-    def _body(self, batch: Sequence[Sample]) -> dict[str, Any]:
-        golds = [gold_answer(sample, self.answer_key, "http") if self.labels else "" for sample in batch]
+    def _body(self, batch: Sequence[Sample]) -> Body:
+        golds = [self.gold(sample) if self.labels else "" for sample in batch]
         return {
             "query": [sample.prompt_text + sample.response_text for sample in batch],
             "prompts": [sample.prompt_text for sample in batch],
             "labels": [str(gold) for gold in golds],
         }
 
-    def _rewards(self, answer: Any, count: int) -> list[float]:
+    def _rewards(self, answer: Any, body: Body) -> list[float]:
+        count = len(body["query"])
         rewards = answer.get("rewards") if isinstance(answer, dict) else None
         if not isinstance(rewards, list):
             raise self.endpoint.error(f"answered {str(answer)[:200]!r}, which has no list of 'rewards'")

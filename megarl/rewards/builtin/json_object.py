@@ -16,9 +16,8 @@ import jsonschema
 
 from megarl.data.final_answer import without_thoughts
 from megarl.data.sample import Prompt, Sample
-from megarl.errors import RewardError
 from megarl.rewards.sandbox.judge_pool import ChildPool
-from megarl.rewards.scorer import Verdict, gold_answer
+from megarl.rewards.scorer import Verdict, Verifier
 
 _FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 _STARTS_TRIED = 1000
@@ -29,8 +28,10 @@ _DEEPEST = 64
 """Levels of an object at most; a deeper one is none: comparing it could end the process."""
 
 
-class JsonObject:
+class JsonObject(Verifier):
     """Valid JSON alone, with required keys, valid under a JSON schema, equal to the row's gold object: whatever is asked."""
+
+    name = "json_object"
 
     def __init__(
         self,
@@ -51,12 +52,13 @@ class JsonObject:
         Raises:
             RewardError: the schema is none.
         """
-        self.answer_key, self.required, self.schema, self.match_answer = answer_key, required, schema, match_answer
+        super().__init__(answer_key)
+        self.required, self.schema, self.match_answer = required, schema, match_answer
         if schema is not None:
             try:
                 jsonschema.validators.validator_for(schema).check_schema(schema)
             except jsonschema.SchemaError as error:
-                raise RewardError(f"reward 'json_object': schema is no JSON schema: {error.message}") from None
+                raise self.error(f"schema is no JSON schema: {error.message}") from None
         self._children = ChildPool("json_schema", timeout_s)
 
     def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
@@ -68,7 +70,7 @@ class JsonObject:
             if not self.match_answer:
                 verdicts.append(float(right))
                 continue
-            gold = _gold_object(gold_answer(sample, self.answer_key, "json_object"))
+            gold = _gold_object(self.gold(sample))
             verdicts.append(None if gold is None else float(right and _same(value, gold)))
         if self.schema is None:
             return verdicts
@@ -81,7 +83,7 @@ class JsonObject:
     def check(self, prompt: Prompt) -> None:
         """Refuse a row without a gold answer if that is compared."""
         if self.match_answer:
-            gold_answer(prompt, self.answer_key, "json_object")
+            super().check(prompt)
 
 
 def last_object(text: str) -> dict[str, Any] | None:

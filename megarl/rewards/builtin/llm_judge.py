@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Sequence
 from typing import Any
 
-import aiohttp
-
 from megarl.data.sample import Prompt, Sample
-from megarl.errors import RewardError
-from megarl.rewards.http_post import Endpoint, post, token_headers
-from megarl.rewards.scorer import Verdict, gold_answer
+from megarl.rewards.http_post import Body, Endpoint, post_all, token_headers
+from megarl.rewards.scorer import Verdict, Verifier
 
 _TEMPLATE = (
     "Judge how well the response answers the question.\n\nQuestion:\n{prompt}\n\nReference answer:\n{answer}\n\n"
@@ -24,8 +20,10 @@ _SCORE = r"Score:\s*(-?\d+(?:\.\d+)?)"
 _FIELD = re.compile(r"\{(prompt|response|answer)\}")
 
 
-class LlmJudge:
+class LlmJudge(Verifier):
     """The client. The score is the last one in the judge's answer, moved from [min, max] to [0, 1]."""
+
+    name = "llm_judge"
 
     def __init__(
         self,
@@ -63,20 +61,20 @@ class LlmJudge:
         try:
             self._score = re.compile(pattern)
         except re.error as error:
-            raise RewardError(f"reward 'llm_judge': pattern '{pattern}' is no regular expression: {error}") from None
+            raise self.error(f"pattern '{pattern}' is no regular expression: {error}") from None
         if self._score.groups < 1:
-            raise RewardError(f"reward 'llm_judge': pattern '{pattern}' has no group for the score")
+            raise self.error(f"pattern '{pattern}' has no group for the score")
         if not min < max or concurrency < 1:
-            raise RewardError(
-                f"reward 'llm_judge': min is {min}, max {max}, concurrency {concurrency}; "
-                "min must be below max, and concurrency above 0"
+            raise self.error(
+                f"min is {min}, max {max}, concurrency {concurrency}; min must be below max, and concurrency above 0"
             )
         if "{response}" not in template:
-            raise RewardError("reward 'llm_judge': template has no {response}, so the judge would not see it")
+            raise self.error("template has no {response}, so the judge would not see it")
         headers = token_headers("llm_judge", "api_key_env", api_key_env)
         address = f"{url.rstrip('/')}/chat/completions"
         self.endpoint = Endpoint("llm_judge", address, timeout_s, retries, backoff_s, headers)
-        self.answer_key, self.model, self.template, self.max_tokens = answer_key, model, template, max_tokens
+        super().__init__(answer_key)
+        self.model, self.template, self.max_tokens = model, template, max_tokens
         self.low, self.high, self.concurrency = min, max, concurrency
 
     def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
@@ -85,36 +83,27 @@ class LlmJudge:
         Raises:
             RewardError: the endpoint did not answer as it must, or not before `until`.
         """
-        return asyncio.run(self._ask(samples, until))
+        bodies = map(self._body, samples)
+        return post_all(self.endpoint, bodies, self._verdict, concurrency=self.concurrency, until=until)
 
     def check(self, prompt: Prompt) -> None:
         """Refuse a row without a gold answer if the template shows it."""
         if "{answer}" in self.template:
-            gold_answer(prompt, self.answer_key, "llm_judge")
+            super().check(prompt)
 
-    async def _ask(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
-        room = asyncio.Semaphore(self.concurrency)
-
-        async def ask(sample: Sample) -> Verdict:
-            async with room:
-                return self._verdict(await post(session, self.endpoint, self._body(sample), until))
-
-        async with aiohttp.ClientSession() as session:
-            return list(await asyncio.gather(*map(ask, samples)))
-
-    def _body(self, sample: Sample) -> dict[str, Any]:
-        texts = {"prompt": sample.prompt_text, "response": self._without_scores(sample.response_text)}
+    def _body(self, sample: Sample) -> Body:
+        response = sample.response_text
+        if self._score.pattern == _SCORE:
+            response = self._score.sub(r"Score (\1)", response)
+        texts = {"prompt": sample.prompt_text, "response": response}
         if "{answer}" in self.template:
-            texts["answer"] = str(gold_answer(sample, self.answer_key, "llm_judge"))
+            texts["answer"] = str(self.gold(sample))
         # in one pass, so that braces in a response are filled with nothing
         content = _FIELD.sub(lambda found: texts[found[1]], self.template)
         messages = [{"role": "user", "content": content}]
         return {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": self.max_tokens}
 
-    def _without_scores(self, response: str) -> str:
-        return self._score.sub(r"Score (\1)", response) if self._score.pattern == _SCORE else response
-
-    def _verdict(self, answer: Any) -> Verdict:
+    def _verdict(self, answer: Any, body: Body) -> Verdict:
         try:
             text = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megarl.data.final_answer import extract_answer, last_boxed, without_thoughts
-from megarl.data.sample import Prompt, Sample
+from megarl.data.sample import Sample
 from megarl.rewards.builtin.exact_number import last_number
 from megarl.rewards.sandbox.judge_pool import ChildPool
-from megarl.rewards.scorer import Verdict, gold_answer
+from megarl.rewards.scorer import Verdict, Verifier
 
 
-class MathVerify:
+class MathVerify(Verifier):
     """The verifier over rows with a mathematical gold answer: a number, a formula, LaTeX, or text that contains one."""
+
+    name = "math_verify"
 
     def __init__(self, answer_key: str, *, timeout_s: float = 5.0, allow_expressions: bool = False) -> None:
         """`timeout_s` is given to one answer; one that takes longer is not judged, which is counted like a failure.
@@ -25,12 +27,13 @@ class MathVerify:
         `allow_expressions`: where the gold answer is a number, take also what evaluates to it, such as `123 \\times 456` or
         `144/2`; a model that says the question again is then right.
         """
-        self.answer_key, self.allow_expressions = answer_key, allow_expressions
+        super().__init__(answer_key)
+        self.allow_expressions = allow_expressions
         self._children = ChildPool("math_verify", timeout_s)
 
     def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
         """1.0 or 0.0, or None where the gold answer cannot be parsed or judging took too long."""
-        golds = [extract_answer(str(gold_answer(sample, self.answer_key, "math_verify"))) for sample in samples]
+        golds = [extract_answer(str(self.gold(sample))) for sample in samples]
         about = [(gold, self.allow_expressions) for gold in golds]
         answers = [extract_answer(sample.response_text) for sample in samples]
         return self._children.judge(list(zip(about, answers, strict=True)), until)
@@ -42,7 +45,3 @@ class MathVerify:
             return "".join(boxed.split())
         number = last_number(text)
         return str(number) if number is not None else (text if text != without_thoughts(response).strip() else None)
-
-    def check(self, prompt: Prompt) -> None:
-        """Refuse a row without a gold answer."""
-        gold_answer(prompt, self.answer_key, "math_verify")

@@ -7,17 +7,17 @@ A letter inside a sentence is no choice: "A train leaves" states nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from megarl.data.final_answer import extract_answer, without_thoughts
-from megarl.data.sample import Prompt, Sample
-from megarl.errors import RewardError
-from megarl.rewards.scorer import Verdict, gold_answer
+from megarl.data.sample import Sample
+from megarl.rewards.scorer import Verdict, Verifier
 
 
-class MultipleChoice:
+class MultipleChoice(Verifier):
     """The verifier over rows whose gold answer is a letter, alone or as in `(B)`, `B.`, `B) text` or `<answer>B</answer>`."""
+
+    name = "multiple_choice"
 
     def __init__(self, answer_key: str, *, choices: str = "ABCDEFGHIJ") -> None:
         """`choices`: the letters that may be stated; small ones in an answer count as their capitals.
@@ -26,8 +26,8 @@ class MultipleChoice:
             RewardError: `choices` is empty or has something else than letters.
         """
         if not choices.isalpha():
-            raise RewardError(f"reward 'multiple_choice': choices is '{choices}'; it must be letters such as 'ABCD'")
-        self.answer_key = answer_key
+            raise self.error(f"choices is '{choices}'; it must be letters such as 'ABCD'")
+        super().__init__(answer_key)
         letter = f"(?P<{{}}>[{choices.upper()}{choices.lower()}])"
         capital = f"(?P<{{}}>[{choices.upper()}])"
         marks = r"[\s*_$({\[]{0,8}"
@@ -42,23 +42,12 @@ class MultipleChoice:
         )
         self._gold = re.compile(rf"\(?{letter.format('gold')}(?:[).:].*)?", re.DOTALL)
 
-    def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
-        """1.0 or 0.0, or None where the gold answer is none of the choices."""
-        return [self._judge(sample) for sample in samples]
-
-    def check(self, prompt: Prompt) -> None:
-        """Refuse a row without a gold answer."""
-        gold_answer(prompt, self.answer_key, "multiple_choice")
-
     def final_answer(self, response: str) -> str | None:
-        """The letter stated last."""
-        return self.last_choice(response)
-
-    def last_choice(self, response: str) -> str | None:
         """The letter stated last, as a capital; None if none is stated."""
         stated = list(self._stated.finditer(without_thoughts(response)))
         return str(stated[-1][str(stated[-1].lastgroup)]).upper() if stated else None
 
-    def _judge(self, sample: Sample) -> Verdict:
-        gold: Any = self._gold.fullmatch(extract_answer(str(gold_answer(sample, self.answer_key, "multiple_choice"))))
-        return None if gold is None else float(self.last_choice(sample.response_text) == gold["gold"].upper())
+    def judge(self, sample: Sample) -> Verdict:
+        """1.0 or 0.0, or None where the gold answer is none of the choices."""
+        gold: Any = self._gold.fullmatch(extract_answer(str(self.gold(sample))))
+        return None if gold is None else float(self.final_answer(sample.response_text) == gold["gold"].upper())

@@ -25,6 +25,10 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 """What may be done to the other side's object besides calling it and reading or setting an attribute; its first argument."""
 
 
+_OF_NO_MESSAGE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError)
+"""Errors over a message that the other side cannot have meant."""
+
+
 class Peer:
     """This process's end: its own objects by number, and stand-ins for the other one's."""
 
@@ -77,17 +81,8 @@ class Peer:
                     raised = self._error(message[1])
                     break
                 answer = self.answer(message)
-            except (
-                ValueError,
-                TypeError,
-                KeyError,
-                IndexError,
-                AttributeError,
-                OverflowError,
-                RecursionError,
-                ArithmeticError,
-            ):
-                raise Closed from None  # no message that the other side could have meant
+            except _OF_NO_MESSAGE:
+                raise Closed from None
             self._channel.send(answer)
         raise raised
 

@@ -21,7 +21,7 @@ from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError
 from megarl.option_list import OPTIONS
 from megarl.options.agents import anthropic_form, openai_form
-from megarl.options.agents.acting import samples_of
+from megarl.options.agents.episode import samples_of
 from megarl.options.agents.messages import RequestError, SessionMessage
 from megarl.options.agents.session import REFUSALS, AgentSession, History, SessionLimits
 from megarl.options.agents.tree import TurnTree
@@ -31,7 +31,7 @@ from tests.data.chat_tokenizers import CHATML, byte_tokenizer, ids_of
 
 TOKENIZER, END = byte_tokenizer(CHATML), ids_of("<|end|>")[0]
 PROMPT = Prompt("train-7", "train-7@2", [1], "a prompt", {"question": "what?"})
-DraftCounts = pytest.importorskip("megarl.options.prediction.drafts").DraftCounts
+DraftCounts = pytest.importorskip("megarl.options.prediction.column").DraftCounts
 WIDE = SessionLimits(turns=10_000, context_tokens=1_000_000, response_tokens=1_000_000)
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
 

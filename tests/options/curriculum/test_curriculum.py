@@ -21,7 +21,7 @@ from megarl.data.sampler import MixtureSampler, RowSampler, build_sampler
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings
 from megarl.errors import CheckpointError, ConfigError, DataError
 from megarl.experience.eval_figures import pass_rates
-from megarl.options.curriculum.curriculum import Curriculum
+from megarl.options.curriculum.order import Curriculum
 from megarl.options.curriculum.section import CurriculumConfig
 from tests.data.chat_tokenizers import byte_tokenizer
 

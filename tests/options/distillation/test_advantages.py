@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from tests.trainers.test_experience import LENGTHS, REWARDS, batch, config, of_row
 
 from megarl.data.batch import Batch
 from megarl.experience.experience import Experience
-from megarl.options.distillation.teachers import Teachers
+from megarl.options.distillation.run import Teachers
+from tests.experience.test_experience import LENGTHS, REWARDS, batch, config, of_row
 
 
 def distilled(*overrides: str) -> Batch:

@@ -17,7 +17,7 @@ from megarl.errors import ModelError
 from megarl.models.hf_folder import HFFolder
 from megarl.models.weight_formats import stored_format
 from megarl.options.few_bits.formats import FORMATS
-from megarl.options.few_bits.tensors import dequantised, main_suffix, scale_suffix
+from megarl.options.few_bits.tensors import dequantised
 from tests.convert.conftest import exported, imported, tensors
 from tests.options.few_bits.test_formats import stored
 from tests.options.few_bits.test_fp8_export import wide_folder
@@ -49,8 +49,8 @@ def test_an_export_writes_what_the_whole_tensors_are_stored_as(mixtral: Path, tm
     assert back.keys() == tensors(mixtral).keys()
     for name, value in back.items():
         wanted = expected.get(name)
-        if f"{name}{scale_suffix(format)}" in expected:
-            values, scales = expected[name + main_suffix(format)], expected[name + scale_suffix(format)]
+        if f"{name}{format.suffixes[1]}" in expected:
+            values, scales = expected[name + format.suffixes[0]], expected[name + format.suffixes[1]]
             wanted = dequantised(values, scales, format).bfloat16()
         assert wanted is not None
         assert value.dtype == torch.bfloat16, name

@@ -15,7 +15,7 @@ from megarl.config.layout import Layout
 from megarl.errors import EngineError
 from megarl.models.transformers_names import hub_tensors
 from megarl.options.few_bits.formats import FORMATS
-from megarl.options.few_bits.tensors import Dequantiser, dequantised, main_suffix, scale_suffix
+from megarl.options.few_bits.tensors import Dequantiser, dequantised
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from tests.convert.conftest import exported, imported, tensors
 from tests.families import build_folder
@@ -33,12 +33,12 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def decoded(served: Path, dtype: str) -> dict[str, Tensor]:
     """What the folder's tensors stand for, in float32, by weight."""
     format, found, values = FORMATS[dtype], tensors(served), {}
-    beside = (scale_suffix(format), "_shape")
+    beside = (format.suffixes[1], "_shape")
     for name, tensor in found.items():
         if name.endswith(beside):
             continue
-        weight = name.removesuffix(main_suffix(format))
-        scales = found.get(weight + scale_suffix(format))
+        weight = name.removesuffix(format.suffixes[0])
+        scales = found.get(weight + format.suffixes[1])
         values[weight] = tensor.float() if scales is None else dequantised(tensor, scales, format)
     return values
 
@@ -77,13 +77,13 @@ def test_it_begins_with_the_folder_and_takes_what_the_folder_stores(wide: Path, 
         assert torch.equal(engine._held[name], values), name
     # of a weight whose scales stay, the numbers alone may come
     format = FORMATS[dtype]
-    weight = next(name.removesuffix(scale_suffix(format)) for name, _ in sent if name.endswith(scale_suffix(format)))
-    numbers = dict(sent)[weight + main_suffix(format)].clone()
+    weight = next(name.removesuffix(format.suffixes[1]) for name, _ in sent if name.endswith(format.suffixes[1]))
+    numbers = dict(sent)[weight + format.suffixes[0]].clone()
     numbers.view(torch.uint8).view(-1)[0] ^= 1
-    asyncio.run(updated(engine, 2, [(weight + main_suffix(format), numbers)], base=1))
-    expected = dequantised(numbers, dict(sent)[weight + scale_suffix(format)], format)
+    asyncio.run(updated(engine, 2, [(weight + format.suffixes[0], numbers)], base=1))
+    expected = dequantised(numbers, dict(sent)[weight + format.suffixes[1]], format)
     assert torch.equal(engine._held[weight], expected)
-    left_out = f"{weight}{scale_suffix(format)}"
+    left_out = f"{weight}{format.suffixes[1]}"
     with pytest.raises(EngineError, match=f"nobody sent {weight}"):
         asyncio.run(updated(engine, 3, [pair for pair in sent if pair[0] != left_out]))
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tests.trainers.test_gpu_sharing import Memory
 
-from megarl.options.lending.rule import Lending, LendingRule
+from megarl.options.lending.turns import Lending, LendingRule
 from megarl.workers.gpu_sharing import GpuSharing
+from tests.workers.test_gpu_sharing import Memory
 
 
 class Times:

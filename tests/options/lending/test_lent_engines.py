@@ -15,7 +15,7 @@ import pytest
 from megarl.core.staleness_manager import StalenessManager
 from megarl.data.sample import Prompt
 from megarl.errors import EngineError
-from megarl.options.lending.engines import LentEngines
+from megarl.options.lending.turns import LentEngines
 from megarl.rollout.engines.protocol import EngineRequest, Generation
 from megarl.rollout.episodes import EpisodeContext, Episodes
 from megarl.rollout.scheduling.requests import episode_groups, single_turns

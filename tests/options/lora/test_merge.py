@@ -18,7 +18,7 @@ from megarl.models.registry import architecture_for
 from megarl.options.lora.merge import merge_adapters
 from megarl.options.lora.peft_folder import write_peft_folder
 from megarl.options.lora.peft_header import SCORE
-from megarl.options.lora.weight_map import Lora, with_adapters
+from megarl.options.lora.weight_map import Lora
 from tests.families import FAMILIES, build_folder, hugging_face
 
 DENSE = [name for name, family in FAMILIES.items() if family.num_experts is None]
@@ -30,7 +30,7 @@ def write_adapters(
     """Random adapters of a model, in a PEFT folder."""
     family = architecture_for(hf_config)
     weight_map = family.weight_map(hf_config)
-    adapted = with_adapters(weight_map, lora, family.rows_together(hf_config)).hf_shapes()
+    adapted = lora.with_adapters(weight_map, family.rows_together(hf_config)).hf_shapes()
     generator = torch.Generator().manual_seed(11)
     new = [name for name in adapted if name.endswith((LORA_A, LORA_B))]
     tensors = {name: torch.randn(adapted[name], generator=generator) for name in new} | (more or {})

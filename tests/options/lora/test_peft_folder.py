@@ -16,10 +16,9 @@ from megarl.errors import ModelError
 from megarl.models.adapters import LORA_A, LORA_B
 from megarl.models.registry import architecture_for
 from megarl.models.transformers_names import hub_tensors
-from megarl.options.lora.peft_config import CONFIG_FILE
-from megarl.options.lora.peft_folder import AdapterFolder, read_adapter_config, write_peft_folder
-from megarl.options.lora.peft_header import SCORE, WEIGHTS_FILE
-from megarl.options.lora.weight_map import Lora, with_adapters
+from megarl.options.lora.peft_folder import AdapterFolder, write_peft_folder
+from megarl.options.lora.peft_header import CONFIG_FILE, SCORE, WEIGHTS_FILE, AdapterHeader
+from megarl.options.lora.weight_map import Lora
 from tests.families import FAMILIES, hugging_face
 
 SEPARATE_EXPERTS = {"mixtral": (), "qwen3_moe": ("*.layers.1.mlp.*",), "qwen3_next": ("*.layers.1.mlp.*", "*.shared_expert.*")}
@@ -37,7 +36,7 @@ def adapters_of(hf_config: dict[str, Any], lora: Lora, dtype: torch.dtype = torc
     family = architecture_for(hf_config)
     weight_map = family.weight_map(hf_config)
     fused = family.fused_rows(hf_config) if family.fused_rows is not None else None
-    shapes = with_adapters(weight_map, lora, fused).hf_shapes()
+    shapes = lora.with_adapters(weight_map, fused).hf_shapes()
     generator = torch.Generator().manual_seed(3)
     names = [name for name in shapes if name.endswith((LORA_A, LORA_B))]
     return {name: torch.randn(shapes[name], generator=generator, dtype=dtype) * 0.3 for name in names}
@@ -75,7 +74,7 @@ def test_a_written_folder_reads_back_byte_equal(family: str, dtype: torch.dtype,
     assert set(found) == set(tensors)
     for name, tensor in tensors.items():
         assert torch.equal(found[name], tensor), name
-    again = read_adapter_config(tmp_path / "a", hf_config)
+    again = AdapterHeader(tmp_path / "a", hf_config).lora
     assert (again.rank, again.alpha, again.rslora, again.exclude) == (4, 8.0, False, ())
     write_peft_folder(tmp_path / "b", reversed(found.items()), again, base="base", hf_config=hf_config)
     first, second = (load_file(tmp_path / name / WEIGHTS_FILE) for name in "ab")
@@ -119,7 +118,7 @@ def test_a_folder_that_peft_wrote_is_read(family: str, settings: dict[str, Any],
     targets = ["o_proj", "down_proj", "out_proj"] if "use_rslora" in settings else None
     wrapped = written_by_peft(model, tmp_path / "a", **{"target_modules": targets} | settings)
     hf_config = hf_config_of(hugging_face(family))
-    lora, tensors = read_adapter_config(tmp_path / "a", hf_config), read(tmp_path / "a", hf_config)
+    lora, tensors = AdapterHeader(tmp_path / "a", hf_config).lora, read(tmp_path / "a", hf_config)
     with torch.no_grad():
         adapted = wrapped(IDS).logits.log_softmax(-1)
         expected = with_products(hugging_face(family).double(), tensors, lora.scale)(IDS).logits.log_softmax(-1)
@@ -136,7 +135,7 @@ def test_one_adapter_for_all_experts_of_a_layer_is_read_as_one_for_each(
     parameters = [f"mlp.experts.{target}" for target in targets]
     wrapped = written_by_peft(model, tmp_path / "a", target_modules=["o_proj"], target_parameters=parameters)
     hf_config = hf_config_of(hugging_face(family))
-    lora, tensors = read_adapter_config(tmp_path / "a", hf_config), read(tmp_path / "a", hf_config)
+    lora, tensors = AdapterHeader(tmp_path / "a", hf_config).lora, read(tmp_path / "a", hf_config)
     with torch.no_grad():
         plain = hugging_face(family).double()(IDS).logits.log_softmax(-1)
         adapted = wrapped(IDS).logits.log_softmax(-1)

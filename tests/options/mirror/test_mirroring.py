@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config import parse_config
 from megarl.errors import CheckpointError, ConfigError, MirrorError
-from megarl.options.mirror.mirroring import Mirroring
+from megarl.options.mirror.run import Mirroring
 from megarl.options.mirror.stores import FolderStore
 from megarl.runs.manifest import FileRecord
 from megarl.runs.run_checkpoint import CheckpointFolder, write_state

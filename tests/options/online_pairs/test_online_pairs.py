@@ -15,7 +15,7 @@ from megarl.data.sample import Sample
 from megarl.experience.experience import mini_batch_rows
 from megarl.experience.objectives import PolicyObjective
 from megarl.options.online_pairs.loss import PairLoss
-from megarl.options.online_pairs.pairs import choose_pairs
+from megarl.options.online_pairs.run import choose_pairs
 
 LENGTHS = (3, 2, 4, 1, 3, 2, 2, 4)
 GROUPS = "aabababc"

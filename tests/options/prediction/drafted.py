@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.transformers_names import hub_tensors
-from megarl.options.prediction.drafts import DraftCounts
+from megarl.options.prediction.column import DraftCounts
 from megarl.options.prediction.embedded_drafts import MtpLayer
 from megarl.rollout.engines.protocol import Generation, SamplingParams
 

@@ -6,7 +6,7 @@ import json
 
 from megarl.data.prefills import PrefillCounts
 from megarl.data.sample import Sample, read_record
-from megarl.options.prediction.drafts import DraftCounts
+from megarl.options.prediction.column import DraftCounts
 from megarl.rollout.engines.protocol import Generation, behind
 from megarl.rollout.scheduling.partial_groups import PartialGroup
 

@@ -12,7 +12,7 @@ import torch
 
 from megarl.errors import ConfigError
 from megarl.options.prediction import embedded as embedded_speculative
-from megarl.options.prediction.drafts import DraftCounts
+from megarl.options.prediction.column import DraftCounts
 from megarl.options.prediction.embedded_drafts import looked_up
 from megarl.options.prediction.section import SpeculativeConfig
 from megarl.rollout.engines import drawing

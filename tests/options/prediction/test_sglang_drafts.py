@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config import Config, parse_config
 from megarl.errors import ConfigError, EngineError
-from megarl.options.prediction.drafts import DraftCounts
+from megarl.options.prediction.column import DraftCounts
 from megarl.options.prediction.section import SpeculativeConfig
 from megarl.options.prediction.sglang import NAMES, AnsweredDrafts, check_servers, draft_arguments
 from megarl.rollout.engines.protocol import EnginePlace

@@ -9,7 +9,7 @@ import torch
 
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
-from megarl.options.reward_model.scores import ModelRewards
+from megarl.options.reward_model.run import ModelRewards
 from megarl.options.reward_model.section import RewardModelConfig
 
 LINE = 9

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from megarl.data.sample import Prompt
 from megarl.errors import EngineError
 from megarl.models.transformers_names import hub_tensors
-from megarl.options.routing_replay.routes import compact, known
+from megarl.options.routing_replay.column import compact, known
 from megarl.options.routing_replay.sglang import ExpertLayers
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams

@@ -15,7 +15,7 @@ from megarl.data.batch import Batch
 from megarl.data.columns import padded, unknown
 from megarl.data.sample import Sample, read_record
 from megarl.data.stream import pack, split_shared_prompts
-from megarl.options.routing_replay.routes import (
+from megarl.options.routing_replay.column import (
     RecordedRoutes,
     agreed,
     compact,

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from megarl.data.columns import unknown
 from megarl.data.sample import Prompt
 from megarl.models.hf_folder import HFFolder, write_hf_folder
-from megarl.options.routing_replay.routes import known
+from megarl.options.routing_replay.column import known
 from megarl.options.routing_replay.sglang import RETURNS_ROUTES
 from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine

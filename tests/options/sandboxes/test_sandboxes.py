@@ -76,8 +76,8 @@ def kinds(request: pytest.FixtureRequest) -> Callable[..., Sandboxes]:
     if request.param == "docker":
         if IMAGE is None:
             pytest.skip("MEGARL_SANDBOX_IMAGE names no image")
-        return lambda **settings: open_sandboxes(SandboxConfig(kind="docker", image=IMAGE, **{**SMALL, **settings}))
-    return lambda **settings: open_sandboxes(SandboxConfig(kind="seccomp", **{**SMALL, **settings}))
+        return lambda **settings: open_sandboxes(SandboxConfig(kind="docker", image=IMAGE, **{**SMALL, **settings}), [])
+    return lambda **settings: open_sandboxes(SandboxConfig(kind="seccomp", **{**SMALL, **settings}), [])
 
 
 def test_files_stay_between_commands_and_nothing_else_does(kinds: Callable[..., Sandboxes], tmp_path: Path) -> None:
@@ -470,7 +470,7 @@ def test_command_lines_of_containers_close_the_network_and_set_every_limit() -> 
     ],
 )  # fmt: skip
 def test_docker_holds_the_same_limits(command: str, ended_by: str) -> None:
-    sandboxes = open_sandboxes(SandboxConfig(kind="docker", image=IMAGE, **{**SMALL, "timeout_s": 8}))
+    sandboxes = open_sandboxes(SandboxConfig(kind="docker", image=IMAGE, **{**SMALL, "timeout_s": 8}), [])
     first, second = in_sandbox(sandboxes, command, "rm -f big; echo alive")
     assert first.ended_by == ended_by
     assert first.exit_code != 0 or first.stdout == "done\n"

@@ -7,9 +7,8 @@ import torch
 
 from megarl.data.stream import Response, Unit, context_parallel_shard, pack
 from megarl.errors import ConfigError
-from megarl.options.shared_prefixes import segment_attention as kernels_of
-from megarl.options.shared_prefixes.segment_attention import AttentionPass, CpuKernels, FlashKernels, segment_attention
-from megarl.options.shared_prefixes.segment_check import check_kernels
+from megarl.options.shared_prefixes import core_attention as kernels_of
+from megarl.options.shared_prefixes.core_attention import AttentionPass, CpuKernels, FlashKernels, check, segment_attention
 
 
 def a_pass(lengths: tuple[tuple[int, int], ...], *, causal: bool, window: int | None, device: str = "cpu") -> AttentionPass:
@@ -28,7 +27,7 @@ def test_flash_attention_takes_what_it_is_given(window: int | None, causal: bool
     kernels = FlashKernels()
     out, lse = kernels.forward(query, key, value, of, 0.3)
     assert (out.shape, lse.shape, lse.dtype) == ((7, 4, 12), (4, 7), torch.float32)
-    gradients = kernels.backward(torch.empty_like(out), (query, key, value), out, lse, of, 0.3)
+    gradients = kernels.backward(torch.empty_like(out), (query, key, value), (out, lse), of, 0.3)
     assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, value.shape]
 
 
@@ -39,11 +38,11 @@ def test_two_passes_merged_are_one_over_the_keys_of_both() -> None:
     key, value = (torch.randn(10, 2, 8, generator=generator, dtype=torch.float64) for _ in range(2))
     kernels, whole = CpuKernels(), a_pass(((6, 10),), causal=False, window=None)
     out, lse = kernels.forward(query, key, value, whole, 0.3)
-    expected = kernels.backward(gradient, (query, key, value), out, lse, whole, 0.3)
+    expected = kernels.backward(gradient, (query, key, value), (out, lse), whole, 0.3)
     of_query = torch.zeros_like(query)
     for part in (slice(0, 7), slice(7, 10)):
         of = a_pass(((6, part.stop - part.start),), causal=False, window=None)
-        of_part, of_key, of_value = kernels.backward(gradient, (query, key[part], value[part]), out, lse, of, 0.3)
+        of_part, of_key, of_value = kernels.backward(gradient, (query, key[part], value[part]), (out, lse), of, 0.3)
         of_query += of_part
         torch.testing.assert_close(of_key, expected[1][part])
         torch.testing.assert_close(of_value, expected[2][part])
@@ -67,7 +66,7 @@ def test_a_pass_is_a_call_for_each_level_of_the_tree_and_nothing_is_gathered_twi
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_kernels_of_a_device_are_held_against_a_plain_softmax_before_they_are_used(dtype: torch.dtype) -> None:
-    check_kernels(torch.device("cpu"), dtype)
+    check(torch.device("cpu"), dtype)
 
 
 class Miscaled(CpuKernels):
@@ -96,6 +95,6 @@ def test_kernels_that_compute_something_else_or_nothing_are_refused_by_the_field
     with pytest.raises(
         ConfigError, match=r"^policy\.share_prefix is 'true', which needs torch's flash attention in float32 on cpu"
     ) as error:
-        check_kernels(torch.device("cpu"), torch.float32)
+        check(torch.device("cpu"), torch.float32)
     assert why in str(error.value)
     assert "\n" not in str(error.value)

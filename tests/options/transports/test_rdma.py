@@ -212,7 +212,7 @@ def test_where_nixl_is_not_installed_the_sentence_says_how_to_install_it(monkeyp
 
     monkeypatch.setattr(rdma, "import_module", absent)
     with pytest.raises(EngineError, match=r"needs NIXL, and it cannot be imported .*: pip install 'megarl\[rdma\]'"):
-        rdma.check_installed()
+        rdma.load_nixl()
     with pytest.raises(EngineError, match="needs NIXL"):
         list(RemoteReader(torch.device("cpu")).read(Readable("a", b"", 0, "DRAM", 0), [[ByteRange(0, 1, 0)]], 1.0))
 

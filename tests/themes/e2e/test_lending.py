@@ -15,8 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.config import Config
-from megarl.options.lending.engines import LentEngines
-from megarl.options.lending.rule import LendingRule
+from megarl.options.lending.turns import LendingRule, LentEngines
 from megarl.rollout.engines.protocol import EngineRequest, Generation
 from megarl.rollout.scheduling.engine_state import EngineState
 from megarl.rollout.scheduling.scheduler import Scheduler

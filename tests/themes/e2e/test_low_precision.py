@@ -18,7 +18,7 @@ from megarl.models.hf_folder import HFFolder
 from megarl.models.transformers_names import hub_tensors
 from megarl.observe import read_metrics
 from megarl.options.few_bits.formats import FORMATS
-from megarl.options.few_bits.tensors import dequantised, main_suffix, scale_suffix
+from megarl.options.few_bits.tensors import dequantised
 from megarl.trainers.rl.train import train
 from tests.convert.conftest import exported, imported, tensors
 
@@ -38,9 +38,9 @@ def decoded(folder: Path, served: Path, dtype: str) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     format, found = FORMATS[dtype], tensors(served)
     for name, weight in hub_tensors(model).items():
-        if name + scale_suffix(format) in found:
+        if name + format.suffixes[1] in found:
             with torch.no_grad():
-                weight.copy_(dequantised(found[name + main_suffix(format)], found[name + scale_suffix(format)], format))
+                weight.copy_(dequantised(found[name + format.suffixes[0]], found[name + format.suffixes[1]], format))
     return model.eval()
 
 

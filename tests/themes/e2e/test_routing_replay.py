@@ -27,7 +27,7 @@ from tests.rollout.routed import chosen_experts
 from tests.themes.e2e.records import curve, tensors
 
 RoutingPart = pytest.importorskip("megarl.options.routing_replay.run").RoutingPart
-known = pytest.importorskip("megarl.options.routing_replay.routes").known
+known = pytest.importorskip("megarl.options.routing_replay.column").known
 HERE = Path(__file__).parent
 CROOKED = f"{HERE / 'crooked_engine.py'}:CrookedEngine"
 CROOKED_RANKS = f"{HERE / 'crooked_ranks.py'}:ARCHITECTURE"

@@ -15,7 +15,7 @@ from PIL import Image
 from megarl.data.media import Media
 from megarl.data.sample import Sample
 from megarl.options.agents import anthropic_form, openai_form, responses_form
-from megarl.options.agents.acting import KeptTurns, samples_of
+from megarl.options.agents.episode import KeptTurns, samples_of
 from megarl.options.agents.messages import ChatRequest, RequestError
 from megarl.options.agents.session import AgentSession, History, SessionLimits
 from megarl.options.pictures.picture_keeper import PictureKeeper

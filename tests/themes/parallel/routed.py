@@ -14,7 +14,7 @@ from megarl.config.layout import Layout
 from megarl.data.stream import Unit
 from tests.themes.parallel.worlds import MODES, TEMPERATURE, gradients, micro_batches, objective, put_back
 
-ROUTES = pytest.importorskip("megarl.options.routing_replay.routes")
+ROUTES = pytest.importorskip("megarl.options.routing_replay.column")
 QUESTIONS = pytest.importorskip("megarl.options.routing_replay.rank_questions")
 
 
