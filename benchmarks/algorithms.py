@@ -40,9 +40,11 @@ from megarl.algorithms import (
     turn_numbers,
     value_loss,
 )
+from megarl.algorithms.catalogue import LOSS_NEEDS
 
-GROUP, SAMPLED, STEP_TOKENS = 8, 0.8, 16
-"""Responses per prompt, share of tokens that the policy sampled, and mean tokens per step of a process reward."""
+GROUP, SAMPLED, STEP_TOKENS, CHOSEN = 8, 0.8, 16, 50
+"""Responses per prompt, share of tokens that the policy sampled, mean tokens per step of a process reward, and tokens of which
+one is chosen for the losses that treat some apart."""
 
 Case = tuple[str, list[Tensor], Callable[[], object]]
 """A function's name, the tensors of a value per token that it reads, and a call of it."""
@@ -105,12 +107,15 @@ def loss_cases(mask: Tensor, noise: Tensor) -> Iterator[Case]:
     new, old, advantages = noise.flatten(1)
     new = (old + 0.1 * new).requires_grad_()
     response = torch.arange(len(mask)).repeat_interleave(mask.shape[1])
+    columns = {"chosen": (torch.arange(len(old)) % CHOSEN == 0).float()}
     for name in POLICY_LOSSES:
+        more = {column: columns[column] for column in LOSS_NEEDS[name].columns}
 
-        def policy(name: str = name) -> None:
-            POLICY_LOSSES.resolve(name)(new, old, advantages, response=response, settings=LossSettings())[0].sum().backward()
+        def policy(name: str = name, more: dict[str, Tensor] = more) -> None:
+            loss, _ = POLICY_LOSSES.resolve(name)(new, old, advantages, response=response, settings=LossSettings(), **more)
+            loss.sum().backward()
 
-        yield f"loss/{name}", [new.detach(), old, advantages, response], policy
+        yield f"loss/{name}", [new.detach(), old, advantages, response, *more.values()], policy
     for name in KL_ESTIMATORS:
         yield f"kl/{name}", [new.detach(), old], lambda name=name: kl_per_token(new, old, name).sum().backward()
 

@@ -1,9 +1,11 @@
 """Training on one GPU in figures: MFU in BF16 and in every FP8 recipe it can run, what single options bring, peak memory.
 
     python benchmarks/gpu.py --out benchmarks/results/gpu.json [--dry-run]
+    python benchmarks/gpu.py --profile kernels.txt
 
-Each part runs in a process of its own under a deadline; one that cannot run is recorded with the reason. Without Transformer
-Engine there is one part, the reference layers in BF16. The formula of MFU is `FORMULA`.
+The second lists the kernels of a step: its seconds less those of all kernels are what the GPU waits. Each part has a process
+of its own under a deadline; one that cannot run is recorded with the reason. Without Transformer Engine there is one part, the
+reference layers in BF16. The formula of MFU is `FORMULA`.
 """
 
 from __future__ import annotations
@@ -81,6 +83,7 @@ PART_DEADLINE_S = 120.0
 BUDGET_S = 480.0
 SHOWN_LINES = 30
 """Of the standard error of a part that failed."""
+SHOWN_KERNELS = 60
 PEAK_BF16_FLOPS = {"H200": 989.4e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.4e12, "B200": 2250e12, "A100": 312e12}
 """Dense, from NVIDIA's data sheets, by what the device's name holds, the more special name first; FP8 has twice as many."""
 FORMULA = (
@@ -173,8 +176,8 @@ def differences(of_part: Any, of_bf16: Any) -> dict[str, float]:
     return {"mean": float(off.mean()), "p99": float(off.quantile(0.99)), "max": float(off.max())}
 
 
-def run_part(part: Part, folder: Path) -> dict[str, Any]:
-    """Train in this process; leaves log-probs of the untrained and of the trained model in `folder`."""
+def set_up(part: Part, folder: Path) -> tuple[Any, list[list[Any]], Callable[[], float]]:
+    """A model in this process, random micro-batches with a unit for each response, and a step that answers its seconds."""
     from megarl import platform
 
     here = platform.install()
@@ -187,16 +190,16 @@ def run_part(part: Part, folder: Path) -> dict[str, Any]:
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
 
-    work, folder = WORKS[part.work], folder / part.work
+    work = WORKS[part.work]
     rendezvous = tempfile.mkdtemp()
     torch.distributed.init_process_group(
         here.collective_backend, init_method=f"file://{rendezvous}/rendezvous", rank=0, world_size=1
     )
     initialize_layout(Layout(), seed=0)
     options = ModelOptions(
-        str(folder), Layout(), layer_spec=part.layer_spec, dtype="bfloat16", fp8=part.fp8, fp8_recipe=part.fp8_recipe,
-        fp8_param=part.fp8_param, token_multiple=token_multiple(part.fp8, part.fp8_recipe), megatron=part.megatron,
-        logit_chunk_tokens=part.logit_chunk_tokens, recompute=part.recompute,
+        str(folder / part.work), Layout(), layer_spec=part.layer_spec, dtype="bfloat16", fp8=part.fp8,
+        fp8_recipe=part.fp8_recipe, fp8_param=part.fp8_param, token_multiple=token_multiple(part.fp8, part.fp8_recipe),
+        megatron=part.megatron, logit_chunk_tokens=part.logit_chunk_tokens, recompute=part.recompute,
     )  # fmt: skip
     role = RankModel(options, OptimizerOptions(lr=1e-6))
     generator = torch.Generator().manual_seed(0)
@@ -211,24 +214,56 @@ def run_part(part: Part, folder: Path) -> dict[str, Any]:
     def mean_cross_entropy(output: Any, stream: Any) -> tuple[Any, dict[str, float]]:
         return -output[:, 0].sum() / work.scored, {}
 
-    def log_probs() -> Any:
-        answers = role.forward(micro_batches)
-        return torch.cat([answers[index][:, 0].float().cpu() for index in sorted(answers)])
-
-    if part.fp8_recipe == "delayed" and part.fp8 != "none":
-        role.update(micro_batches, mean_cross_entropy)  # which is what delayed scaling learns its scales from
-    torch.save(log_probs(), folder.parent / f"{part.name}.pt")
-    seconds = []
-    for _ in range(WARMUP_STEPS + STEPS):
+    def step() -> float:
         here.synchronize()
         started = time.perf_counter()
         role.update(micro_batches, mean_cross_entropy)
         here.synchronize()
-        seconds.append(time.perf_counter() - started)
+        return time.perf_counter() - started
+
+    return role, micro_batches, step
+
+
+def run_part(part: Part, folder: Path) -> dict[str, Any]:
+    """Train in this process; leaves log-probs of the untrained model in `folder`."""
+    import torch
+
+    from megarl import platform
+
+    role, micro_batches, step = set_up(part, folder)
+    if part.fp8_recipe == "delayed" and part.fp8 != "none":
+        step()  # which is what delayed scaling learns its scales from
+    answers = role.forward(micro_batches)
+    torch.save(torch.cat([answers[index][:, 0].float().cpu() for index in sorted(answers)]), folder / f"{part.name}.pt")
+    seconds = [step() for _ in range(WARMUP_STEPS + STEPS)]
+    here = platform.current()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else here.name
     found = figures(part, seconds[WARMUP_STEPS:], here.memory()["peak_bytes"], device)
     torch.distributed.destroy_process_group()
     return found
+
+
+def list_kernels(part: Part, folder: Path, file: Path) -> None:
+    """Write the kernels of a step to `file`, the longest first, then seconds of the step, of all kernels, and of the host."""
+    import torch
+
+    _, _, step = set_up(part, folder)
+    for _ in range(WARMUP_STEPS):
+        step()
+    plain_s = step()
+    on_gpu = torch.cuda.is_available()
+    kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if on_gpu else [])]
+    with torch.profiler.profile(activities=kinds) as profile:
+        profiled_s = step()
+    averages = profile.key_averages()
+    key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    kernels_s = sum(getattr(average, key, 0) for average in averages) / 1e6
+    launches = sum(average.count for average in averages if "launch" in average.key.lower())
+    text = averages.table(sort_by=key, row_limit=SHOWN_KERNELS, max_name_column_width=90)
+    text += f"\nstep {plain_s:.4f} s, under the profiler {profiled_s:.4f} s, kernels {kernels_s:.4f} s, launches {launches}\n"
+    file.write_text(text)
+    print(text[-400:])
+    torch.distributed.destroy_process_group()
 
 
 def write_models(works: Iterable[str], folder: Path, device: str | None = None) -> None:
@@ -295,6 +330,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="JSON file to write")
     parser.add_argument("--dry-run", action="store_true", help="list the parts and why some cannot run, and end")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="no part is begun after so many seconds")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="list the kernels of a step of the first part, and end")
     parser.add_argument("--only", help="run the parts whose names have this in them")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -311,6 +347,13 @@ def main(arguments: list[str] | None = None) -> None:
         return
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
+        if given.profile:
+            part = next((part for part in parts if part.reason is None), None)
+            if part is None:
+                parser.error(f"--profile: no part can run here: {parts[0].reason}")
+            write_models([part.work], folder)
+            list_kernels(part, folder, given.profile)
+            return
         write_models(sorted({part.work for part in parts if part.reason is None}), folder)
         results = run_all(parts, folder, lambda part: in_a_process(part, folder), given.budget_s)
         off = {}

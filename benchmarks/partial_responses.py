@@ -67,7 +67,7 @@ class Handle:
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         method = getattr(self.engine, name)
 
-        async def call(*given: Any, deadline_s: float, **named: Any) -> Any:
+        async def call(*given: Any, deadline_s: float | None = None, **named: Any) -> Any:
             return await method(*given, **named)
 
         return call

@@ -1,25 +1,39 @@
 """`megarl plan` against steps that others measured on GPUs (benchmarks/published): predicted, measured, ratio, by phase.
 
-python benchmarks/planner.py [--leave-one-out] [--page docs/evidence/plans.md] [--json FILE]
+    python benchmarks/planner.py [--leave-one-out] [--page docs/evidence/plans.md] [--json FILE]
+    python benchmarks/planner.py --ready [--page docs/evidence/plans.md]
+
+`--ready`: of the ready plans in examples/plans, step, tokens per second, memory by turn, and what bounds each.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from math import exp, log, sqrt
 from pathlib import Path
 
+from megarl.config import load_any
 from megarl.planning.efficiencies import Efficiencies
 from megarl.planning.gpus import GpuSpec, gpu_named
 from megarl.planning.measured import STEP, Compared, Measured, compare, fit_constants, held_bytes, read_table
+from megarl.planning.plan import make_plan
+from megarl.planning.roles import RunShape
 
 TABLE = Path(__file__).with_name("published") / "measurements.json"
+PLANS = Path(__file__).parents[1] / "examples/plans"
 NAMES = ("products", "fp8", "experts", "unequal", "decoding", "decoding_step_s", "expert_layer_s", "tensor_s", "turn_gb_per_s")
 """Constants that were fitted to the rows that are marked so."""
+
+
+READY = (
+    "plan", "layout", "s of a step", "tokens/s of each GPU", "GB by turn", "bound by", "published tokens/s of each GPU",
+)  # fmt: skip
+"""Columns of the table of ready plans."""
 
 
 def put_into(page: Path, name: str, text: str) -> None:
@@ -87,25 +101,72 @@ def summary(rows: Sequence[Measured]) -> str:
     return f"{len(errors)} steps, typical factor {exp(sqrt(sum(e * e for e in errors) / len(errors))):.2f}"
 
 
-def main() -> None:
-    """Print the tables, and put them into a page and a file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--leave-one-out", action="store_true")
-    parser.add_argument("--page")
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
-    rows = read_table(TABLE)
+def ready(path: Path, published: list[Measured]) -> str:
+    """The row of a ready plan."""
+    kind = re.search(r"x([a-z]+\d+)", path.stem)
+    assert kind is not None, f"{path} has no kind of GPU in its name"
+    config = load_any(path, [])
+    plan = make_plan(config, gpu_named(kind[1]))
+    times, worst = plan.times, plan.memory.worst
+    longest = max(times.phases, key=lambda phase: phase.seconds)
+    turns = ", ".join(f"{turn} {sum(parts.values()) / 1e9:.0f}" for turn, parts in worst.turns.items())
+    speed = times.tokens / times.step_seconds / plan.run.gpus
+    near = [row for row in published if STEP in row.phases and row.config.model.path == config.model.path]
+    near = [row for row in near if row.config.sampling is not None] if config.sampling is not None else near
+    figures = ", ".join(f"[{_tokens_per_s(row):,.0f}]({row.url}) on {_gpus(row)}" for row in near if row.gpu == kind[1])
+    cells = [_layout(plan.run), f"{times.step_seconds:,.0f}", f"{speed:,.0f}", turns]
+    cells += [f"{longest.name}: {longest.bound}", figures]
+    return f"| `{path.stem}` | {' | '.join(cells)} |"
+
+
+def _layout(run: RunShape) -> str:
+    layout = run.config.policy.layout
+    sizes = {name: getattr(layout, name) or 1 for name in ("tp", "pp", "vpp", "cp", "ep", "dp")}
+    engines = f"; engines of {run.engines.target.ranks}" if run.engines is not None else ""
+    text = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+    return f"{text}, recompute {run.config.model.recompute}{engines}"
+
+
+def _gpus(row: Measured) -> int:
+    return row.plan(gpu_named(row.gpu or "h100")).run.gpus
+
+
+def _tokens_per_s(row: Measured) -> float:
+    tokens = row.config.sequences_per_step * (row.prompt_tokens + row.response_tokens)
+    return tokens / row.phases[STEP] / _gpus(row)
+
+
+def ready_lines(published: list[Measured]) -> list[str]:
+    """The table of ready plans in Markdown."""
+    rows = [ready(path, published) for path in sorted(PLANS.glob("*.yaml"))]
+    return [f"| {' | '.join(READY)} |", "|---" * len(READY) + "|", *rows]
+
+
+def report(rows: list[Measured], *, leave_one_out: bool) -> str:
+    """The table of the rows that constants were fitted to, and of those kept apart, in Markdown."""
     fitted = [row for row in rows if row.fitted or not row.phases]
     apart = [row for row in rows if row not in fitted]
-    parts = [*lines(fitted, leave_one_out=arguments.leave_one_out), "", f"{summary(fitted)}.", ""]
+    parts = [*lines(fitted, leave_one_out=leave_one_out), "", f"{summary(fitted)}.", ""]
     parts += ["Kept apart, no constant is fitted to these:", "", *lines(apart, leave_one_out=False), "", f"{summary(apart)}."]
-    text = "\n".join(parts)
+    return "\n".join(parts)
+
+
+def main() -> None:
+    """Print a table, and put it into a page and its figures into a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ready", action="store_true", help="the table of the ready plans")
+    parser.add_argument("--leave-one-out", action="store_true")
+    parser.add_argument("--page", type=Path)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = read_table(TABLE)
+    text = "\n".join(ready_lines(rows)) if arguments.ready else report(rows, leave_one_out=arguments.leave_one_out)
     print(text)
     if arguments.page:
-        put_into(Path(arguments.page), "published", text)
+        put_into(arguments.page, "ready" if arguments.ready else "published", text)
     if arguments.json:
         found = {row.name: {one.phase: one.ratio for one in compared(row)} for row in rows}
-        Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

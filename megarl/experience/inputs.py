@@ -1,4 +1,4 @@
-"""The user's inputs for reinforcement learning as the loops have them; `trainers/rl/inputs.py` reads them."""
+"""The user's inputs for reinforcement learning as the loops have them; `trainers/inputs.py` reads them."""
 
 from __future__ import annotations
 

@@ -1,32 +1,346 @@
-"""Benchmarks that nothing else runs still run: each once at its smallest size. What they measure is not looked at."""
+"""Every benchmark runs: once, at a size that a test has time for. What it measures is not looked at, but that it writes it.
+
+`RUN_BY` names the test of each file of benchmarks/, `PARTS` the benchmark that uses it, `NOT_RUN` why nothing runs it.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import importlib
+import io
+import json
 import os
 import subprocess
 import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from megarl.config import load_any
+from tests.benchmarks.conftest import BENCHMARKS, read_strictly
+from tests.world import World
+
+ROOT = BENCHMARKS.parent
+Measured = Callable[..., Any]
+SETUP = {"machine", "versions"}
 
 
-def test_the_driver_of_a_simulated_step_is_measured_in_all_its_parts() -> None:
-    from benchmarks.scaling import step_seconds
+def test_algorithms(measured: Measured) -> None:
+    found = measured("algorithms", "--responses", "16", "--tokens", "16", "--rounds", "1")
+    assert {*SETUP, "setup", "functions"} == found.keys()
+    functions = found["functions"]
+    assert {"advantage/grpo", "loss/clip", "loss/clip_cov", "kl/k3", "correction/tis_token"} <= functions.keys()
+    assert all(figures["ns_per_token"] > 0 and figures["over_copy"] > 0 for figures in functions.values())
 
-    seconds = step_seconds(16)
-    parts = {"batch", "planning", "packing", "serialising", "dispatch", "collection", "advantages"}
-    assert parts <= seconds.keys()
-    assert all(seconds[part] > 0 for part in parts)
+
+def test_scaling(measured: Measured) -> None:
+    found = measured("scaling", "--worlds", "16", "32", "--rounds", "1")
+    assert {*SETUP, "sequences_per_replica", "growth"} <= found.keys()
+    parts = {"batch", "planning", "packing", "serialising", "dispatch", "collection", "advantages", "all"}
+    assert found["worlds"].keys() == {"16", "32"}
+    for seconds in found["worlds"].values():
+        assert parts <= seconds.keys()
+        assert all(seconds[part] > 0 for part in parts)
+
+
+def test_planner(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
+    found = measured("planner", out="--json")
+    assert all(0.3 < ratio < 3 for phases in found.values() for ratio in phases.values())
+    assert "steps, typical factor" in capsys.readouterr().out
+
+
+def test_ready_plans(measured: Measured, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- ready: begin -->\nold\n<!-- ready: end -->\nafter\n")
+    plans = tmp_path / "plans"
+    plans.mkdir()
+    plan = "llama-3.1-8b-grpo-8xh100"
+    (plans / f"{plan}.yaml").write_text((ROOT / f"examples/plans/{plan}.yaml").read_text())
+    measured("planner", "--ready", "--page", str(page), out="--json", PLANS=plans)
+    assert f"| `{plan}` |" in page.read_text()
+    assert "old" not in page.read_text()
+
+
+def test_partial_responses(measured: Measured) -> None:
+    sizes = {"STEPS": 2, "GROUPS": 2, "MORE": 1, "SAMPLES": 2, "TOKENS": 6, "WAIT_S": 0.002}
+    turns = {"TURNS": 2, "PROMPT": 16, "TOLD": 8, "SAID": 4, "CONVERSATIONS": 1}
+    found = measured(
+        "partial_responses",
+        **sizes,
+        **turns,
+        numbers=("partial_responses:cpu_seconds_ratio", "turn_cache:cpu_seconds_ratio", "turn_cache:kept:cache_hit_rate"),
+    )
+    assert {*SETUP, "command"} <= found.keys()
+    assert found["partial_responses"]["restart"]["trained_tokens"] == 2 * 2 * 2 * 6
+    assert found["turn_cache"]["kept"]["cached_tokens"] > found["turn_cache"]["without"]["cached_tokens"]
+
+
+def test_checkpoint_writing(measured: Measured) -> None:
+    found = measured("checkpoint_writing", "--repeats", "1", TENSORS=2, ROWS=8, COLUMNS=64)
+    assert {*SETUP, "command", "date"} <= found.keys()
+    assert found["checkpoint_bytes"] == 2 * 8 * 64 * 4
+    for way in ("past the page cache", "through the page cache"):
+        assert found[way]["median_wall_s"] > 0
+        assert {"median_cpu_s", "median_machine_kernel_s"} <= found[way].keys()
+
+
+def test_reshard_plan(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    module = importlib.import_module("reshard_plan")
+    found = measured(
+        "reshard_plan",
+        "--rounds",
+        "1",
+        WORLDS=(64,),
+        repeated=lambda case, world, rounds: module.measure(case, world),
+        numbers=tuple(f"plans:70b:64:{name}" for name in (*module.STAGES, "cpu_s", "peak_mib", "predicted_s", "redundancy")),
+    )
+    assert {*SETUP, "command", "rounds"} <= found.keys()
+
+
+@pytest.mark.slow
+def test_log_probs(measured: Measured) -> None:
+    sizes = ["--tokens", "64", "--vocab", "512", "--hidden", "16", "--heads", "megarl"]
+    found = measured("log_probs", *sizes)
+    assert {*SETUP, "command", "setup"} <= found.keys()
+    figures = {"peak_extra_bytes", "share_of_full_logits", "forward_s", "backward_s", "worst_error_nats"}
+    assert figures <= found["heads"]["megarl"].keys()
+    assert found["heads"]["megarl"]["worst_error_nats"] < 1e-4
+
+
+def convert_here(what: str, source: Path, target: Path, arguments: Any, *, memory: bool) -> dict[str, float]:
+    """`convert.measured` in this process."""
+    import convert
+
+    given = vars(arguments) | {"what": what, "source": source, "target": target, "memory": memory}
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        convert.measure_here(argparse.Namespace(**given))
+    return json.loads(said.getvalue()) | {"process_s": 1.0}
+
+
+@pytest.mark.slow
+def test_convert(measured: Measured) -> None:
+    figures = ("seconds", "cpu_s", "process_s", "peak_mib", "gb_per_s", "share_of_plain")
+    found = measured(
+        "convert", "--model", "tiny", "--rounds", "1", "--workers", "1",
+        measured=convert_here, numbers=tuple(f"medians:{what}:{n}" for what in ("plain", "import", "export") for n in figures),
+    )  # fmt: skip
+    assert {*SETUP, "settings", "bytes", "rounds"} <= found.keys()
+
+
+def main_of(rank: int, world_size: int, name: str, arguments: list[str], constants: dict[str, Any]) -> None:
+    """The benchmark's `main` in a rank of the world, in place of the world of one that it would start."""
+    from megarl.config.layout import Layout
+    from megarl.megatron.build import initialize_layout
+
+    initialize_layout(Layout(), seed=1)
+    module = importlib.import_module(f"benchmarks.{name}")
+    with (
+        mock.patch.multiple(module, start=lambda: None, **constants),
+        mock.patch.object(sys, "argv", [f"benchmarks/{name}.py", *arguments]),
+    ):
+        module.main()
+
+
+def test_roofline(world: World, tmp_path: Path) -> None:
+    out = tmp_path / "roofline.json"
+    world.call(main_of, "roofline", ["--only", "llama", "--out", str(out)], {}, size=1)
+    found = read_strictly(out)
+    assert {*SETUP, "command"} <= found.keys()
+    one = found["parts"]["llama, reference"]
+    for part in ("layer", "micro_batch"):
+        assert {"launches", "waits", "copies", "flops", "bytes", "places"} <= one[part].keys()
+        assert one[part]["flops"] > 0
+
+
+def test_head_memory(world: World, tmp_path: Path) -> None:
+    out = tmp_path / "head_memory.json"
+    sizes = {"TOKENS": 64, "VOCABULARY": 4096, "HIDDEN_SIZES": (32,), "POINTS": (32, 48, 64), "CHUNKS": (64, 4096)}
+    sizes["TIMED"] = {"tokens": 16, "vocab": 4096, "hidden": 16}
+    world.call(main_of, "head_memory", ["--rounds", "1", "--out", str(out)], sizes, size=1)
+    found = read_strictly(out)
+    assert {*SETUP, "command", "setup"} <= found.keys()
+    heads = {"megarl on a GPU, bfloat16", "Liger on a GPU, bfloat16", "megarl on a CPU, float32", "full on a CPU, float32"}
+    of_size = found["memory"]["hidden size 32"]
+    assert heads <= of_size.keys()
+    assert all(figures["of float32 logits"] > 0 for figures in of_size.values())
+    assert all(figures["ratio"] > 0 for figures in found["times"].values())
+
+
+def test_planning_memory(measured: Measured, world: World, tmp_path: Path) -> None:
+    module = importlib.import_module("planning_memory")
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{module.BEGIN}\nold\n{module.END}\nafter\n")
+    few = types.SimpleNamespace(CASES=module.test_memory.CASES[:1], measured=module.test_memory.measured)
+    found = measured(
+        "planning_memory", "--ranks", "1", "--docs", str(page),
+        test_memory=few, test_tower_memory=types.SimpleNamespace(CASES=[], measured=None),
+        World=lambda ranks: contextlib.nullcontext(world),
+    )  # fmt: skip
+    assert {"date", "command", "versions"} <= found.keys()
+    [row] = found["rows"]
+    assert row["planned"].keys() == row["measured"].keys() == {*module.PARTS}
+    assert f"| {row['case']} | 0 |" in page.read_text()
+
+
+def test_learning_curve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    runs = [tmp_path / name for name in ("first", "second")]
+    for run in runs:
+        run.mkdir()
+        (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "reward/mean": 0.5}) + "\n" for step in (1, 2)))
+    monkeypatch.setattr(sys, "argv", ["learning_curve.py", str(tmp_path / "curve.png"), *map(str, runs)])
+    importlib.import_module("benchmarks.learning_curve").main()
+    assert (tmp_path / "curve.png").stat().st_size > 0
+
+
+def test_learning_to_see(measured: Measured, tmp_path: Path) -> None:
+    """With a stand-in for the commands, of which each takes minutes: they load the config that they name."""
+    pytest.importorskip("matplotlib")
+
+    def call(command: list[str]) -> None:
+        if command[1:3] != ["-m", "megarl"]:
+            return
+        run = Path(load_any(ROOT / command[4], command[5:]).run_folder)
+        run.mkdir(parents=True)
+        row = {"step": 1, "reward/mean": 0.5, "mismatch/log_prob_max": 1e-6}
+        (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        summary = {"eval": {"before": {"accuracy": 0.2}, "after": {"accuracy": 0.8}}, "steps": 1}
+        (run / "summary.json").write_text(json.dumps(summary | {"seconds_per_step": 1.0, "gates": {}}))
+
+    picture = tmp_path / "vision.png"
+    found = measured("learning_to_see", "--seeds", "1", "--picture", str(picture), call=call)
+    assert found.keys() >= SETUP
+    assert len(found["runs"]) == 5
+    assert all(run["held_out_accuracy"] == {"0": 0.2, "1": 0.8} for run in found["runs"])
+    assert picture.stat().st_size > 0
+
+
+def test_against_trl(measured: Measured) -> None:
+    """With the recorded steps of both sides: TRL has an environment of its own."""
+    recorded = json.loads((BENCHMARKS / "results/against_trl.json").read_text())
+    sides = {side: {name: recorded[side][name] for name in ("steps", "versions")} for side in ("trl", "megarl")}
+    found = measured(
+        "against_trl",
+        run_trl=lambda *given: sides["trl"],
+        run_megarl=lambda *given: sides["megarl"],
+        numbers=("trl:samples_per_s", "trl:median:generate_s", "megarl:samples_per_s"),
+    )  # fmt: skip
+    assert {"work", "machine"} <= found.keys()
+    assert found["megarl_over_trl"] == pytest.approx(recorded["megarl_over_trl"])
+
+
+ATHERIS = """
+import contextlib
+import sys
+
+
+@contextlib.contextmanager
+def instrument_imports(include, enable_loader_override):
+    yield
+
+
+def Setup(arguments, one):
+    global run
+    run = one
+
+
+def Fuzz():
+    for data in (b"", b"run: {}", b"{"):
+        run(data)
+    print("#3 DONE cov: 5 ft: 7", flush=True)
+    sys.exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_fuzz(measured: Measured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a stand-in for atheris, which not every machine can install: it knows three inputs."""
+    (tmp_path / "atheris.py").write_text(ATHERIS)
+    (tmp_path / "atheris-3.0.0.dist-info").mkdir()
+    (tmp_path / "atheris-3.0.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: atheris\nVersion: 3.0.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    found = measured("fuzz", "--seconds", "7", "--targets", "config")
+    assert {*SETUP, "command"} <= found.keys()
+    target = found["targets"]["config"]
+    assert target["executions"] % 3 == 0 < target["executions"]
+    assert (target["covered_blocks"], target["features"], target["findings"]) == (5, 7, [])
 
 
 @pytest.mark.slow
 def test_the_kernels_of_a_step_are_listed(tmp_path: Path) -> None:
     listed = tmp_path / "kernels.txt"
-    command = [sys.executable, "benchmarks/profile_step.py", str(listed)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", KERNELS, str(BENCHMARKS), str(listed)], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "aten::" in listed.read_text()
     assert "kernels" in listed.read_text().splitlines()[-1]
+
+
+KERNELS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import gpu
+sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=8)
+gpu.WORKS["8b"] = gpu.Work(gpu.LLAMA | sizes | {"tie_word_embeddings": False}, 6, 5, 2)
+gpu.WARMUP_STEPS = 1
+file = Path(sys.argv[2])
+gpu.write_models(["8b"], file.parent)
+gpu.list_kernels(gpu.Part("bf16, reference layers", "reference"), file.parent, file)
+"""
+
+HERE, OF_RUNS = "tests/benchmarks/test_smoke.py", "tests/benchmarks/test_smoke_of_runs.py"
+RUN_BY = {
+    "against_trl": f"{HERE}::test_against_trl",
+    "algorithms": f"{HERE}::test_algorithms",
+    "async_rollouts": f"{OF_RUNS}::test_async_rollouts",
+    "bad_input": "tests/themes/security/test_bad_input.py::test_bad_input_is_one_sentence_and_nothing_else",
+    "checkpoint_cost": f"{OF_RUNS}::test_checkpoint_cost",
+    "checkpoint_writing": f"{HERE}::test_checkpoint_writing",
+    "convert": f"{HERE}::test_convert",
+    "corruption": f"{OF_RUNS}::test_corruption",
+    "distillation": f"{OF_RUNS}::test_distillation",
+    "faults": f"{OF_RUNS}::test_faults",
+    "fuzz": f"{HERE}::test_fuzz",
+    "gpu": "tests/test_gpu_benchmark.py::test_without_a_gpu_nothing_runs_and_the_record_says_so",
+    "gpu_colocated": f"{OF_RUNS}::test_gpu_colocated",
+    "head_memory": f"{HERE}::test_head_memory",
+    "learning": f"{OF_RUNS}::test_learning",
+    "learning_curve": f"{HERE}::test_learning_curve",
+    "learning_to_see": f"{HERE}::test_learning_to_see",
+    "log_probs": f"{HERE}::test_log_probs",
+    "partial_responses": f"{HERE}::test_partial_responses",
+    "planner": f"{HERE}::test_planner",
+    "planning_memory": f"{HERE}::test_planning_memory",
+    "reshard": f"{OF_RUNS}::test_reshard",
+    "reshard_plan": f"{HERE}::test_reshard_plan",
+    "roofline": f"{HERE}::test_roofline",
+    "scaling": f"{HERE}::test_scaling",
+    "soak": f"{OF_RUNS}::test_soak",
+    "speculative": f"{OF_RUNS}::test_speculative",
+    "step": f"{OF_RUNS}::test_step",
+}
+PARTS = {
+    "bad_input_cases": "bad_input", "engine_stand_ins": "roofline", "fault_runs": "faults", "fault_trials": "faults",
+    "launches": "roofline", "learning_twice": "learning", "live_bytes": "head_memory", "paced_engine": "async_rollouts",
+    "workload": "step",
+}  # fmt: skip
+NOT_RUN = {"trl_reference": "it runs in an environment of its own with TRL and a second torch, which against_trl.py installs"}
+
+
+def test_every_benchmark_is_run_or_the_reason_is_told() -> None:
+    files = {path.stem for path in BENCHMARKS.glob("*.py")}
+    assert files == {*RUN_BY, *PARTS, *NOT_RUN}
+    assert {*PARTS.values()} <= {*RUN_BY}
+    for test in RUN_BY.values():
+        file, name = test.split("::")
+        assert f"\ndef {name}(" in (ROOT / file).read_text(), test

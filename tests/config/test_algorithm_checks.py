@@ -7,34 +7,16 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.config import Config, SupervisedConfig, parse_config, parse_supervised_config, to_yaml
+from megarl.config import parse_config, parse_supervised_config, to_yaml
 from megarl.config.doubtful import doubtful_choices
 from megarl.config.presets import PRESETS
-from megarl.config.yaml_tree import apply_overrides
 from megarl.errors import ConfigError
+from tests.config.smallest import config, supervised
 
-BASE: dict[str, Any] = {
-    "model": {"path": "nowhere"},
-    "data": {"train": {"name": "basic_arithmetic"}},
-    "rewards": [{"name": "reasoning_gym"}],
-}
-SUPERVISED: dict[str, Any] = {
-    "model": {"path": "nowhere"},
-    "objective": {"name": "sft"},
-    "data": {"train": {"source": "jsonl", "path": "rows.jsonl"}},
-}
 OWN_LOSS = """
 def loss(log_probs, old_log_probs, advantages, *, response, settings): ...
 def estimator(inputs): ...
 """
-
-
-def config(*overrides: str) -> Config:
-    return parse_config(apply_overrides(BASE, overrides))
-
-
-def supervised(*overrides: str) -> SupervisedConfig:
-    return parse_supervised_config(apply_overrides(SUPERVISED, overrides))
 
 
 @pytest.mark.parametrize(

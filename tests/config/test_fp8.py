@@ -8,21 +8,14 @@ from typing import Any
 
 import pytest
 
-from megarl.config import parse_config, parse_supervised_config
+from megarl.config import parse_config
 from megarl.config.fp8 import RECIPES, device_problem, token_multiple
 from megarl.config.yaml_tree import apply_overrides
 from megarl.errors import ConfigError, MegarlError
 from megarl.models.check_layouts import check_models
+from tests.config.smallest import RL, supervised
 
-BASE: dict[str, Any] = {
-    "model": {"path": "nowhere", "fp8": "hybrid"},
-    "data": {"train": {"name": "basic_arithmetic"}},
-    "rewards": [{"name": "reasoning_gym"}],
-}
-SUPERVISED: dict[str, Any] = {
-    "model": {"path": "nowhere", "fp8": "hybrid"},
-    "data": {"train": {"source": "jsonl", "path": "rows.jsonl"}},
-}
+FP8 = {"model": {"path": "nowhere", "fp8": "hybrid"}}
 
 
 @pytest.mark.parametrize(
@@ -66,7 +59,7 @@ SUPERVISED: dict[str, Any] = {
 )
 def test_settings_that_contradict_each_other_are_named(overrides: list[str], parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_config(apply_overrides(BASE, overrides))
+        parse_config(apply_overrides(RL | FP8, overrides))
     assert "\n" not in str(caught.value)
     for part in parts:
         assert part in str(caught.value)
@@ -83,18 +76,18 @@ def test_settings_that_contradict_each_other_are_named(overrides: list[str], par
     ],
 )
 def test_settings_that_work_together_are_accepted(overrides: list[str]) -> None:
-    config = parse_config(apply_overrides(BASE, overrides))
+    config = parse_config(apply_overrides(RL | FP8, overrides))
     assert config.model.fp8 in ("hybrid", "e4m3")
 
 
 def test_a_supervised_run_obeys_the_same_rules() -> None:
-    assert parse_supervised_config(apply_overrides(SUPERVISED, ["model.fp8_recipe=delayed"])).model.fp8_recipe == "delayed"
+    assert supervised("model.fp8_recipe=delayed", **FP8).model.fp8_recipe == "delayed"
     with pytest.raises(ConfigError, match="the reference is never trained"):
-        parse_supervised_config(apply_overrides(SUPERVISED, ["model.fp8_recipe=delayed", "objective.name=dpo"]))
+        supervised("model.fp8_recipe=delayed", "objective.name=dpo", **FP8)
     part = ["policy.optimizer.offload_fraction=0.5"]
-    assert parse_supervised_config(apply_overrides(SUPERVISED, part)).policy.optimizer.offload_fraction == 0.5
+    assert supervised(*part, **FP8).policy.optimizer.offload_fraction == 0.5
     with pytest.raises(ConfigError, match="value head"):
-        parse_supervised_config(apply_overrides(SUPERVISED, [*part, "objective.name=reward_model"]))
+        supervised(*part, "objective.name=reward_model", **FP8)
 
 
 def model_folder(folder: Path, **sizes: Any) -> str:
@@ -159,7 +152,7 @@ def test_widths_and_layers_that_fp8_cannot_hold_are_named(
     tmp_path: Path, sizes: dict[str, Any], overrides: list[str], parts: list[str] | None
 ) -> None:
     path = model_folder(tmp_path / "model", **sizes)
-    config = parse_config(apply_overrides(BASE, [f"model.path={path}", *overrides]))
+    config = parse_config(apply_overrides(RL | FP8, [f"model.path={path}", *overrides]))
     if parts is None:
         check_models(config)
         return
@@ -171,7 +164,7 @@ def test_widths_and_layers_that_fp8_cannot_hold_are_named(
 
 def test_a_width_that_is_too_odd_for_fp8_is_fine_without_it(tmp_path: Path) -> None:
     path = model_folder(tmp_path / "model", hidden_size=264)
-    check_models(parse_config(apply_overrides(BASE, [f"model.path={path}", "model.fp8=none"])))
+    check_models(parse_config(apply_overrides(RL | FP8, [f"model.path={path}", "model.fp8=none"])))
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,8 @@ from megarl.config.megatron_fields import megatron_fields
 from megarl.config.megatron_options import OWNED, megatron_of
 from megarl.config.yaml_tree import apply_overrides
 from megarl.errors import ConfigError
+from tests.config.smallest import RL
 from tests.world import World
-
-BASE: dict[str, Any] = {
-    "model": {"path": "nowhere"},
-    "data": {"train": {"name": "basic_arithmetic"}},
-    "rewards": [{"name": "reasoning_gym"}],
-}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +41,7 @@ BASE: dict[str, Any] = {
 )
 def test_what_a_role_cannot_set_is_one_sentence(override: str, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_config(apply_overrides(BASE, [override]))
+        parse_config(apply_overrides(RL, [override]))
     assert "\n" not in str(caught.value)
     for part in parts:
         assert part in str(caught.value)
@@ -64,16 +59,16 @@ def test_what_a_role_cannot_set_is_one_sentence(override: str, parts: list[str])
     ],
 )
 def test_fields_of_the_right_type_are_taken(given: dict[str, Any]) -> None:
-    config = parse_config({**BASE, "policy": {"megatron": given}})
+    config = parse_config({**RL, "policy": {"megatron": given}})
     assert megatron_of(config, "policy") == given
 
 
 def test_a_reference_without_a_section_is_computed_as_the_policy_is() -> None:
     given = {"apply_rope_fusion": False, "bucket_size": 5}
-    config = parse_config({**BASE, "policy": {"megatron": given}, "reward_model": {"path": "x", "layout": {}}})
+    config = parse_config({**RL, "policy": {"megatron": given}, "reward_model": {"path": "x", "layout": {}}})
     assert megatron_of(config, "reference") == {"apply_rope_fusion": False}
     assert megatron_of(config, "reward_model") == {}
-    config = parse_config({**BASE, "policy": {"megatron": given}, "reference": {"megatron": {}}})
+    config = parse_config({**RL, "policy": {"megatron": given}, "reference": {"megatron": {}}})
     assert megatron_of(config, "reference") == {}
 
 
@@ -90,22 +85,22 @@ def test_models_in_the_same_processes_have_one_attention(sections: dict[str, Any
     with pytest.raises(
         ConfigError, match=rf"{field}\.megatron\.attention_backend is '\w+', which the policy's '\w+' rules out"
     ):
-        parse_config({**BASE, **sections})
-    parse_config({**BASE, **sections, field: {**sections.get(field, {}), "layout": {}}})
+        parse_config({**RL, **sections})
+    parse_config({**RL, **sections, field: {**sections.get(field, {}), "layout": {}}})
 
 
 @pytest.mark.parametrize("name", ["moe_mlp_glu_interleave_size", "use_grouped_gemm_for_dense_mlp", "mla_down_proj_fusion"])
 def test_weights_stay_as_megarl_lays_them_out(name: str) -> None:
     """With the first, for example, megatron-core reads an expert's weights as gate and up in alternating rows."""
     with pytest.raises(ConfigError, match="arranges a layer's weights otherwise"):
-        parse_config({**BASE, "policy": {"megatron": {name: 8}}})
+        parse_config({**RL, "policy": {"megatron": {name: 8}}})
 
 
 @pytest.mark.parametrize("role", ["policy", "critic"])
 @pytest.mark.parametrize("needed", ["balance_coef", "bias_update_rate"])
 def test_loads_that_something_is_computed_from_leave_no_choice_out(role: str, needed: str) -> None:
     capacity = {"megatron": {"moe_expert_capacity_factor": 1.25}}
-    base = BASE | {"algorithm": {"name": "ppo"}}
+    base = RL | {"algorithm": {"name": "ppo"}}
     parse_config(base | {role: {**capacity, "experts": {"sequence_balance_coef": 0.1, "z_loss_coef": 0.1}}})
     with pytest.raises(ConfigError) as caught:
         parse_config(base | {role: {**capacity, "experts": {needed: 0.1}}})
@@ -116,14 +111,14 @@ def test_loads_that_something_is_computed_from_leave_no_choice_out(role: str, ne
 @pytest.mark.parametrize("field", ["moe_pad_expert_input_to_capacity", "moe_expert_rank_capacity_factor"])
 def test_every_token_that_an_expert_gets_or_loses_is_counted(field: str) -> None:
     with pytest.raises(ConfigError, match=f"policy.megatron.{field} is .* behind what megarl counts of their loads"):
-        parse_config({**BASE, "policy": {"megatron": {"moe_expert_capacity_factor": 1.0, field: True}}})
+        parse_config({**RL, "policy": {"megatron": {"moe_expert_capacity_factor": 1.0, field: True}}})
 
 
 def test_fields_are_checked_without_torch() -> None:
     check = f"""
 import sys
 from megarl.config import parse_config
-parse_config({BASE | {"policy": {"megatron": {"apply_rope_fusion": True}}}!r})
+parse_config({RL | {"policy": {"megatron": {"apply_rope_fusion": True}}}!r})
 assert "torch" not in sys.modules and "megatron.core" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", check], check=True)
@@ -156,11 +151,11 @@ def test_the_fields_read_from_source_are_those_of_the_imported_classes(world: Wo
     for name in fields.keys() - OWNED.keys():
         defaults = [of_classes[kind][name] for kind in fields[name].kinds]
         if fields[name].annotation is not None and defaults[0] not in (None, "no plain value"):
-            parse_config({**BASE, "policy": {"megatron": {name: defaults[0]}}})
+            parse_config({**RL, "policy": {"megatron": {name: defaults[0]}}})
 
 
 @pytest.mark.parametrize(("name", "value"), [("mtp_num_layers", 1), ("mtp_loss_scaling_factor", 0.3)])
 def test_multi_token_prediction_is_megarls_own(name: str, value: float) -> None:
     """megatron-core's has its loss in the decoder's forward pass, whose gradients it would reach."""
     with pytest.raises(ConfigError, match=rf"policy\.megatron\.{name} is .*megarl sets from policy\.mtp"):
-        parse_config({**BASE, "policy": {"megatron": {name: value}}})
+        parse_config({**RL, "policy": {"megatron": {name: value}}})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 
@@ -13,12 +12,9 @@ from megarl.config.yaml_tree import apply_overrides
 from megarl.errors import ConfigError, MegarlError
 from megarl.models.check_layouts import check_models
 from megarl.system.user_code import CLASS_FORMS, FORMS
+from tests.config.smallest import RL
 
-BASE: dict[str, Any] = {
-    "model": {"path": "nowhere"},
-    "data": {"train": {"name": "basic_arithmetic"}, "eval": {"name": "basic_arithmetic"}},
-    "rewards": [{"name": "reasoning_gym"}],
-}
+BASE = RL | {"data": {"train": {"name": "basic_arithmetic"}, "eval": {"name": "basic_arithmetic"}}}
 REPLAY = ("rollout.engine=replay", "rollout.replay_from=x.jsonl")
 
 

@@ -12,16 +12,12 @@ from megarl.config import config_fields, load_config, parse_config, parse_superv
 from megarl.config.renamed import RENAMED, RENAMED_VALUES
 from megarl.config.yaml_tree import apply_overrides
 from megarl.errors import ConfigError
+from tests.config.smallest import RL
 
-BASE: dict[str, Any] = {
-    "model": {"path": "nowhere"},
-    "data": {"train": {"name": "basic_arithmetic"}},
-    "rewards": [{"name": "reasoning_gym"}],
-}
 KNOWN = {field.name for field in config_fields()}
 
 
-def sentence(*overrides: str, tree: dict[str, Any] = BASE) -> str:
+def sentence(*overrides: str, tree: dict[str, Any] = RL) -> str:
     with pytest.raises(ConfigError) as caught:
         parse_config(apply_overrides(tree, overrides))
     assert "\n" not in str(caught.value)
@@ -37,7 +33,7 @@ def test_an_old_field_is_refused_with_its_new_name(old: str, new: str) -> None:
 
 
 def test_an_old_field_in_a_file_is_refused_too(tmp_path) -> None:
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(BASE | {"algorithm": {"kl": {"where": "reward"}}}))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RL | {"algorithm": {"kl": {"where": "reward"}}}))
     with pytest.raises(ConfigError, match=r"^algorithm\.kl\.where was renamed: write algorithm\.kl\.apply_to instead$"):
         load_config(tmp_path / "run.yaml")
 
@@ -59,7 +55,7 @@ def test_old_fields_of_given_responses_are_refused_too() -> None:
 def test_an_old_value_is_refused_with_its_new_name(field: str, old: str, new: str) -> None:
     assert sentence(f"{field}={old}") == f"{field} is '{old}', which was renamed: write '{new}' instead"
     parts = {"rollout.servers": {"urls": ["http://a"]}} if new == "folder" else {}
-    parse_config(apply_overrides(BASE, [f"{field}={new}", *(f"{name}={value}" for name, value in parts.items())]))
+    parse_config(apply_overrides(RL, [f"{field}={new}", *(f"{name}={value}" for name, value in parts.items())]))
 
 
 def test_an_old_field_with_an_old_value_is_one_sentence() -> None:
@@ -81,7 +77,7 @@ def test_an_old_field_with_an_old_value_is_one_sentence() -> None:
 def test_a_guard_in_words_is_shown_as_the_section_that_it_is_now(old: str, section: str) -> None:
     assert sentence(f"run.guards=[{old}]") == f"run.guards[0] is '{old}'; it must be a section such as {section}"
     saves = ["run.save_every=1", f"run.guards=[{section}]"]
-    assert len(parse_config(apply_overrides(BASE, saves)).run.guards) == 1
+    assert len(parse_config(apply_overrides(RL, saves)).run.guards) == 1
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pickle
 import subprocess
 import sys
 from collections import Counter
-from typing import Any
 
 import pytest
 
@@ -14,12 +13,7 @@ from megarl.config import Layout, config_fields, load_config, parse_config, save
 from megarl.config.presets import PRESETS
 from megarl.config.yaml_tree import apply_overrides
 from megarl.options.tools.section import McpServerConfig
-
-BASE: dict[str, Any] = {
-    "model": {"path": "nowhere"},
-    "data": {"train": {"name": "basic_arithmetic"}},
-    "rewards": [{"name": "reasoning_gym"}],
-}
+from tests.config.smallest import RL
 
 
 def test_sections_of_the_config_stay_small() -> None:
@@ -35,7 +29,7 @@ def test_every_field_has_a_one_line_description() -> None:
 
 def test_a_resolved_config_reads_back_equal_and_shows_every_leaf(tmp_path) -> None:
     tree = apply_overrides(
-        BASE,
+        RL,
         [
             "algorithm.name=ppo",
             "policy.layout={tp: 2, sequence_parallel: true}",
@@ -65,7 +59,7 @@ def test_sections_that_users_name_are_listed_with_their_fields() -> None:
 
 def test_yaml_numbers_without_a_point_are_numbers() -> None:
     config = parse_config(
-        apply_overrides(BASE, ["policy.optimizer.lr=3e-5", "algorithm.advantage_eps=1E-8", "critic.optimizer.lr=2e+0"])
+        apply_overrides(RL, ["policy.optimizer.lr=3e-5", "algorithm.advantage_eps=1E-8", "critic.optimizer.lr=2e+0"])
     )
     assert config.policy.optimizer.lr == 3e-5
     assert config.algorithm.advantage_eps == 1e-8
@@ -73,7 +67,7 @@ def test_yaml_numbers_without_a_point_are_numbers() -> None:
 
 
 def test_a_section_layout_is_a_layout() -> None:
-    config = parse_config(apply_overrides(BASE, ["policy.layout={tp: 2, pp: 2, dp: 2}"]))
+    config = parse_config(apply_overrides(RL, ["policy.layout={tp: 2, pp: 2, dp: 2}"]))
     layout = config.policy.layout
     assert isinstance(layout, Layout)
     assert layout.world_size == 8
@@ -85,13 +79,13 @@ def test_a_section_layout_is_a_layout() -> None:
 def test_a_preset_fills_only_what_the_user_left_out(name: str) -> None:
     preset = PRESETS[name]
     named = [f"algorithm.name={name}", *(["teacher.path=wise"] if "distillation" in preset else [])]
-    plain = parse_config(apply_overrides(BASE, named)).algorithm
+    plain = parse_config(apply_overrides(RL, named)).algorithm
     assert plain.advantage == preset["advantage"]
     assert plain.aggregation == preset["aggregation"]
     assert plain.gae_lambda == preset["gae_lambda"]
     assert plain.kl.model_dump().items() >= preset["kl"].items()
     mended = parse_config(
-        apply_overrides(BASE, [*named, "algorithm.kl.coef=0.5", "algorithm.aggregation=seq_mean_token_sum"])
+        apply_overrides(RL, [*named, "algorithm.kl.coef=0.5", "algorithm.aggregation=seq_mean_token_sum"])
     ).algorithm
     assert mended.kl.model_dump().items() >= {**preset["kl"], "coef": 0.5}.items()
     assert mended.aggregation == "seq_mean_token_sum"
@@ -100,23 +94,23 @@ def test_a_preset_fills_only_what_the_user_left_out(name: str) -> None:
 
 @pytest.mark.parametrize(("override", "uses"), [("algorithm.name=ppo", True), ("algorithm.name=grpo", False)])
 def test_the_critic_is_used_only_where_the_advantage_needs_values(override: str, uses: bool) -> None:
-    assert parse_config(apply_overrides(BASE, [override])).uses_critic is uses
+    assert parse_config(apply_overrides(RL, [override])).uses_critic is uses
 
 
 def test_no_reference_without_a_kl_term() -> None:
-    assert parse_config(BASE).uses_reference
-    assert not parse_config(apply_overrides(BASE, ["algorithm.kl.coef=0.0"])).uses_reference
+    assert parse_config(RL).uses_reference
+    assert not parse_config(apply_overrides(RL, ["algorithm.kl.coef=0.0"])).uses_reference
 
 
 def test_held_out_rows_keep_clear_of_the_training_rows() -> None:
-    tree = apply_overrides(BASE, ["data.eval={name: basic_arithmetic}"])
+    tree = apply_overrides(RL, ["data.eval={name: basic_arithmetic}"])
     config = parse_config(tree)
     assert config.data.eval is not None
     assert config.data.eval.seed >= config.data.train.seed + 1000
     assert (config.data.eval.limit, config.data.train.limit) == (200, None)
-    everything = apply_overrides(BASE, ["data.eval={name: basic_arithmetic, limit: null}"])
+    everything = apply_overrides(RL, ["data.eval={name: basic_arithmetic, limit: null}"])
     assert parse_config(everything).data.eval.limit is None  # type: ignore[union-attr]
-    other_task = apply_overrides(BASE, ["data.eval={name: gsm_symbolic, seed: 0}"])
+    other_task = apply_overrides(RL, ["data.eval={name: gsm_symbolic, seed: 0}"])
     assert parse_config(other_task).data.eval.seed == 0  # type: ignore[union-attr]
 
 

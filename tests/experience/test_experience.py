@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from megarl.algorithms.catalogue import ESTIMATORS
-from megarl.config import Config, parse_config
-from megarl.config.yaml_tree import apply_overrides
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
 from megarl.errors import ConfigError
 from megarl.experience.experience import Experience, group_rewards, is_tied
+from tests.config import smallest
 
-BASE: dict[str, Any] = {
-    "model": {"path": "nowhere"},
-    "data": {"train": {"source": "reasoning_gym", "name": "chain_sum"}},
-    "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 6},
-    "rewards": [{"name": "exact_number"}],
-}
+config = partial(
+    smallest.config,
+    rollout={"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 6},
+    rewards=[{"name": "exact_number"}],
+)
 REWARDS = [1.0, 0.0, 3.0, 2.0]
 LENGTHS = [2, 4, 6, 3]
-
-
-def config(*overrides: str) -> Config:
-    return parse_config(apply_overrides(BASE, overrides))
 
 
 def batch() -> Batch:
@@ -319,15 +313,15 @@ def test_the_greedy_reward_is_shaped_as_the_others_are_and_counted_in_no_scale()
 
 def test_shaping_reaches_the_rewards_of_steps_at_the_last_step() -> None:
     """overlong penalties 0, −0.5, −1, −0.25 and 0.25 a token, on steps that all have a reward of 1."""
-    tree = apply_overrides(BASE, ["algorithm.advantage=grpo_process", "algorithm.kl.coef=0.0"])
-    tree |= {"reward_model": {"path": "nowhere", "per_step": True}}
-    tree["algorithm"]["shaping"] = {"overlong_tokens": 4, "length_penalty": 0.25}
+    shaping = {"overlong_tokens": 4, "length_penalty": 0.25}
+    algorithm = {"advantage": "grpo_process", "kl": {"coef": 0.0}, "shaping": shaping}
+    settings = config(algorithm=algorithm, reward_model={"path": "nowhere", "per_step": True})
     made = batch()
     ends = torch.zeros(made.mask.shape)
     for row, length in enumerate(LENGTHS):
         ends[row, [0, length - 1]] = 1.0
     made.columns |= {"step_rewards": ends.clone(), "step_ends": ends}
-    Experience(parse_config(tree)).estimate(made, REWARDS)
+    Experience(settings).estimate(made, REWARDS)
     rewards = [[1.0, 1.0 + o - 0.25 * n] for o, n in zip([0.0, -0.5, -1.0, -0.25], LENGTHS, strict=True)]
     for rows in ((0, 1), (2, 3)):
         steps = [x for row in rows for x in rewards[row]]

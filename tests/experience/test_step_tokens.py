@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 from zlib import crc32
 
 import pytest
 import torch
 
 from megarl.algorithms import CHOICES, top_entropies
-from megarl.config import Config, parse_config
-from megarl.config.yaml_tree import apply_overrides
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
 from megarl.experience.experience import Experience, set_loss_weights
 from megarl.experience.step_tokens import TOKEN_COLUMNS, loss_arguments, older_tokens, set_token_columns
+from tests.config import smallest
 
-BASE: dict[str, Any] = {
-    "model": {"path": "nowhere"},
-    "data": {"train": {"source": "reasoning_gym", "name": "chain_sum"}},
-    "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_new_tokens": 12},
-    "rewards": [{"name": "exact_number"}],
-}
+config = partial(
+    smallest.config,
+    rollout={"prompts_per_step": 4, "samples_per_prompt": 2, "max_new_tokens": 12},
+    rewards=[{"name": "exact_number"}],
+)
 LENGTHS = [2, 12, 6, 1, 9, 4, 7, 5]
 REWARDS = [1.0, 0.0, 0.5, 1.0, -1.0, 2.0, 0.5, 0.0]
 CLIP_COV = "algorithm={policy_loss: clip_cov, policy_loss_args: {share: 0.2, low: 0.01, high: 4}}"
 KL_COV = "algorithm={policy_loss: kl_cov, policy_loss_args: {share: 0.2, coef: 0.5}, mini_batches: 2}"
 TOP = "algorithm.entropy.top_share=0.2"
 NLL = "algorithm.positive_nll={coef: 0.1, threshold: 0.5}"
-
-
-def config(*overrides: str) -> Config:
-    return parse_config(apply_overrides(BASE, overrides))
 
 
 def batch() -> Batch:

@@ -18,6 +18,7 @@ from megarl.errors import ConfigError
 from megarl.megatron import options as megatron_options
 from megarl.megatron.options import ModelOptions, OptimizerOptions, choose_layer_spec, untested_pair
 from megarl.models.check_layouts import check_models
+from tests.config.smallest import RL
 from tests.megatron.kernels import fused_kernels
 from tests.world import World
 
@@ -28,12 +29,7 @@ HF_CONFIG = {
     "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
-BASE: dict[str, Any] = {
-    "model": {"path": "set by the test", "fp8": "hybrid"},
-    "data": {"train": {"name": "basic_arithmetic"}},
-    "rewards": [{"name": "reasoning_gym"}],
-    "algorithm": {"kl": {"coef": 0.0}},
-}
+BASE = RL | {"model": {"path": "set by the test", "fp8": "hybrid"}, "algorithm": {"kl": {"coef": 0.0}}}
 
 
 def options_for(**changes: Any) -> ModelOptions:

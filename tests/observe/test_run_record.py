@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.config import Config, parse_config
+from megarl.config import Config
 from megarl.observe import (
     MetricsFile,
     Phases,
@@ -20,18 +20,11 @@ from megarl.observe import (
     versions,
     write_summary,
 )
+from tests.config import smallest
 
 
 def config(folder: Path, **trackers: Any) -> Config:
-    return parse_config(
-        {
-            "run": {"folder": str(folder), "name": "r"},
-            "model": {"path": "nowhere"},
-            "data": {"train": {"name": "basic_arithmetic"}},
-            "rewards": [{"name": "reasoning_gym"}],
-            "trackers": trackers,
-        }
-    )
+    return smallest.config(run={"folder": str(folder), "name": "r"}, trackers=trackers)
 
 
 def test_each_line_is_on_disk_as_soon_as_it_is_logged(tmp_path) -> None:

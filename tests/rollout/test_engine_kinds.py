@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import Config, parse_config
+from megarl.config import Config
 from megarl.config.engine_kinds import KINDS, capabilities_of
 from megarl.errors import ConfigError, EngineError
 from megarl.rollout.engines.protocol import EnginePlace
 from megarl.rollout.engines.registry import CLASSES, check_engine, engine_path, load_engine
 from megarl.rollout.engines.sglang.server import ServerOptions
+from tests.config.smallest import config as smallest
 
 STUB = """
 from megarl.rollout import Engine, EngineCapabilities
@@ -32,9 +33,7 @@ class Stub(Engine):
 
 def config_of(placement: str = "colocated", **rollout: object) -> Config:
     """A config whose section `rollout` has these fields."""
-    task = {"source": "reasoning_gym", "name": "chain_sum", "limit": 64}
-    tree = {"model": {"path": "m"}, "data": {"train": task}, "rewards": [{"name": "exact_number"}], "rollout": rollout}
-    return parse_config({**tree, "resources": {"placement": placement}})
+    return smallest(rollout=rollout, resources={"placement": placement})
 
 
 @pytest.mark.parametrize(

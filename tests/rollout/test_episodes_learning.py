@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +12,6 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, POLICY_LOSSES
-from megarl.config import Config, parse_config
-from megarl.config.yaml_tree import apply_overrides
 from megarl.data.batch import Batch
 from megarl.data.sample import Prompt, Sample
 from megarl.data.stream import pack
@@ -21,17 +20,17 @@ from megarl.experience.objectives import PolicyObjective, ValueObjective
 from megarl.experience.step_tokens import loss_arguments, set_token_columns
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
+from tests.config import smallest
 from tests.data.chat_tokenizers import byte_tokenizer, ids_of
 from tests.rollout.episode_parts import HERE, Script, Settings, opened
 from tests.rollout.tiny import TINY, load, reference_log_probs, save_tiny
 
 END = ids_of("<|end|>")[0]
-BASE: dict[str, Any] = {
-    "model": {"path": "nowhere"},
-    "data": {"train": {"source": "reasoning_gym", "name": "chain_sum"}},
-    "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 400},
-    "rewards": [{"name": "exact_number"}],
-}
+config = partial(
+    smallest.config,
+    rollout={"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 400},
+    rewards=[{"name": "exact_number"}],
+)
 REWARDS = [1.0, 0.0, 3.0, 2.0]
 
 
@@ -47,10 +46,6 @@ def samples_with_tools() -> list[Sample]:
         samples[-1].rewards["exact_number"] = REWARDS[number]
         samples[-1].turn_states = [f"{turn} calls" for turn in range(number + 1)]
     return samples
-
-
-def config(*overrides: str) -> Config:
-    return parse_config(apply_overrides(BASE, overrides))
 
 
 def learn(samples: Sequence[Sample], noise: Tensor, *overrides: str) -> dict[str, Any]:

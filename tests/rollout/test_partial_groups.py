@@ -16,13 +16,12 @@ import pytest
 from megarl.core.staleness_manager import StalenessManager
 from megarl.data.prefills import PrefillCounts
 from megarl.data.sample import Prompt, Sample
-from megarl.errors import EngineError
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from megarl.rollout.episodes import EpisodeContext, Episodes
 from megarl.rollout.scheduling.partial_groups import PartialGroup, PartialGroups, turn_name
 from megarl.rollout.scheduling.requests import episode_groups, single_turns
 from megarl.rollout.scheduling.scheduler import Scheduler
-from tests.rollout.test_scheduler import FakeEngine, Source, Spelling, finish, give, serving
+from tests.rollout.fake_engines import FakeEngine, Source, Spelling, check_prompts, finish, give, schedulers, serving, update
 
 LENGTH = 6
 PARAMS = SamplingParams(max_new_tokens=LENGTH)
@@ -119,19 +118,14 @@ class Row:
 
 @pytest.fixture
 def open_scheduler() -> Iterator[Callable[..., Scheduler]]:
-    opened: list[Scheduler] = []
+    with schedulers(PARAMS, cuts=True) as make:
+        yield make
 
-    def make(
-        engines: Sequence[FakeEngine], manager: StalenessManager, generate_groups: Any = None, **options: Any
-    ) -> Scheduler:
-        generate_groups = generate_groups or single_turns(PARAMS, 2, 30.0, Spelling())
-        opened.append(Scheduler(engines, manager, generate_groups, cuts=True, **options))
-        opened[-1].resume(range(len(engines)), 0)
-        return opened[-1]
 
-    yield make
-    for scheduler in opened:
-        scheduler.close()
+def asking(*, episodes: bool) -> Any:
+    """How a run asks for groups of two samples: single turns, or episodes of three."""
+    kind = Episodes(three_turns, EpisodeContext(Spelling(), 8, 30))
+    return episode_groups(kind, PARAMS, 2, 20.0) if episodes else single_turns(PARAMS, 2, 20.0, Spelling())
 
 
 async def three_turns(prompt: Prompt, number: int, sample: Any, context: Any) -> Sample:
@@ -167,8 +161,7 @@ def test_every_token_that_was_sampled_is_trained_once_waits_or_is_counted_as_thr
     monkeypatch.setattr("megarl.rollout.scheduling.scheduler.FAILURES", 1000)
     luck, book = random.Random(seed), Book()
     engines = [ContinuingEngine(number, book, lambda: luck.random() ** 3 / 20) for number in range(3)]
-    kind = Episodes(three_turns, EpisodeContext(Spelling(), 8, 30))
-    ask = episode_groups(kind, PARAMS, 2, 20.0) if episodes else single_turns(PARAMS, 2, 20.0, Spelling())
+    ask = asking(episodes=episodes)
 
     def opened() -> Scheduler:
         manager = StalenessManager(6, staleness, over_sample, continues=continues)
@@ -178,14 +171,7 @@ def test_every_token_that_was_sampled_is_trained_once_waits_or_is_counted_as_thr
     trained, aborted, older = set[int](), 0, 0
     for version in range(16):
         if version:
-            updated = serving(scheduler) + scheduler.without_weights
-            scheduler.hold(updated)
-            for number in updated:
-                engines[number].version = None
-                if luck.random() < 0.1:
-                    scheduler.fail(number, EngineError("it was killed in the middle of an update"))
-                else:
-                    give(scheduler, engines, [number], version)
+            update(scheduler, engines, serving(scheduler) + scheduler.without_weights, version, luck)
         scheduler.open_step(version, source)
         if luck.random() < 0.3:
             luck.choice(engines).is_dead = True
@@ -216,9 +202,7 @@ def test_every_token_that_was_sampled_is_trained_once_waits_or_is_counted_as_thr
                 engine.is_dead = False
             scheduler.load_state_dict(state)
             assert staleness or scheduler.state_dict() == state  # else what was in flight begins anew
-    assert len(seen) == len(set(seen)) == 16 * 6
-    left = [int(prompt["group_id"][1:]) for prompt in scheduler.state_dict()["prompts"]]
-    assert sorted(seen + left) == list(range(source.given))
+    check_prompts(scheduler, source, seen, 16 * 6)
     if over_sample and not staleness:
         assert (older > 0) is continues
         assert (aborted + scheduler.partial.aborted_tokens > 0) or continues

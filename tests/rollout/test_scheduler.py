@@ -6,129 +6,27 @@ import asyncio
 import json
 import random
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from megarl.core.staleness_manager import StalenessManager
 from megarl.data.sample import Prompt, Sample
-from megarl.errors import DeadlineError, EngineError, EpisodeError, WorkerError
-from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
+from megarl.errors import DeadlineError, EngineError, EpisodeError
+from megarl.rollout.engines.protocol import SamplingParams
 from megarl.rollout.episodes import EpisodeContext, Episodes
-from megarl.rollout.scheduling.requests import episode_groups, single_turns
+from megarl.rollout.scheduling.requests import episode_groups
 from megarl.rollout.scheduling.scheduler import Scheduler
+from tests.rollout.fake_engines import FakeEngine, Source, Spelling, check_prompts, finish, give, schedulers, serving, update
 
 PARAMS = SamplingParams(max_new_tokens=4)
 
 
-def serving(scheduler: Scheduler) -> list[int]:
-    """Engines that have weights."""
-    return [engine.number for engine in scheduler.engines if engine.version is not None]
-
-
-class Spelling:
-    """A tokenizer that any ids are words to."""
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return " ".join(map(str, ids))
-
-
-class FakeEngine:
-    """Answers after `seconds()`; may be dead, refuse requests, or fail to start."""
-
-    def __init__(self, number: int, seconds: Callable[[], float] = lambda: 0.001) -> None:
-        self.number, self.seconds = number, seconds
-        self.version: int | None = 0
-        self.is_dead = self.refuses = False
-        self.starts_that_fail = 0
-        self.restarts = self.cancelled = self.most = 0
-        self.now: Counter[str] = Counter()
-        self.answered: list[str] = []
-
-    async def health(self, *, deadline_s: float) -> None:
-        if self.is_dead:
-            raise EngineError("the server ended with exit code -9")
-
-    async def generate(self, request: EngineRequest) -> list[list[Generation]]:
-        assert request.begun is None, "it does not continue"
-        length, keys = request.params.max_new_tokens, request.keys or ()
-        self._check()
-        if self.refuses:
-            raise EngineError("prompt 0 has no tokens")
-        self.now.update(keys)
-        self.most = max(self.most, sum(self.now.values()))
-        versions: list[int] = []
-        try:
-            for _ in range(length):
-                await asyncio.sleep(self.seconds() / length)
-                while self.version is None:  # it does not sample during an update
-                    await asyncio.sleep(0.0005)
-                self._check()
-                versions.append(self.version)
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        finally:
-            self.now.subtract(keys)
-        self.answered += keys
-        answer = Generation([self.number] * length, [0.0] * length, versions, "length")
-        return [[answer] * request.n for _ in request.prompts]
-
-    def _check(self) -> None:
-        if self.is_dead:
-            raise WorkerError("the process is gone")
-
-    async def restart(self, deadline_s: float) -> None:
-        await asyncio.sleep(0.005)
-        if self.starts_that_fail:
-            self.starts_that_fail -= 1
-            raise EngineError("the server did not answer")
-        self.is_dead, self.version = False, None
-        self.restarts += 1
-
-
-class Source:
-    """Prompts without end."""
-
-    def __init__(self) -> None:
-        self.given = 0
-
-    def __call__(self, count: int) -> list[Prompt]:
-        self.given += count
-        return [Prompt(f"r{i}", f"g{i}", [i], str(i)) for i in range(self.given - count, self.given)]
-
-
 @pytest.fixture
 def open_scheduler() -> Iterator[Callable[..., Scheduler]]:
-    opened: list[Scheduler] = []
-
-    def make(
-        engines: Sequence[FakeEngine], manager: StalenessManager, generate_groups: Any = None, **options: Any
-    ) -> Scheduler:
-        generate_groups = generate_groups or single_turns(PARAMS, 2, 30.0, Spelling())
-        opened.append(Scheduler(engines, manager, generate_groups, **options))
-        opened[-1].resume(range(len(engines)), 0)
-        return opened[-1]
-
-    yield make
-    for scheduler in opened:
-        scheduler.close()
-
-
-def finish(scheduler: Scheduler, engines: Sequence[FakeEngine], version: int = 0) -> list[list[Sample]]:
-    """Take the batch that is due; engines that come back are given `version`."""
-    while not scheduler.wait(10.0):
-        give(scheduler, engines, scheduler.without_weights, version)
-    return scheduler.pop_batch().samples
-
-
-def give(scheduler: Scheduler, engines: Sequence[FakeEngine], numbers: Sequence[int], version: int) -> None:
-    scheduler.hold(numbers)
-    for number in numbers:
-        engines[number].version = version
-    scheduler.resume(numbers, version)
+    with schedulers(PARAMS) as make:
+        yield make
 
 
 def test_a_batch_comes_in_the_order_of_its_prompts_each_group_from_one_engine(open_scheduler: Any) -> None:
@@ -386,15 +284,7 @@ def test_a_run_with_failing_engines_consumes_every_prompt_once_and_never_too_old
     source, seen = Source(), list[int]()
     for version in range(25):
         if version:  # an update, in which an engine may fail
-            updated = serving(scheduler) + scheduler.without_weights
-            scheduler.hold(updated)
-            for number in updated:
-                engines[number].version = None
-                time.sleep(luck.random() / 500)
-                if luck.random() < 0.1:
-                    scheduler.fail(number, EngineError("it was killed in the middle of an update"))
-                else:
-                    give(scheduler, engines, [number], version)
+            update(scheduler, engines, serving(scheduler) + scheduler.without_weights, version, luck)
         scheduler.open_step(version, source)
         if luck.random() < 0.3:
             luck.choice(engines).is_dead = True
@@ -404,9 +294,7 @@ def test_a_run_with_failing_engines_consumes_every_prompt_once_and_never_too_old
                 assert version - staleness <= sample.weight_versions[0] <= version
                 assert sample.weight_versions == sorted(sample.weight_versions)
         time.sleep(luck.random() / 100)  # training
-    assert len(seen) == len(set(seen)) == 25 * 6
-    left = [int(prompt["group_id"][1:]) for prompt in scheduler.state_dict()["prompts"]]
-    assert sorted(seen + left) == list(range(source.given))
+    check_prompts(scheduler, source, seen, 25 * 6)
     if not over_sample:
         assert seen == list(range(25 * 6))
 

@@ -17,11 +17,10 @@ from megarl.data.sample import Prompt
 from megarl.errors import EngineError
 from megarl.options.lending.turns import LentEngines
 from megarl.rollout.engines.protocol import EngineRequest, Generation
-from megarl.rollout.episodes import EpisodeContext, Episodes
-from megarl.rollout.scheduling.requests import episode_groups, single_turns
+from megarl.rollout.scheduling.requests import single_turns
 from megarl.rollout.scheduling.scheduler import Scheduler
-from tests.rollout.test_partial_groups import PARAMS, Book, ContinuingEngine, check_sample, three_turns
-from tests.rollout.test_scheduler import Source, Spelling, finish, give
+from tests.rollout.fake_engines import Source, Spelling, check_prompts, finish, give, update
+from tests.rollout.test_partial_groups import PARAMS, Book, ContinuingEngine, asking, check_sample
 
 FIXED, LENT = 2, 2
 
@@ -107,8 +106,7 @@ def test_a_run_that_lends_trains_on_every_prompt_once_never_too_old_and_throws_n
     monkeypatch.setattr("megarl.rollout.scheduling.scheduler.FAILURES", 1000)
     luck, book = random.Random(seed), Book()
     engines = [SleepingEngine(number, book, lambda: luck.random() ** 3 / 20) for number in range(FIXED + LENT)]
-    kind = Episodes(three_turns, EpisodeContext(Spelling(), 8, 30))
-    ask = episode_groups(kind, PARAMS, 2, 20.0) if episodes else single_turns(PARAMS, 2, 20.0, Spelling())
+    ask = asking(episodes=episodes)
 
     def begin() -> tuple[Scheduler, LentEngines]:
         manager = StalenessManager(6, staleness, over_sample)
@@ -123,14 +121,8 @@ def test_a_run_that_lends_trains_on_every_prompt_once_never_too_old_and_throws_n
     for version in range(16):
         if version:
             assert trainer_has_its_gpus()
-            updated = [engine.number for engine in scheduler.engines[:FIXED] if engine.is_up]
-            scheduler.hold(updated)
-            for number in updated:
-                engines[number].version = None
-                if luck.random() < 0.1:
-                    scheduler.fail(number, EngineError("it was killed in the middle of an update"))
-                else:
-                    give(scheduler, engines, [number], version)
+            fixed = [engine.number for engine in scheduler.engines[:FIXED] if engine.is_up]
+            update(scheduler, engines, fixed, version, luck)
         scheduler.open_step(version, source)
         if luck.random() < 0.3:
             luck.choice(engines).is_dead = True
@@ -169,9 +161,7 @@ def test_a_run_that_lends_trains_on_every_prompt_once_never_too_old_and_throws_n
             book.told |= {t for group in state["partial"].values() for turn in group.values() for t in turn["response_ids"]}
             scheduler.load_state_dict(state)
             scheduler.empty()
-    assert len(seen) == len(set(seen)) == 16 * 6
-    left = [int(prompt["group_id"][1:]) for prompt in scheduler.state_dict()["prompts"]]
-    assert sorted(seen + left) == list(range(source.given))
+    check_prompts(scheduler, source, seen, 16 * 6)
     if not over_sample:
         assert seen == list(range(16 * 6))
     assert by_lent > 0

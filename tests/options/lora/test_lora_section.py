@@ -10,23 +10,13 @@ from typing import Any
 
 import pytest
 
-from megarl.config import parse_config, parse_supervised_config
+from megarl.config import parse_config
 from megarl.config.yaml_tree import apply_overrides
 from megarl.errors import ConfigError, MegarlError
 from megarl.models.check_layouts import check_models
+from tests.config.smallest import RL, supervised
 
-BASE: dict[str, Any] = {
-    "model": {"path": "nowhere"},
-    "policy": {"lora": {"rank": 8}},
-    "data": {"train": {"name": "basic_arithmetic"}},
-    "rewards": [{"name": "reasoning_gym"}],
-}
-SUPERVISED: dict[str, Any] = {
-    "model": {"path": "nowhere"},
-    "policy": {"lora": {"rank": 8}},
-    "objective": {"name": "sft"},
-    "data": {"train": {"source": "jsonl", "path": "rows.jsonl"}},
-}
+LORA = {"policy": {"lora": {"rank": 8}}}
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -91,19 +81,19 @@ MODELS: dict[str, dict[str, Any]] = {
 )
 def test_what_adapters_do_not_go_with_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse_config(apply_overrides(BASE, overrides))
+        parse_config(apply_overrides(RL | LORA, overrides))
 
 
 def test_merged_updates_and_supervised_runs_may_move_biases_of_routers() -> None:
-    parse_config(apply_overrides(BASE, ["policy.experts.bias_update_rate=0.001", "policy.lora.sync=merged"]))
-    parse_supervised_config(apply_overrides(SUPERVISED, ["policy.experts.bias_update_rate=0.001"]))
+    parse_config(apply_overrides(RL | LORA, ["policy.experts.bias_update_rate=0.001", "policy.lora.sync=merged"]))
+    supervised("policy.experts.bias_update_rate=0.001", **LORA)
     with pytest.raises(ConfigError, match=r"policy.freeze is"):
-        parse_supervised_config(apply_overrides(SUPERVISED, ["policy.freeze=[router]"]))
+        supervised("policy.freeze=[router]", **LORA)
 
 
 def test_a_reference_of_its_own_is_a_second_model() -> None:
     def shares(*overrides: str) -> bool:
-        config = parse_config(apply_overrides(BASE, overrides))
+        config = parse_config(apply_overrides(RL | LORA, overrides))
         return config.reference.is_policy_as_it_began(config.policy, config.model.path)
 
     assert shares()
@@ -142,14 +132,14 @@ def test_layers_that_the_model_does_not_have_are_refused_before_anything_starts(
     family: str, overrides: list[str], message: str, tmp_path: Path
 ) -> None:
     model = write_model(tmp_path / "model", family)
-    config = parse_config(apply_overrides(BASE, [f"model.path={model}", *overrides]))
+    config = parse_config(apply_overrides(RL | LORA, [f"model.path={model}", *overrides]))
     with pytest.raises(MegarlError, match=message):
         check_models(config)
 
 
 def test_plan_says_the_same_and_ends_with_code_2(tmp_path: Path) -> None:
     model, file = write_model(tmp_path / "model", "llama"), tmp_path / "run.yaml"
-    file.write_text(json.dumps(BASE | {"model": {"path": str(model)}}))
+    file.write_text(json.dumps(RL | LORA | {"model": {"path": str(model)}}))
     command = [sys.executable, "-m", "megarl", "plan", str(file), "policy.lora.targets=[q_prj]"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (found.returncode, found.stderr.count("\n")) == (2, 1)

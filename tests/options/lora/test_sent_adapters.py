@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megarl.config import Config, parse_config
-from megarl.config.yaml_tree import apply_overrides
 from megarl.errors import ConfigError
 from megarl.rollout.engines.registry import check_engine
+from tests.config import smallest
 from tests.families import build_folder
 from tests.rollout.test_sglang_experts import served as served_experts
 from tests.rollout.test_sglang_families import served
 
-BASE: dict[str, Any] = {
-    "model": {"path": "nowhere", "dtype": "float32"},
-    "policy": {"lora": {"rank": 4}},
-    "data": {"train": {"name": "basic_arithmetic"}},
-    "rewards": [{"name": "reasoning_gym"}],
-}
-
-
-def config(*overrides: str) -> Config:
-    return parse_config(apply_overrides(BASE, overrides))
+config = partial(smallest.config, model={"path": "nowhere", "dtype": "float32"}, policy={"lora": {"rank": 4}})
 
 
 def test_what_may_be_chosen() -> None:

@@ -21,6 +21,7 @@ from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingP
 from tests.options.prediction.drafted import END, exact_distribution, load, p_value, predicted, write_model
 from tests.rollout.routed import chosen_experts
 from tests.rollout.tiny import largest_difference
+from tests.rollout.turning_engine import TurningEngine
 
 POLICIES = ("llama", "window", "gemma3", "olmo3", "gpt_oss", "glm4_moe", "deepseek_v3")
 DRAWS = 10_000
@@ -213,25 +214,6 @@ def test_a_lookup_proposes_what_followed_the_longest_run_when_it_came_last() -> 
     assert looked_up([4, 4], 3) == [4]
     assert looked_up([1, 2, 3], 3) == []
     assert looked_up([1], 3) == []
-
-
-class TurningEngine(EmbeddedEngine):
-    """Gets other weights, as version 1, after its third turn."""
-
-    turns = 0
-
-    def _wait_for_weights(self, *given: Any) -> None:
-        self.turns += 1
-        if self.turns == 4:
-            generator = torch.Generator().manual_seed(2)
-            for weight in self._held.values():
-                weight.add_(0.1 * torch.randn(weight.shape, generator=generator).to(weight.dtype))
-            self._weights.begin(1, None)
-            self._weights.receive()
-            self._weights.check(1)
-            self._weights.confirm()
-            self._weights_epoch += 1
-        super()._wait_for_weights(*given)
 
 
 @pytest.mark.parametrize(("policy", "algorithm"), [("llama", "ngram"), ("llama", "standalone:window"), ("glm4_moe", "mtp")])

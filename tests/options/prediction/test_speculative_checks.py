@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from megarl.config import Config, parse_config
-from megarl.config.yaml_tree import apply_overrides
 from megarl.errors import ConfigError
+from tests.config.smallest import config
 
-BASE: dict[str, Any] = {
-    "model": {"path": "nowhere"},
-    "data": {"train": {"name": "basic_arithmetic"}},
-    "rewards": [{"name": "reasoning_gym"}],
-}
 SECTION = "rollout.speculative"
-
-
-def config(*overrides: str) -> Config:
-    return parse_config(apply_overrides(BASE, overrides))
 
 
 def test_what_may_be_chosen() -> None:

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from megarl.data.sample import Prompt
 from megarl.errors import EngineError
-from megarl.models.transformers_names import hub_tensors
 from megarl.options.routing_replay.column import compact, known
 from megarl.options.routing_replay.sglang import ExpertLayers
 from megarl.rollout.engines.embedded import EmbeddedEngine
@@ -22,6 +21,7 @@ from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingP
 from megarl.rollout.episodes.transcript import Transcript
 from tests.families import build_folder
 from tests.rollout.routed import chosen_experts
+from tests.rollout.turning_engine import TurningEngine
 
 PROMPTS = [[5, 6, 7, 8], [100, 9, 10, 11, 12, 13], [40, 41]]
 PARAMS = SamplingParams(max_new_tokens=7, ignore_eos=True, extra=frozenset({"routes"}))
@@ -44,25 +44,6 @@ def test_the_experts_of_every_token_are_those_that_the_model_chooses(folder: Pat
             np.testing.assert_array_equal(np.sort(one.extra["routes"]), expected)
     [[plain]] = asyncio.run(engine.generate(EngineRequest(PROMPTS[:1], SamplingParams(max_new_tokens=2))))
     assert not plain.extra
-
-
-class TurningEngine(EmbeddedEngine):
-    """Gets other weights, as version 1, after its third token."""
-
-    tokens = 0
-
-    def _wait_for_weights(self, *given: Any) -> None:
-        self.tokens += 1
-        if self.tokens == 4:
-            generator = torch.Generator().manual_seed(2)
-            for weight in hub_tensors(self._model).values():
-                weight.add_(0.05 * torch.randn(weight.shape, generator=generator).to(weight.dtype))
-            self._weights.begin(1, None)
-            self._weights.receive()
-            self._weights.check(1)
-            self._weights.confirm()
-            self._weights_epoch += 1
-        super()._wait_for_weights(*given)
 
 
 def test_a_response_under_two_versions_keeps_the_choices_of_the_last_one_alone(folder: Path) -> None:

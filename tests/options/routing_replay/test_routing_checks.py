@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from megarl.config import Config, parse_config, parse_supervised_config
-from megarl.config.yaml_tree import apply_overrides
+from megarl.config import parse_supervised_config
 from megarl.errors import ConfigError
+from tests.config.smallest import config
 
-BASE: dict[str, Any] = {
-    "model": {"path": "nowhere"},
-    "data": {"train": {"name": "basic_arithmetic"}},
-    "rewards": [{"name": "reasoning_gym"}],
-}
 ENGINE = "policy.routing.replay=engine"
-
-
-def config(*overrides: str) -> Config:
-    return parse_config(apply_overrides(BASE, overrides))
 
 
 def test_who_replays_what() -> None:

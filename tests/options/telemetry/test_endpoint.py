@@ -15,13 +15,14 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as prometheus
 
-from megarl.config import Config, parse_config
+from megarl.config import Config
 from megarl.errors import ConfigError
 from megarl.observe import Phases
 from megarl.observe.run_state import EngineStatus, GuardCounts, RunState
 from megarl.options.telemetry.endpoint import TOKEN_VARIABLE, MetricsEndpoint, health, open_endpoint
 from megarl.options.telemetry.prometheus import OF_THE_RUN, exposition, prometheus_name
 from megarl.version import __version__
+from tests.config import smallest
 from tests.observe.documented import documented
 
 TOKEN = "0123456789abcdef-token"
@@ -29,15 +30,7 @@ Make = Callable[..., RunState]
 
 
 def config(folder: Path, **prometheus: Any) -> Config:
-    return parse_config(
-        {
-            "run": {"folder": str(folder), "name": "r", "steps": 7},
-            "model": {"path": "nowhere"},
-            "data": {"train": {"name": "basic_arithmetic"}},
-            "rewards": [{"name": "reasoning_gym"}],
-            "trackers": {"prometheus": prometheus},
-        }
-    )
+    return smallest.config(run={"folder": str(folder), "name": "r", "steps": 7}, trackers={"prometheus": prometheus})
 
 
 @pytest.fixture

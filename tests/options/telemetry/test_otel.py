@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from megarl.config import Config, parse_config
+from megarl.config import Config
 from megarl.errors import ConfigError
 from megarl.options.telemetry.otel import open_span_export, place_spans
+from tests.config import smallest
 from tests.observe.collector import Collector
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs megarl[otel]")
@@ -27,15 +28,7 @@ SPANS: dict[str, list[list[Any]]] = {
 
 
 def config(folder: Path, *, opentelemetry: bool = True) -> Config:
-    return parse_config(
-        {
-            "run": {"folder": str(folder), "name": "r"},
-            "model": {"path": "nowhere"},
-            "data": {"train": {"name": "basic_arithmetic"}},
-            "rewards": [{"name": "reasoning_gym"}],
-            "trackers": {"opentelemetry": opentelemetry},
-        }
-    )
+    return smallest.config(run={"folder": str(folder), "name": "r"}, trackers={"opentelemetry": opentelemetry})
 
 
 @pytest.fixture(autouse=True)

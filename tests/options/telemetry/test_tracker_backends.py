@@ -11,21 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config import Config, parse_config
+from megarl.config import Config
 from megarl.errors import ConfigError
 from megarl.options.telemetry.trackers import open_trackers, upload_commands
+from tests.config import smallest
 
 
 def config(folder: Path, **trackers: Any) -> Config:
-    return parse_config(
-        {
-            "run": {"folder": str(folder), "name": "r"},
-            "model": {"path": "nowhere"},
-            "data": {"train": {"name": "basic_arithmetic"}},
-            "rewards": [{"name": "reasoning_gym"}],
-            "trackers": trackers,
-        }
-    )
+    return smallest.config(run={"folder": str(folder), "name": "r"}, trackers=trackers)
 
 
 def test_tensorboard_holds_the_logged_values(tmp_path) -> None:

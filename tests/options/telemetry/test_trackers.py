@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config import Config, parse_config
+from megarl.config import Config
 from megarl.errors import ConfigError
 from megarl.options.telemetry.trackers import open_trackers, upload_commands
+from tests.config import smallest
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = f"{ROOT / 'examples' / 'monitoring' / 'csv_tracker.py'}:CsvTracker"
@@ -66,15 +67,8 @@ def own(tmp_path: Path) -> Path:
 
 
 def config(folder: Path, **trackers: Any) -> Config:
-    return parse_config(
-        {
-            "run": {"folder": str(folder), "name": "r"},
-            "model": {"path": "nowhere"},
-            "data": {"train": {"name": "basic_arithmetic"}},
-            "rewards": [{"name": "reasoning_gym", "args": {"api_key": "sk-verysecretverysecret"}}],
-            "trackers": trackers,
-        }
-    )
+    rewards = [{"name": "reasoning_gym", "args": {"api_key": "sk-verysecretverysecret"}}]
+    return smallest.config(run={"folder": str(folder), "name": "r"}, rewards=rewards, trackers=trackers)
 
 
 def test_a_class_of_ones_own_is_given_every_step_as_plain_numbers(own: Path, tmp_path: Path) -> None:

@@ -10,30 +10,23 @@ from typing import Any
 import pytest
 
 from megarl import cli
-from megarl.config import Config, load_any, load_config, parse_config
+from megarl.config import Config, load_any, load_config
 from megarl.errors import ConfigError
 from megarl.launch.rehearse import planned_placement
 from megarl.planning.gpus import gpu_named
 from megarl.planning.plan import make_plan
 from megarl.rollout.engines.registry import CLASSES, load_engine
+from tests.config.smallest import config
+from tests.launch.test_rehearse import CONFIG
 
 ROOT = Path(__file__).parents[3]
 PLANS = sorted(ROOT.glob("examples/plans/*.yaml"))
 APART = ("rollout.weight_transport=rdma", "resources.placement=separate")
-CONFIG = """
-model: {path: MODELS/llama-3.1-8b}
-policy: {layout: {tp: 2, pp: 2}}
-data: {train: {source: jsonl, path: rows.jsonl}}
-rollout: {engines: 1, tp: 4}
-rewards: [{name: exact_number}]
-"""
 
 
 def config_of(placement: str = "separate", **rollout: object) -> Config:
     """A config whose section `rollout` has these fields."""
-    task = {"source": "reasoning_gym", "name": "chain_sum", "limit": 64}
-    tree = {"model": {"path": "m"}, "data": {"train": task}, "rewards": [{"name": "exact_number"}], "rollout": rollout}
-    return parse_config({**tree, "resources": {"placement": placement}})
+    return config(rollout=rollout, resources={"placement": placement})
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
