@@ -46,7 +46,7 @@ class AddedField(NamedTuple, Generic[Value]):
     description: str
 
     def of(self, section: Section) -> Value:
-        """Its value in a section of that class."""
+        """The value of the field in a section of its class."""
         value: Value = getattr(section, self.name)
         return value
 

@@ -1,1 +1,1 @@
-"""What a step is: the loop, the steps that it names, a run and a session, and the protocols of what does the work."""
+"""The loop, the steps that it names, a run and a session, and the protocols of what does the work."""

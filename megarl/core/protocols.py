@@ -91,7 +91,7 @@ class RolloutSide(Protocol):
 
 
 class Placed(Protocol):
-    """Where ranks and engines are; `weights/placement.py` decides it."""
+    """The places of ranks and engines, as `weights/placement.py` decides them."""
 
     @property
     def gpu_count(self) -> int:

@@ -178,7 +178,7 @@ class LongRope:
 
 
 def scaling_of(rope: Rope, hf_config: dict[str, Any], head_dim: int) -> Llama3Scaling | Yarn | LongRope | float:
-    """How the frequencies are scaled: by a number alike, or wave by wave.
+    """Scaling of the frequencies: by a number alike, or wave by wave.
 
     Raises:
         ModelError: a parameter is missing or makes no sense.

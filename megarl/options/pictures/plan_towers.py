@@ -77,7 +77,7 @@ def tower_activations(vision: Vision, itemsize: int, freeze: Collection[str] = (
 
 
 def tower_bytes(role: PlannedRole, precision: Precision, work: Workload, freed: float) -> float:
-    """What a tower adds to the activations of the first stage; of a role that only answers, those of one layer.
+    """Bytes that a tower adds to the activations of the first stage; of a role that only answers, those of one layer.
 
     Under context parallelism a rank is counted all pictures of the micro-batch: its tokens are of the whole of it. `freed`:
     bytes of the decoder's part of a micro-batch, which are free when the tower's backward pass begins.

@@ -1,4 +1,4 @@
-"""What SGLang's servers would do to pictures that megarl has brought to their final size (0.5.23)."""
+"""Changes that SGLang's servers would make to pictures that megarl has brought to their final size (0.5.23)."""
 
 from __future__ import annotations
 
