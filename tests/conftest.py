@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from megarl.option_list import OPTIONS
 from tests.warm_workers import WarmWorkers
 from tests.world import World
 
@@ -19,6 +22,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 STARTED_PROCESSES = {"world", "parity_world", "warm_workers", "sglang_engine"}
 """Fixtures that start other processes: who asks for one is slow, and need not be marked as such."""
+
+
+@cache
+def imported_options(file: Path) -> frozenset[str]:
+    """The options that a file of tests imports, itself or by modules of `tests` that it imports."""
+    if not file.is_file():
+        return frozenset()
+    text, names = file.read_text(), set[str]()
+    names.update(re.findall(r"\bmegarl\.options\.(\w+)", text))
+    for module, imported in re.findall(r"^\s*from (tests(?:\.\w+)*) import ([\w, ]+)", text, re.MULTILINE):
+        for name in [module, *(f"{module}.{one.strip()}" for one in imported.split(","))]:
+            names |= imported_options(Path(__file__).parent.parent / f"{name.replace('.', '/')}.py")
+    return frozenset(names)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out files that import an option which this installation does not have."""
+    is_test = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
+    return True if is_test and imported_options(collection_path) - {*OPTIONS} else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -12,7 +12,7 @@ import torch
 from megarl.config import parse_config
 from megarl.config.layout import Layout
 from megarl.platform.deterministic import ENVIRONMENT
-from tests.config.test_schema import BASE
+from tests.config.smallest import RL
 from tests.families import build_folder
 from tests.themes.parallel.worlds import MODES, micro_batches, objective
 from tests.world import World
@@ -59,4 +59,4 @@ def test_deterministic_ranks_use_deterministic_kernels_alone(world: World, tmp_p
 
 @pytest.mark.parametrize("value", [True, False])
 def test_the_config_says_whether(value: bool) -> None:
-    assert parse_config(BASE | {"run": {"deterministic": value}}).run.deterministic is value
+    assert parse_config(RL | {"run": {"deterministic": value}}).run.deterministic is value

@@ -7,21 +7,21 @@ import pytest
 from megarl.config import parse_config
 from megarl.config.yaml_tree import apply_overrides
 from megarl.errors import ConfigError
-from tests.config.test_schema import BASE
+from tests.config.smallest import RL
 
 AGENT = ["rollout.episode.kind=agent", "rollout.episode.agent.function=a.py:act"]
 
 
 def refusal(*changes: str) -> str:
     with pytest.raises(ConfigError) as raised:
-        parse_config(apply_overrides(BASE, list(changes)))
+        parse_config(apply_overrides(RL, list(changes)))
     return str(raised.value)
 
 
 def test_an_agent_is_one_program_in_an_episode_of_its_kind() -> None:
-    config = parse_config(apply_overrides(BASE, [*AGENT, "rollout.episode.agent.rewards=branch"]))
+    config = parse_config(apply_overrides(RL, [*AGENT, "rollout.episode.agent.rewards=branch"]))
     assert config.rewards_by_branch
-    assert not parse_config(apply_overrides(BASE, AGENT)).rewards_by_branch
+    assert not parse_config(apply_overrides(RL, AGENT)).rewards_by_branch
     assert "rollout.episode.kind = 'agent' needs one program" in refusal("rollout.episode.kind=agent")
     assert "needs one program" in refusal(*AGENT, "rollout.episode.agent.command=[act]")
     assert "rollout.episode.agent needs an episode in which it acts" in refusal("rollout.episode.agent.function=a.py:act")
@@ -48,7 +48,7 @@ OPENENV = ["rollout.episode.kind=environment", "rollout.episode.openenv.url=http
     ],
 )
 def test_sandboxes_servers_and_environments_of_others_are_taken(changes: list[str]) -> None:
-    parse_config(apply_overrides(BASE, changes))
+    parse_config(apply_overrides(RL, changes))
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,6 @@ def test_scores_of_steps_are_refused() -> None:
 
 
 def test_a_history_is_of_tokens_or_of_the_template() -> None:
-    agent = parse_config(apply_overrides(BASE, [*AGENT, "rollout.episode.agent.history=template"])).rollout.episode.agent
+    agent = parse_config(apply_overrides(RL, [*AGENT, "rollout.episode.agent.history=template"])).rollout.episode.agent
     assert agent.history == "template"
     assert "rollout.episode.agent.history" in refusal(*AGENT, "rollout.episode.agent.history=text")
