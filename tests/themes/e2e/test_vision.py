@@ -159,8 +159,8 @@ def pictures_told(config: Config) -> list[int]:
     return [len(sample.response_media) for sample in samples]
 
 
-# tests/rollout/test_sglang_seeing.py asks SGLang about such pictures, tests/themes/parallel/test_seeing.py has the trainer's side,
-# and the test below a run on another engine
+# tests/rollout/test_sglang_seeing.py asks SGLang about such pictures, tests/themes/parallel/test_seeing.py has the trainer's
+# side, and the test below a run on another engine
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(

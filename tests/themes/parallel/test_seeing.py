@@ -67,7 +67,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[
 
 
 @pytest.mark.parametrize(
-    ("layout", "family", "names"), matrix(CELLS, IN_EVERY_RUN, recomputed={("vpp2", "qwen2_5_vl"), ("tp2+sp", "qwen3_vl")})
+    ("layout", "family", "names"),
+    matrix(
+        CELLS,
+        IN_EVERY_RUN,
+        one_by_one={("cp2", "qwen2_vl"), ("tp2+sp", "qwen3_vl"), ("ep2", "glm4v_moe")},
+        recomputed={("vpp2", "qwen2_5_vl"), ("tp2+sp", "qwen3_vl")},
+    ),
 )
 def test_every_layout_sees_what_transformers_sees(
     parity_world: World,
@@ -102,7 +108,7 @@ def of_turns(reference: Callable[[str], dict[str, Any]]) -> Callable[[str], dict
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "family", "names"), matrix(IN_TURNS, IN_TURNS_IN_EVERY_RUN))
+@pytest.mark.parametrize(("layout", "family", "names"), matrix(IN_TURNS, IN_TURNS_IN_EVERY_RUN, {("dp2", "qwen2_5_vl")}))
 def test_pictures_between_turns_are_seen_as_transformers_sees_them(
     parity_world: World,
     of_turns: Callable[[str], dict[str, Any]],
