@@ -42,8 +42,8 @@ def rehearsed(
     return found, list(read_metrics(Path(found["steps"]["folder"]) / "metrics.jsonl"))
 
 
-# tests/themes/multinode, of which CI runs this part, kills one over two machines, and "an engine over both nodes" below has such
-# an engine
+# tests/themes/multinode, of which CI runs this part, kills one over two machines, and "an engine over both nodes" below has
+# such an engine
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.real
