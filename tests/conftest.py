@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,8 +12,14 @@ from pathlib import Path
 import pytest
 
 from megarl.option_list import OPTIONS
-from tests.warm_workers import WarmWorkers
-from tests.world import World
+
+# Before torch is imported. Tests' models are tiny: a second thread computes nothing sooner, and where cores are busy every
+# operator waits for it (tests/options/lora/test_peft_folder.py beside two others on two cores: 34 s, with two threads 313 s).
+for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
+
+from tests.warm_workers import WarmWorkers  # noqa: E402
+from tests.world import World  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

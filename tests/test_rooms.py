@@ -6,6 +6,7 @@ What import-linter cannot see; the import contracts themselves, and with them th
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import runpy
 from collections import defaultdict
@@ -25,6 +26,12 @@ FILE_LINES = 500
 NAMELESS = {"utils", "util", "helpers", "helper", "common", "misc"}
 TWO_CLASSES = {"Config": "stand_ins.py has one because triton, which it stands in for, has one"}
 """Names of classes that stand for two things, and why each may."""
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """The file's tree, which most tests here look through."""
+    return ast.parse(path.read_text())
 
 
 def dotted(node: ast.AST) -> str:
@@ -115,7 +122,7 @@ def test_nobody_compares_names_of_estimators_or_asks_a_config_for_its_kind() -> 
 
 
 def test_every_file_says_what_it_is_for() -> None:
-    silent = [path for path in SOURCES if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))]
+    silent = [path for path in SOURCES if path.read_text().strip() and not ast.get_docstring(parsed(path))]
     assert [str(path.relative_to(ROOT)) for path in silent] == []
 
 
@@ -127,7 +134,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     opening = re.compile(r"(What|Whether|Which|Who|Whose|Those|Of|As|That|Its?|How|Where)\b")
     package = [path for path in SOURCES if "megarl" in path.relative_to(ROOT).parts]
-    nodes = [node for path in package for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
+    nodes = [node for path in package for node in ast.walk(parsed(path)) if isinstance(node, kinds)]
     texts = [text for node in nodes if (text := ast.get_docstring(node))]
     assert len(texts) > 1000, "no docstrings were seen"
     assert sum(bool(opening.match(text)) for text in texts) <= UNCLEAR_OPENINGS
@@ -136,7 +143,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
 def test_files_and_functions_stay_readable() -> None:
     long = [f"{p.relative_to(ROOT)}" for p in SOURCES if len(p.read_text().splitlines()) > FILE_LINES]
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > FUNCTION_LINES:
@@ -157,10 +164,11 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in sorted((ROOT / "megarl").rglob("*.py"))}
 
 
+@functools.cache
 def imported(path: Path) -> set[str]:
     """The modules of megarl that a file imports anywhere: inside functions and for type checking, too."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -270,7 +278,7 @@ def test_the_plain_path_does_not_grow() -> None:
 def test_a_name_of_a_class_stands_for_one_thing() -> None:
     homes: dict[str, list[str]] = defaultdict(list)
     for module, path in MODULES.items():
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(module)
             elif isinstance(node, ast.Assign) and isinstance(node.value, (ast.Subscript, ast.BinOp, ast.Name, ast.Attribute)):
@@ -283,10 +291,11 @@ def test_a_name_of_a_class_stands_for_one_thing() -> None:
     assert TWO_CLASSES.keys() - shared.keys() == set(), "exceptions that nothing needs any more"
 
 
+@functools.cache
 def names_of(module: str) -> set[str]:
     """What a module binds outside functions and classes: definitions, imports and assignments."""
     names: set[str] = set()
-    nodes: list[ast.AST] = [ast.parse(MODULES[module].read_text())]
+    nodes: list[ast.AST] = [parsed(MODULES[module])]
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -305,7 +314,7 @@ def test_what_is_imported_of_megarl_is_there(room: str) -> None:
     """Not every line of benchmarks and examples is run by tests, and nobody sees that a name has moved away from under it."""
     missing = []
     for file in sorted((ROOT / room).rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file)):
             if isinstance(node, ast.ImportFrom) and (module := node.module or "").split(".")[0] == "megarl":
                 if option_of(f"{module}.") in IMPORTS_OF_OPTIONS.keys() - {*OPTIONS}:
                     continue  # of an option that this installation does not have

@@ -6,6 +6,7 @@ from megarl import platform
 
 platform.install()
 
+import torch._dynamo  # noqa: E402, F401  (the first optimizer of a process imports it: two seconds of each rank)
 import transformers  # noqa: E402, F401
 
 import megarl.megatron.rank_model  # noqa: E402, F401

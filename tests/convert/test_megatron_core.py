@@ -84,9 +84,10 @@ def described(checkpoint: Path) -> tuple[dict[str, Any], set[str]]:
     return tensors, set(metadata) - set(tensors)
 
 
-IN_OTHERS = ("mistral", "qwen2", "mixtral")
-"""llama and qwen3_moe have the same kinds of tensors; qwen2 is in two other tests here, and all in test_round_trip.py."""
-SOME_FAMILIES = [pytest.param(f, marks=pytest.mark.exhaustive if f in IN_OTHERS else ()) for f in FAMILIES]
+KINDS = ("llama", "phi3", "qwen3_5", "qwen3_moe", "deepseek_v3", "gpt_oss")
+"""One of each kind of tensors: separate, fused, of linear attention, of experts, of latent attention, with sinks and biases.
+On one rank tests/models/test_families.py compares the names and shapes of all families, and test_round_trip.py all bytes."""
+SOME_FAMILIES = [pytest.param(f, marks=() if f in KINDS else pytest.mark.exhaustive) for f in FAMILIES]
 
 
 @pytest.mark.parametrize("family", SOME_FAMILIES)

@@ -30,6 +30,9 @@ RUNNABLE = (
     "run_that_does_not_learn.md",
     "speculative.md",
 )
+IN_EVERY_RUN = ("add_a_reward.md", "from_one_gpu_to_a_cluster.md", "own_data.md")
+"""The pages that `make test` runs. The others train up to three times, each for one thing that smaller tests have: own_data.md
+stands for pages that train. After a change to one of them: `python -m pytest tests/docs -m "" -k add_an_engine`."""
 
 
 def pattern(line: str) -> str:
@@ -59,7 +62,9 @@ def test_every_page_with_files_of_its_own_is_run() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # a page trains up to three times, each mostly the start of processes
-@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.exhaustive) for name in RUNNABLE]
+)
 def test_the_page_runs_as_it_stands(name: str, warm_workers: WarmWorkers, tmp_path: Path) -> None:
     if not (ROOT / MODEL / "config.json").is_file():
         pytest.skip(f"needs {MODEL} (make tiny-model)")

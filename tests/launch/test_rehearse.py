@@ -74,7 +74,14 @@ def test_on_one_node_nothing_is_relayed_and_process_groups_are_counted(capsys: p
     assert found["communicators"] == {"of_a_training_rank": [1, 1], "of_an_engine_rank": 1, "members": 8}
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.stem)
+LARGEST = "deepseek-v3-grpo-2048xh100"
+"""Ten seconds of a core; the same model is placed on 512 GPUs, too."""
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(plan, id=plan.stem, marks=pytest.mark.exhaustive if plan.stem == LARGEST else ()) for plan in PLANS],
+)
 def test_every_example_plan_is_placed_and_its_small_run_has_a_model_that_the_layouts_divide(
     plan: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ class SecondNode:
             process.stop()
 
 
+@pytest.mark.exhaustive  # tests/themes/rehearsal has a run whose engine is over two nodes
 @pytest.mark.slow
 def test_an_engine_over_two_nodes_answers_like_the_model_it_was_sent_and_ends_with_any_of_its_processes(
     tiny_path: Path, tmp_path: Path

@@ -92,6 +92,9 @@ def test_nothing_of_a_local_ray_outlives_a_run_that_is_killed(tmp_path: Path) ->
     assert alive == []
 
 
+# test_async.py kills engines of a run, tests/supervise/test_restarts.py has what follows when a rank or driver is lost, and
+# test_resume.py compares a run that goes on with one that was left alone
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_that_is_hit_ends_as_one_that_was_left_alone(
     tiny_config: Callable[..., Config], local_ray: None, warm_workers: WarmWorkers, tmp_path: Path

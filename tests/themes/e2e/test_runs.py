@@ -116,6 +116,7 @@ def test_weights_travel_by_process_group_too(tiny_config: Callable[..., Config])
     assert train(config)["gates"]["log_prob_max_difference_after_sync"] < 1e-4
 
 
+@pytest.mark.exhaustive  # tests/options/transports/test_sglang_rdma.py has the transport, the test above but one the run
 @pytest.mark.skipif(find_spec("nixl") is None, reason="needs NIXL: pip install 'megarl[rdma]'")
 def test_engines_of_two_ranks_read_the_weights_of_two_stages_at_every_step(
     tiny_config: Callable[..., Config], tiny_model: Path, tmp_path: Path
@@ -148,7 +149,7 @@ def test_engines_of_two_ranks_read_the_weights_of_two_stages_at_every_step(
     [
         # test_supervised.py's curves under dp2 and tests/themes/parallel's numbers under both stand for these
         pytest.param({"dp": 2}, id="dp2", marks=pytest.mark.exhaustive),
-        pytest.param({"tp": 2, "sequence_parallel": True}, id="tp2+sp"),
+        pytest.param({"tp": 2, "sequence_parallel": True}, id="tp2+sp", marks=pytest.mark.exhaustive),
         pytest.param({"pp": 2}, id="pp2"),
         pytest.param({"cp": 2}, id="cp2", marks=pytest.mark.exhaustive),
     ],

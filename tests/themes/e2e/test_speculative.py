@@ -45,6 +45,7 @@ def run(tiny_config: Callable[..., Config], tiny_model: Path, tmp_path: Path) ->
     return go
 
 
+@pytest.mark.exhaustive  # 28 steps; the last test has a run, tests/themes/parallel/test_prediction.py the gradients
 @pytest.mark.slow
 def test_drafts_are_accepted_more_often_while_their_layer_is_trained(run: Callable[..., list[dict[str, Any]]]) -> None:
     """Of three tokens a pass at best; the same run with a layer that stays as it was is no better at its end."""

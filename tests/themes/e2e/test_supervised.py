@@ -260,7 +260,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dpo, averaged": {"reference.reset_every": 1, "reference.reset_share": 0.6},
 }
 # tests/algorithms/test_preference.py has their formulas, and "dpo" the way to them
-VARIANTS = ("dpo+rpo", "ipo", "simpo", "orpo", "dft", "dpo, normalised", "apo_zero", "apo_down", "bco_pair", "bco")
+VARIANTS = ("sft", "dpo+rpo", "ipo", "simpo", "orpo", "dft", "dpo, normalised", "apo_zero", "apo_down", "bco_pair", "bco")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.exhaustive if c in VARIANTS else ()) for c in CASES])

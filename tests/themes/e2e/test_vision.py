@@ -159,10 +159,13 @@ def pictures_told(config: Config) -> list[int]:
     return [len(sample.response_media) for sample in samples]
 
 
+# tests/rollout/test_sglang_seeing.py asks SGLang about such pictures, tests/themes/parallel/test_seeing.py has the trainer's
+# side, and the test below a run on another engine
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [{"dp": 2}, pytest.param({"tp": 2, "sequence_parallel": True}, marks=pytest.mark.exhaustive)],
+    [{"dp": 2}, {"tp": 2, "sequence_parallel": True}],
     ids=["dp2", "tp2+sp"],
 )
 def test_sglang_and_the_trainer_see_the_same_pictures_between_turns(

@@ -2,7 +2,9 @@
 
 Each folder beside this file is a task: `task.sh` and the files that it needs. A task runs in a folder that has these and
 `models/`, with `megarl` and `python` on its PATH; then what it left is checked, not only that it ended. The whole day is
-`python -m pytest tests/themes/first_day -m ""`.
+`python -m pytest tests/themes/first_day -m ""`. They take minutes, and what they do stands in smaller tests: pages that are run
+(tests/docs), runs (tests/themes/e2e), conversions that die (tests/convert/test_resume.py). `make test` does the one that trains
+nothing.
 """
 
 from __future__ import annotations
@@ -131,6 +133,7 @@ def check_own_data(day: Day) -> None:
     assert evaluated["reward"] > next(row for row in read_metrics(day / "runs/mine/metrics.jsonl"))["eval/reward"]
 
 
+@pytest.mark.exhaustive  # tests/docs runs the page of the same name, tests/themes/e2e/test_stop.py stops and resumes
 def test_own_data_and_reward_with_ctrl_c_resume_and_evaluation(
     warm_workers: WarmWorkers, tmp_path: Path, tell: Callable[[str], None]
 ) -> None:
@@ -215,6 +218,7 @@ def test_ppo_computes_the_same_with_the_critic_in_a_layout_of_its_own(
     tell(day.first_curve)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_conversion_that_is_killed_again_and_again_is_byte_for_byte_the_same(tmp_path: Path) -> None:
     day = do("conversion", tmp_path / "conversion", {})

@@ -18,6 +18,7 @@ from megarl.data.prefix_tree import LEAST_SHARED
 from megarl.data.stream import pack
 from megarl.megatron.options import SamplingLimits
 from tests.families import FAMILIES, ODD, build_folder, hub_gradients, hub_tensors, hugging_face
+from tests.themes.parallel.cells import matrix
 from tests.themes.parallel.comparison import compare
 from tests.themes.parallel.report import Report
 from tests.themes.parallel.worlds import LAYOUTS, MODES, ODD_LAYOUTS, TEMPERATURE, layout_for, run_family, units
@@ -29,7 +30,7 @@ CELLS = [
 
 
 def representatives() -> set[tuple[str, str]]:
-    """A cell of every layout, with the families in turn: what `make test` computes of the matrix, in a sixth of its time."""
+    """A cell of every layout, with the families in turn: what `make test` computes of the matrix."""
     chosen: list[tuple[str, str]] = []
     for layout in LAYOUTS:
         candidates = [family for at, family in CELLS if at == layout]
@@ -40,16 +41,16 @@ def representatives() -> set[tuple[str, str]]:
 
 
 REPRESENTATIVES = representatives()
-MATRIX = [
-    pytest.param(*cell, id=f"{cell[1]}-{cell[0]}", marks=() if cell in REPRESENTATIVES else pytest.mark.exhaustive)
-    for cell in CELLS
-]
+TWO_RANKS = {cell for cell in REPRESENTATIVES if LAYOUTS[cell[0]].world_size == 2}
+RECOMPUTED = {cell for cell in TWO_RANKS if cell[0] in ("tp2+sp", "vpp2", "cp2", "ep2")}
+"""Those that `make test` computes with recomputation, too: every kind of parallelism, and linear attention."""
 
 
 def test_every_layout_and_every_family_is_represented() -> None:
     assert {layout for layout, _ in REPRESENTATIVES} == set(LAYOUTS)
     assert {family for _, family in REPRESENTATIVES} == set(FAMILIES)
     assert len(REPRESENTATIVES) <= max(len(LAYOUTS), len(FAMILIES)) + 2
+    assert len(RECOMPUTED) >= 4
 
 
 @pytest.fixture(scope="module")
@@ -106,27 +107,26 @@ def values_of(model: Any, top_p: float = 1.0) -> dict[int, Tensor]:
     return values
 
 
-@pytest.mark.parametrize(("layout", "family"), MATRIX)
+@pytest.mark.parametrize(("layout", "family", "names"), matrix(CELLS, REPRESENTATIVES, TWO_RANKS, RECOMPUTED))
 def test_every_layout_computes_what_hugging_face_computes(
-    parity_world: World, reference: Callable[[str], dict[str, Any]], parity_report: Report, layout: str, family: str
+    parity_world: World,
+    reference: Callable[[str], dict[str, Any]],
+    parity_report: Report,
+    layout: str,
+    family: str,
+    names: tuple[str, ...],
 ) -> None:
     expected = reference(family)
-    of_ranks = layout_for(layout, **FAMILIES[family].kind)
-    answers = parity_world.call(run_family, expected["folder"], of_ranks, units(), size=LAYOUTS[layout].world_size)
+    arguments = (expected["folder"], layout_for(layout, **FAMILIES[family].kind), units(), None, names)
+    answers = parity_world.call(run_family, *arguments, size=LAYOUTS[layout].world_size)
     compare(expected, answers, partial(parity_report.add, layout, family))
 
 
 BY_SEGMENTS = {
-    "llama": ("tp2·cp2+sp",), "deepseek_v3": ("cp2",), "gpt_oss": ("cp4",), "qwen3_next": ("pp2",),
+    ("tp2·cp2+sp", "llama"), ("cp2", "deepseek_v3"), ("cp4", "gpt_oss"), ("pp2", "qwen3_next"),
 }  # fmt: skip
 """In every run; the other families and layouts are exhaustive."""
 PACKED = tuple(name for name, mode in MODES.items() if mode.packed)
-SEGMENT_CELLS = [
-    pytest.param(
-        *cell, id=f"{cell[1]}-{cell[0]}", marks=() if cell[0] in BY_SEGMENTS.get(cell[1], ()) else pytest.mark.exhaustive
-    )
-    for cell in CELLS
-]
 
 
 def test_units_of_the_matrix_share_more_than_prompts() -> None:
@@ -137,13 +137,20 @@ def test_units_of_the_matrix_share_more_than_prompts() -> None:
     assert len(stream.token_ids) == sequences - prompts - LEAST_SHARED
 
 
-@pytest.mark.parametrize(("layout", "family"), SEGMENT_CELLS)
+@pytest.mark.parametrize(
+    ("layout", "family", "names"), matrix(CELLS, BY_SEGMENTS, recomputed={("tp2·cp2+sp", "llama")}, modes=PACKED)
+)
 def test_attention_by_segments_computes_what_hugging_face_computes(
-    parity_world: World, reference: Callable[[str], dict[str, Any]], parity_report: Report, layout: str, family: str
+    parity_world: World,
+    reference: Callable[[str], dict[str, Any]],
+    parity_report: Report,
+    layout: str,
+    family: str,
+    names: tuple[str, ...],
 ) -> None:
     """What Transformer Engine's layers share prefixes with, under the layers that run on a CPU."""
     expected, of_ranks = reference(family), layout_for(layout, **FAMILIES[family].kind)
-    arguments = (expected["folder"], of_ranks, units(), None, PACKED, "reference", None, 0, "segments")
+    arguments = (expected["folder"], of_ranks, units(), None, names, "reference", None, 0, "segments")
     answers = parity_world.call(run_family, *arguments, size=LAYOUTS[layout].world_size)
     compare(expected, answers, partial(parity_report.add, f"{layout}, by segments", family))
 
@@ -162,37 +169,47 @@ ODD_CELLS = [
 ODD_IN_EVERY_RUN = {("tp3", "olmo2-odd"), ("pp3 uneven", "glm4-odd"), ("ep3", "kimi_k2-odd"), ("tp3+sp", "phi3-odd")}
 
 
-@pytest.mark.parametrize(
-    ("layout", "family"),
-    [
-        pytest.param(*cell, id=f"{cell[1]}-{cell[0]}", marks=() if cell in ODD_IN_EVERY_RUN else pytest.mark.exhaustive)
-        for cell in ODD_CELLS
-    ],
-)
+@pytest.mark.parametrize(("layout", "family", "names"), matrix(ODD_CELLS, ODD_IN_EVERY_RUN))
 def test_three_ranks_share_three_heads_and_six_experts(
-    parity_world: World, reference: Callable[[str], dict[str, Any]], layout: str, family: str
+    parity_world: World, reference: Callable[[str], dict[str, Any]], layout: str, family: str, names: tuple[str, ...]
 ) -> None:
     expected, of_ranks = reference(family), layout_for(layout, **ODD[family].kind)
-    answers = parity_world.call(run_family, expected["folder"], of_ranks, units(), size=ODD_LAYOUTS[layout].world_size)
+    arguments = (expected["folder"], of_ranks, units(), None, names)
+    answers = parity_world.call(run_family, *arguments, size=ODD_LAYOUTS[layout].world_size)
     compare(expected, answers, lambda *of_mode: None)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2+sp"])
+WITH_BIASES = [("tp2", "llama-biases"), ("tp2+sp", "llama-biases")]
+
+
+@pytest.mark.parametrize(("layout", "family", "names"), matrix(WITH_BIASES, WITH_BIASES, WITH_BIASES[:1]))
 def test_biases_of_all_projections_are_split_and_summed_as_they_must(
-    parity_world: World, reference: Callable[[str], dict[str, Any]], parity_report: Report, layout: str
+    parity_world: World,
+    reference: Callable[[str], dict[str, Any]],
+    parity_report: Report,
+    layout: str,
+    family: str,
+    names: tuple[str, ...],
 ) -> None:
-    expected = reference("llama-biases")
-    answers = parity_world.call(run_family, expected["folder"], layout_for(layout, experts=False), units(), size=2)
-    compare(expected, answers, partial(parity_report.add, layout, "llama-biases"))
+    expected = reference(family)
+    answers = parity_world.call(run_family, expected["folder"], LAYOUTS[layout], units(), None, names, size=2)
+    compare(expected, answers, partial(parity_report.add, layout, family))
 
 
-@pytest.mark.parametrize("layout", ["tp2+sp", "pp2", "cp2"])
+WITH_TOP_P = [("tp2+sp", "llama"), ("pp2", "llama"), ("cp2", "llama")]
+
+
+@pytest.mark.parametrize(("layout", "family", "names"), matrix(WITH_TOP_P, WITH_TOP_P, WITH_TOP_P[1:2]))
 def test_log_probs_over_the_tokens_that_top_p_keeps(
-    parity_world: World, reference: Callable[[str], dict[str, Any]], parity_report: Report, layout: str
+    parity_world: World,
+    reference: Callable[[str], dict[str, Any]],
+    parity_report: Report,
+    layout: str,
+    family: str,
+    names: tuple[str, ...],
 ) -> None:
-    expected = reference("llama") | by_hugging_face("llama", top_p=0.9)
+    expected = reference(family) | by_hugging_face(family, top_p=0.9)
     assert min(float(values[:, 2].min()) for values in expected["values"].values()) < -0.05  # tokens are left out
-    limits = SamplingLimits(top_p=0.9)
-    arguments = (expected["folder"], layout_for(layout, experts=False), units(), None, tuple(MODES), "reference", limits)
+    arguments = (expected["folder"], LAYOUTS[layout], units(), None, names, "reference", SamplingLimits(top_p=0.9))
     answers = parity_world.call(run_family, *arguments, size=LAYOUTS[layout].world_size)
-    compare(expected, answers, partial(parity_report.add, f"{layout}, top-p", "llama"))
+    compare(expected, answers, partial(parity_report.add, f"{layout}, top-p", family))

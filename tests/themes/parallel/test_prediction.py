@@ -14,9 +14,10 @@ from megarl.config.layout import Layout
 from megarl.data.stream import Response, Unit
 from tests.families import VARIANTS, build_folder
 from tests.predicting import DRAFTED, PREDICTING, all_tensors, build_predicting
+from tests.themes.parallel.cells import matrix
 from tests.themes.parallel.comparison import TOLERANCE
 from tests.themes.parallel.predicted import by_transformers, run_predicting
-from tests.themes.parallel.worlds import LAYOUTS, MODES, layout_for, units
+from tests.themes.parallel.worlds import LAYOUTS, layout_for, units
 from tests.world import World, WorldFailure
 
 TIED, ONE_RANK = "glm4_moe-grouped", Layout()
@@ -32,14 +33,13 @@ IN_EVERY_RUN = {
     ("pp2", TIED),
     ("ep2·tp2+sp", "qwen3_next"),
     ("ep2·etp2", "glm4_moe"),
-    ("tp2·pp2·cp2", "glm4_moe"),
 }
 """One of each kind of layout; tests below have another of cp and dp."""
-FAMILIES = [  # one of each kind: linear attention, latent attention, partly rotated heads, a layer that the family has not
-    pytest.param(family, marks=() if family in ("qwen3_5", "deepseek_v3", "glm4_moe", "llama") else pytest.mark.exhaustive)
-    for family in (*PREDICTING, *DRAFTED)
-]
-QUICK = ("packed", "packed, full recomputation")
+KINDS = ("qwen3_5", "deepseek_v3", "glm4_moe", "llama")
+"""One of each kind: linear attention, latent attention, partly rotated heads, a layer that the family has not."""
+FAMILIES = [pytest.param(family, marks=() if family in KINDS else pytest.mark.exhaustive) for family in (*PREDICTING, *DRAFTED)]
+ALONE = [("one rank", family) for family in (*PREDICTING, *DRAFTED)]
+ALONE_IN_ALL_MODES = {("one rank", "deepseek_v3")}
 
 
 @pytest.fixture(scope="module")
@@ -116,27 +116,25 @@ def test_the_reference_moves_every_parameter_and_its_targets_differ(
     assert deviations(soft, hard).keys() == {name for name, gradient in hard.items() if gradient.any()}
 
 
-@pytest.mark.parametrize(
-    ("layout", "family"),
-    [
-        pytest.param(*cell, id=f"{cell[1]}-{cell[0]}", marks=() if cell in IN_EVERY_RUN else pytest.mark.exhaustive)
-        for cell in CELLS
-    ],
-)
+@pytest.mark.parametrize(("layout", "family", "names"), matrix(CELLS, IN_EVERY_RUN, {("pp2", TIED)}, {("vpp2", "qwen3_5")}))
 def test_the_layers_gradients_are_those_of_transformers_and_the_decoders_do_not_know_of_it(
-    parity_world: World, reference: Callable[[str], dict[str, Any]], layout: str, family: str
+    parity_world: World, reference: Callable[[str], dict[str, Any]], layout: str, family: str, names: tuple[str, ...]
 ) -> None:
     expected, of_ranks = reference(family), layout_for(layout, **VARIANTS[family].kind)
-    modes = QUICK if (layout, family) in IN_EVERY_RUN else tuple(MODES)
-    arguments = (run_predicting, expected["folder"], of_ranks, units(), ("soft", "hard"), modes)
+    arguments = (run_predicting, expected["folder"], of_ranks, units(), ("soft", "hard"), names)
     assert of_ranks is not None
     check(expected, parity_world.call(*arguments, size=of_ranks.world_size, timeout_s=600), layout=of_ranks)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_one_rank_in_every_mode(parity_world: World, reference: Callable[[str], dict[str, Any]], family: str) -> None:
-    expected = reference(family)
-    check(expected, parity_world.call(run_predicting, expected["folder"], ONE_RANK, units(), size=1))
+@pytest.mark.parametrize(
+    ("layout", "family", "names"),
+    matrix(ALONE, [cell for cell in ALONE if cell[1] in KINDS], ALONE_IN_ALL_MODES, ALONE_IN_ALL_MODES),
+)
+def test_one_rank_in_every_mode(
+    parity_world: World, reference: Callable[[str], dict[str, Any]], layout: str, family: str, names: tuple[str, ...]
+) -> None:
+    expected, given = reference(family), (units(), ("soft", "hard"), names)
+    check(expected, parity_world.call(run_predicting, expected["folder"], ONE_RANK, *given, size=1))
 
 
 def short_units() -> list[Unit]:

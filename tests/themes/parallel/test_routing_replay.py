@@ -15,10 +15,11 @@ from torch import Tensor
 from megarl.config.layout import Layout
 from megarl.data.stream import Unit
 from tests.families import build_folder, hub_gradients, hub_tensors, hugging_face
+from tests.themes.parallel.cells import matrix
 from tests.themes.parallel.comparison import compare
 from tests.themes.parallel.report import Report
 from tests.themes.parallel.routed import run_recorded, run_replay, with_routes
-from tests.themes.parallel.worlds import LAYOUTS, MODES, TEMPERATURE, layout_for, units
+from tests.themes.parallel.worlds import LAYOUTS, TEMPERATURE, layout_for, units
 from tests.world import World
 
 EXPERTS = {"mixtral": (4, 4, 2), "qwen3_moe": (3, 4, 2), "deepseek_v3": (3, 8, 2), "glm4_moe": (3, 8, 3)}
@@ -26,16 +27,11 @@ EXPERTS = {"mixtral": (4, 4, 2), "qwen3_moe": (3, 4, 2), "deepseek_v3": (3, 8, 2
 UNNORMALISED, GROUPED = "qwen3_moe-unnormalised", "glm4_moe-grouped"
 MORE = {UNNORMALISED: (2, 4, 2), GROUPED: (2, 8, 4)}
 REPRESENTATIVES = {
-    ("vpp2", "qwen3_moe"), ("pp2 uneven", "deepseek_v3"), ("tp2·pp2·cp2", "qwen3_moe"), ("ep2·tp2+sp", "mixtral"),
-    ("ep2·etp2", "deepseek_v3"), ("tp2·cp2+sp", "glm4_moe"),
+    ("vpp2", "qwen3_moe"), ("pp2 uneven", "deepseek_v3"), ("ep2·tp2+sp", "mixtral"), ("ep2·etp2", "deepseek_v3"),
+    ("tp2·cp2+sp", "glm4_moe"),
 }  # fmt: skip
-MATRIX = [
-    pytest.param(layout, family, id=f"{family}-{layout}", marks=() if cell in REPRESENTATIVES else pytest.mark.exhaustive)
-    for layout in LAYOUTS
-    for family in EXPERTS
-    if layout_for(layout, experts=True) is not None
-    for cell in [(layout, family)]
-]
+ONE = {("vpp2", "qwen3_moe")}
+CELLS = [(layout, family) for layout in LAYOUTS for family in EXPERTS if layout_for(layout, experts=True) is not None]
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +100,20 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[st
     return get
 
 
-@pytest.mark.parametrize(("layout", "family"), MATRIX)
+@pytest.mark.parametrize(("layout", "family", "names"), matrix(CELLS, REPRESENTATIVES, ONE, ONE))
 def test_tokens_go_where_the_routes_say_in_every_layout(
-    replay_world: World, reference: Callable[..., dict[str, Any]], parity_report: Report, layout: str, family: str
+    replay_world: World,
+    reference: Callable[..., dict[str, Any]],
+    parity_report: Report,
+    layout: str,
+    family: str,
+    names: tuple[str, ...],
 ) -> None:
     expected, of_ranks = reference(family), layout_for(layout, experts=True)
-    answers = replay_world.call(run_replay, expected["folder"], of_ranks, expected["units"], size=LAYOUTS[layout].world_size)
+    arguments = (expected["folder"], of_ranks, expected["units"], names)
+    answers = replay_world.call(run_replay, *arguments, size=LAYOUTS[layout].world_size)
     compare(expected, answers, partial(parity_report.add, f"{layout}, replay", family))
-    for name in MODES:  # random routes are seldom those of the router
+    for name in names:  # random routes are seldom those of the router
         replayed, differing = map(sum, zip(*(answer["modes"][name]["counts"] for answer in answers), strict=True))
         assert 0.3 * replayed < differing < 0.9 * replayed
 

@@ -21,6 +21,7 @@ from megarl.models.expert_tensors import joined
 from megarl.models.hf_folder import fused_of
 from megarl.models.shape import ModelShape
 from tests.seeing import SEEING, build_seeing_folder, by_hugging_face, hf_config, pictures, units, units_of_turns, vision_of
+from tests.themes.parallel.cells import matrix
 from tests.themes.parallel.comparison import TOLERANCE, compare
 from tests.themes.parallel.planted import run_spec, run_with_error
 from tests.themes.parallel.report import Report
@@ -28,13 +29,11 @@ from tests.themes.parallel.worlds import LAYOUTS, TEMPERATURE, layout_for, run_f
 from tests.world import World, WorldFailure
 
 IN_EVERY_RUN = {
-    "qwen2_vl": {"cp2"},
-    "qwen2_5_vl": {"tp2·cp2+sp", "vpp2", "dp2"},
-    "qwen3_vl": {"tp2+sp", "pp2·cp2"},
-    "qwen3_vl_moe": {"ep2·tp2+sp"},
-    "glm4v_moe": {"tp2·pp2·cp2", "ep2"},
-}
-"""What `make test` computes of the matrix: together every dimension, and each family."""
+    ("cp2", "qwen2_vl"), ("tp2·cp2+sp", "qwen2_5_vl"), ("vpp2", "qwen2_5_vl"), ("dp2", "qwen2_5_vl"), ("tp2+sp", "qwen3_vl"),
+    ("pp2·cp2", "qwen3_vl"), ("ep2·tp2+sp", "qwen3_vl_moe"), ("ep2", "glm4v_moe"),
+}  # fmt: skip
+"""What `make test` computes of the matrix: together every dimension, and each family. Eight ranks (tp2·pp2·cp2) are pp2·cp2 and
+tp2·cp2+sp at once."""
 
 
 def first_chunk(layout_name: str) -> int:
@@ -43,7 +42,7 @@ def first_chunk(layout_name: str) -> int:
 
 
 CELLS = [
-    pytest.param(layout, name, marks=() if layout in IN_EVERY_RUN[name] else pytest.mark.exhaustive, id=f"{name}-{layout}")
+    (layout, name)
     for name, family in SEEING.items()
     for layout in LAYOUTS
     if layout_for(layout, experts=family.num_experts is not None) and first_chunk(layout) >= len(vision_of(name).deepstack)
@@ -67,22 +66,36 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[
     return get
 
 
-@pytest.mark.parametrize(("layout", "family"), CELLS)
+@pytest.mark.parametrize(
+    ("layout", "family", "names"),
+    matrix(
+        CELLS,
+        IN_EVERY_RUN,
+        one_by_one={("cp2", "qwen2_vl"), ("tp2+sp", "qwen3_vl"), ("ep2", "glm4v_moe")},
+        recomputed={("vpp2", "qwen2_5_vl"), ("tp2+sp", "qwen3_vl")},
+    ),
+)
 def test_every_layout_sees_what_transformers_sees(
-    parity_world: World, reference: Callable[[str], dict[str, Any]], seeing_report: Report, layout: str, family: str
+    parity_world: World,
+    reference: Callable[[str], dict[str, Any]],
+    seeing_report: Report,
+    layout: str,
+    family: str,
+    names: tuple[str, ...],
 ) -> None:
     expected = reference(family)
     of_ranks = layout_for(layout, experts=SEEING[family].num_experts is not None)
-    answers = parity_world.call(
-        run_family, expected["folder"], of_ranks, units(family), expected["media"], size=LAYOUTS[layout].world_size
-    )
+    arguments = (expected["folder"], of_ranks, units(family), expected["media"], names)
+    answers = parity_world.call(run_family, *arguments, size=LAYOUTS[layout].world_size)
     fused = fused_of(hf_config(family).to_dict())
     stored = (lambda tensors: dict(joined(fused, tensors.items()))) if fused else (lambda tensors: tensors)
     compare(expected, answers, partial(seeing_report.add, layout, family), stored)
 
 
-IN_TURNS = ("tp2", "tp2+sp", "pp2", "cp2", "dp2")
-IN_TURNS_IN_EVERY_RUN = {("qwen2_5_vl", "dp2"), ("qwen2_5_vl", "cp2"), ("qwen3_vl", "tp2+sp"), ("qwen3_vl", "pp2")}
+IN_TURNS = [
+    (layout, family) for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl") for layout in ("tp2", "tp2+sp", "pp2", "cp2", "dp2")
+]
+IN_TURNS_IN_EVERY_RUN = {("dp2", "qwen2_5_vl"), ("cp2", "qwen2_5_vl"), ("tp2+sp", "qwen3_vl"), ("pp2", "qwen3_vl")}
 
 
 @pytest.fixture(scope="module")
@@ -95,23 +108,18 @@ def of_turns(reference: Callable[[str], dict[str, Any]]) -> Callable[[str], dict
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("layout", "family"),
-    [
-        pytest.param(
-            layout, name, marks=() if (name, layout) in IN_TURNS_IN_EVERY_RUN else pytest.mark.exhaustive, id=f"{name}-{layout}"
-        )
-        for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-        for layout in IN_TURNS
-    ],
-)
+@pytest.mark.parametrize(("layout", "family", "names"), matrix(IN_TURNS, IN_TURNS_IN_EVERY_RUN, {("dp2", "qwen2_5_vl")}))
 def test_pictures_between_turns_are_seen_as_transformers_sees_them(
-    parity_world: World, of_turns: Callable[[str], dict[str, Any]], seeing_report: Report, layout: str, family: str
+    parity_world: World,
+    of_turns: Callable[[str], dict[str, Any]],
+    seeing_report: Report,
+    layout: str,
+    family: str,
+    names: tuple[str, ...],
 ) -> None:
-    expected, given = of_turns(family), units_of_turns(family)
-    answers = parity_world.call(
-        run_family, expected["folder"], LAYOUTS[layout], given, expected["media"], size=LAYOUTS[layout].world_size
-    )
+    expected = of_turns(family)
+    arguments = (expected["folder"], LAYOUTS[layout], units_of_turns(family), expected["media"], names)
+    answers = parity_world.call(run_family, *arguments, size=LAYOUTS[layout].world_size)
     compare(expected, answers, partial(seeing_report.add, f"{layout}, in turns", family))
 
 

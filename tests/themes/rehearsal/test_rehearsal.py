@@ -42,6 +42,9 @@ def rehearsed(
     return found, list(read_metrics(Path(found["steps"]["folder"]) / "metrics.jsonl"))
 
 
+# tests/themes/multinode, of which CI runs this part, kills one over two machines, and "an engine over both nodes" below has
+# such an engine
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.real
 def test_a_pipeline_over_two_nodes_and_an_engine_over_both_whose_second_process_is_killed(
@@ -72,21 +75,24 @@ def test_a_pipeline_over_two_nodes_and_an_engine_over_both_whose_second_process_
 
 @pytest.mark.slow
 @pytest.mark.real
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "size", "sections"),
     [
-        ("qwen3-235b-a22b", 2, {
+        pytest.param("llama-3.1-8b", 2, {
+            "policy": {"layout": {"tp": 2, "pp": 2}}, "rollout": {"engines": 1, "tp": 4, "prompts_per_step": 4},
+        }, id="an engine over both nodes"),
+        pytest.param("qwen3-235b-a22b", 2, {
             "policy": {"layout": {"tp": 2, "dp": 2, "ep": 4, "sequence_parallel": True}},
             "rollout": {"engines": 1, "tp": 4, "engine_args": {"ep_size": 2}, "prompts_per_step": 4},
-        }),
-        ("llama-3.1-8b", 4, {
+        }, id="experts over two nodes", marks=pytest.mark.exhaustive),
+        pytest.param("llama-3.1-8b", 4, {
             "policy": {"layout": {"tp": 2, "pp": 2}}, "rollout": {"engines": 2, "tp": 2, "weight_transport": "process_group"},
             "resources": {"placement": "separate"},
-        }),
-        ("qwen3-32b", 4, {"policy": {"layout": {"dp": 4}}, "rollout": {"engines": 4, "prompts_per_step": 4}}),
+        }, id="separate, by process groups", marks=pytest.mark.exhaustive),
+        pytest.param("qwen3-32b", 4, {
+            "policy": {"layout": {"dp": 4}}, "rollout": {"engines": 4, "prompts_per_step": 4},
+        }, id="an engine for each rank", marks=pytest.mark.exhaustive),
     ],
-    ids=["experts over two nodes", "separate, by process groups", "an engine for each rank"],
 )  # fmt: skip
 def test_other_runs_make_their_steps_and_engines_agree_with_the_trainer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, size: int, sections: dict[str, Any]
@@ -94,6 +100,10 @@ def test_other_runs_make_their_steps_and_engines_agree_with_the_trainer(
     found, rows = rehearsed(tmp_path, capsys, model, size, **sections)
     assert [int(row["step"]) for row in rows] == [1, 2]
     assert found["steps"]["log_prob_difference"] < 1e-4
+    placed = json.loads((Path(found["steps"]["folder"]) / "placement.json").read_text())
+    ranks = sections["rollout"].get("tp", 1)
+    for places in placed["engines"]:
+        assert len({place["node"] for place in places}) == max(1, ranks // size)
 
 
 @pytest.mark.slow
