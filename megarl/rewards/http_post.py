@@ -56,7 +56,7 @@ class Endpoint:
 def post_all(
     endpoint: Endpoint, bodies: Iterable[Body], read: Callable[[Any, Body], T], *, concurrency: int, until: float
 ) -> list[T]:
-    """Values that `read` makes of the answers to `bodies`, in order; at most `concurrency` of them are asked for at the same time.
+    """Values that `read` makes of the answers to `bodies`, in order; at most `concurrency` are asked for at the same time.
 
     Raises as `post` and `read` do.
     """

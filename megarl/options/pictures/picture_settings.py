@@ -14,7 +14,7 @@ from megarl.options.pictures.placeholders import Showable, expand
 
 @dataclass(frozen=True)
 class PictureSettings:
-    """Facts that are read of a model that takes pictures, and the folder that keeps them; a `ModelMedia` of `data/row_media.py`."""
+    """Facts of a model that takes pictures, and the folder that keeps them; a `ModelMedia` of `data/row_media.py`."""
 
     rules: PictureRules
     tokens: PictureTokens
