@@ -35,8 +35,10 @@ async def main() -> None:
     async def serve(number: int, task: dict[str, Any]) -> None:
         answer: dict[str, Any] = {"number": number, "reward": None, "failed": False, "why": "it ended without an error"}
         try:
-            given = AgentTask(**task)
-            returned = await (function(given) if inspect.iscoroutinefunction(function) else asyncio.to_thread(function, given))
+            agent_task = AgentTask(**task)
+            returned = await (
+                function(agent_task) if inspect.iscoroutinefunction(function) else asyncio.to_thread(function, agent_task)
+            )
             if returned is not None:
                 answer["reward"] = float(returned)
                 if not math.isfinite(answer["reward"]):
@@ -50,13 +52,13 @@ async def main() -> None:
     print(json.dumps({"number": -1}), file=answers, flush=True)
     running: dict[int, asyncio.Task[None]] = {}
     while line := await lines.readline():
-        asked = json.loads(line)
-        if "cancel" in asked:
-            if asked["cancel"] in running:
-                running[asked["cancel"]].cancel()
+        request = json.loads(line)
+        if "cancel" in request:
+            if request["cancel"] in running:
+                running[request["cancel"]].cancel()
             continue
-        number = asked["number"]
-        running[number] = asyncio.create_task(serve(number, asked["task"]))
+        number = request["number"]
+        running[number] = asyncio.create_task(serve(number, request["task"]))
         running[number].add_done_callback(lambda _, done=number: running.pop(done, None))  # type: ignore[misc]
 
 

@@ -174,7 +174,7 @@ class CommandAgent(Agent):
             self._running[process.pid] = task.api_key
             output = _LastWords(process)
             code = await _exit_code(process)
-            said = await output.until_now()
+            last_words = await output.until_now()
         except OSError as error:
             return AgentEnd(failed=True, why=f"it cannot be started: {error}")
         finally:
@@ -183,13 +183,13 @@ class CommandAgent(Agent):
                 del self._running[process.pid]
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
         if code:
-            return AgentEnd(failed=True, why=f"it exited with {code}: {said}")
+            return AgentEnd(failed=True, why=f"it exited with {code}: {last_words}")
         return AgentEnd()
 
     def _start(self, task: AgentTask, folder: Path) -> subprocess.Popen[bytes]:
-        given = {name: os.environ[name] for name in self._passed if name in os.environ}
+        passed = {name: os.environ[name] for name in self._passed if name in os.environ}
         environment = {
-            **given, "HOME": str(folder), "TMPDIR": str(folder), **endpoint_variables(task), **self._environment
+            **passed, "HOME": str(folder), "TMPDIR": str(folder), **endpoint_variables(task), **self._environment
         }  # fmt: skip
         with tempfile.TemporaryFile() as question:  # a pipe would have to be read
             question.write(json.dumps(asdict(task)).encode())

@@ -34,13 +34,13 @@ def read_request(body: Mapping[str, Any], keeper: MediaKeeper | None = None) -> 
     """
     if (body.get("tool_choice") or {"type": "auto"}).get("type") != "auto":
         raise RequestError("tool_choice must be left out, or of type 'auto'")
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
+    raw_messages = body.get("messages")
+    if not isinstance(raw_messages, list) or not raw_messages:
         raise RequestError("messages must be a list with at least one message")
     system = text_of(body.get("system"), "system")
     messages = [SessionMessage("system", system)] if system else []
-    for place, message in enumerate(given):
-        messages += _messages(message, f"messages[{place}]", keeper)
+    for index, message in enumerate(raw_messages):
+        messages += _messages(message, f"messages[{index}]", keeper)
     tools = [
         {
             "type": "function",
@@ -88,11 +88,11 @@ def _messages(given: Any, where: str, keeper: MediaKeeper | None) -> list[Sessio
         return [SessionMessage(role, text, calls, reasoning)]
     results = [(block, told_of(block.get("content"), where, keeper)) for block in by_type.get("tool_result", ())]
     answers = [
-        SessionMessage("tool", told.text, call_id=str(block.get("tool_use_id", "")), pictures=told.pictures)
-        for block, told in results
+        SessionMessage("tool", result.text, call_id=str(block.get("tool_use_id", "")), pictures=result.pictures)
+        for block, result in results
     ]
-    own = told_of([block for block in content if block.get("type") != "tool_result"], where, keeper)
-    return [*answers, SessionMessage(role, own.text, pictures=own.pictures)] if own.pieces or not answers else answers
+    rest = told_of([block for block in content if block.get("type") != "tool_result"], where, keeper)
+    return [*answers, SessionMessage(role, rest.text, pictures=rest.pictures)] if rest.pieces or not answers else answers
 
 
 def _call(block: Mapping[str, Any], where: str) -> SaidCall:
@@ -121,11 +121,11 @@ def events(turn: Turn, model: str) -> Iterator[dict[str, Any]]:
     whole = answer(turn, model)
     begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None, "usage": {**_usage(turn), "output_tokens": 0}}
     yield {"type": "message_start", "message": begun}
-    for place, block in enumerate(whole["content"]):
+    for index, block in enumerate(whole["content"]):
         empty, delta = _as_delta(block)
-        yield {"type": "content_block_start", "index": place, "content_block": empty}
-        yield {"type": "content_block_delta", "index": place, "delta": delta}
-        yield {"type": "content_block_stop", "index": place}
+        yield {"type": "content_block_start", "index": index, "content_block": empty}
+        yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
     delta = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
     yield {"type": "message_delta", "delta": delta, "usage": {"output_tokens": whole["usage"]["output_tokens"]}}
     yield {"type": "message_stop"}
@@ -138,12 +138,12 @@ def error(message: str, code: str) -> dict[str, Any]:
 
 
 def _blocks(turn: Turn) -> Iterator[dict[str, Any]]:
-    said = turn.said
-    if said.reasoning:
-        yield {"type": "thinking", "thinking": said.reasoning, "signature": ""}
-    if said.text or not said.calls:
-        yield {"type": "text", "text": said.text}
-    for call in said.calls:
+    message = turn.said
+    if message.reasoning:
+        yield {"type": "thinking", "thinking": message.reasoning, "signature": ""}
+    if message.text or not message.calls:
+        yield {"type": "text", "text": message.text}
+    for call in message.calls:
         yield {"type": "tool_use", "id": call.call_id, "name": call.name, "input": json.loads(call.arguments)}
 
 

@@ -49,12 +49,12 @@ class KeptTurns:
 
     async def __call__(self, ids: list[int], most: int, media: Sequence[Media] | None = None, /) -> Generation:
         question = (most, tuple(ids), tuple(shown.pixels for shown in media or ()))
-        kept, number = self._kept.setdefault(question, []), self._given[question]
+        generations, number = self._kept.setdefault(question, []), self._given[question]
         self._given[question] += 1
-        if number < len(kept):
-            return kept[number]
+        if number < len(generations):
+            return generations[number]
         generation = await self._sample(ids, most, media)
-        kept.append(generation)
+        generations.append(generation)
         return generation
 
 
@@ -75,10 +75,10 @@ async def with_agent(prompt: Prompt, number: int, sample: SampleTokens, context:
     limits = SessionLimits(context.max_turns, context.max_prompt_tokens + most, most, piece)
     end = AgentEnd()
     async with agents.at_once:
-        kept = KeptTurns(sample)
+        kept_turns = KeptTurns(sample)
         for _ in range(TRIES):
-            kept.begin_try()
-            session = AgentSession(limits, kept, agents.renderer, context.counts, agents.history, context.pictures)
+            kept_turns.begin_try()
+            session = AgentSession(limits, kept_turns, agents.renderer, context.counts, agents.history, context.pictures)
             end = await agents.act(session, prompt)
             if session.tree.turns and not end.with_process:
                 break
@@ -108,21 +108,21 @@ def samples_of(
     """Each branch of `tree` as a sample; every token that the policy sampled is in the mask of one of them. Pictures are files
     in `folder`."""
     samples: list[Sample] = []
-    for place, branch in enumerate(tree.branches()):
+    for index, branch in enumerate(tree.branches()):
         root, leaf = branch.turns[0], branch.turns[-1]
         text = tokenizer.decode(root.told_ids, skip_special_tokens=False)
         began = replace(prompt, prompt_ids=root.told_ids, prompt_text=text, media=list(root.told_media))
         transcript = Transcript(began, max_new_tokens)
         for turn, is_own in zip(branch.turns, branch.is_own, strict=True):
             if turn is not root:
-                told = [message.for_readers(folder) for message in turn.told]
-                transcript.append_observation(turn.told_ids, told, turn.told_media)
+                messages = [message.for_readers(folder) for message in turn.told]
+                transcript.append_observation(turn.told_ids, messages, turn.told_media)
             append = transcript.append_turn if is_own else transcript.append_earlier_turn
             append(turn.generation, template.turn_text(turn.generation))
-        made = transcript.sample(began, number, leaf.generation.finish_reason)
-        if place:
-            made = replace(made, sample_id=f"{made.sample_id}+{place}", branch_of=samples[0].sample_id)
-        samples.append(made)
+        sample = transcript.sample(began, number, leaf.generation.finish_reason)
+        if index:
+            sample = replace(sample, sample_id=f"{sample.sample_id}+{index}", branch_of=samples[0].sample_id)
+        samples.append(sample)
     return samples
 
 
@@ -161,8 +161,8 @@ def open_part(opening: EpisodeOpening) -> None:
         if settings.verifiers.environment:
             agent = _verifiers_agent(settings)
         elif sandboxes is not None and settings.command:
-            given = {name: os.environ[name] for name in settings.pass_environment if name in os.environ}
-            environment = {**given, **settings.environment}
+            passed = {name: os.environ[name] for name in settings.pass_environment if name in os.environ}
+            environment = {**passed, **settings.environment}
             agent = SandboxedAgent(settings.command, environment, sandboxes, settings.timeout_s)
         else:
             agent = open_agent(settings.command, function, settings.processes, settings.environment, settings.pass_environment)

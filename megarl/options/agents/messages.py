@@ -67,9 +67,9 @@ class SessionMessage:
         Thoughts are not compared, because most clients drop them, nor are ids of calls, nor white space at the ends of what an
         assistant said, which many clients take off.
         """
-        mine, its = (self.text, other.text) if self.role != "assistant" else (self.text.strip(), other.text.strip())
+        text, other_text = (self.text, other.text) if self.role != "assistant" else (self.text.strip(), other.text.strip())
         same_calls = [call.meaning for call in self.calls] == [call.meaning for call in other.calls]
-        return (self.role, mine, self.pictures) == (other.role, its, other.pictures) and same_calls
+        return (self.role, text, self.pictures) == (other.role, other_text, other.pictures) and same_calls
 
     def for_template(self, tool_name: str = "tool") -> dict[str, Any]:
         """The message as a chat template takes it. `tool_name` is that of a tool's message without one."""
@@ -186,14 +186,14 @@ def _is_picture(part: Any) -> bool:
 
 def _data_url(part: Mapping[str, Any], where: str) -> str:
     """The picture in its part. Neither files nor addresses are read: what an agent names may be what the policy said."""
-    given = part.get("source") if part["type"] == "image" else part.get("image_url")
-    if isinstance(given, Mapping) and given.get("type") == "base64":
-        given = f"data:{given.get('media_type')};base64,{given.get('data')}"
-    elif isinstance(given, Mapping):
-        given = given.get("url")
-    if not isinstance(given, str) or not given.startswith("data:"):
+    source = part.get("source") if part["type"] == "image" else part.get("image_url")
+    if isinstance(source, Mapping) and source.get("type") == "base64":
+        source = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    elif isinstance(source, Mapping):
+        source = source.get("url")
+    if not isinstance(source, str) or not source.startswith("data:"):
         raise RequestError(f"{where}.content has a picture that is no data: URL; addresses, files and ids are not read here")
-    return given
+    return source
 
 
 def checked_tools(tools: Any) -> tuple[dict[str, Any], ...]:
@@ -202,11 +202,11 @@ def checked_tools(tools: Any) -> tuple[dict[str, Any], ...]:
     Raises:
         RequestError: they are no list of functions with names.
     """
-    given = [] if tools is None else tools
-    is_list = isinstance(given, list) and all(isinstance(tool, dict) and tool.get("type") == "function" for tool in given)
-    if not is_list or not all(isinstance(tool.get("function"), dict) and tool["function"].get("name") for tool in given):
+    schemas = [] if tools is None else tools
+    is_list = isinstance(schemas, list) and all(isinstance(tool, dict) and tool.get("type") == "function" for tool in schemas)
+    if not is_list or not all(isinstance(tool.get("function"), dict) and tool["function"].get("name") for tool in schemas):
         raise RequestError("tools must be a list of {'type': 'function', 'function': {'name': ..., 'parameters': ...}}")
-    return tuple(given)
+    return tuple(schemas)
 
 
 def stop_strings(value: Any, name: str) -> tuple[str, ...]:
@@ -215,10 +215,10 @@ def stop_strings(value: Any, name: str) -> tuple[str, ...]:
     Raises:
         RequestError: it is something else.
     """
-    given = [value] if isinstance(value, str) else value or []
-    if not isinstance(given, list) or len(given) > MOST_STOPS or not all(isinstance(stop, str) for stop in given):
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(stop, str) for stop in stops):
         raise RequestError(f"{name} must be a string, or a list of at most {MOST_STOPS} strings")
-    return tuple(filter(None, given))
+    return tuple(filter(None, stops))
 
 
 def positive(value: Any, name: str) -> int | None:

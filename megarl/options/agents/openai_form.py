@@ -41,14 +41,14 @@ def read_request(body: Mapping[str, Any], keeper: MediaKeeper | None = None) -> 
         raise RequestError(
             "response_format must be left out, or of type 'text': a grammar would change what the policy samples"
         )
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
+    raw_messages = body.get("messages")
+    if not isinstance(raw_messages, list) or not raw_messages:
         raise RequestError("messages must be a list with at least one message")
     stream_options = body.get("stream_options") or {}
     most = body.get("max_completion_tokens")
     return ChatRequest(
         model=str(body.get("model", "")),
-        messages=tuple(_message(message, f"messages[{place}]", keeper) for place, message in enumerate(given)),
+        messages=tuple(_message(message, f"messages[{index}]", keeper) for index, message in enumerate(raw_messages)),
         tools=checked_tools(body.get("tools")),
         max_tokens=positive(most if most is not None else body.get("max_tokens"), "max_tokens"),
         stream=bool(body.get("stream")),
@@ -70,15 +70,15 @@ def _message(given: Any, where: str, keeper: MediaKeeper | None) -> SessionMessa
     role = given.get("role") if isinstance(given, dict) else None
     if role not in ROLES:
         raise RequestError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}")
-    reasoning, told = given.get("reasoning_content"), told_of(given.get("content"), where, keeper)
+    reasoning, content = given.get("reasoning_content"), told_of(given.get("content"), where, keeper)
     return SessionMessage(
         ROLES[role],
-        told.text,
+        content.text,
         tuple(_call(call, where) for call in given.get("tool_calls") or ()),
         reasoning if isinstance(reasoning, str) else "",
         str(given.get("tool_call_id") or ""),
         str(given.get("name") or ""),
-        told.pictures,
+        content.pictures,
     )
 
 
@@ -125,8 +125,8 @@ def _deltas(turn: Turn) -> Iterator[dict[str, Any]]:
         yield {"delta": {"reasoning_content": turn.said.reasoning}}
     if turn.said.text:
         yield {"delta": {"content": turn.said.text}}
-    for place, call in enumerate(turn.said.calls):
-        yield {"delta": {"tool_calls": [{"index": place, **_call_form(call)}]}}
+    for index, call in enumerate(turn.said.calls):
+        yield {"delta": {"tool_calls": [{"index": index, **_call_form(call)}]}}
     yield {"delta": {}, "finish_reason": _finish_reason(turn)}
 
 

@@ -86,8 +86,8 @@ def _messages(given: Any, keeper: MediaKeeper | None) -> list[SessionMessage]:
     if not isinstance(given, list) or not given:
         raise RequestError("input must be text, or a list with at least one item")
     messages: list[SessionMessage] = []
-    for place, item in enumerate(given):
-        message = _message(item, f"input[{place}]", keeper)
+    for index, item in enumerate(given):
+        message = _message(item, f"input[{index}]", keeper)
         if messages and messages[-1].role == message.role == "assistant":
             first = messages.pop()
             reasoning = first.reasoning + message.reasoning
@@ -103,15 +103,15 @@ def _message(item: Any, where: str, keeper: MediaKeeper | None) -> SessionMessag
     if kind == "reasoning":
         return SessionMessage("assistant", "", reasoning=text_of(_renamed(item.get("content") or []), where))
     if kind == "function_call_output":
-        told = told_of(_renamed(item.get("output")), where, keeper)
-        return SessionMessage("tool", told.text, call_id=str(item.get("call_id") or ""), pictures=told.pictures)
+        content = told_of(_renamed(item.get("output")), where, keeper)
+        return SessionMessage("tool", content.text, call_id=str(item.get("call_id") or ""), pictures=content.pictures)
     if kind == "function_call":
         refusal = f"{where} must have a name, and the JSON text of an object as arguments"
         return SessionMessage("assistant", "", (said_call(item, item.get("call_id"), refusal),))
     if item.get("role") not in ROLES:
         raise RequestError(f"{where}.role is {item.get('role')!r}; it must be one of {', '.join(ROLES)}")
-    told = told_of(_renamed(item.get("content")), where, keeper)
-    return SessionMessage(ROLES[item["role"]], told.text, pictures=told.pictures)
+    content = told_of(_renamed(item.get("content")), where, keeper)
+    return SessionMessage(ROLES[item["role"]], content.text, pictures=content.pictures)
 
 
 def _renamed(content: Any) -> Any:
@@ -151,15 +151,15 @@ def answer(turn: Turn, given: ResponseRequest, body: Mapping[str, Any], created:
 
 
 def _items(turn: Turn, status: str) -> Iterator[dict[str, Any]]:
-    said = turn.said
-    if said.reasoning:
-        thought = [{"type": "reasoning_text", "text": said.reasoning}]
+    message = turn.said
+    if message.reasoning:
+        thought = [{"type": "reasoning_text", "text": message.reasoning}]
         yield {"id": f"rs_{turn.number}", "type": "reasoning", "summary": [], "content": thought, "status": status}
-    if said.text or not said.calls:
-        parts: list[dict[str, Any]] = [{"type": "output_text", "text": said.text, "annotations": []}]
+    if message.text or not message.calls:
+        parts: list[dict[str, Any]] = [{"type": "output_text", "text": message.text, "annotations": []}]
         yield {"id": f"msg_{turn.number}", "type": "message", "role": "assistant", "status": status, "content": parts}
-    for place, call in enumerate(said.calls):
-        names = {"id": f"fc_{turn.number}_{place}", "type": "function_call", "call_id": call.call_id, "name": call.name}
+    for index, call in enumerate(message.calls):
+        names = {"id": f"fc_{turn.number}_{index}", "type": "function_call", "call_id": call.call_id, "name": call.name}
         yield {**names, "arguments": call.arguments, "status": status}
 
 
@@ -178,14 +178,14 @@ def _usage(turn: Turn) -> dict[str, Any]:
 def events(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The response `whole` as the events of a stream, in their order."""
     begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-    inner = (event for place, item in enumerate(whole["output"]) for event in _item_events(item, place))
-    told = [
+    inner = (event for index, item in enumerate(whole["output"]) for event in _item_events(item, index))
+    stream = [
         {"type": "response.created", "response": begun},
         {"type": "response.in_progress", "response": begun},
         *inner,
         {"type": f"response.{whole['status']}", "response": whole},
     ]
-    for number, event in enumerate(told):
+    for number, event in enumerate(stream):
         yield {**event, "sequence_number": number}
 
 

@@ -134,27 +134,27 @@ class SessionServer:
 
     async def _chat_completion(self, request: web.Request) -> web.StreamResponse:
         session, body = self._session(request), await _body(request)
-        asked = await _read(session, openai_form.read_request, body)
-        turns, created = await self._turns(session, asked, request), int(time.time())
-        chunks = openai_form.chunks(turns, asked.model, created, with_usage=asked.with_usage)
+        chat = await _read(session, openai_form.read_request, body)
+        turns, created = await self._turns(session, chat, request), int(time.time())
+        chunks = openai_form.chunks(turns, chat.model, created, with_usage=chat.with_usage)
         lines = chain((f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), ["data: [DONE]\n\n"])
-        return await _deliver(request, turns, openai_form.answer(turns, asked.model, created), lines if asked.stream else None)
+        return await _deliver(request, turns, openai_form.answer(turns, chat.model, created), lines if chat.stream else None)
 
     async def _response(self, request: web.Request) -> web.StreamResponse:
         session, body = self._session(request), await _body(request)
-        given = await _read(session, responses_form.read_request, body, session.conversations)
-        turns, created = await self._turns(session, given.chat, request), int(time.time())
-        whole = responses_form.answer(turns[0], given, body, created)
-        session.conversations[whole["id"]] = (*given.conversation, turns[0].said)
+        response_request = await _read(session, responses_form.read_request, body, session.conversations)
+        turns, created = await self._turns(session, response_request.chat, request), int(time.time())
+        whole = responses_form.answer(turns[0], response_request, body, created)
+        session.conversations[whole["id"]] = (*response_request.conversation, turns[0].said)
         events = map(_event, responses_form.events(whole))
-        return await _deliver(request, turns, whole, events if given.chat.stream else None)
+        return await _deliver(request, turns, whole, events if response_request.chat.stream else None)
 
     async def _message(self, request: web.Request) -> web.StreamResponse:
         session, body = self._session(request), await _body(request)
-        asked = await _read(session, anthropic_form.read_request, body)
-        turns = await self._turns(session, asked, request)
-        events = map(_event, anthropic_form.events(turns[0], asked.model))
-        return await _deliver(request, turns, anthropic_form.answer(turns[0], asked.model), events if asked.stream else None)
+        chat = await _read(session, anthropic_form.read_request, body)
+        turns = await self._turns(session, chat, request)
+        events = map(_event, anthropic_form.events(turns[0], chat.model))
+        return await _deliver(request, turns, anthropic_form.answer(turns[0], chat.model), events if chat.stream else None)
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         session, body = self._session(request), await _body(request)

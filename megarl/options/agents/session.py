@@ -113,19 +113,19 @@ class AgentSession:
             raise RequestError("the episode of this key has ended", "episode_ended", 410)
         if request.messages[-1].role == "assistant":
             raise RequestError("the last message is the assistant's; it must be the user's or a tool's")
-        parent, told, tokens = self._placed(request)
-        answers = [turn for turn in self.tree.answers(parent, told, request.tools_key) if turn not in taken]
-        question = (parent, told, request.tools_key)
-        pending = next((one for one in self._pending if one.question == question and not one.waiting), None)
+        parent, messages, tokens = self._placed(request)
+        answers = [turn for turn in self.tree.answers(parent, messages, request.tools_key) if turn not in taken]
+        question = (parent, messages, request.tools_key)
+        pending = next((entry for entry in self._pending if entry.question == question and not entry.waiting), None)
         # first what has reached nobody, because its client went away; last what was sent but may not have arrived
-        found = next((turn for turn in answers if not turn.is_delivered), None)
-        if found is None and pending is None and request.is_retry and answers:
-            found = answers[-1]
-        if found is not None:
-            taken.append(found)
-            return found
+        answer = next((turn for turn in answers if not turn.is_delivered), None)
+        if answer is None and pending is None and request.is_retry and answers:
+            answer = answers[-1]
+        if answer is not None:
+            taken.append(answer)
+            return answer
         if pending is None:
-            pending = self._begin(request, parent, told, tokens)
+            pending = self._begin(request, parent, messages, tokens)
         pending.waiting += 1
         try:
             return await asyncio.shield(pending.task)
@@ -208,7 +208,7 @@ class AgentSession:
     ) -> Turn:
         self.counts["turns"] += 1
         before, shown = (parent.ids, parent.media) if parent is not None else ([], [])
-        shown += (one.moved(len(before)) for one in tokens.media)
+        shown += (picture.moved(len(before)) for picture in tokens.media)
         try:
             generation, stopped = await self._sampled(request, before + tokens.ids, most, shown)
         except MegarlError as error:
@@ -217,8 +217,8 @@ class AgentSession:
             raise RequestError("the engine failed; the episode is begun anew", "engine_failed", 503) from error
         text = stopped.text if stopped is not None else self._renderer(request.tools).turn_text(generation)
         by = stopped.by if stopped is not None else None
-        said = self._said(text, request)
-        return self.tree.add(parent, request.tools_key, told, tokens.ids, generation, said, by, tokens.media)
+        message = self._said(text, request)
+        return self.tree.add(parent, request.tools_key, told, tokens.ids, generation, message, by, tokens.media)
 
     async def _sampled(
         self, request: ChatRequest, ids: list[int], most: int, media: list[Media]
@@ -244,7 +244,7 @@ class AgentSession:
         if malformed:
             return SessionMessage("assistant", text, reasoning=parts.reasoning)
         calls = tuple(
-            SaidCall(call.name, as_json(call.arguments), f"call_{number}_{place}") for place, call in enumerate(parts.calls)
+            SaidCall(call.name, as_json(call.arguments), f"call_{number}_{index}") for index, call in enumerate(parts.calls)
         )
         return SessionMessage("assistant", parts.text, calls, parts.reasoning)
 

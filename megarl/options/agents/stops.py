@@ -50,14 +50,14 @@ async def sample_until(
     taken: Generation | None = None
     while True:
         have = len(taken.response_ids) if taken is not None else 0
-        asked = min(piece_tokens, most - have)
-        piece = await sample([*ids, *(taken.response_ids if taken is not None else ())], asked)
+        limit = min(piece_tokens, most - have)
+        piece = await sample([*ids, *(taken.response_ids if taken is not None else ())], limit)
         taken = piece if taken is None else behind(taken, piece)
-        found = _first(stops, taken.response_ids, have, text_of)
-        if found is not None:
-            length, stopped = found
+        first_stop = _first(stops, taken.response_ids, have, text_of)
+        if first_stop is not None:
+            length, stopped = first_stop
             return _cut(taken, len(ids), length), len(taken.response_ids) - length, stopped
-        may_go_on = piece.finish_reason == "length" and len(piece.response_ids) == asked
+        may_go_on = piece.finish_reason == "length" and len(piece.response_ids) == limit
         if not may_go_on or len(taken.response_ids) == most:
             return taken, 0, None
 

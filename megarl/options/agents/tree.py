@@ -40,11 +40,11 @@ class Turn:
     @property
     def path(self) -> list[Turn]:
         """The turns from the root to this one."""
-        found, turn = [self], self.parent
+        turns, turn = [self], self.parent
         while turn is not None:
-            found.append(turn)
+            turns.append(turn)
             turn = turn.parent
-        return found[::-1]
+        return turns[::-1]
 
     @property
     def messages(self) -> int:
@@ -59,11 +59,11 @@ class Turn:
     @property
     def media(self) -> list[Media]:
         """All pictures among these."""
-        found, start = list[Media](), 0
+        pictures, start = list[Media](), 0
         for turn in self.path:
-            found += (shown.moved(start) for shown in turn.told_media)
+            pictures += (shown.moved(start) for shown in turn.told_media)
             start += len(turn.told_ids) + len(turn.generation.response_ids)
-        return found
+        return pictures
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,14 @@ class TurnTree:
         reached: dict[Turn | None, int] = {None: 0}
         for turn in self.turns:  # parents come before their children
             start = reached.get(turn.parent)
-            said = (*turn.told, turn.said)
-            if start is None or turn.tools_key != tools_key or start + len(said) > len(messages):
+            turn_messages = (*turn.told, turn.said)
+            if start is None or turn.tools_key != tools_key or start + len(turn_messages) > len(messages):
                 continue
-            if all(one.is_same(other) for one, other in zip(said, messages[start : start + len(said)], strict=True)):
-                reached[turn] = start + len(said)
+            if all(
+                message.is_same(other)
+                for message, other in zip(turn_messages, messages[start : start + len(turn_messages)], strict=True)
+            ):
+                reached[turn] = start + len(turn_messages)
                 if reached[turn] >= length:
                     best, length = turn, reached[turn]
         return best, length
@@ -128,12 +131,12 @@ class TurnTree:
         reached: dict[Turn | None, int] = {None: 0}
         for turn in self.turns:
             start = reached.get(turn.parent)
-            own = [*turn.told_ids, *turn.generation.response_ids]
-            if start is None or list(ids[start : start + len(own)]) != own:
+            turn_ids = [*turn.told_ids, *turn.generation.response_ids]
+            if start is None or list(ids[start : start + len(turn_ids)]) != turn_ids:
                 continue
-            shown = [one for one in media if start <= one.place < start + len(own)]
-            if shown == [one.moved(start) for one in turn.told_media]:
-                reached[turn] = start + len(own)
+            shown = [picture for picture in media if start <= picture.place < start + len(turn_ids)]
+            if shown == [picture.moved(start) for picture in turn.told_media]:
+                reached[turn] = start + len(turn_ids)
                 if best is None or reached[turn] >= reached[best]:
                     best = turn
         return best
@@ -147,9 +150,9 @@ class TurnTree:
         """A branch for every leaf, that of the last turn first; every turn is some branch's own, and of one only."""
         leaves = [turn for turn in reversed(self.turns) if not turn.children]
         counted: set[int] = set()
-        found: list[Branch] = []
+        branches: list[Branch] = []
         for leaf in leaves:
             path = leaf.path
-            found.append(Branch(path, [turn.number not in counted for turn in path]))
+            branches.append(Branch(path, [turn.number not in counted for turn in path]))
             counted |= {turn.number for turn in path}
-        return found
+        return branches

@@ -32,9 +32,9 @@ async def solve(task: Any) -> float:
     from verifiers.clients.openai_chat_completions_client import OpenAIChatCompletionsClient
 
     row = {key: task.row[key] for key in ("prompt", "answer", "info", "example_id") if task.row.get(key) is not None}
-    given = {"example_id": 0, "info": {}, **row}
+    example = {"example_id": 0, "info": {}, **row}
     async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
-        acting = environment(os.environ[VARIABLE]).run_rollout(given, OpenAIChatCompletionsClient(client), task.model, {})
+        acting = environment(os.environ[VARIABLE]).run_rollout(example, OpenAIChatCompletionsClient(client), task.model, {})
         output = await acting
     if output.get("error") and not output.get("trajectory") and not output.get("completion"):
         raise RuntimeError(f"the environment failed: {output['error']}")
@@ -43,8 +43,8 @@ async def solve(task: Any) -> float:
 
 def rows(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of an environment's data set."""
-    found = environment(json.dumps({"environment": name, "arguments": arguments})).get_dataset()
-    return [{key: row[key] for key in row if row[key] is not None} for row in found]
+    dataset = environment(json.dumps({"environment": name, "arguments": arguments})).get_dataset()
+    return [{key: row[key] for key in row if row[key] is not None} for row in dataset]
 
 
 if __name__ == "__main__":

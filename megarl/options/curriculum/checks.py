@@ -49,7 +49,7 @@ def _check_fields(curriculum: CurriculumConfig, train: SourceConfig) -> None:
         check_bounds(f"{name}.min", stage.min, f"{name}.max", stage.max)
     low, high = curriculum.min_pass_rate, curriculum.max_pass_rate
     check_bounds(f"{field}.min_pass_rate", low, f"{field}.max_pass_rate", high)
-    for one in () if curriculum.bounds_pass_rates else ("pass_rate_memory", "pause_epochs"):
-        if getattr(curriculum, one) != getattr(defaults, one):
+    for setting in () if curriculum.bounds_pass_rates else ("pass_rate_memory", "pause_epochs"):
+        if getattr(curriculum, setting) != getattr(defaults, setting):
             remedy = f"set {field}.min_pass_rate or {field}.max_pass_rate, or remove it"
-            raise ConfigError.needs(f"{field}.{one}", "bounds of pass rates", remedy)
+            raise ConfigError.needs(f"{field}.{setting}", "bounds of pass rates", remedy)

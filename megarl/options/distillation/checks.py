@@ -19,8 +19,8 @@ def check(config: Config) -> None:
     """Raise ConfigError for the first pair of fields that contradict each other."""
     teacher = teacher_of(config)
     check_megatron("teacher.megatron", teacher.megatron or {}, is_trained=False)
-    for place, one in enumerate(teacher.named):
-        check_megatron(f"teacher.named[{place}].megatron", one.megatron or {}, is_trained=False)
+    for index, named_teacher in enumerate(teacher.named):
+        check_megatron(f"teacher.named[{index}].megatron", named_teacher.megatron or {}, is_trained=False)
     _check_teachers(config)
     distillation, default = distillation_of(config.algorithm), DistillationConfig()
     read = ("reward_coef", *_READ_BY[distillation.apply_to]) if distillation.coef else ()
@@ -56,7 +56,7 @@ def _check_teachers(config: Config) -> None:
         raise ConfigError.needs(field, what, f"set {_FIELD}.coef, or algorithm.advantage or policy_loss, or remove {field}")
     if not teacher.named and teacher.data_key != type(teacher)().data_key:
         raise ConfigError.needs("teacher.data_key", "teachers that rows name", "set teacher.named, or remove teacher.data_key")
-    name, times = next(iter(Counter(one.name for one in teacher.named).most_common(1)), ("", 0))
+    name, times = next(iter(Counter(named_teacher.name for named_teacher in teacher.named).most_common(1)), ("", 0))
     if times > 1:
         raise ConfigError.of("teacher.named", name, f"{times} teachers are called", allowed="different for each teacher")
 

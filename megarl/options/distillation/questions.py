@@ -20,8 +20,8 @@ def further_roles(config: Config) -> tuple[ConfiguredRole, ...]:
     if not needs_teacher(config):
         return ()
     named = (
-        ConfiguredRole(one.role, one.path, f"{section}.path", one.layout, None, section=section, megatron=one.megatron)
-        for section, one in ((f"teacher.named[{place}]", one) for place, one in enumerate(teacher.named))
+        ConfiguredRole(entry.role, entry.path, f"{section}.path", entry.layout, None, section=section, megatron=entry.megatron)
+        for section, entry in ((f"teacher.named[{index}]", entry) for index, entry in enumerate(teacher.named))
     )
     if teacher.path is None:
         return (*named,)

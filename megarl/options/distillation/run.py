@@ -37,7 +37,7 @@ class Teachers(StepPart):
         self.config, self.teacher = config, teacher_of(config)
         self.distillation = settings = distillation_of(config.algorithm)
         self.rewards_are_read = bool(settings.reward_coef)
-        self.role_of = {one.name: one.role for one in self.teacher.named}
+        self.role_of = {named_teacher.name: named_teacher.role for named_teacher in self.teacher.named}
         self.top_k: TopK | None = None
         """Ids that all these models have, the likeliest of which are asked for."""
         if settings.in_loss:

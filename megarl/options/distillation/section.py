@@ -83,7 +83,7 @@ class TeacherConfig(Section):
     @property
     def folders(self) -> dict[str, str]:
         """Every teacher's folder, by the config field that names it."""
-        named = {f"teacher.named[{place}].path": one.path for place, one in enumerate(self.named)}
+        named = {f"teacher.named[{index}].path": teacher.path for index, teacher in enumerate(self.named)}
         return ({"teacher.path": self.path} if self.path is not None else {}) | named
 
 

@@ -19,7 +19,7 @@ def shrink(config: Config, tree: dict[str, Any], model: Path, *, vocabulary: int
     distillation, teacher = distillation_of(config.algorithm), teacher_of(config)
     if distillation.in_loss:
         tree["algorithm"]["distillation"]["top_k"] = min(distillation.top_k, vocabulary)
-    named = [_small(one.layout, model) | {"name": one.name} for one in teacher.named]
+    named = [_small(named_teacher.layout, model) | {"name": named_teacher.name} for named_teacher in teacher.named]
     tree["teacher"] = _small(teacher.layout, model) | {"named": named}
 
 

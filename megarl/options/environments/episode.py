@@ -73,10 +73,10 @@ async def _episode(prompt: Prompt, number: int, sample: SampleTokens, context: E
             if turn == context.max_turns:
                 break
             messages = _cut(await _messages(observation, prompt, context), context)
-            told = context.chat.between(messages, generation.response_ids[-1])
-            if len(told.ids) >= transcript.room:
+            tokens = context.chat.between(messages, generation.response_ids[-1])
+            if len(tokens.ids) >= transcript.room:
                 break
-            transcript.append_observation(told.ids, context.as_turns(messages), told.media)
+            transcript.append_observation(tokens.ids, context.as_turns(messages), tokens.media)
         return transcript.sample(prompt, number, finish_reason, {EPISODE_REWARD: sum(transcript.turn_rewards, 0.0)})
     finally:
         close = getattr(environment, "close", None)
@@ -109,37 +109,37 @@ async def _opening(prompt: Prompt, observation: Any, context: EpisodeContext) ->
     messages = await _messages(observation, prompt, context)
     system = context.system_prompt if messages[0]["role"] != "system" else None
     try:
-        text, told = context.chat.opening(messages, system=system)
+        text, tokens = context.chat.opening(messages, system=system)
     except EpisodeError as error:
         raise EpisodeError(f"the environment {context.shared.name} cannot begin row {prompt.row_id}: {error}") from None
-    if len(told.ids) > context.max_prompt_tokens:
-        of_pictures = f", {sum(one.tokens for one in told.media)} of them for pictures" if told.media else ""
+    if len(tokens.ids) > context.max_prompt_tokens:
+        of_pictures = f", {sum(picture.tokens for picture in tokens.media)} of them for pictures" if tokens.media else ""
         raise EpisodeError(
-            f"the environment begins row {prompt.row_id} with {len(told.ids)} tokens{of_pictures}, but data.max_prompt_tokens "
-            f"is {context.max_prompt_tokens}; raise it, or say less in reset"
+            f"the environment begins row {prompt.row_id} with {len(tokens.ids)} tokens{of_pictures}, but "
+            f"data.max_prompt_tokens is {context.max_prompt_tokens}; raise it, or say less in reset"
         )
-    return replace(prompt, prompt_ids=told.ids, prompt_text=text, media=told.media)
+    return replace(prompt, prompt_ids=tokens.ids, prompt_text=text, media=tokens.media)
 
 
 async def _messages(observation: Any, prompt: Prompt, context: EpisodeContext) -> list[ToldMessage]:
     """An observation as chat messages, its pictures kept: what is no list of messages is one user message."""
-    is_chat = isinstance(observation, list) and all(isinstance(one, dict) and "role" in one for one in observation)
-    given = observation if is_chat else [{"role": "user", "content": observation}]
+    is_chat = isinstance(observation, list) and all(isinstance(entry, dict) and "role" in entry for entry in observation)
+    messages = observation if is_chat else [{"role": "user", "content": observation}]
     try:
-        contents = [_pieces(message["content"]) for message in given if isinstance(message["role"], str)]
+        contents = [_pieces(message["content"]) for message in messages if isinstance(message["role"], str)]
     except PictureError as error:
         raise _of_pictures(prompt, context, error) from error
     except KeyError:
         contents = []
-    if not contents or len(contents) < len(given) or any(pieces is None for pieces in contents):
+    if not contents or len(contents) < len(messages) or any(pieces is None for pieces in contents):
         raise EpisodeError(
             f"the environment observed a {type(observation).__name__}; it must be text or a list of chat messages, each "
             "with 'role' and 'content', or text with pictures: {'text': ..., 'images': [...]}"
         )
-    found: list[ToldMessage] = []
-    for message, pieces in zip(given, contents, strict=True):
-        found.append({**message, "content": await _kept(pieces or [], prompt, context)})
-    return found
+    told_messages: list[ToldMessage] = []
+    for message, pieces in zip(messages, contents, strict=True):
+        told_messages.append({**message, "content": await _kept(pieces or [], prompt, context)})
+    return told_messages
 
 
 def _pieces(content: Any) -> Pieces | None:
@@ -173,7 +173,7 @@ def _cut(messages: list[ToldMessage], context: EpisodeContext) -> list[ToldMessa
     assert context.chat is not None
     texts = [context.chat.cut(message["content"], context.tool_max_tokens) for message in messages]
     context.counts["tool_cuts"] += sum(was_cut for _, was_cut in texts)
-    return [{**message, "content": told} for message, (told, _) in zip(messages, texts, strict=True)]
+    return [{**message, "content": text} for message, (text, _) in zip(messages, texts, strict=True)]
 
 
 def _checked(answer: Any) -> tuple[Any, float, bool]:

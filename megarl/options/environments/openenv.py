@@ -48,10 +48,10 @@ class OpenEnvironment:
             self._socket = await self._http.ws_connect(address, max_msg_size=MAX_MESSAGE_BYTES)
         except (aiohttp.ClientError, OSError) as error:
             raise OpenEnvError(f"{settings.url} (rollout.episode.openenv.url) cannot be reached: {error}") from None
-        given = prompt.row.get(settings.reset_key) if settings.reset_key is not None else {}
-        if not isinstance(given, dict):
+        arguments = prompt.row.get(settings.reset_key) if settings.reset_key is not None else {}
+        if not isinstance(arguments, dict):
             raise OpenEnvError(f"'{settings.reset_key}' of row {prompt.row_id} must be an object of arguments for reset")
-        answer = await self._ask({"type": "reset", "data": {"seed": zlib.crc32(prompt.row_id.encode()), **given}})
+        answer = await self._ask({"type": "reset", "data": {"seed": zlib.crc32(prompt.row_id.encode()), **arguments}})
         return self._told(answer)
 
     async def step(self, text: str) -> tuple[str, float, bool]:
@@ -110,8 +110,8 @@ class OpenEnvironment:
                 raise OpenEnvError(
                     f"an observation has no '{key}' (rollout.episode.openenv.observation_key); it has {', '.join(observation)}"
                 )
-            found = observation[key]
-            return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+            value = observation[key]
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         if len(observation) == 1:
             [only] = observation.values()
             if isinstance(only, str):
@@ -123,8 +123,8 @@ def _without_redirects() -> aiohttp.TraceConfig:
     """What refuses to be led to another server, which would get what is said in the episode."""
 
     async def refuse(session: Any, context: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
-        place = params.response.headers.get("Location", "")
-        raise OpenEnvError(f"{params.url} names '{place[:200]}' instead, which is not followed")
+        location = params.response.headers.get("Location", "")
+        raise OpenEnvError(f"{params.url} names '{location[:200]}' instead, which is not followed")
 
     tracing = aiohttp.TraceConfig()
     tracing.on_request_redirect.append(refuse)

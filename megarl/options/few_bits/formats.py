@@ -114,16 +114,16 @@ class FewBits:
                 "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4_WEIGHTS | {"group_size": self.group}}},
                 "ignore": ["lm_head", NOT_EXPERTS],
             }
-        kept = {
+        unquantised = {
             name.removesuffix(".weight")
             for rule in weight_map.bound_rules()
             if rule.layer is not None and not self.applies_to(rule.megatron_name)
             for name, shape in rule.hf_shapes.items()
             if len(shape) == 2 and name.endswith(".weight")
         }
-        said = {"quant_method": "fp8" if self.name == "fp8-block" else "mxfp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+        method = {"quant_method": "fp8" if self.name == "fp8-block" else "mxfp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
         block = [FP8_BLOCK, FP8_BLOCK] if self.name == "fp8-block" else [1, MX_GROUP]
-        return {**said, "weight_block_size": block, "modules_to_not_convert": ["lm_head", *sorted(kept)]}
+        return {**method, "weight_block_size": block, "modules_to_not_convert": ["lm_head", *sorted(unquantised)]}
 
     def check_model(self, hf_config: dict[str, Any]) -> None:
         """Refuse a model that is not stored in the format, or of which engines would quantise other weights than megarl.
@@ -198,8 +198,8 @@ def stored_format(hf_config: Mapping[str, Any]) -> FewBits:
         ModelError: they are quantised in another way, or the model is of a family that is not served so.
     """
     quantisation = hf_config["quantization_config"]
-    found = _format_of(quantisation)
-    if found is None:
+    few_bits = _format_of(quantisation)
+    if few_bits is None:
         what = {name: quantisation[name] for name in ("quant_method", "weight_block_size", "format") if name in quantisation}
         raise ModelError(
             f"config.json: quantization_config says {what}, but weights can only be sent to, and read from, a folder that is "
@@ -208,10 +208,10 @@ def stored_format(hf_config: Mapping[str, Any]) -> FewBits:
             f"{', '.join(map(str, INT4_GROUPS))}"
         )
     plain = {name: value for name, value in hf_config.items() if name != "quantization_config"}
-    found.check_model(plain)
-    if found.name == "int4":
+    few_bits.check_model(plain)
+    if few_bits.name == "int4":
         _check_ignored(quantisation, architecture_for(plain).weight_map(plain))
-    return found
+    return few_bits
 
 
 def _format_of(quantisation: Mapping[str, Any]) -> FewBits | None:

@@ -117,9 +117,9 @@ def quantise_shard(
     Collective over the ranks that hold the parameter. `hf_from_shards` makes the whole tensors of the float8 shards.
     Scales are float32 `[ceil(rows / 128), ceil(cols / 128)]` under the name that FP8 checkpoints give them.
     """
-    found = list(_parts(rule, shard, tp_rank, tp_size))
+    parts = list(_parts(rule, shard, tp_rank, tp_size))
     largest = {name: torch.zeros(*map(blocks_in, shape), device=shard.device) for name, shape in rule.hf_shapes.items()}
-    for name, box, part in found:
+    for name, box, part in parts:
         raise_to_largest(largest[name], part, box)
     if rule.tp_axis is not None and tp_size > 1:
         flat = torch.cat([values.flatten() for values in largest.values()])
@@ -127,7 +127,7 @@ def quantise_shard(
         pieces = flat.split([values.numel() for values in largest.values()])
         largest = {name: piece.view_as(largest[name]) for name, piece in zip(largest, pieces, strict=True)}
     scales = {name: scales_of(values, kind) for name, values in largest.items()}
-    quantised = [quantise_part(part, box, scales[name]) for name, box, part in found]
+    quantised = [quantise_part(part, box, scales[name]) for name, box, part in parts]
     return torch.cat(quantised, dim=rule.tp_axis or 0), {name + SCALE_SUFFIX: values for name, values in scales.items()}
 
 

@@ -30,9 +30,9 @@ def round_experts(chunk: torch.nn.Module, group: int) -> None:
     for name, layer in chunk.named_modules():
         if _LAYER.fullmatch(name):
             weights = [
-                own for own, weight in layer.named_parameters(recurse=False) if _WEIGHT.fullmatch(own) and weight.dim() == 2
+                leaf for leaf, weight in layer.named_parameters(recurse=False) if _WEIGHT.fullmatch(leaf) and weight.dim() == 2
             ]
-            rounded |= {id(layer.get_parameter(own)) for own in weights}
+            rounded |= {id(layer.get_parameter(leaf)) for leaf in weights}
             rounding = _Rounding(layer, weights, group)
             layer.register_forward_pre_hook(rounding.begin)
             layer.register_forward_hook(rounding.end, always_call=True)

@@ -26,12 +26,12 @@ def dequantised(values: Tensor, scales: Tensor, format: NumberFormat, start: int
     """The float32 rows (bfloat16, of MXFP4) from `start` on that `values` stand for; `scales` are those of the whole weight."""
     if format.name == "fp8-block":
         return fp8_blocks.dequantise_rows(values, scales, start)
-    own = scales[start : start + len(values)]
+    row_scales = scales[start : start + len(values)]
     if format.name == "mxfp8":
-        return mxfp8.dequantise_rows(values, own)
+        return mxfp8.dequantise_rows(values, row_scales)
     if format.name == "mxfp4":
-        return mxfp4.dequantised(values.unflatten(1, (own.shape[1], -1)), own)
-    return int4.dequantise_rows(int4.unpacked(values), own)
+        return mxfp4.dequantised(values.unflatten(1, (row_scales.shape[1], -1)), row_scales)
+    return int4.dequantise_rows(int4.unpacked(values), row_scales)
 
 
 class Dequantiser:
@@ -55,7 +55,7 @@ class Dequantiser:
         Any other tensor is given back as it is.
         """
         places = ((name.removesuffix(suffix), suffix) for suffix in self._format.suffixes if name.endswith(suffix))
-        base, suffix = next((place for place in places if self._is_weight(place[0])), (name, None))
+        base, suffix = next((pair for pair in places if self._is_weight(pair[0])), (name, None))
         if suffix is None:
             return name, tensor
         parts = self._parts.setdefault(base, {})

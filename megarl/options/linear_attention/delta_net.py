@@ -91,12 +91,12 @@ class DeltaSizes:
         """
         heads, values, channels = self.values / tp, self.values_width / tp, self.channels / tp
         keys, chunk = heads * self.key_dim, min(CHUNK, mean_length)
-        kept = itemsize * channels * (self.width + 1)  # the convolution's inputs, each token's once for every tap, and SiLU's
-        kept += 4 * 2 * (self.keys_width / tp + values) + itemsize * 2 * values  # unit lengths; the norm, and its gate
-        kept += values * operand  # the output projection's input
+        total = itemsize * channels * (self.width + 1)  # the convolution's inputs, each token's once for every tap, and SiLU's
+        total += 4 * 2 * (self.keys_width / tp + values) + itemsize * 2 * values  # unit lengths; the norm, and its gate
+        total += values * operand  # the output projection's input
         if plain:  # pairs within a chunk six times; keys, queries and values as they are scaled, solved and read
-            return kept + 4 * (6 * heads * chunk + 10 * keys + 5 * values)
-        return kept + itemsize * (3 * keys + 2 * values) + 4 * heads * (chunk / 2 + 2)
+            return total + 4 * (6 * heads * chunk + 10 * keys + 5 * values)
+        return total + itemsize * (3 * keys + 2 * values) + 4 * heads * (chunk / 2 + 2)
 
     def state_bytes(self, itemsize: int) -> int:
         """Bytes that an engine keeps of a sequence for a layer: states in float32, and the convolution's last inputs."""
@@ -130,13 +130,13 @@ def layer_types(hf_config: dict[str, Any]) -> list[str]:
         ModelError: a kind is unknown, or there are more or fewer of them than layers.
     """
     layers, interval = size(hf_config, "num_hidden_layers"), size(hf_config, "full_attention_interval", default=4)
-    found = hf_config.get("layer_types") or [FULL if (number + 1) % interval == 0 else LINEAR for number in range(layers)]
-    if len(found) != layers:
-        raise ModelError(f"config.json: layer_types has {len(found)} entries; it must have num_hidden_layers={layers} of them")
-    for kind in found:
+    kinds = hf_config.get("layer_types") or [FULL if (number + 1) % interval == 0 else LINEAR for number in range(layers)]
+    if len(kinds) != layers:
+        raise ModelError(f"config.json: layer_types has {len(kinds)} entries; it must have num_hidden_layers={layers} of them")
+    for kind in kinds:
         if kind not in (LINEAR, FULL):
             raise ModelError(f"config.json: layer_types names {kind!r}; its entries must be '{LINEAR}' or '{FULL}'")
-    return list(found)
+    return list(kinds)
 
 
 def transformer_config_kwargs(hf_config: dict[str, Any], sizes: dense.DenseSizes, delta: DeltaSizes) -> dict[str, Any]:
@@ -200,23 +200,23 @@ def gated_attention_rules(sizes: dense.DenseSizes, layers: frozenset[int] | None
 
 
 def _linear_rules(hidden_size: int, delta: DeltaSizes, projection: tuple[Sequence[str], Sections]) -> list[Rule]:
-    own, hf = LAYER + "self_attention.", HF_LAYER + "linear_attn."
+    prefix, hf = LAYER + "self_attention.", HF_LAYER + "linear_attn."
     channels = ((delta.channels, 1, delta.width),)
     names, packing = projection
     return [
-        dense.input_norm_rule(hidden_size, te_name=own + "in_proj.layer_norm_weight", layers=delta.layers),
-        Rule(own + "in_proj.weight", tuple(f"{hf}{name}.weight" for name in names), packing, layers=delta.layers),
+        dense.input_norm_rule(hidden_size, te_name=prefix + "in_proj.layer_norm_weight", layers=delta.layers),
+        Rule(prefix + "in_proj.weight", tuple(f"{hf}{name}.weight" for name in names), packing, layers=delta.layers),
         Rule(
-            own + "conv1d.weight",
+            prefix + "conv1d.weight",
             (hf + "conv1d.weight",),
             Sections(channels, delta.keys, _channels(delta)),
             layers=delta.layers,
         ),
-        Rule(own + "dt_bias", (hf + "dt_bias",), Copy((delta.values,), axis=0), layers=delta.layers),
-        Rule(own + "A_log", (hf + "A_log",), Copy((delta.values,), axis=0), layers=delta.layers),
-        Rule(own + "out_norm.weight", (hf + "norm.weight",), Copy((delta.value_dim,)), layers=delta.layers),
+        Rule(prefix + "dt_bias", (hf + "dt_bias",), Copy((delta.values,), axis=0), layers=delta.layers),
+        Rule(prefix + "A_log", (hf + "A_log",), Copy((delta.values,), axis=0), layers=delta.layers),
+        Rule(prefix + "out_norm.weight", (hf + "norm.weight",), Copy((delta.value_dim,)), layers=delta.layers),
         Rule(
-            own + "out_proj.weight",
+            prefix + "out_proj.weight",
             (hf + "out_proj.weight",),
             Copy((hidden_size, delta.values_width), axis=1),
             layers=delta.layers,

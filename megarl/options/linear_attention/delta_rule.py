@@ -57,12 +57,12 @@ def gated_delta_rule(
     reads_writes = (query @ transposed) * between
     reads_state = query * total.exp().unsqueeze(-1)
     until_end = (key * to_end.exp().unsqueeze(-1)).transpose(-1, -2)
-    kept = total[..., -1].exp()[..., None, None]
+    chunk_decay = total[..., -1].exp()[..., None, None]
     outputs = []
     for n in range(query.shape[2]):
         written = of_values[:, :, n] - of_states[:, :, n] @ state
         outputs.append(reads_state[:, :, n] @ state + reads_writes[:, :, n] @ written)
-        state = kept[:, :, n] * state + until_end[:, :, n] @ written
+        state = chunk_decay[:, :, n] * state + until_end[:, :, n] @ written
     return torch.cat(outputs, dim=2)[:, :, :length].transpose(1, 2), state
 
 

@@ -162,11 +162,11 @@ class GatedDeltaNet(MegatronModule):
         """megatron-core's checkpoint entries: `in_proj` and `conv1d` in sections, each split over the tensor ranks."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-        own: dict[str, Any] = {}
-        self._save_to_state_dict(own, "", keep_vars=True)
-        own["conv1d.weight"] = self.conv1d.weight
-        split = dict.fromkeys(own, 0)
-        entries = make_sharded_tensors_for_checkpoint(own, prefix, split, sharded_offsets, **groups)
+        tensors: dict[str, Any] = {}
+        self._save_to_state_dict(tensors, "", keep_vars=True)
+        tensors["conv1d.weight"] = self.conv1d.weight
+        split = dict.fromkeys(tensors, 0)
+        entries = make_sharded_tensors_for_checkpoint(tensors, prefix, split, sharded_offsets, **groups)
         for name in ("in_proj", "out_norm", "out_proj"):
             of_module = (getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata)
             entries |= sharded_state_dict_default(*of_module, tp_group=self.tp_group)

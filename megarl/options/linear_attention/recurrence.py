@@ -69,22 +69,22 @@ def recurrence_of(stream: PackedStream, width: int) -> Recurrence:
     stages = []
     for depth, runs in sorted(numbers.items()):
         segments = [stream.segments[number] for number in runs]
-        place = {number: run for run, number in enumerate(numbers.get(depth - 1, []))}
-        stages.append(_stage(segments, torch.tensor([place[s.path[-1]] for s in segments]) if depth else None))
+        row_of = {number: run for run, number in enumerate(numbers.get(depth - 1, []))}
+        stages.append(_stage(segments, torch.tensor([row_of[s.path[-1]] for s in segments]) if depth else None))
     return Recurrence(_taps(stream, width), tuple(stages))
 
 
 def _taps(stream: PackedStream, width: int) -> Tensor:
     size = len(stream.token_ids)
     taps = torch.full((size, width), size)
-    own = torch.arange(1 - width, 1)[None]
+    offsets = torch.arange(1 - width, 1)[None]
     for segment in stream.segments:
         # the path's last tokens, then the segment's own; size where there are fewer
         before = stream.tokens_before(segment, width - 1)
         missing = torch.full((width - 1 - len(before),), size)
         seen = torch.cat([missing, before, torch.arange(segment.start, segment.start + segment.length)])
-        place = torch.arange(segment.length)[:, None]
-        taps[segment.start : segment.start + segment.length] = seen[place + own + width - 1]
+        positions = torch.arange(segment.length)[:, None]
+        taps[segment.start : segment.start + segment.length] = seen[positions + offsets + width - 1]
     return taps
 
 
@@ -100,8 +100,8 @@ def _padded(numbers: Iterable[int], segments: Sequence[Segment]) -> PaddedRuns:
     runs = list(numbers)
     starts = torch.tensor([segments[run].start for run in runs])[:, None]
     lengths = torch.tensor([segments[run].length for run in runs])[:, None]
-    place = torch.arange(int(lengths.max()))[None]
-    real = place < lengths
-    tokens = torch.where(real, starts + place, 0)
+    offsets = torch.arange(int(lengths.max()))[None]
+    real = offsets < lengths
+    tokens = torch.where(real, starts + offsets, 0)
     source = real.flatten().nonzero().flatten()
     return PaddedRuns(torch.tensor(runs), tokens, real, source, tokens.flatten()[source])

@@ -52,8 +52,8 @@ def _tensors(manager: Any) -> Iterator[tuple[str, Tensor]]:
     uid = names[ADAPTERS]
     if uid not in manager.memory_pool.uid_to_buffer_id:
         manager.fetch_new_loras({uid})
-    place = manager.memory_pool.uid_to_buffer_id[uid]
+    slot = manager.memory_pool.uid_to_buffer_id[uid]
     for modules in manager.lora_modules:
         for name, module in modules.items():
-            yield name + LORA_A, module.lora_a[place]
-            yield name + LORA_B, module.lora_b[place]
+            yield name + LORA_A, module.lora_a[slot]
+            yield name + LORA_B, module.lora_b[slot]

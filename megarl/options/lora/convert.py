@@ -42,11 +42,11 @@ def export_adapters(source: DistSource, target: str | Path) -> int:
 
 def _section(path: Path) -> LoraConfig:
     """The section `lora` of the role whose checkpoint this is, `<run>/checkpoints/step_N/<role>`."""
-    own = path.resolve()
-    file = own.parents[2] / "config.yaml" if len(own.parents) > 2 else own / "config.yaml"
+    resolved = path.resolve()
+    file = resolved.parents[2] / "config.yaml" if len(resolved.parents) > 2 else resolved / "config.yaml"
     try:
-        given: Any = read_yaml(file)[own.name]["lora"]
-        return LoraConfig(**{name: value for name, value in given.items() if name in LoraConfig.model_fields})
+        section: Any = read_yaml(file)[resolved.name]["lora"]
+        return LoraConfig(**{name: value for name, value in section.items() if name in LoraConfig.model_fields})
     except (ConfigError, LookupError, TypeError, AttributeError, ValueError):
         raise CheckpointError(
             f"'{path}' holds adapters alone, whose scale is in the config of their run, and '{file}' does not have it; it must "
@@ -58,15 +58,15 @@ def _whole(folder: DistFolder, key: str) -> Tensor:
     stored = folder.keys[key]
     whole, filled = torch.empty(stored.shape, dtype=stored.dtype), 0
     for chunk in stored.chunks:
-        place = whole
+        region = whole
         for axis, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            place = place.narrow(axis, start, size)
-        nbytes = place.numel() * stored.dtype.itemsize
+            region = region.narrow(axis, start, size)
+        nbytes = region.numel() * stored.dtype.itemsize
         with (folder.path / chunk.file).open("rb") as file:
             file.seek(folder.data_offset(key, chunk))
             data = bytearray(file.read(nbytes))
-        place.copy_(torch.frombuffer(data, dtype=stored.dtype).view(chunk.sizes))
-        filled += place.numel()
+        region.copy_(torch.frombuffer(data, dtype=stored.dtype).view(chunk.sizes))
+        filled += region.numel()
     if filled != whole.numel():
         raise CheckpointError(f"'{key}' in '{folder.path}' is incomplete or has chunks that overlap")
     return whole

@@ -56,8 +56,8 @@ class Adapter(torch.nn.Module):
         super().__init__()
         self.site, self.scale, self.split, self.rank = site, lora.scale, split, lora.rank
         at = split.rank, split.size
-        for name, own in (("A", site.a), ("B", site.b)):
-            values = torch.empty(own.shape(split.size, tp_rank=split.rank), dtype=split.dtype, device=weight.device)
+        for name, matrix_rule in (("A", site.a), ("B", site.b)):
+            values = torch.empty(matrix_rule.shape(split.size, tp_rank=split.rank), dtype=split.dtype, device=weight.device)
             self.register_parameter(name, torch.nn.Parameter(values))
         self.layers = len(site.a.hf_names)
         rows, owners = _places(rule, site, *at)
@@ -162,8 +162,8 @@ class AdapterSwitch:
 
     def remember(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Keep a copy of the adapters' values as they are now, which is where training begins."""
-        own = [parameter for adapter in adapters_of(chunks) for parameter in (adapter.A, adapter.B)]
-        self._begun = [(parameter, parameter.detach().clone()) for parameter in own]
+        parameters = [parameter for adapter in adapters_of(chunks) for parameter in (adapter.A, adapter.B)]
+        self._begun = [(parameter, parameter.detach().clone()) for parameter in parameters]
 
     @contextmanager
     def as_begun(self) -> Iterator[None]:
@@ -202,20 +202,20 @@ def insert_adapters(
     for name, tensor in global_tensors([chunk]):
         if not name.startswith("decoder.") or not is_linear(rule := weight_map.rule_for(name)):
             continue
-        module, _, own = places[id(tensor)].rpartition(".")
+        module, _, leaf = places[id(tensor)].rpartition(".")
         site = site_of(rule, lora, fused)
         if site is not None:
-            sites.setdefault(module, []).append((own, tensor, rule, site))
+            sites.setdefault(module, []).append((leaf, tensor, rule, site))
     for name, parameter in chunk.named_parameters():
         parameter.requires_grad_(value_head and name.startswith("output_layer."))
-    for place, found in sites.items():
-        layer = chunk.get_submodule(place)
-        adapters = [Adapter(tensor, rule, site, lora, split=Split(rule, config)) for _, tensor, rule, site in found]
-        grouped = found[0][0] != "weight"
-        made: torch.nn.Module = ExpertAdapters(adapters) if grouped else adapters[0]
-        parent, _, own = place.rpartition(".")
-        chunk.get_submodule(parent).add_module(f"{own}_lora", made)
-        put_beside(layer, made, switch or AdapterSwitch())
+    for path, entries in sites.items():
+        layer = chunk.get_submodule(path)
+        adapters = [Adapter(tensor, rule, site, lora, split=Split(rule, config)) for _, tensor, rule, site in entries]
+        grouped = entries[0][0] != "weight"
+        adapter_module: torch.nn.Module = ExpertAdapters(adapters) if grouped else adapters[0]
+        parent, _, leaf = path.rpartition(".")
+        chunk.get_submodule(parent).add_module(f"{leaf}_lora", adapter_module)
+        put_beside(layer, adapter_module, switch or AdapterSwitch())
 
 
 def load_adapters(chunks: Sequence[torch.nn.Module], seed: int, read: Callable[[str], Any] | None) -> None:
@@ -260,12 +260,12 @@ def trained_entries(chunk: torch.nn.Module, state: dict[str, Any]) -> dict[str, 
     So any other layout can read them. Entries that are no tensors stay.
     """
     trained = {id(parameter) for parameter in chunk.parameters() if parameter.requires_grad}
-    kept = {name: entry for name, entry in state.items() if not is_tensor(entry) or id(entry.data) in trained}
+    entries = {name: entry for name, entry in state.items() if not is_tensor(entry) or id(entry.data) in trained}
     for name, module in chunk.named_modules():
         if isinstance(module, Adapter):
-            for own, rule in (("A", module.site.a), ("B", module.site.b)):
-                kept[f"{name}.{own}"] = _entry(getattr(module, own), rule, module.split)
-    return kept
+            for matrix, rule in (("A", module.site.a), ("B", module.site.b)):
+                entries[f"{name}.{matrix}"] = _entry(getattr(module, matrix), rule, module.split)
+    return entries
 
 
 def _entry(parameter: Tensor, rule: BoundRule, split: Split) -> ShardedTensorFactory:
@@ -282,11 +282,11 @@ def _entry(parameter: Tensor, rule: BoundRule, split: Split) -> ShardedTensorFac
             for start in range(piece.start, piece.stop, length):
                 part, offsets = values.narrow(axis, at, length), [0, 0]
                 offsets[axis] = start
-                own = tuple(part.shape)
-                fragments = tuple(-(-whole // mine) for whole, mine in zip(shape, own, strict=True))
+                part_shape = tuple(part.shape)
+                fragments = tuple(-(-whole // size) for whole, size in zip(shape, part_shape, strict=True))
                 name = f"{key}.{piece.hf_name}"
                 parts.append(
-                    ShardedTensor(name, part, part.dtype, own, shape, tuple(offsets), fragments, replica_id=replica_id)
+                    ShardedTensor(name, part, part.dtype, part_shape, shape, tuple(offsets), fragments, replica_id=replica_id)
                 )
                 at += length
         return parts

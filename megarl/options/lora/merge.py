@@ -39,17 +39,17 @@ def merge_adapters(base: str | Path, adapter: str | Path, target: str | Path) ->
 
 
 def _merged(folder: HFFolder, adapters: AdapterFolder) -> Iterator[tuple[str, Tensor]]:
-    held, rows = set(adapters.names), architecture_for(folder.config).rows_together(folder.config)
+    adapter_names, rows = set(adapters.names), architecture_for(folder.config).rows_together(folder.config)
     for name in folder.names:
         if adapters.has_score and name in (_OUTPUT, SCORE):
             continue
         weight, layer = folder.get_slice(name)[:], name.removesuffix(".weight")
-        if layer + LORA_B not in held:
+        if layer + LORA_B not in adapter_names:
             yield name, weight
             continue
         place = rows.place(name) if rows is not None else None
         of_a = (place.stored if place is not None else name).removesuffix(".weight") + LORA_A
-        a, b = (adapters.get_slice(one)[:].float() for one in (of_a, layer + LORA_B))
+        a, b = (adapters.get_slice(tensor_name)[:].float() for tensor_name in (of_a, layer + LORA_B))
         yield name, (weight.float() + b @ a * adapters.lora.scale).to(weight.dtype)
     if adapters.has_score:
         yield SCORE, adapters.get_slice(SCORE)[:]

@@ -94,17 +94,19 @@ def write_peft_folder(
     """
     family = architecture_for(dict(hf_config))
     rows = family.rows_together(dict(hf_config))
-    held: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, tensor in tensors if rows is None else _joined(replace(rows, columns=lora.rank), tensors):
-        if name in held:
+        if name in weights:
             raise ModelError(f"tensor '{name}' comes twice; each tensor is exported once")
-        held[name] = tensor.detach().cpu().contiguous()
-    layers = {name.removesuffix(LORA_A) for name in held if name.endswith(LORA_A)}
+        weights[name] = tensor.detach().cpu().contiguous()
+    layers = {name.removesuffix(LORA_A) for name in weights if name.endswith(LORA_A)}
     ends = lora.targets == (ALL_LINEAR,) and not lora.exclude and family.vision(dict(hf_config)) is None
     targets = {layer.rsplit(".", 1)[-1] for layer in layers} if ends else layers
-    config = config_of(lora, base, targets, score=SCORE in held)
+    config = config_of(lora, base, targets, score=SCORE in weights)
     with new_folder(path, CONFIG_FILE, config) as staging:
-        save_file({PREFIX + name: tensor for name, tensor in held.items()}, staging / WEIGHTS_FILE, metadata={"format": "pt"})
+        save_file(
+            {PREFIX + name: tensor for name, tensor in weights.items()}, staging / WEIGHTS_FILE, metadata={"format": "pt"}
+        )
 
 
 def _joined(rows: FusedRows, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -177,8 +177,8 @@ class AdapterHeader:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Every tensor, by the names that weight maps have, and the classifier's head if there is one."""
-        found = [layer + kind for layer in self.lora.targets for kind in (LORA_A, LORA_B)]
-        return (*(part for name in found for part in self._parts(name)), *([SCORE] if self.has_score else []))
+        names = [layer + kind for layer in self.lora.targets for kind in (LORA_A, LORA_B)]
+        return (*(part for name in names for part in self._parts(name)), *([SCORE] if self.has_score else []))
 
     @property
     def has_score(self) -> bool:
@@ -205,7 +205,7 @@ class AdapterHeader:
         Raises:
             ModelError: a tensor has no place in the model, another shape, or no counterpart; or there are none.
         """
-        rank, found = self.config["r"], set()
+        rank, adapted = self.config["r"], set()
         for name, stored in self.stored.items():
             layer = name.removesuffix(LORA_A).removesuffix(LORA_B)
             if name == SCORE:
@@ -214,7 +214,7 @@ class AdapterHeader:
                 raise ModelError(f"tensor '{stored}' in '{self._file}' is neither A nor B of an adapter")
             self._check_pair(layer, stored)
             if match := _ALL_EXPERTS.fullmatch(layer):
-                found |= self._experts(layer, match[1], rank)
+                adapted |= self._experts(layer, match[1], rank)
                 continue
             if layer not in self._layers:
                 raise ModelError(
@@ -222,16 +222,16 @@ class AdapterHeader:
                     f"'{layer}' is no linear layer of its decoder{nearest(layer, self._layers)}"
                 )
             outputs, inputs = self._layers[layer]
-            wanted = (rank, inputs) if name.endswith(LORA_A) else (outputs, rank)
-            if self._shapes[stored] != wanted:
+            expected = (rank, inputs) if name.endswith(LORA_A) else (outputs, rank)
+            if self._shapes[stored] != expected:
                 raise ModelError(
                     f"tensor '{stored}' in '{self._file}' has shape {list(self._shapes[stored])}, but config.json and "
-                    f"{CONFIG_FILE} imply {list(wanted)}"
+                    f"{CONFIG_FILE} imply {list(expected)}"
                 )
-            found.add(layer)
-        if not found:
+            adapted.add(layer)
+        if not adapted:
             raise ModelError(f"'{self._file}' has no adapters")
-        return [layer for layer in self._layers if layer in found]
+        return [layer for layer in self._layers if layer in adapted]
 
     def _check_pair(self, layer: str, stored: str) -> None:
         for kind in (LORA_A, LORA_B):

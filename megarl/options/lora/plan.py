@@ -28,20 +28,22 @@ def rules_of_layer(shape: ModelShape, layer: int) -> tuple[Rule, ...]:
 
 def kept_of_layer(shape: ModelShape, layer: int, layout: Layout, precision: Precision) -> Mapping[str, float]:
     """Bytes per token of this rank's stream that adapters add to attention and to MLP, less what is not kept there."""
-    found = {ATTENTION: 0.0, MLP: 0.0}
+    added = {ATTENTION: 0.0, MLP: 0.0}
     adapters = {rule.megatron_name.rsplit("_lora.", 1)[0]: rule for rule in rules_of_layer(shape, layer) if _is_a(rule)}
     for rule in linear_rules(shape.weight_map):
         if not rule.has_layer(layer):
             continue
         name = rule.megatron_name.removesuffix(".weight")
-        own = adapters.get(name)
+        adapter = adapters.get(name)
         block = ATTENTION if ".self_attention." in name else MLP
-        found[block] += _of_adapter(shape, rule, own, layout, precision) if own else -_spared(shape, rule, layout, precision)
+        added[block] += (
+            _of_adapter(shape, rule, adapter, layout, precision) if adapter else -_spared(shape, rule, layout, precision)
+        )
     if precision.is_reference:
         is_read = any("shared_experts.linear_fc1" in name for name in adapters)
         if layer in shape.expert_layers and not is_read:  # the router's input
-            found[MLP] -= _rows(layout) * shape.hidden * precision.itemsize
-    return found
+            added[MLP] -= _rows(layout) * shape.hidden * precision.itemsize
+    return added
 
 
 def spread_bytes(shape: ModelShape, layer: int, layout: Layout, itemsize: int) -> float:
@@ -67,11 +69,11 @@ def _of_adapter(shape: ModelShape, weight: Rule, a: Rule, layout: Layout, precis
 
 def _spared(shape: ModelShape, weight: Rule, layout: Layout, precision: Precision) -> float:
     """The input of a layer without an adapter, where it is known that nothing else keeps it."""
-    own = weight.megatron_name.removesuffix(".weight").rsplit(".", 1)[-1]
-    of_attention = own == "linear_proj" and (precision.is_reference or precision.fp8)
-    if own not in ("linear_qkv", "linear_fc1", "linear_fc2") and not of_attention:
+    layer_name = weight.megatron_name.removesuffix(".weight").rsplit(".", 1)[-1]
+    of_attention = layer_name == "linear_proj" and (precision.is_reference or precision.fp8)
+    if layer_name not in ("linear_qkv", "linear_fc1", "linear_fc2") and not of_attention:
         return 0.0
-    if own == "linear_fc1" and "shared_experts" in weight.megatron_name:
+    if layer_name == "linear_fc1" and "shared_experts" in weight.megatron_name:
         return 0.0
     tokens, inputs = _tokens_and_inputs(shape, weight, layout)
     return tokens * inputs * precision.operand

@@ -44,8 +44,8 @@ def _refuse_other_versions() -> None:
         if self.enable_lora and not str(request.rid).startswith(HEALTH_CHECK_RID_PREFIX):
             serves = served_name(self.config_value("weight_version"))
             if request.lora_path != serves:
-                asked = "no adapters" if request.lora_path is None else request.lora_path
-                raise ValueError(f"the request asks for {asked}, but this server has {serves}")
+                requested = "no adapters" if request.lora_path is None else request.lora_path
+                raise ValueError(f"the request asks for {requested}, but this server has {serves}")
             request.lora_path = ADAPTERS
         await resolve(self, request)
 

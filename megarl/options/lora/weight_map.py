@@ -59,7 +59,7 @@ class Lora:
             ConfigError: it chooses no layer, names one that the model does not have, or chooses some experts of a layer only.
         """
         check_targets(weight_map, self, fused, field)
-        found: list[Rule] = []
+        adapter_rules: list[Rule] = []
         for rule in linear_rules(weight_map):
             of_parts: dict[tuple[int, ...], tuple[Site, list[int]]] = {}
             for layer in filter(rule.has_layer, range(weight_map.num_layers)):
@@ -75,8 +75,8 @@ class Lora:
             for site, layers in of_parts.values():
                 pattern = site_of(rule.bound("{layer}", "{expert}"), replace(self, targets=(ALL_LINEAR,), exclude=()), fused)  # type: ignore[arg-type]
                 assert pattern is not None, "all layers are targets"
-                found += _patterns(rule, site, pattern, frozenset(layers))
-        return replace(weight_map, rules=(*weight_map.rules, *found))
+                adapter_rules += _patterns(rule, site, pattern, frozenset(layers))
+        return replace(weight_map, rules=(*weight_map.rules, *adapter_rules))
 
     @cached_property
     def _wanted(self) -> _Names:
@@ -97,8 +97,8 @@ class _Names:
     def match(self, layer: str) -> bool:
         return (
             self._all
-            or any(layer[place:] in self._whole for place in _starts(layer))
-            or any(one.match(layer) for one in self._patterns)
+            or any(layer[start:] in self._whole for start in _starts(layer))
+            or any(pattern.match(layer) for pattern in self._patterns)
         )
 
 
@@ -128,10 +128,10 @@ class AdapterRows:
     def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
         """The rows of the weight's shard, but for layers without an adapter."""
         if self.tp_axis is None:
-            return [(place, 0, shape[0]) for place, shape in enumerate(self.hf_shapes)]
-        found = self.weight.runs(tp_rank, tp_size, padded_vocab)
-        places = {part: place for place, part in enumerate(self.parts)}
-        return [(places[part], start, stop) for part, start, stop in found if part is not None and part in places]
+            return [(index, 0, shape[0]) for index, shape in enumerate(self.hf_shapes)]
+        weight_runs = self.weight.runs(tp_rank, tp_size, padded_vocab)
+        places = {part: index for index, part in enumerate(self.parts)}
+        return [(places[part], start, stop) for part, start, stop in weight_runs if part is not None and part in places]
 
     def followed(self, part: int) -> tuple[Packing, int] | None:
         """The tensor of the weight, if its rows are split."""
@@ -244,7 +244,7 @@ def is_linear(rule: Rule | BoundRule) -> bool:
 def check_targets(weight_map: WeightMap, lora: Lora, fused: FusedRows | None, field: str = "policy.lora") -> None:
     """Raise ConfigError unless every entry of `targets` and `exclude` names a linear layer, and some layer has an adapter."""
     layers = layer_shapes(weight_map, fused)
-    known = {ALL_LINEAR, *(layer[place:] for layer in layers for place in _starts(layer))}
+    known = {ALL_LINEAR, *(layer[start:] for layer in layers for start in _starts(layer))}
     for name in ("targets", "exclude"):
         for entry in getattr(lora, name):
             if entry not in known and not any(map(_Names((entry,)).match, layers)):
@@ -262,19 +262,19 @@ def check_targets(weight_map: WeightMap, lora: Lora, fused: FusedRows | None, fi
 
 def layer_shapes(weight_map: WeightMap, fused: FusedRows | None) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of all linear layers that adapters can stand beside, by their names on the hub."""
-    found: dict[str, tuple[int, int]] = {}
+    shapes: dict[str, tuple[int, int]] = {}
     for rule in bound_linear_rules(weight_map):
         for name, shape in rule.hf_shapes.items():
             stored = _stored(name, fused)
-            rows = shape[0] if stored == name else found.get(stored.removesuffix(".weight"), (0, 0))[0] + shape[0]
-            found[stored.removesuffix(".weight")] = (rows, shape[1])
-    return found
+            rows = shape[0] if stored == name else shapes.get(stored.removesuffix(".weight"), (0, 0))[0] + shape[0]
+            shapes[stored.removesuffix(".weight")] = (rows, shape[1])
+    return shapes
 
 
 def _patterns(rule: Rule, site: Site, whole: Site, layers: frozenset[int]) -> list[Rule]:
     """The rules of A and B for `layers`, whose adapters are as in `site`; `whole` has the names of all parts."""
     chosen = list(dict.fromkeys(whole.owners[part] for part in site.parts))
-    a_names = tuple(whole.a.hf_names[place] for place in chosen)
+    a_names = tuple(whole.a.hf_names[owner] for owner in chosen)
     b_names = tuple(whole.b.hf_names[part] for part in site.parts)
     te = adapter_name(rule.te_name) if rule.te_name else None
     return [

@@ -89,11 +89,11 @@ class Mirror:
             return
         there = self.store.sizes(CHECKPOINTS)
         steps = self._complete(there)
-        kept = {*steps[-self.keep :], self._best(steps), newest}
+        steps_to_keep = {*steps[-self.keep :], self._best(steps), newest}
         for step in steps:
-            if step not in kept:
+            if step not in steps_to_keep:
                 folder = f"{CHECKPOINTS}/step_{step:06d}"
-                others = [one for one in there if one.startswith(f"{folder}/") and one != f"{folder}/{MANIFEST}"]
+                others = [name for name in there if name.startswith(f"{folder}/") and name != f"{folder}/{MANIFEST}"]
                 self.store.remove([f"{folder}/{MANIFEST}", *others])
 
     def send_records(self, run: Path) -> None:
@@ -115,7 +115,7 @@ class Mirror:
         if not changed:
             return
         for name, record in changed.items():  # until it has been put, either of them is right
-            self._records[name] = [*(one for one in self._records.get(name, []) if one != record), record]
+            self._records[name] = [*(earlier for earlier in self._records.get(name, []) if earlier != record), record]
         index = render({"format": FORMAT, "records": {name: [*map(asdict, of)] for name, of in self._records.items()}}).encode()
         self.store.put(INDEX, [index], _record_of(index))
         for name, record in changed.items():
@@ -137,7 +137,7 @@ class Mirror:
         self._records = {}
         if INDEX in self.store.sizes(""):
             content = parse(self._read_text(INDEX), self._called(INDEX))
-            self._records = {name: [FileRecord(**one) for one in of] for name, of in content["records"].items()}
+            self._records = {name: [FileRecord(**fields) for fields in of] for name, of in content["records"].items()}
 
     def bring_back(self, checkpoints: CheckpointFolder, newer_than: int) -> tuple[Path | None, list[str]]:
         """Fetch the newest sound checkpoint of a step after `newer_than`, if there is one; and a sentence for each damaged one.
@@ -161,8 +161,8 @@ class Mirror:
         damaged: list[str] = []
         steps = self.steps()
         earlier = [step for step in steps if step < fetched]
-        wanted = {*(earlier[1 - self.keep :] if self.keep > 1 else ()), self._best(steps)}
-        for step in sorted(step for step in wanted if step in earlier):
+        to_fetch = {*(earlier[1 - self.keep :] if self.keep > 1 else ()), self._best(steps)}
+        for step in sorted(step for step in to_fetch if step in earlier):
             self._fetched(step, checkpoints, damaged)
         return damaged
 
@@ -170,9 +170,9 @@ class Mirror:
         """Fetch the records that the run's folder lacks, but those named `but`; returns a sentence for each damaged one."""
         there, damaged = self.store.sizes(""), []
         for name in there:
-            place = PurePosixPath(name)
+            path = PurePosixPath(name)
             is_record = name in self._records and name not in but
-            is_picture = place.parent == PurePosixPath(MEDIA)
+            is_picture = path.parent == PurePosixPath(MEDIA)
             if not (is_record or is_picture) or not _is_inside(name) or (run / name).exists():
                 continue
             try:
@@ -232,12 +232,12 @@ class Mirror:
 
         What makes it count comes first.
         """
-        kept = {f"{CHECKPOINTS}/step_{step:06d}" for step in self._complete(there)} - {area}
-        wanted = {f"{area}/{file}" for file in files}
+        complete = {f"{CHECKPOINTS}/step_{step:06d}" for step in self._complete(there)} - {area}
+        new_files = {f"{area}/{file}" for file in files}
         left = [
             one
             for one in there
-            if _COPY.match(one) and one not in wanted and "/".join(PurePosixPath(one).parts[:2]) not in kept
+            if _COPY.match(one) and one not in new_files and "/".join(PurePosixPath(one).parts[:2]) not in complete
         ]
         return sorted(left, key=lambda one: one != f"{name}/{MANIFEST}")
 
@@ -260,7 +260,7 @@ class Mirror:
 
     def _complete(self, there: Mapping[str, int]) -> list[int]:
         places = (PurePosixPath(name) for name in there)
-        steps = (step_of(place.parent.name) for place in places if place.name == MANIFEST and len(place.parts) == 3)
+        steps = (step_of(path.parent.name) for path in places if path.name == MANIFEST and len(path.parts) == 3)
         return sorted(step for step in steps if step is not None)
 
     def _best(self, steps: Sequence[int]) -> int | None:
@@ -330,5 +330,5 @@ def _record_of(content: bytes) -> FileRecord:
 
 def _is_inside(name: str) -> bool:
     """Return whether a name from elsewhere stays below the folder that it is joined to."""
-    place = PurePosixPath(name)
-    return bool(place.parts) and not place.is_absolute() and ".." not in place.parts
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts

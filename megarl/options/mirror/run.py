@@ -163,16 +163,16 @@ class Mirroring(RunObserver):
         step_back()
         while True:
             with self._lock:
-                wanted, self._wanted = self._wanted, None
-                if wanted is None or self._stopped.is_set():
+                checkpoint, self._wanted = self._wanted, None
+                if checkpoint is None or self._stopped.is_set():
                     self._thread = None
                     return
             try:
-                self._copy(wanted)
+                self._copy(checkpoint)
             except _Stopped:
                 continue
             except Exception as error:  # noqa: BLE001 - whatever it is, it does not end the run
-                self._note(f"does not have {wanted.name}: {error}; it is tried again with the next checkpoint")
+                self._note(f"does not have {checkpoint.name}: {error}; it is tried again with the next checkpoint")
 
     def _copy(self, newest: Path) -> None:
         """The records first: a checkpoint that is there without the lines of its steps would not be resumed whole."""

@@ -62,7 +62,7 @@ class S3Store:
 
     def sizes(self, folder: str) -> dict[str, int]:
         with self._told(folder):
-            return {one["path"]: one["size"] for page in self._obstore.list(self._store, folder) for one in page}
+            return {entry["path"]: entry["size"] for page in self._obstore.list(self._store, folder) for entry in page}
 
     def blocks(self, name: str) -> Iterator[bytes]:
         with self._told(name):
@@ -80,8 +80,8 @@ class S3Store:
     def holds(self, name: str, record: FileRecord) -> bool:
         # as its metadata says, so nothing is read
         with self._told(name):
-            found = self._obstore.get(self._store, name, options={"head": True})
-            return bool(found.meta["size"] == record.bytes and found.attributes.get(_CHECKSUM) == record.xxh3_128)
+            entry = self._obstore.get(self._store, name, options={"head": True})
+            return bool(entry.meta["size"] == record.bytes and entry.attributes.get(_CHECKSUM) == record.xxh3_128)
 
     def remove(self, names: Sequence[str]) -> None:
         for name in names[:1]:  # what tells that the others are whole goes first
@@ -117,5 +117,5 @@ def _reason(error: Exception) -> str:
     request = re.search(r"performing (\w+ [^\s?]+)", text)
     code, message = (re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("Code", "Message"))
     causes = re.findall(r'\b(?:message|error): "(.+?)"', text)
-    said = ": ".join(found[1] for found in (code, message) if found) or (causes[-1] if causes else text.partition("\n")[0])
-    return redacted(" ".join(f"{said} ({request[1]})".split()) if request and request[1] not in said else said)
+    words = ": ".join(match[1] for match in (code, message) if match) or (causes[-1] if causes else text.partition("\n")[0])
+    return redacted(" ".join(f"{words} ({request[1]})".split()) if request and request[1] not in words else words)

@@ -59,8 +59,8 @@ class FolderStore:
     def sizes(self, folder: str) -> dict[str, int]:
         with self._told(folder):
             root = self.folder / folder
-            found = (path for path in root.rglob("*") if path.is_file()) if root.is_dir() else ()
-            return {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in found}
+            files = (path for path in root.rglob("*") if path.is_file()) if root.is_dir() else ()
+            return {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in files}
 
     def blocks(self, name: str) -> Iterator[bytes]:
         with self._told(name), (self.folder / name).open("rb") as file:

@@ -26,12 +26,12 @@ class PairLoss:
         sum.
         """
         chosen, rejected = sides(stream)
-        own, reference = (per_response(values, stream) for values in (log_probs, stream.columns["reference_log_probs"]))
+        policy, reference = (per_response(values, stream) for values in (log_probs, stream.columns["reference_log_probs"]))
         tokens, weights = stream.lengths, 2 * first_of_each(stream.columns["weights"], stream)
-        losses, _ = pair_losses(self.name, (chosen, rejected), own, reference, tokens, self.settings)
+        losses, _ = pair_losses(self.name, (chosen, rejected), policy, reference, tokens, self.settings)
         share = 2 * losses / (tokens[chosen] + tokens[rejected])
-        of_response = torch.zeros_like(own).index_add(0, chosen, share).index_add(0, rejected, share)
-        rewards = self.settings.beta * (own.detach() - reference)
+        of_response = torch.zeros_like(policy).index_add(0, chosen, share).index_add(0, rejected, share)
+        rewards = self.settings.beta * (policy.detach() - reference)
         margins = rewards[chosen] - rewards[rejected]
         return of_response[stream.response], {
             "pair_accuracy": (weights[chosen] * (margins > 0)).sum(),

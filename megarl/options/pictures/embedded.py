@@ -38,9 +38,9 @@ class PictureInputs:
         longest = max(found.shape[1] for found in positions)
         laid = torch.zeros(3, len(prompts), longest, dtype=torch.long)
         kinds = torch.zeros(len(prompts), longest, dtype=torch.int)
-        for row, (prompt, own) in enumerate(zip(prompts, positions, strict=True)):
-            start = longest - own.shape[1]
-            laid[:, row, start:] = own
+        for row, (prompt, row_positions) in enumerate(zip(prompts, positions, strict=True)):
+            start = longest - row_positions.shape[1]
+            laid[:, row, start:] = row_positions
             for shown in prompt.media:
                 kinds[row, start + shown.place : start + shown.place + shown.tokens] = 1 if shown.kind == "image" else 2
         found: dict[str, Any] = {"position_ids": laid, "mm_token_type_ids": kinds}

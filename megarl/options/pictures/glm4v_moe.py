@@ -50,9 +50,9 @@ def text_config(hf_config: HFConfig) -> HFConfig:
     Raises:
         ModelError: queries and keys have norms, which transformers does not compute in this family.
     """
-    found = TEXT(hf_config)
-    refuse(found, "use_qk_norm", False, "transformers has no norms of queries and keys in this family")
-    return found
+    config = TEXT(hf_config)
+    refuse(config, "use_qk_norm", False, "transformers has no norms of queries and keys in this family")
+    return config
 
 
 def vision(hf_config: HFConfig) -> Vision:

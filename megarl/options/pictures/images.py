@@ -47,10 +47,10 @@ def original_of(value: Any, folder: str | None) -> Original:
         PictureError: it is nothing of this kind, or a URL that would have to be fetched.
     """
     if isinstance(value, dict):
-        given = [value[key] for key in ("bytes", "path", "url") if value.get(key) is not None]
-        if not given:
+        sources = [value[key] for key in ("bytes", "path", "url") if value.get(key) is not None]
+        if not sources:
             raise PictureError(f"is {describe_value(value)}, but a struct must have bytes, a path or a url")
-        value = given[0]
+        value = sources[0]
     if isinstance(value, Image.Image | Path):
         return Path(folder or "", value) if isinstance(value, Path) else value
     if isinstance(value, bytes | bytearray | memoryview):
@@ -143,12 +143,12 @@ def final_frame_size(width: int, height: int, frames: int, rules: PictureRules) 
 
 
 def _within_limits(width: int, height: int, rules: PictureRules, frames: int, *, grows_first: bool) -> tuple[int, int]:
-    given, multiple = f"{width}x{height}", rules.patch * rules.merge
+    original, multiple = f"{width}x{height}", rules.patch * rules.merge
     if grows_first and min(width, height) < multiple:
         grow = max(multiple / height, multiple / width)
         width, height = int(width * grow), int(height * grow)
     if max(width, height) > LARGEST_RATIO * min(width, height):
-        raise PictureError(f"is {given} pixels, but a side must be at most {LARGEST_RATIO} times the other")
+        raise PictureError(f"is {original} pixels, but a side must be at most {LARGEST_RATIO} times the other")
     # Python rounds halves to the even number, and so does the rule
     new_width, new_height = round(width / multiple) * multiple, round(height / multiple) * multiple
     if frames * new_width * new_height > rules.max_pixels:
@@ -160,7 +160,7 @@ def _within_limits(width: int, height: int, rules: PictureRules, frames: int, *,
     if not rules.min_pixels <= frames * new_width * new_height <= rules.max_pixels:
         of_frames = f" in each of {frames} frames" if frames > 1 else ""
         raise PictureError(
-            f"is {given} pixels and would be resized to {new_width}x{new_height}{of_frames}, which are not "
+            f"is {original} pixels and would be resized to {new_width}x{new_height}{of_frames}, which are not "
             f"{rules.min_pixels} to {rules.max_pixels} pixels; data.min_pixels and data.max_pixels must be further apart"
         )
     return new_width, new_height

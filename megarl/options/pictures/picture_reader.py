@@ -94,11 +94,11 @@ class PictureReader(MediaReader):
 
     def _check_keys(self, keys: set[str], origin: Origin) -> None:
         """`keys`: those under which any row has something."""
-        own = self.settings.image_key
+        image_key = self.settings.image_key
         others = [name for name in USUAL_KEYS if name in keys]
-        if own is not None and others and not keys & {own, self.settings.video_key}:
+        if image_key is not None and others and not keys & {image_key, self.settings.video_key}:
             raise DataError(
-                f"{origin} has nothing under '{own}' (data.image_key), but under '{others[0]}'; set data.image_key to "
+                f"{origin} has nothing under '{image_key}' (data.image_key), but under '{others[0]}'; set data.image_key to "
                 f"'{others[0]}', or to null to train on the text alone"
             )
 
@@ -109,8 +109,8 @@ class PictureReader(MediaReader):
                 continue
             many = isinstance(row[key], list | tuple)
             values = list(row[key]) if many else [row[key]]
-            kept = [self._keep(kind, value, f"{n} of {len(values)}", place) for n, value in enumerate(values, 1)]
-            row[key] = kept if many else kept[0]
+            paths = [self._keep(kind, value, f"{n} of {len(values)}", place) for n, value in enumerate(values, 1)]
+            row[key] = paths if many else paths[0]
         found = 0
 
         def without(part: dict[str, Any]) -> dict[str, Any]:
@@ -150,8 +150,8 @@ class PictureReader(MediaReader):
             original = original_of(value, settings.image_folder)
             if isinstance(original, Image.Image):
                 raise PictureError("is a picture; it must be a path, bytes or a list of frames")
-            found = timed_frames_of(original, settings.fps, settings.max_frames, keep)
-            return found.kept if model.videos is None else {"frames": found.kept, "seconds": found.seconds}
+            timed = timed_frames_of(original, settings.fps, settings.max_frames, keep)
+            return timed.kept if model.videos is None else {"frames": timed.kept, "seconds": timed.seconds}
         except PictureError as error:
             name = "picture" if kind == "image" else "video"
             raise PictureError(f"{place}: {name} {which} ({describe_original(value)}) {error}; {REMEDY}") from error
@@ -172,9 +172,9 @@ class PictureReader(MediaReader):
         return self._file(image, final_frame_size(*image.size, frames, rules))
 
     def _file(self, image: Image.Image, size: tuple[int, int] | None = None) -> str:
-        kept = keep_picture(image, self.model.rules, self.model.media_folder, size)
-        path = str(self.model.media_folder / f"{kept.digest}.png")
-        self._kept[path] = kept
+        picture = keep_picture(image, self.model.rules, self.model.media_folder, size)
+        path = str(self.model.media_folder / f"{picture.digest}.png")
+        self._kept[path] = picture
         return path
 
     # the second pass ----------------------------------------------------------------------------------------------
@@ -195,17 +195,17 @@ class PictureReader(MediaReader):
         self.check_texts(messages, place)
         waiting = self._of_columns(row)
         numbers = {kind: len(items) for kind, items in waiting.items()}
-        asked = dict.fromkeys(MARKS, 0)
+        mark_counts = dict.fromkeys(MARKS, 0)
         pictures: list[Showable] = []
 
         def parts_for(kind: str, part: dict[str, Any]) -> ContentParts:
-            own = part.get(kind)
-            if own is None:
-                asked[kind] += 1
-                own = waiting[kind].pop(0) if waiting[kind] else []
-            found, shown = self._parts_of(own)
+            paths = part.get(kind)
+            if paths is None:
+                mark_counts[kind] += 1
+                paths = waiting[kind].pop(0) if waiting[kind] else []
+            content_parts, shown = self._parts_of(paths)
             pictures.extend(shown)
-            return found
+            return content_parts
 
         def placed(content: str | ContentParts) -> str | ContentParts:
             """`content` with its pictures' parts, taken in passing."""
@@ -221,16 +221,16 @@ class PictureReader(MediaReader):
             else message
             for message in messages
         ]
-        if not any(asked.values()) and any(waiting.values()):
+        if not any(mark_counts.values()) and any(waiting.values()):
             if pictures:
                 raise self._error(place, "has pictures both in its messages and in a column; one of them must go")
-            first = [self._parts_of(one) for kind in ("image", "video") for one in waiting[kind]]
-            pictures = [one for _, shown in first for one in shown]
+            first = [self._parts_of(item) for kind in ("image", "video") for item in waiting[kind]]
+            pictures = [item for _, shown in first for item in shown]
             return _before_user_text(arranged, [part for parts, _ in first for part in parts], place), pictures
         for kind, mark in MARKS.items():
-            if asked[kind] != numbers[kind]:
+            if mark_counts[kind] != numbers[kind]:
                 what = _several(numbers[kind], "picture" if kind == "image" else "video")
-                places = f"{_several(asked[kind], 'place')} for them ({mark})"
+                places = f"{_several(mark_counts[kind], 'place')} for them ({mark})"
                 key = f"under '{self.keys[kind]}'" if kind in self.keys else f"as data.{kind}_key is null"
                 raise self._error(place, f"has {what} {key}, but {places}")
         return arranged, pictures
@@ -244,7 +244,7 @@ class PictureReader(MediaReader):
         if len(files) % 2:
             files, seconds = [*files, files[-1]], [*seconds, seconds[-1]]
         pairs = [FramePair(*pair) for pair in zip(files[::2], files[1::2], strict=True)]
-        times = [(one + other) / 2 for one, other in zip(seconds[::2], seconds[1::2], strict=True)]
+        times = [(earlier + later) / 2 for earlier, later in zip(seconds[::2], seconds[1::2], strict=True)]
         parts: ContentParts = [{"type": "text", "text": self.model.tokens.start}]
         for time in times:
             parts += [{"type": "text", "text": f"<{time:.1f} seconds>"}, {"type": "video"}]
@@ -268,20 +268,20 @@ class PictureReader(MediaReader):
             return self.model.expand(ids, shown)
         except ValueError:
             tokens = self.model.tokens
-            found = sum(token in (tokens.image_id, tokens.video_id) for token in ids)
+            placeholders = sum(token in (tokens.image_id, tokens.video_id) for token in ids)
             raise DataError(
                 f"{place} has {_several(len(shown), 'picture')}, but the chat template makes "
-                f"{_several(found, 'placeholder')}; the model's folder must have the template of its processor"
+                f"{_several(placeholders, 'placeholder')}; the model's folder must have the template of its processor"
             ) from None
 
     def _of_columns(self, row: Row) -> dict[str, list[KeptPaths]]:
         """The row's pictures and its videos, in the shapes that `_keep` gives them."""
-        found: dict[str, list[KeptPaths]] = {kind: [] for kind in MARKS}
+        by_kind: dict[str, list[KeptPaths]] = {kind: [] for kind in MARKS}
         for kind, key in self.keys.items():
             value = row.get(key) or []
             is_one = isinstance(value, str | dict) or (kind == "video" and isinstance(value[0] if value else [], str))
-            found[kind] += [value] if is_one else value
-        return found
+            by_kind[kind] += [value] if is_one else value
+        return by_kind
 
     def check_texts(self, messages: Sequence[ChatMessage], place: RowPlace) -> None:
         """Refuse texts with tokens that stand for pictures, pictures in assistant turns, and parts that are neither.
@@ -348,5 +348,5 @@ def parsed_messages(text: str) -> Any:
         messages = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    is_chat = bool(messages) and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in messages)
+    is_chat = bool(messages) and all(isinstance(item, dict) and {"role", "content"} <= item.keys() for item in messages)
     return messages if is_chat else text

@@ -149,9 +149,9 @@ def load_video_rules(folder: str | Path, pictures: PictureRules) -> PictureRules
             f"data.video is 'native', which '{folder}' ({family}) has not in megarl; it must be 'frames', or the model one of "
             f"{', '.join(TIMED_VIDEOS)}"
         )
-    given = _read_json(Path(folder) / "processor_config.json").get("video_processor")
-    given = given or _read_json(Path(folder) / "video_preprocessor_config.json")
-    size = given.get("size") or {}
+    processor = _read_json(Path(folder) / "processor_config.json").get("video_processor")
+    processor = processor or _read_json(Path(folder) / "video_preprocessor_config.json")
+    size = processor.get("size") or {}
     if not isinstance(size.get("shortest_edge"), int) or not isinstance(size.get("longest_edge"), int):
         raise ModelError(
             f"data.video is 'native', but '{folder}' has no video_preprocessor_config.json with size.shortest_edge and "
@@ -159,13 +159,13 @@ def load_video_rules(folder: str | Path, pictures: PictureRules) -> PictureRules
         )
     rules = replace(
         pictures,
-        patch=given.get("patch_size", pictures.patch),
-        temporal=given.get("temporal_patch_size", pictures.temporal),
-        merge=given.get("merge_size", pictures.merge),
-        mean=_colours(given.get("image_mean", pictures.mean)),
-        std=_colours(given.get("image_std", pictures.std)),
+        patch=processor.get("patch_size", pictures.patch),
+        temporal=processor.get("temporal_patch_size", pictures.temporal),
+        merge=processor.get("merge_size", pictures.merge),
+        mean=_colours(processor.get("image_mean", pictures.mean)),
+        std=_colours(processor.get("image_std", pictures.std)),
     )
-    if rules != pictures or given.get("cap_pixels_per_frame"):
+    if rules != pictures or processor.get("cap_pixels_per_frame"):
         raise ModelError(
             f"'{folder}': its video processor has other patches or colours than its image processor, or cap_pixels_per_frame; "
             "data.video must be 'frames'"

@@ -28,16 +28,16 @@ def grids_of_row(row: Row, settings: PictureFields, message_keys: Sequence[str],
     Raises:
         PictureError: a picture cannot be read, or there is no size for it.
     """
-    found: list[Grid] = []
+    grids: list[Grid] = []
     for kind, value in _shown(row, settings, message_keys):
         if kind == "image":
-            found.append(_grid(value, settings, rules))
+            grids.append(_grid(value, settings, rules))
         elif isinstance(value, list | tuple):
             chosen = chosen_frames(len(value), settings.fps, settings.fps, settings.max_frames)
-            found += [_grid(value[frame], settings, rules) for frame in chosen]
+            grids += [_grid(value[frame], settings, rules) for frame in chosen]
         else:
-            found += [square_grid(rules.max_pixels, rules)] * settings.max_frames
-    return tuple(found)
+            grids += [square_grid(rules.max_pixels, rules)] * settings.max_frames
+    return tuple(grids)
 
 
 def square_grid(pixels: float, rules: PictureRules) -> Grid:
@@ -52,18 +52,18 @@ def _shown(row: Row, settings: PictureFields, message_keys: Sequence[str]) -> It
     """(`image` or `video`, the value), of columns and of parts of messages."""
     for kind, key in (("image", settings.image_key), ("video", settings.video_key)):
         value = row.get(key) if key is not None else None
-        for one in value if isinstance(value, list | tuple) else [] if value is None else [value]:
-            yield kind, one
+        for item in value if isinstance(value, list | tuple) else [] if value is None else [value]:
+            yield kind, item
     for key in message_keys:
         messages = row.get(key)
         messages = parsed_messages(messages) if isinstance(messages, str) else messages
         for message in messages if isinstance(messages, list) else []:
             content = message.get("content", message.get("value")) if isinstance(message, dict) else None
             for part in content if isinstance(content, list) else []:
-                found = kind_of(part) if isinstance(part, dict) else None
-                source = source_of(part) if found else None
-                if found is not None and source is not None:
-                    yield found, source
+                part_kind = kind_of(part) if isinstance(part, dict) else None
+                source = source_of(part) if part_kind else None
+                if part_kind is not None and source is not None:
+                    yield part_kind, source
 
 
 def _grid(value: Any, settings: PictureFields, rules: PictureRules) -> Grid:

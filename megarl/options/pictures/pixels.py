@@ -69,14 +69,14 @@ class Pictures:
     def _frame(self, file: Path, size: tuple[int, int]) -> Colours:
         if file in self._kept:
             self._kept.move_to_end(file)
-            found = self._kept[file]
+            pixels = self._kept[file]
         else:
-            found = self._kept[file] = _read(file)
+            pixels = self._kept[file] = _read(file)
             while sum(picture.nbytes for picture in self._kept.values()) > self.kept_bytes and len(self._kept) > 1:
                 self._kept.popitem(last=False)
-        if found.shape[:2] != size:
-            raise DataError(f"'{file}' is {_size(found)} pixels, but its grid of patches says {size[1]} x {size[0]}")
-        return found
+        if pixels.shape[:2] != size:
+            raise DataError(f"'{file}' is {_size(pixels)} pixels, but its grid of patches says {size[1]} x {size[0]}")
+        return pixels
 
 
 def _patches(frames: list[Colours], rules: PictureRules) -> Tensor:

@@ -27,21 +27,21 @@ def expand(ids: Sequence[int], shown: Sequence[Showable], rules: PictureRules, t
     Raises:
         ValueError: they hold more placeholders, or less, or one of a video where a picture is.
     """
-    found = [token == tokens.video_id for token in ids if token in (tokens.image_id, tokens.video_id)]
-    if found != [isinstance(one, FramePair) for one in shown]:
-        raise ValueError(f"there are {len(found)} placeholders for {len(shown)} pictures")
+    are_videos = [token == tokens.video_id for token in ids if token in (tokens.image_id, tokens.video_id)]
+    if are_videos != [isinstance(item, FramePair) for item in shown]:
+        raise ValueError(f"there are {len(are_videos)} placeholders for {len(shown)} pictures")
     expanded: list[int] = []
     media: list[Media] = []
     counts: list[int] = []
     for token in ids:
         count = 1
         if token in (tokens.image_id, tokens.video_id):
-            one = shown[len(media)]
-            frames = (one.first, one.second) if isinstance(one, FramePair) else (one,)
+            item = shown[len(media)]
+            frames = (item.first, item.second) if isinstance(item, FramePair) else (item,)
             grid = (1, frames[0].height // rules.patch, frames[0].width // rules.patch)
             count = grid[1] * grid[2] // rules.merge**2
             digests = tuple(frame.digest for frame in frames)
-            media.append(Media("video" if isinstance(one, FramePair) else "image", digests, grid, len(expanded), count))
+            media.append(Media("video" if isinstance(item, FramePair) else "image", digests, grid, len(expanded), count))
         counts.append(count)
         expanded += [token] * count
     return Expanded(expanded, media, counts)

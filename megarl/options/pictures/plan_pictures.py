@@ -75,10 +75,10 @@ def _settings(folder: str) -> dict[str, Any]:
 
 def _limits(settings: dict[str, Any], frames: int) -> tuple[int | None, int | None]:
     """(fewest, most) pixels of a picture, whose limits count it `frames` times; None where the settings do not say."""
-    given = settings.get("size")
-    size: dict[str, Any] = given if isinstance(given, dict) else {}
-    found = [settings.get(name) or size.get(edge) for name, edge in LIMITS]
-    least, most = (value // frames if isinstance(value, int) else None for value in found)
+    section = settings.get("size")
+    size: dict[str, Any] = section if isinstance(section, dict) else {}
+    limits = [settings.get(name) or size.get(edge) for name, edge in LIMITS]
+    least, most = (value // frames if isinstance(value, int) else None for value in limits)
     return least, most
 
 
@@ -92,17 +92,17 @@ def _of_rows(config: AnyConfig, rules: PictureRules) -> PromptPictures | None:
 
     keys = [key for name in ("prompt_key", "messages_key") if (key := getattr(data, name, None)) is not None]
     try:
-        kept = (row for row in rows_of(source) if row is not None)
-        found = tuple(grids_of_row(row, data, keys, rules) for row in islice(kept, ROWS))
+        rows = (row for row in rows_of(source) if row is not None)
+        row_grids = tuple(grids_of_row(row, data, keys, rules) for row in islice(rows, ROWS))
     except MegarlError:
         return None  # the run says what is wrong with them
-    if not found:
+    if not row_grids:
         return None
-    shown = [grid for grids in found for grid in grids]
-    many = f"{len(shown) / len(found):,.3g} for each prompt"
+    shown = [grid for grids in row_grids for grid in grids]
+    many = f"{len(shown) / len(row_grids):,.3g} for each prompt"
     pixels = sum(map(prod, shown)) * rules.patch**2 / max(1, len(shown))
-    stated = f"{many} of {pixels:,.0f} pixels, by the first {len(found)} rows of '{source.path}'" if shown else "none"
-    return PromptPictures(found, max(found, key=lambda grids: sum(map(prod, grids))), stated)
+    stated = f"{many} of {pixels:,.0f} pixels, by the first {len(row_grids)} rows of '{source.path}'" if shown else "none"
+    return PromptPictures(row_grids, max(row_grids, key=lambda grids: sum(map(prod, grids))), stated)
 
 
 def _largest(config: AnyConfig, rules: PictureRules, limit: str, prompt: float | None) -> PromptPictures:

@@ -88,11 +88,11 @@ def tower_bytes(role: PlannedRole, precision: Precision, work: Workload, freed: 
         return work.patches * tower_activations(shape.vision, precision.itemsize).layer
     of_patch = tower_activations(shape.vision, precision.itemsize, role.freeze)
     passes = first_chunk_in_flight(layout.pp, layout.vpp or 1, work.micro_batches)
-    kept = work.patches * of_patch.kept(precision.recompute)
+    kept_bytes = work.patches * of_patch.kept(precision.recompute)
     if precision.recompute == "full":  # of what deepstack adds, which its layers are given
         rows = work.tokens / layout.cp / (layout.tp if layout.sequence_parallel else 1)
-        kept += len(shape.vision.deepstack) * rows * shape.hidden * precision.itemsize
-    return passes * kept + max(0.0, work.patches * of_patch.recomputed(precision.recompute) - freed)
+        kept_bytes += len(shape.vision.deepstack) * rows * shape.hidden * precision.itemsize
+    return passes * kept_bytes + max(0.0, work.patches * of_patch.recomputed(precision.recompute) - freed)
 
 
 def _projector_matrices(vision: Vision, itemsize: int, *, trained: bool) -> float:

@@ -22,9 +22,9 @@ def text_config(hf_config: HFConfig) -> HFConfig:
     Raises:
         ModelError: the experts' weights of a token do not sum to one, as transformers has it whatever the config says.
     """
-    found = TEXT(hf_config)
-    refuse(found, "norm_topk_prob", True, "transformers computes no other weights for this family")
-    return found
+    config = TEXT(hf_config)
+    refuse(config, "norm_topk_prob", True, "transformers computes no other weights for this family")
+    return config
 
 
 def fused_experts(hf_config: HFConfig) -> FusedExperts:
@@ -42,10 +42,10 @@ DEEPSTACK_OF_SGLANG = 3
 
 
 def _sglang_refusal(hf_config: HFConfig) -> str | None:
-    found = len(VISION(hf_config).deepstack)
-    if found == DEEPSTACK_OF_SGLANG:
+    layers = len(VISION(hf_config).deepstack)
+    if layers == DEEPSTACK_OF_SGLANG:
         return OF_ALL.sglang.refusal(hf_config)
-    return f"it adds features of the tower behind {DEEPSTACK_OF_SGLANG} decoder layers, and the model has {found} such layers"
+    return f"it adds features of the tower behind {DEEPSTACK_OF_SGLANG} decoder layers, and the model has {layers} such layers"
 
 
 VISION = vision_with("Qwen3VLMoeVisionModel", _head_dim)

@@ -35,12 +35,12 @@ def seeing(
     """A family whose decoder is `text`'s; `prefixes` are the hub's names of tower and decoder (`model.` in text families)."""
 
     def checked(hf_config: HFConfig) -> Vision:
-        found, hidden = vision(hf_config), text_config(hf_config).get("hidden_size")
-        if found.out != hidden:
+        parsed, hidden = vision(hf_config), text_config(hf_config).get("hidden_size")
+        if parsed.out != hidden:
             raise ModelError(
-                f"config.json: the tower's features have {found.out} numbers, but the decoder's hidden_size is {hidden}"
+                f"config.json: the tower's features have {parsed.out} numbers, but the decoder's hidden_size is {hidden}"
             )
-        return found
+        return parsed
 
     def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
         Rope.from_hf(text_config(hf_config), kinds=ROPE_KINDS)

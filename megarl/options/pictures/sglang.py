@@ -19,11 +19,11 @@ def check_servers(config: Config, platform: str) -> None:
     """
     if not sees(config.model.path):
         return
-    own, data = load_picture_rules(config.model.path), config.data
+    rules, data = load_picture_rules(config.model.path), config.data
     for field, value, beyond in (
-        ("min_pixels", data.min_pixels, own.min_pixels), ("max_pixels", data.max_pixels, own.max_pixels)
+        ("min_pixels", data.min_pixels, rules.min_pixels), ("max_pixels", data.max_pixels, rules.max_pixels)
     ):  # fmt: skip
-        if value is not None and not own.min_pixels <= value <= own.max_pixels:
+        if value is not None and not rules.min_pixels <= value <= rules.max_pixels:
             reason = f"SGLang does not do: the model folder's preprocessor_config.json says {beyond}"
-            allowed = f"from {own.min_pixels} to {own.max_pixels}"
+            allowed = f"from {rules.min_pixels} to {rules.max_pixels}"
             raise ConfigError.of(f"data.{field}", value, reason, allowed=allowed)

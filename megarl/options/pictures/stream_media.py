@@ -36,15 +36,15 @@ class StreamMedia:
 
     def of_tokens(self, positions: Tensor, length: int) -> StreamMedia | None:
         """What the tokens at `positions` (int64 `[n]`) of a stream of `length` show, with places among these; None: nothing."""
-        place = torch.full((length,), -1)
-        place[positions] = torch.arange(len(positions))
-        places = place[self.places]
-        kept = places >= 0
-        numbers, media = self.media[kept].unique(return_inverse=True)
+        index_of = torch.full((length,), -1)
+        index_of[positions] = torch.arange(len(positions))
+        places = index_of[self.places]
+        is_kept = places >= 0
+        numbers, media = self.media[is_kept].unique(return_inverse=True)
         if not len(numbers):
             return None
         pictures = tuple(self.pictures[number] for number in numbers.tolist())
-        return StreamMedia(pictures, places[kept], media, self.numbers[kept])
+        return StreamMedia(pictures, places[is_kept], media, self.numbers[is_kept])
 
 
 def laid_media(shown: Sequence[tuple[Media, int]]) -> StreamMedia:

@@ -94,8 +94,8 @@ class SeeingModel(GPTModel):
         patches = torch.cat([self.pictures.patches(picture) for picture in seen.pictures]).to(device, dtype)
         grids = torch.tensor([picture.grid for picture in seen.pictures], device=device)
         with self.tower_time.measured(device) if self.training else contextlib.nullcontext():
-            found = self.visual(patches, grid_thw=grids)
-        return [found.pooler_output, *getattr(found, "deepstack_features", ())]
+            features = self.visual(patches, grid_thw=grids)
+        return [features.pooler_output, *getattr(features, "deepstack_features", ())]
 
 
 class _WithoutPictures(torch.autograd.Function):

@@ -34,6 +34,6 @@ class TowerTime:
         """Seconds since the last call; waits for the device, so it is asked when the device has done its work."""
         if self._events:
             self._events[-1][1].synchronize()
-        found = self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
+        seconds = self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
         self._seconds, self._events = 0.0, []
-        return found
+        return seconds

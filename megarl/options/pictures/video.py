@@ -63,10 +63,10 @@ def timed_frames_of(
             if has_s < COMPLETE * should_s:
                 raise PictureError(f"is cut off: it has {has_s:.1f} of {should_s:.1f} s")
         while True:
-            wanted = chosen_frames(total, rate, fps, max_frames)
-            frames, seen = _decoded(av, content, wanted, keep)
-            if len(frames) == len(wanted) and frames:
-                return TimedFrames(frames, [number / rate for number in wanted])
+            chosen = chosen_frames(total, rate, fps, max_frames)
+            frames, seen = _decoded(av, content, chosen, keep)
+            if len(frames) == len(chosen) and frames:
+                return TimedFrames(frames, [number / rate for number in chosen])
             if not seen:
                 raise PictureError("has no frames that can be decoded")
             total = seen  # fewer frames than packets: choose again among those that there are
@@ -82,7 +82,7 @@ def chosen_frames(total: int, rate: float, fps: float, max_frames: int) -> list[
     Their number is even, as a patch shows two frames; a video of one frame keeps that.
     """
     count = int(min(max(total / rate * fps, FEWEST_FRAMES), max_frames, total))
-    return [int(place) for place in np.linspace(0, total - 1, max(count - count % 2, 1)).round()] if total else []
+    return [int(number) for number in np.linspace(0, total - 1, max(count - count % 2, 1)).round()] if total else []
 
 
 def _length_s(container: Any, stream: Any) -> float:
@@ -94,7 +94,7 @@ def _length_s(container: Any, stream: Any) -> float:
 
 def _decoded(av: Any, content: bytes, wanted: list[int], keep: Callable[[Image.Image, int], Kept]) -> tuple[list[Kept], int]:
     """The wanted frames that there are, and how many frames were seen until the last one was found."""
-    found: list[Kept] = []
+    frames: list[Kept] = []
     seen = 0
     with av.open(BytesIO(content), options={"protocol_whitelist": "none"}) as container:
         for frame in container.decode(container.streams.video[0]):
@@ -103,8 +103,8 @@ def _decoded(av: Any, content: bytes, wanted: list[int], keep: Callable[[Image.I
                     raise PictureError(f"has frames of {frame.width}x{frame.height} pixels, more than {LARGEST_PIXELS}")
                 image = frame.to_image().convert("RGB")
                 image = image.rotate(frame.rotation, expand=True) if frame.rotation else image
-                found.append(keep(image, len(wanted)))
+                frames.append(keep(image, len(wanted)))
             seen += 1
-            if len(found) == len(wanted):
+            if len(frames) == len(wanted):
                 break
-    return found, seen
+    return frames, seen

@@ -38,15 +38,15 @@ class TextConfig:
         """
         nested = _object(hf_config, "text_config", hf_config)
         tied = bool(hf_config.get("tie_word_embeddings")) or (self.tied_in_text and bool(nested.get("tie_word_embeddings")))
-        kept: dict[str, Any] = {
+        top_level: dict[str, Any] = {
             name: hf_config[name] for name in ("architectures", "id2label", "quantization_config") if name in hf_config
         }
-        given = {name: value for name, value in nested.items() if value is not None and name != "vision_config"}
-        found: dict[str, Any] = {**self.defaults, **given, **kept, "tie_word_embeddings": tied}
+        text_fields = {name: value for name, value in nested.items() if value is not None and name != "vision_config"}
+        config: dict[str, Any] = {**self.defaults, **text_fields, **top_level, "tie_word_embeddings": tied}
         for field in ("rope_parameters", "rope_scaling"):
-            if isinstance(found.get(field), Mapping):
-                found[field] = _without_axes(found[field])
-        return found
+            if isinstance(config.get(field), Mapping):
+                config[field] = _without_axes(config[field])
+        return config
 
 
 def mrope_of(hf_config: dict[str, Any], *, default: tuple[int, int, int], interleaved: bool, head_dim: int) -> Mrope:
@@ -64,9 +64,9 @@ def mrope_of(hf_config: dict[str, Any], *, default: tuple[int, int, int], interl
             f"a head's {head_dim} dimensions that rotate"
         )
     refuse(rope, "mrope_interleaved", interleaved, "transformers computes no other angles for this family")
-    found = Mrope((sections[0], sections[1], sections[2]), interleaved)
-    found.axes()
-    return found
+    mrope = Mrope((sections[0], sections[1], sections[2]), interleaved)
+    mrope.axes()
+    return mrope
 
 
 def vision_config(hf_config: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,11 +75,11 @@ def vision_config(hf_config: dict[str, Any], defaults: Mapping[str, Any]) -> dic
     Raises:
         ModelError: it is no object, or patches are not squares.
     """
-    given = _object(hf_config, "vision_config", {})
-    found = with_defaults(given, defaults)
-    if "in_chans" in given:  # the hub's name; transformers reads in_channels alone
-        refuse(given, "in_chans", found["in_channels"], "transformers reads in_channels alone")
-    return found
+    section = _object(hf_config, "vision_config", {})
+    config = with_defaults(section, defaults)
+    if "in_chans" in section:  # the hub's name; transformers reads in_channels alone
+        refuse(section, "in_chans", config["in_channels"], "transformers reads in_channels alone")
+    return config
 
 
 def placeholders(hf_config: dict[str, Any], image: int = 151655, video: int = 151656) -> dict[str, int]:
@@ -116,5 +116,5 @@ def _object(hf_config: dict[str, Any], field: str, default: dict[str, Any]) -> d
 
 def _without_axes(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary parameters as a text model has them: what transformers 4 calls `mrope` are the default frequencies."""
-    found = {name: value for name, value in rope.items() if name not in ("mrope_section", "mrope_interleaved")}
-    return {name: "default" if name in ("type", "rope_type") and value == "mrope" else value for name, value in found.items()}
+    plain = {name: value for name, value in rope.items() if name not in ("mrope_section", "mrope_interleaved")}
+    return {name: "default" if name in ("type", "rope_type") and value == "mrope" else value for name, value in plain.items()}

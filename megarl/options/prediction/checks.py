@@ -19,9 +19,9 @@ def check_engines(config: Config, engine: EngineCapabilities) -> None:
     """
     rollout, drafts, section = config.rollout, drafts_of(config.rollout), "rollout.speculative"
     if drafts.algorithm == "none":
-        given = [name for name, field in type(drafts).model_fields.items() if getattr(drafts, name) != field.default]
-        if given:
-            raise ConfigError.needs_set(f"{section}.{given[0]}", "speculative decoding", f"{section}.algorithm")
+        changed = [name for name, field in type(drafts).model_fields.items() if getattr(drafts, name) != field.default]
+        if changed:
+            raise ConfigError.needs_set(f"{section}.{changed[0]}", "speculative decoding", f"{section}.algorithm")
         return
     if rollout.schedule.continues and not engine.in_process:
         reason = f"cannot tell which tokens of a draft an engine had looked at when it was cut ({section}.algorithm)"

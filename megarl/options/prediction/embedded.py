@@ -77,11 +77,11 @@ class Speculation:
             return cls(settings.num_steps, lambda params: NgramDraft())
         if settings.algorithm == "mtp":
             layer = MtpLayer(policy)
-            found = cls(settings.num_steps, lambda params: ModelDraft(layer, params), TrunkStates(policy))
-            found.held, stored = hub_tensors(layer.named), HFFolder(folder)
-            for name, tensor in found.held.items():
+            speculation = cls(settings.num_steps, lambda params: ModelDraft(layer, params), TrunkStates(policy))
+            speculation.held, stored = hub_tensors(layer.named), HFFolder(folder)
+            for name, tensor in speculation.held.items():
                 tensor.copy_(stored.get_slice(name)[:])
-            return found
+            return speculation
         assert settings.draft_model is not None, "the config has been checked"
         small = LanguageModel(load(settings.draft_model))
         return cls(settings.num_steps, lambda params: ModelDraft(small, params))
@@ -165,16 +165,16 @@ class SpeculativeBatch(DecodeBatch):
         counts = (room - 1).clamp(max=steps)
         sequences = [[*row.prompt, *row.response] for row in rows]
         proposals = self._draft.propose(sequences, counts, numbers[:, :steps])
-        ids = torch.cat([torch.tensor([[own[-1]] for own in sequences], device=counts.device), proposals.tokens], dim=1)
+        ids = torch.cat([torch.tensor([[tokens[-1]] for tokens in sequences], device=counts.device), proposals.tokens], dim=1)
         logits = self._verified(ids)
         weights, log_probs = weights_and_log_probs(logits.float().flatten(0, 1), self._params)
         shape = (*ids.shape, -1)
         accepted, behind = verify(weights.view(shape), proposals, numbers[:, steps:])
         self._take(version, accepted.tolist(), proposals.counts.tolist(), proposals.tokens, behind, log_probs.view(shape))
         self._draft.advance(ids, self._take_states(), accepted)
-        kept = self._leave_out_ended()
+        remaining = self._leave_out_ended()
         if self.rows:
-            self._mask = cut_back(self._cache, self._mask, ids.shape[1] - 1 - accepted[kept])
+            self._mask = cut_back(self._cache, self._mask, ids.shape[1] - 1 - accepted[remaining])
 
     def _verified(self, ids: Tensor) -> Tensor:
         """Logits [B, W, V] of the policy behind each of `ids` [B, W]."""
@@ -196,9 +196,9 @@ class SpeculativeBatch(DecodeBatch):
         for number, row in enumerate(self.rows):
             tokens = [*drafted[number, : accepted[number]].tolist(), int(behind[number])]
             before = len(row.response)
-            for place, token in enumerate(tokens):
+            for index, token in enumerate(tokens):
                 if row.finish_reason is None:
-                    self._append(row, token, float(log_probs[number, place, token]), version)
+                    self._append(row, token, float(log_probs[number, index, token]), version)
             gained = len(row.response) - before
             row.extra[NAME] = row.extra.get(NAME, NO_DRAFTS) + DraftCounts(1, counts[number], min(gained, accepted[number]))
             for name, values in recorded:
@@ -206,7 +206,7 @@ class SpeculativeBatch(DecodeBatch):
 
     def _leave_out_ended(self) -> Tensor:
         before = len(self.rows)
-        kept = super()._leave_out_ended()
+        remaining = super()._leave_out_ended()
         if self._cache is not None and self.rows and len(self.rows) < before:
-            self._draft.keep(kept)
-        return kept
+            self._draft.keep(remaining)
+        return remaining

@@ -44,10 +44,14 @@ class NgramDraft(Draft):
     """What followed the same tokens when they came last: prompt lookup (Saxena 2023)."""
 
     def propose(self, sequences: Sequence[Sequence[int]], counts: Tensor, numbers: Tensor) -> Proposals:
-        found = [looked_up(sequence, int(count)) for sequence, count in zip(sequences, counts, strict=True)]
-        steps = max(map(len, found))
-        tokens = torch.tensor([[*own, *[0] * (steps - len(own))] for own in found], dtype=torch.long, device=counts.device)
-        return Proposals(tokens.view(len(found), steps), torch.tensor([len(own) for own in found], device=counts.device), None)
+        drafts = [looked_up(sequence, int(count)) for sequence, count in zip(sequences, counts, strict=True)]
+        steps = max(map(len, drafts))
+        tokens = torch.tensor(
+            [[*draft, *[0] * (steps - len(draft))] for draft in drafts], dtype=torch.long, device=counts.device
+        )
+        return Proposals(
+            tokens.view(len(drafts), steps), torch.tensor([len(draft) for draft in drafts], device=counts.device), None
+        )
 
 
 def looked_up(sequence: Sequence[int], count: int) -> list[int]:
@@ -135,9 +139,9 @@ def cut_back(cache: DynamicCache, mask: Tensor, cut: Tensor) -> Tensor:
     source = source[:, begin:].clamp(min=0)
     for layer in cache.layers:
         for name in ("keys", "values"):
-            held = getattr(layer, name)
-            index = source[:, None, :, None].expand(-1, held.shape[1], -1, held.shape[3])
-            setattr(layer, name, held.gather(2, index))
+            cached = getattr(layer, name)
+            index = source[:, None, :, None].expand(-1, cached.shape[1], -1, cached.shape[3])
+            setattr(layer, name, cached.gather(2, index))
     return mask[:, begin:]
 
 
@@ -159,17 +163,17 @@ class LanguageModel(DraftModel):
     def __call__(
         self, ids: Tensor, states: Tensor | None, mask: Tensor, cache: DynamicCache, last: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        kept = ids.shape[1] - int(last.min())
+        num_logits = ids.shape[1] - int(last.min())
         output = self.model(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions_of(mask, ids.shape[1]),
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=kept,
+            logits_to_keep=num_logits,
         )
         rows = torch.arange(len(ids), device=ids.device)
-        return output.logits[rows, last - (ids.shape[1] - kept)], None
+        return output.logits[rows, last - (ids.shape[1] - num_logits)], None
 
 
 class MtpLayer(DraftModel):
@@ -202,13 +206,13 @@ class MtpLayer(DraftModel):
     ) -> tuple[Tensor, Tensor | None]:
         decoder, layer = self._policy.get_decoder(), self._layer
         both = torch.cat([layer.enorm(decoder.embed_tokens(ids)), layer.hnorm(states)], dim=-1)
-        given = layer.eh_proj(both)
+        projected = layer.eh_proj(both)
         positions = positions_of(mask, ids.shape[1])
         output = layer(
-            given,
+            projected,
             attention_mask=create_causal_mask(
                 config=self._policy.config,
-                inputs_embeds=given,
+                inputs_embeds=projected,
                 attention_mask=mask,
                 past_key_values=cache,
                 position_ids=positions,
@@ -216,7 +220,7 @@ class MtpLayer(DraftModel):
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
-            position_embeddings=decoder.rotary_emb(given, position_ids=positions),
+            position_embeddings=decoder.rotary_emb(projected, position_ids=positions),
         )
         rows = torch.arange(len(ids), device=ids.device)
         state = layer.shared_head.norm(output[rows, last])

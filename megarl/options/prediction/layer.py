@@ -73,10 +73,10 @@ class PredictionModule(MegatronModule):
         if self.config.recompute_granularity == "full":
             if not joined.requires_grad:  # both are frozen, but what is recomputed needs an input with a gradient
                 joined.requires_grad_(True)
-            found = tensor_parallel.checkpoint(lambda given: self.transformer_layer(given, **attention)[0], False, joined)
+            output = tensor_parallel.checkpoint(lambda given: self.transformer_layer(given, **attention)[0], False, joined)
         else:
-            found = self.transformer_layer(joined, **attention)[0]
-        return self.final_layernorm(found)
+            output = self.transformer_layer(joined, **attention)[0]
+        return self.final_layernorm(output)
 
 
 class Prediction(MegatronModule):
@@ -103,7 +103,7 @@ class Prediction(MegatronModule):
 
     def begin(self, streams: Sequence[ShiftedStream]) -> None:
         """Count the tokens that the layer predicts in the whole batch, of which `streams` are this replica's micro-batches."""
-        rows = sum(len(one.policy_rows) for one in streams)
+        rows = sum(len(stream.policy_rows) for stream in streams)
         self._total = torch.tensor(float(rows), device=torch.cuda.current_device())
         torch.distributed.all_reduce(self._total, group=parallel_state.get_data_parallel_group())
         self._total.clamp_min_(1.0)
@@ -125,16 +125,16 @@ class Prediction(MegatronModule):
         with torch.no_grad():
             whole = self._whole_stream(arguments[0].detach(), request.of_decoder)
             hidden = self._of_tensor_rank(whole[request.shifted.before[share.positions]])
-            own: Tensor | None = self.embedding
-            table = own if own is not None else tied if tied is not None else _table(model)
+            embedding: Tensor | None = self.embedding
+            table = embedding if embedding is not None else tied if tied is not None else _table(model)
             embedded = self._of_tensor_rank(self._embedded(table, stream.token_ids[share.positions], head))
         attention = {
             "attention_mask": request.mask,
             "rotary_pos_emb": _angles(model, embedded, request),
             "packed_seq_params": request.packed,
         }
-        found = self.layers[0](embedded[:, None], hidden[:, None], **attention)
-        rows = enter_tensor_parallel_region(found, self.config, head.tp_group)[:, 0].index_select(0, share.rows)
+        output = self.layers[0](embedded[:, None], hidden[:, None], **attention)
+        rows = enter_tensor_parallel_region(output, self.config, head.tp_group)[:, 0].index_select(0, share.rows)
         soft = self.options.targets == "soft"
         policy = whole[request.shifted.policy_rows[share.scored]] if soft else None
         start = head.tp_group.rank() * weight.shape[0]
@@ -171,24 +171,24 @@ class Prediction(MegatronModule):
     def _embedded(self, table: Tensor, token_ids: Tensor, head: LogProbHead) -> Tensor:
         """`[n, H]` from this rank's slice of the embedding."""
         slices = VocabularySlice(table, head.tp_group.rank() * len(table), head.vocab_size, 1.0, head.tp_group)
-        place, here = slices.local(token_ids)
-        found = table[place].masked_fill(~here[:, None], 0.0)
+        local_ids, here = slices.local(token_ids)
+        embedded = table[local_ids].masked_fill(~here[:, None], 0.0)
         if head.tp_group.size() > 1:
-            torch.distributed.all_reduce(found, group=head.tp_group)
-        return found
+            torch.distributed.all_reduce(embedded, group=head.tp_group)
+        return embedded
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """The layer's, under megatron-core's keys."""
         layer: Any = self.layers[0]
-        found: dict[str, Any] = layer.sharded_state_dict(f"{prefix}layers.0.", sharded_offsets, metadata)
-        return found
+        entries: dict[str, Any] = layer.sharded_state_dict(f"{prefix}layers.0.", sharded_offsets, metadata)
+        return entries
 
 
 def prediction_of(chunks: Sequence[Any]) -> Prediction | None:
     """The layer on this rank, if its role has one and this is the last stage."""
-    return next((found for chunk in chunks if (found := getattr(unwrap_model(chunk), "mtp", None)) is not None), None)
+    return next((layer for chunk in chunks if (layer := getattr(unwrap_model(chunk), "mtp", None)) is not None), None)
 
 
 def share_embedding(chunks: Sequence[Any]) -> None:

@@ -33,8 +33,8 @@ class PredictionLoss(torch.autograd.Function):
             logits[:, vocabulary.real :] = 0.0
             logits -= peak[:, None]  # everything relative to it: subtracting two large numbers last would cost digits
             if policy is None:
-                place, here = vocabulary.local(targets[rows])
-                expected = torch.where(here, logits.gather(1, place[:, None])[:, 0], 0.0)
+                local_ids, here = vocabulary.local(targets[rows])
+                expected = torch.where(here, logits.gather(1, local_ids[:, None])[:, 0], 0.0)
             else:
                 of_policy = vocabulary.logits(policy[rows])
                 log_z_policy[rows], _ = _log_sum(of_policy, vocabulary)
@@ -50,17 +50,17 @@ class PredictionLoss(torch.autograd.Function):
         """This rank's part of the gradient of `drafted`: (q - p) W / temperature, of each row."""
         drafted, policy, targets, log_z, log_z_policy, weight = ctx.saved_tensors
         vocabulary, chunk_tokens = ctx.settings
-        found = torch.empty_like(drafted)
+        gradient = torch.empty_like(drafted)
         for rows in row_chunks(len(drafted), chunk_tokens):
             difference = vocabulary.logits(drafted[rows]).sub_(log_z[rows, None]).exp_()
             if policy is None:
-                place, here = vocabulary.local(targets[rows])
-                difference.scatter_add_(1, place[:, None], -here.to(difference.dtype)[:, None])
+                local_ids, here = vocabulary.local(targets[rows])
+                difference.scatter_add_(1, local_ids[:, None], -here.to(difference.dtype)[:, None])
             else:
                 difference -= vocabulary.logits(policy[rows]).sub_(log_z_policy[rows, None]).exp_()
             difference.mul_(grads[0][rows, None]).div_(vocabulary.temperature)
-            found[rows] = difference.to(weight.dtype) @ weight
-        return found, None, None, None, None
+            gradient[rows] = difference.to(weight.dtype) @ weight
+        return gradient, None, None, None, None
 
 
 def _log_sum(logits: Tensor, vocabulary: VocabularySlice) -> tuple[Tensor, Tensor]:

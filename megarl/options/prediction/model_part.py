@@ -35,11 +35,11 @@ class PredictionPart(PassPart):
     def lay(self, units: MicroBatch, stream: PackedStream, share: StreamShard, device: torch.device) -> PredictionInputs:
         """The layer is given its stream as the decoder is given `stream`."""
         options = self._options
-        found = shifted(units, stream, **laying(options))
-        own = context_parallel_shard(found.stream, options.layout.cp, share.rank)
-        mask, packed = attention_inputs(found.stream, own, options, (None,), device)
-        positions = int(found.stream.position_ids.max()) + 1
-        return PredictionInputs(found.to(device), own.to(device), share.to(device), mask, packed, positions)
+        shifted_stream = shifted(units, stream, **laying(options))
+        shard = context_parallel_shard(shifted_stream.stream, options.layout.cp, share.rank)
+        mask, packed = attention_inputs(shifted_stream.stream, shard, options, (None,), device)
+        positions = int(shifted_stream.stream.position_ids.max()) + 1
+        return PredictionInputs(shifted_stream.to(device), shard.to(device), share.to(device), mask, packed, positions)
 
     def begin(self, streams: Sequence[tuple[PackedStream, StreamShard]], given: Sequence[PredictionInputs]) -> None:
         assert self._layer is not None, "a rank without the layer takes no part"

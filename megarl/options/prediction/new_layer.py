@@ -34,8 +34,8 @@ def add_layer(source: str | Path, target: str | Path) -> None:
         raise ModelError(f"'{source}' has a layer for multi-token prediction already; train it with policy.mtp.train")
     layer = family.weight_map(config).prediction
     number = folder.config.get("num_hidden_layers")
-    wanted = [name for rule in layer.rules for name in rule.hf_names] if layer is not None else []
-    if not any(name.startswith(f"model.layers.{number}.") for name in wanted):
+    hf_names = [name for rule in layer.rules for name in rule.hf_names] if layer is not None else []
+    if not any(name.startswith(f"model.layers.{number}.") for name in hf_names):
         raise ModelError(f"'{source}' is of the family {family.name}, which can have no new layer for multi-token prediction")
     write_hf_folder(target, _tensors(folder, int(str(number))), config, extra_files_from=source)
 

@@ -25,5 +25,5 @@ def kept_behind_layers(role: PlannedRole, stage: int, precision: Precision) -> f
         return 0.0
     hidden = role.shape.hidden
     rows = 1 / role.layout.tp if role.layout.sequence_parallel else 1.0
-    kept = 3 * norm(hidden, precision) + 2 * hidden * precision.itemsize
-    return rows * kept + 2 * hidden * precision.itemsize
+    per_row = 3 * norm(hidden, precision) + 2 * hidden * precision.itemsize
+    return rows * per_row + 2 * hidden * precision.itemsize

@@ -111,6 +111,9 @@ def check_servers(config: Config, platform: str) -> None:
 
 def _sampling(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
     """The fields that limit sampling, by their section."""
-    sections = {"rollout": config.rollout, **{f"evaluations[{place}]": one for place, one in enumerate(config.evaluations)}}
+    sections = {
+        "rollout": config.rollout,
+        **{f"evaluations[{index}]": evaluation for index, evaluation in enumerate(config.evaluations)},
+    }
     for name, section in sections.items():
         yield name, {limit: getattr(section, limit) for limit in ("top_k", "top_p", "min_p")}

@@ -71,8 +71,8 @@ def shifted(
         moved.append(Unit(stream.token_ids[:1], [Response(-1, stream.token_ids[:1], torch.tensor([False]), nothing)]))
     laid = pack(moved, pad_to_multiple=pad_to_multiple, segment_multiple=segment_multiple, share_turns=share_turns)
     before = torch.zeros(len(laid.token_ids), dtype=torch.long)
-    for own, origin in zip(laid.laid, origins, strict=False):
-        before[own.places] = stream.laid[origin].places[: len(own.places)]
+    for laid_row, origin in zip(laid.laid, origins, strict=False):
+        before[laid_row.places] = stream.laid[origin].places[: len(laid_row.places)]
     return ShiftedStream(laid, before, laid.columns[_ROW])
 
 

@@ -65,13 +65,13 @@ class ModelRewards(StepPart):
         """bool `[B, T]`: sampled tokens whose text has a line break, and the last sampled token of every response."""
         ends = last_of_each_row(batch.mask)
         for row, sample in enumerate(batch.samples):
-            for place, (token, is_sampled) in enumerate(zip(sample.response_ids, sample.sampled_mask, strict=True)):
+            for position, (token, is_sampled) in enumerate(zip(sample.response_ids, sample.sampled_mask, strict=True)):
                 if not is_sampled:
                     continue
                 if token not in self._ends_step:
                     self._ends_step[token] = "\n" in self.tokenizer.decode([token])
                 if self._ends_step[token]:
-                    ends[row, place] = True
+                    ends[row, position] = True
         return ends
 
 

@@ -86,8 +86,8 @@ class RoutingReplay(PassPart):
         rows: list[int] = []
         parts: list[Tensor] = []
         for number, (stream, share) in enumerate(self._streams):
-            mine = torch.stack([layer.recorded[number] for layer in by_layer], dim=1)
-            whole = self._gathered(mine, stream, share)
+            local_routes = torch.stack([layer.recorded[number] for layer in by_layer], dim=1)
+            whole = self._gathered(local_routes, stream, share)
             for (row, _, _), laid in zip(stream.owners, stream.laid, strict=True):
                 if row < 0:  # what fills up a round of micro-batches
                     continue
@@ -118,10 +118,10 @@ class RoutingReplay(PassPart):
         routes = stream.extra.get(COLUMN.name)
         if routes is None:
             return None
-        held = routes[share.positions].to(device)
+        local_routes = routes[share.positions].to(device)
         if not self.layout.sequence_parallel:
-            return held
-        return held.chunk(self.layout.tp)[parallel_state.get_tensor_model_parallel_rank()]
+            return local_routes
+        return local_routes.chunk(self.layout.tp)[parallel_state.get_tensor_model_parallel_rank()]
 
 
 def _joined(mine: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
@@ -152,15 +152,15 @@ class RouterLayer:
     ) -> tuple[Tensor, Tensor]:
         """Values and experts `[n, k]` for `scores` `[n, E]`: the replayed ones where they are known, else the live choice."""
         assert default_compute_topk is not None
-        wanted = self._wanted()
+        replayed = self._wanted()
         values, live = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        if wanted is None:
+        if replayed is None:
             chosen = live
         else:
-            if wanted.shape != live.shape:
-                raise ValueError(f"routes are of {list(wanted.shape)} choices, but the router makes {list(live.shape)}")
-            is_known = wanted[:, :1] != torch.iinfo(wanted.dtype).max
-            chosen = torch.where(is_known, wanted.long(), live)
+            if replayed.shape != live.shape:
+                raise ValueError(f"routes are of {list(replayed.shape)} choices, but the router makes {list(live.shape)}")
+            is_known = replayed[:, :1] != torch.iinfo(replayed.dtype).max
+            chosen = torch.where(is_known, replayed.long(), live)
             values = scores.gather(1, chosen)
             if self.replay.is_forward:
                 differs = is_known & (chosen[:, :, None] != live[:, None, :]).all(-1)
@@ -174,10 +174,10 @@ class RouterLayer:
         replay = self.replay
         if not replay.is_forward:
             return self.waiting.popleft()
-        wanted = None if replay.routes is None else replay.routes[:, self.place]
+        replayed = None if replay.routes is None else replay.routes[:, self.place]
         if replay.is_training and not torch.is_grad_enabled():  # so checkpointed activations are computed the first time
-            self.waiting.append(wanted)
-        return wanted
+            self.waiting.append(replayed)
+        return replayed
 
 
 def take_part(chunks: Sequence[torch.nn.Module], options: ModelOptions) -> RoutingReplay | None:

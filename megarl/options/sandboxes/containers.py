@@ -92,8 +92,8 @@ def found_container(settings: SandboxConfig) -> Container | None:
 def _problem_of_docker(image: str) -> str:
     if shutil.which("docker") is None:
         return "there is no program 'docker'"
-    if said := _failure("docker", "version", "--format", "{{.Server.Version}}"):
-        return f"its daemon does not answer: {said}"
+    if failure := _failure("docker", "version", "--format", "{{.Server.Version}}"):
+        return f"its daemon does not answer: {failure}"
     if _failure("docker", "image", "inspect", "--format", "{{.Id}}", image):
         return f"the image '{image}' (rollout.episode.sandbox.image) is not on this machine; try `docker pull {image}`"
     return ""

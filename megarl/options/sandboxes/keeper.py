@@ -59,16 +59,16 @@ class Keeper:
         self.work.mkdir(exist_ok=True)
         (self.folder / "tmp").mkdir()
         for name, text in self.setting["files"].items():
-            place = self.work / name
-            if place.resolve() == self.work or self.work not in place.resolve().parents:
+            path = self.work / name
+            if path.resolve() == self.work or self.work not in path.resolve().parents:
                 return f"the file '{name}' would lie outside the sandbox's folder"
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(text)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
         if _used_bytes(self.folder) > self.setting["disk_bytes"]:
             return "the files that it begins with are more than its disk_mb"
         if self.user is not None:
-            for place in (self.folder, *self.folder.rglob("*")):
-                os.chown(place, self.user, self.user, follow_symlinks=False)
+            for path in (self.folder, *self.folder.rglob("*")):
+                os.chown(path, self.user, self.user, follow_symlinks=False)
         if self.container and self.container["start"]:
             return self._tell("start")
         return ""
@@ -78,8 +78,8 @@ class Keeper:
         while not self._ended:
             while b"\n" not in self._left and not self._ended:
                 self._read_more()
-            line, found, rest = self._left.partition(b"\n")
-            if found:
+            line, newline, rest = self._left.partition(b"\n")
+            if newline:
                 self._left = rest
                 yield line.decode()
 
@@ -151,12 +151,12 @@ class Keeper:
             return "disk"
         if self.container:  # it holds its own limits
             return ""
-        found = list(_descendants(os.getpid()))
-        if len(found) > limits["processes"]:
+        pids = list(_descendants(os.getpid()))
+        if len(pids) > limits["processes"]:
             return "processes"
-        if sum(map(_resident_bytes, found)) > limits["memory_bytes"] < sum(map(_proportional_bytes, found)):
+        if sum(map(_resident_bytes, pids)) > limits["memory_bytes"] < sum(map(_proportional_bytes, pids)):
             return "memory"
-        deleted = sum(_deleted_bytes(pid) for pid in found)
+        deleted = sum(_deleted_bytes(pid) for pid in pids)
         return "disk" if deleted + _used_bytes(self.folder) > self._room_bytes else ""
 
     def _filled(self, argv: list[str]) -> list[str]:
@@ -172,10 +172,10 @@ class Keeper:
         limits = self.setting
         environment = {**limits["environment"], **asked["environment"]}
         if self.container:
-            given = [part for key, value in environment.items() for part in (self.container["variable"], f"{key}={value}")]
+            variables = [part for key, value in environment.items() for part in (self.container["variable"], f"{key}={value}")]
             wrap = self._filled(self.container["wrap"])
-            place = wrap.index("{environment}")
-            argv = [*wrap[:place], *given, *wrap[place + 1 :], *asked["command"]]
+            index = wrap.index("{environment}")
+            argv = [*wrap[:index], *variables, *wrap[index + 1 :], *asked["command"]]
             os.execvp(argv[0], argv)
         import confinement
 
@@ -186,8 +186,8 @@ class Keeper:
         )  # fmt: skip
         confinement.confine_commands(of_commands, str(self.folder), limits["readable"])
         ctypes.CDLL(None).prctl(_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-        own = {"HOME": str(self.work), "TMPDIR": str(self.folder / "tmp"), "PWD": str(self.work)}
-        os.execvpe(asked["command"][0], asked["command"], {**environment, **own})
+        folders = {"HOME": str(self.work), "TMPDIR": str(self.folder / "tmp"), "PWD": str(self.work)}
+        os.execvpe(asked["command"][0], asked["command"], {**environment, **folders})
 
     def remove(self) -> None:
         """Remove the container, and the folder, however deep and under whatever names."""
@@ -206,17 +206,17 @@ class _Started:
     def __init__(self, keeper: Keeper, asked: dict[str, Any]) -> None:
         self._kept_bytes = keeper.setting["output_bytes"]
         self.has_ended, self.read_bytes = False, 0
-        given = os.memfd_create("stdin")
-        with open(given, "wb", closefd=False) as stdin:
+        stdin_fd = os.memfd_create("stdin")
+        with open(stdin_fd, "wb", closefd=False) as stdin:
             stdin.write(asked["stdin"].encode(errors="surrogateescape"))
-        os.lseek(given, 0, os.SEEK_SET)
+        os.lseek(stdin_fd, 0, os.SEEK_SET)
         pipes = [os.pipe() for _ in range(3)]
         self.pid = os.fork()
         if self.pid == 0:
             try:
                 os.setpgid(0, 0)
-                for place, file in enumerate((given, pipes[0][1], pipes[1][1])):
-                    os.dup2(file, place)
+                for descriptor, file in enumerate((stdin_fd, pipes[0][1], pipes[1][1])):
+                    os.dup2(file, descriptor)
                 os.dup2(pipes[2][1], 3, inheritable=False)
                 os.closerange(4, 1 << 16)
                 keeper.become(asked)
@@ -226,7 +226,7 @@ class _Started:
                 os._exit(127)
         with contextlib.suppress(OSError):  # it has ended, or done so itself
             os.setpgid(self.pid, self.pid)
-        for file in (given, *(writer for _, writer in pipes)):
+        for file in (stdin_fd, *(writer for _, writer in pipes)):
             os.close(file)
         self.outputs = [pipes[0][0], pipes[1][0]]
         self._texts = dict.fromkeys(self.outputs, b"")

@@ -126,7 +126,7 @@ class CpuKernels:
     ) -> QueryKeyValue:
         groups, width = inputs[1].shape[1], inputs[2].shape[-1]
         out, lse = outputs
-        found: list[list[Tensor]] = [[], [], []]
+        gradients: list[list[Tensor]] = [[], [], []]
         lengths = [queries for queries, _ in of.lengths]
         of_runs = zip(self._runs(of, *inputs), gradient.split(lengths), out.split(lengths), lse.split(lengths, 1), strict=True)
         for (q, k, v), g, o, sums in of_runs:
@@ -136,10 +136,10 @@ class CpuKernels:
             of_query, *of_others = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 g, q, k, v, o, sums[None], 0.0, causal, scale=scale, **options
             )
-            found[0].append(of_query[0].transpose(0, 1))
-            for parts, expanded in zip(found[1:], of_others, strict=True):
+            gradients[0].append(of_query[0].transpose(0, 1))
+            for parts, expanded in zip(gradients[1:], of_others, strict=True):
                 parts.append(expanded[0].unflatten(0, (groups, -1)).sum(1).transpose(0, 1))
-        of_query, of_key, of_value = (torch.cat(parts) for parts in found)
+        of_query, of_key, of_value = (torch.cat(parts) for parts in gradients)
         return of_query, of_key, of_value[..., :width]
 
     @staticmethod
@@ -195,7 +195,7 @@ def _passes(
     stream: PackedStream, runs: Sequence[QueryRange], places: tuple[Tensor, int], device: torch.device
 ) -> tuple[AttentionPass, ...]:
     """Causal among a run's own tokens; what is before them in their segment; and the segments of each depth of the tree."""
-    own = [(_places(run), _places(run)) for run in runs]
+    within_runs = [(_places(run), _places(run)) for run in runs]
     earlier = [(_places(run), torch.arange(run.segment.start, run.segment.start + run.first)) for run in runs if run.first]
     below: dict[int, list[QueryRange]] = {}
     for run in runs:
@@ -207,7 +207,7 @@ def _passes(
         keys = torch.arange(segment.start, segment.start + segment.length)
         by_depth.setdefault(len(segment.path), []).append((torch.cat([_places(run) for run in of_segment]), keys))
     full = [earlier, *(by_depth[depth] for depth in sorted(by_depth))]
-    return _pass(own, places, device, causal=True) + tuple(chain(*(_pass(of_pass, places, device) for of_pass in full)))
+    return _pass(within_runs, places, device, causal=True) + tuple(chain(*(_pass(of_pass, places, device) for of_pass in full)))
 
 
 def _in_window(stream: PackedStream, run: QueryRange, window: int) -> _Run:
@@ -232,12 +232,12 @@ def _pass(
     """The pass over `runs`; none if there are none."""
     if not runs:
         return ()
-    place, first_of_rank = places
+    place_of, first_of_rank = places
     lengths = tuple((len(queries), len(keys)) for queries, keys in runs)
     query_ends, key_ends = (
         torch.tensor([0, *accumulate(of_runs)], dtype=torch.int32, device=device) for of_runs in zip(*lengths, strict=True)
     )
-    queries, keys = (place[torch.cat(of_runs)].to(device) for of_runs in zip(*runs, strict=True))
+    queries, keys = (place_of[torch.cat(of_runs)].to(device) for of_runs in zip(*runs, strict=True))
     is_causal = causal or window is not None
     return (AttentionPass(queries - first_of_rank, keys, query_ends, key_ends, lengths, is_causal, window),)
 
@@ -273,8 +273,8 @@ class MergedPasses(torch.autograd.Function):
             if number:  # every token was in the first pass
                 before = lse[:, of.queries]
                 both = torch.logaddexp(before, sums)
-                kept, added = ((part - both).exp().T[..., None] for part in (before, sums))
-                out, sums = merged[of.queries] * kept + out * added, both
+                old_share, new_share = ((part - both).exp().T[..., None] for part in (before, sums))
+                out, sums = merged[of.queries] * old_share + out * new_share, both
             merged.index_copy_(0, of.queries, out.to(exact))
             lse.index_copy_(1, of.queries, sums.to(exact))
         if sinks is not None:
@@ -295,8 +295,8 @@ class MergedPasses(torch.autograd.Function):
         for of in ctx.passes:
             at, seen = of.queries, of.keys
             inputs = query[at], key[seen], value[seen]
-            found = kernels.backward(gradient[at], inputs, (out[at], lse[:, at]), of, ctx.scale)
-            for total, part, where in zip((of_query, of_key, of_value), found, (at, seen, seen), strict=True):
+            gradients = kernels.backward(gradient[at], inputs, (out[at], lse[:, at]), of, ctx.scale)
+            for total, part, where in zip((of_query, of_key, of_value), gradients, (at, seen, seen), strict=True):
                 total.index_add_(0, where, part.to(exact))
         of_sinks = None
         if sinks is not None:
@@ -344,17 +344,17 @@ def _difference(device: torch.device, dtype: torch.dtype) -> float:
     drawn = [torch.randn(size, heads, 64, generator=generator).to(dtype) for heads in (4, 2, 2, 4)]
     visible = torch.zeros(size, size, dtype=torch.bool)
     for segment in stream.segments:
-        own = slice(segment.start, segment.start + segment.length)
-        visible[own, own] = torch.ones(segment.length, segment.length).tril().bool()
+        span = slice(segment.start, segment.start + segment.length)
+        visible[span, span] = torch.ones(segment.length, segment.length).tril().bool()
         for number in segment.path:
             above = stream.segments[number]
-            visible[own, above.start : above.start + above.length] = True
+            visible[span, above.start : above.start + above.length] = True
     for window, calls in on_device(attention, device).calls.items():
         seen = visible if window is None else visible & (positions[:, None] - positions[None] < window)
-        found = _with_gradients(drawn, device, lambda q, k, v, calls=calls: MergedPasses.apply(q, k, v, None, calls, 0.125))
+        actual = _with_gradients(drawn, device, lambda q, k, v, calls=calls: MergedPasses.apply(q, k, v, None, calls, 0.125))
         expected = _with_gradients([t.float() for t in drawn], torch.device("cpu"), partial(_plain, seen=seen))
-        for one, other in zip(found, expected, strict=True):
-            worst = max(worst, float((one - other).abs().max() / other.abs().max()))
+        for value, reference in zip(actual, expected, strict=True):
+            worst = max(worst, float((value - reference).abs().max() / reference.abs().max()))
     return worst
 
 

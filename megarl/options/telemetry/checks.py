@@ -14,10 +14,10 @@ def check(config: AnyConfig) -> None:
         ConfigError: arguments of a tracker that is not used, or how an endpoint listens that is not there.
     """
     trackers = trackers_of(config)
-    own = [name for name in trackers.backends if ":" in name]
+    custom = [name for name in trackers.backends if ":" in name]
     for name, arguments in trackers.args.items():
-        if name not in own:
-            allowed = f"one of {', '.join(own)}" if own else "left out: trackers.backends names no tracker of your own"
+        if name not in custom:
+            allowed = f"one of {', '.join(custom)}" if custom else "left out: trackers.backends names no tracker of your own"
             raise ConfigError.of("trackers.args", name, "is no tracker of your own in trackers.backends", allowed=allowed)
         if not isinstance(arguments, dict):
             raise ConfigError.of(f"trackers.args['{name}']", arguments, allowed="a mapping of keyword arguments")

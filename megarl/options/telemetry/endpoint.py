@@ -75,7 +75,7 @@ def health(now: Snapshot) -> tuple[int, dict[str, Any]]:
     """Status and body of `/health`: 503 while a rank does not answer, or while no engine is up."""
     ranks = [(group, rank, state) for group, states in now.ranks.items() for rank, state in enumerate(states)]
     why = [f"rank {rank} of {group} is {state}" for group, rank, state in ranks if state != "up"]
-    if now.engines and not any(one.condition in ENGINE_IS_UP for one in now.engines):
+    if now.engines and not any(engine.condition in ENGINE_IS_UP for engine in now.engines):
         why.append("no engine is up")
     body = {
         "status": "failing" if why else "ok",
@@ -87,7 +87,7 @@ def health(now: Snapshot) -> tuple[int, dict[str, Any]]:
         "phase": now.phase,
         "phase_seconds": round(now.at - now.phase_since, 3),
         "restarts": now.restarts,
-        "engines": [asdict(one) for one in now.engines],
+        "engines": [asdict(engine) for engine in now.engines],
         "ranks": {group: list(states) for group, states in now.ranks.items()},
     }
     return (503 if why else 200), body
@@ -203,10 +203,10 @@ def _refusal(headers: Message, token: str | None) -> tuple[int, str] | None:
         allowed = secrets.compare_digest(brought, bearer(token)["Authorization"].encode())
         return None if allowed else (401, "the token is missing or wrong\n")
     try:
-        asked = urlsplit(f"//{headers.get('Host', '')}").hostname or ""
+        hostname = urlsplit(f"//{headers.get('Host', '')}").hostname or ""
     except ValueError:
-        asked = ""
-    return None if is_loopback(asked) else (403, "only under a name of this machine\n")
+        hostname = ""
+    return None if is_loopback(hostname) else (403, "only under a name of this machine\n")
 
 
 def _is_every_address(host: str) -> bool:

@@ -46,11 +46,11 @@ def place_spans(spans: Mapping[str, Sequence[Sequence[Any]]]) -> list[PlacedSpan
     """The spans of a row of `trace.jsonl` with their parents: what a process began in a driver's phase is below that phase."""
     phases = sorted((begin, end, name) for name, begin, end in spans.get(DRIVER, ()))
     placed = [PlacedSpan(name, DRIVER, begin, end, None) for begin, end, name in phases]
-    for process, own in spans.items():
+    for process, process_spans in spans.items():
         if process == DRIVER:
             continue
-        for name, begin, end in own:
-            around = [place for place, (first, last, _) in enumerate(phases) if first <= begin < last]
+        for name, begin, end in process_spans:
+            around = [index for index, (first, last, _) in enumerate(phases) if first <= begin < last]
             placed.append(PlacedSpan(name, process, begin, end, around[-1] if around else None))
     return placed
 
@@ -103,15 +103,15 @@ class SpanExport:
         begin, end = min(span.begin_s for span in placed), max(span.end_s for span in placed)
         about = {"megarl.step": step}
         root = self._tracer.start_span("step", context.Context(), start_time=_ns(begin), attributes=about)
-        made: list[trace.Span] = []
+        otel_spans: list[trace.Span] = []
         for span in placed:
-            parent = root if span.parent is None else made[span.parent]
+            parent = root if span.parent is None else otel_spans[span.parent]
             group, _, rank = span.process.partition(" ")
             attributes: dict[str, Any] = {**about, "megarl.process": group, **({"megarl.rank": int(rank)} if rank else {})}
             inside = trace.set_span_in_context(parent, context.Context())
-            one = self._tracer.start_span(span.name, inside, start_time=_ns(span.begin_s), attributes=attributes)
-            one.end(_ns(span.end_s))
-            made.append(one)
+            otel_span = self._tracer.start_span(span.name, inside, start_time=_ns(span.begin_s), attributes=attributes)
+            otel_span.end(_ns(span.end_s))
+            otel_spans.append(otel_span)
         root.end(_ns(end))
 
     def close(self) -> None:

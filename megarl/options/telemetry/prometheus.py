@@ -102,19 +102,21 @@ def _of_engines(now: Snapshot) -> Iterator[Metric]:
     engines = now.engines
     if not engines:
         return
-    up: Series = [({"engine": str(one.number)}, float(one.condition in ENGINE_IS_UP)) for one in engines]
+    up: Series = [({"engine": str(engine.number)}, float(engine.condition in ENGINE_IS_UP)) for engine in engines]
     yield _gauge("megarl_engine_up", "1 unless the engine has failed and is not back", now, up)
     states: Series = [
-        ({"engine": str(one.number), "state": state}, float(state == one.condition))
-        for one in engines
+        ({"engine": str(engine.number), "state": state}, float(state == engine.condition))
+        for engine in engines
         for state in ENGINE_CONDITIONS
     ]
     yield _gauge("megarl_engine_state", "1 for the state that the engine is in", now, states)
-    versions: Series = [({"engine": str(one.number)}, one.weight_version) for one in engines if one.weight_version is not None]
+    versions: Series = [
+        ({"engine": str(engine.number)}, engine.weight_version) for engine in engines if engine.weight_version is not None
+    ]
     yield _gauge("megarl_engine_weight_version", "version of the weights that the engine serves", now, versions)
-    requests: Series = [({"engine": str(one.number)}, one.requests) for one in engines]
+    requests: Series = [({"engine": str(engine.number)}, engine.requests) for engine in engines]
     yield _gauge("megarl_engine_requests", "requests that are under way on the engine", now, requests)
-    failures: Series = [({"engine": str(one.number)}, one.failures) for one in engines]
+    failures: Series = [({"engine": str(engine.number)}, engine.failures) for engine in engines]
     yield _counter("megarl_engine_failures", "times that the engine failed", now, failures)
 
 

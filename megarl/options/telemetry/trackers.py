@@ -213,16 +213,16 @@ def open_trackers(config: AnyConfig, *, resume_after_step: int | None = None) ->
     """
     folder = Path(config.run_folder)
     with _keeping_signals():
-        wanted = {name: _open(name, config, folder, resume_after_step) for name in dict.fromkeys(trackers_of(config).backends)}
-    return Trackers(wanted)
+        opened = {name: _open(name, config, folder, resume_after_step) for name in dict.fromkeys(trackers_of(config).backends)}
+    return Trackers(opened)
 
 
 def upload_commands(config: AnyConfig) -> list[str]:
     """Commands that a user types to upload what was written offline."""
     folder = Path(config.run_folder)
-    found = [("wandb", run) for run in sorted((folder / "wandb").glob("offline-run-*"))]
-    found += [("swanlab", run) for run in sorted((folder / "swanlab").glob("run-*"))]
-    return [f"`{name} sync {run}` uploads the {name} run" for name, run in found if name in trackers_of(config).backends]
+    runs = [("wandb", run) for run in sorted((folder / "wandb").glob("offline-run-*"))]
+    runs += [("swanlab", run) for run in sorted((folder / "swanlab").glob("run-*"))]
+    return [f"`{name} sync {run}` uploads the {name} run" for name, run in runs if name in trackers_of(config).backends]
 
 
 def _open(name: str, config: AnyConfig, folder: Path, resume_after_step: int | None) -> Tracker:
@@ -232,13 +232,13 @@ def _open(name: str, config: AnyConfig, folder: Path, resume_after_step: int | N
     missing = [method for method in ("log", "close") if not callable(getattr(cls, method, None))]
     if missing:
         raise _about_own(f"'{name}' has no {' and no '.join(missing)}, which every tracker must have")
-    given: Sequence[Any] = (without_secrets(config.model_dump(mode="json")), folder, resume_after_step)
+    positional: Sequence[Any] = (without_secrets(config.model_dump(mode="json")), folder, resume_after_step)
     args = trackers_of(config).args.get(name, {})
-    if (why := why_not_called(cls, *given, **args)) is not None:
+    if (why := why_not_called(cls, *positional, **args)) is not None:
         raise _about_own(f"'{name}' cannot be made of (config, folder, resume_after_step) and trackers.args: {why}")
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        tracker: Tracker = cls(*given, **args)
+        tracker: Tracker = cls(*positional, **args)
     except MegarlError:
         raise
     except Exception as error:

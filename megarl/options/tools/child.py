@@ -41,15 +41,15 @@ def main() -> None:
         try:
             answer = functions[question["name"]](**question["arguments"])
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the policy is told
-            found = ToolAnswer.whole(failure_text(error), "tool_errors")
+            tool_answer = ToolAnswer.whole(failure_text(error), "tool_errors")
         else:
             try:
-                found = told_answer(answer, pictures)
+                tool_answer = told_answer(answer, pictures)
             except EpisodeError as error:
-                found, fault = ToolAnswer.whole(""), str(error)
+                tool_answer, fault = ToolAnswer.whole(""), str(error)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        head = found.told.beginning(question["max_characters"]).to_json()
-        reply = {"told": head, "characters": found.characters, "failure": found.failure, "fault": fault}
+        head = tool_answer.told.beginning(question["max_characters"]).to_json()
+        reply = {"told": head, "characters": tool_answer.characters, "failure": tool_answer.failure, "fault": fault}
         print(json.dumps(reply), file=answers, flush=True)
 
 

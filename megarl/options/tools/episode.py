@@ -43,11 +43,11 @@ async def _chat(prompt: Prompt, number: int, sample: SampleTokens, context: Epis
             return transcript.sample(prompt, number, "stop")
         if turn == context.max_turns:
             break
-        answers = await asyncio.gather(*(_answer(call, place, context, call_tool) for place, call in enumerate(calls)))
-        told = context.chat.between(answers, generation.response_ids[-1])
-        if len(told.ids) >= transcript.room:
+        answers = await asyncio.gather(*(_answer(call, index, context, call_tool) for index, call in enumerate(calls)))
+        tokens = context.chat.between(answers, generation.response_ids[-1])
+        if len(tokens.ids) >= transcript.room:
             break
-        transcript.append_observation(told.ids, context.as_turns(answers), told.media)
+        transcript.append_observation(tokens.ids, context.as_turns(answers), tokens.media)
     return transcript.sample(prompt, number, "length")
 
 
@@ -63,12 +63,12 @@ async def _answer(call: ToolCall, place: int, context: EpisodeContext, call_tool
         answer = await call_tool(call.name, call.arguments)
         if answer.failure is not None:
             context.counts[answer.failure] += 1
-    told, was_cut = context.chat.cut(answer.told, context.tool_max_tokens, answer.characters)
+    content, was_cut = context.chat.cut(answer.told, context.tool_max_tokens, answer.characters)
     if was_cut:
         context.counts["tool_cuts"] += 1
     name = call.name if call.name in context.tools else "unknown"
     # Templates that want an id (Mistral) want nine letters or digits.
-    return {"role": "tool", "name": name, "tool_call_id": f"call{place:05d}", "content": told}
+    return {"role": "tool", "name": name, "tool_call_id": f"call{place:05d}", "content": content}
 
 
 KINDS = {"tools": "megarl.options.tools.episode:chat_with_tools"}

@@ -123,8 +123,8 @@ class FunctionTools:
             self.schemas.append(schema_of(function, path))
             if not inspect.iscoroutinefunction(function):
                 self._in_process[name] = path
-        own = self._in_process
-        self._processes = ToolProcesses(own, timeout_s, max_characters, pictures) if own else None
+        in_process = self._in_process
+        self._processes = ToolProcesses(in_process, timeout_s, max_characters, pictures) if in_process else None
 
     @contextlib.asynccontextmanager
     async def begun(self, row: Mapping[str, Any]) -> AsyncIterator[CallTool]:

@@ -71,8 +71,8 @@ class McpTools:
 
     def _chosen(self, tools: Sequence[Any]) -> list[dict[str, Any]]:
         """The schemas of the tools that the config names, or of all."""
-        wanted, known = self._settings.tools, [tool.name for tool in tools]
-        for name in wanted:
+        names, known = self._settings.tools, [tool.name for tool in tools]
+        for name in names:
             if name not in known:
                 raise EpisodeError(
                     f"rollout.episode.mcp.{self.name}.tools has '{name}', which the server does not have; "
@@ -84,7 +84,7 @@ class McpTools:
                 "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
             }
             for tool in tools
-            if not wanted or tool.name in wanted
+            if not names or tool.name in names
         ]
 
     @contextlib.asynccontextmanager
@@ -237,17 +237,17 @@ class _Connection:
         Raises:
             _LostError: it does not say.
         """
-        client, found, cursor = await self.client(), [], None
+        client, tools, cursor = await self.client(), [], None
         while True:
             try:
                 async with asyncio.timeout(START_S):
                     page = await client.list_tools(cursor=cursor)
             except Exception as error:  # noqa: BLE001 - whatever it is, there is no answer
                 raise _LostError(f"it does not list its tools: {_reason(error)}") from None
-            found += page.tools
+            tools += page.tools
             cursor = page.next_cursor
             if cursor is None:
-                return found
+                return tools
 
     async def close(self) -> None:
         self._stop.set()
@@ -280,11 +280,11 @@ async def _entered(settings: McpServerConfig) -> AsyncIterator[Any]:
             http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=httpx2.Timeout(30, read=300)))
             transport = streamable_http_client(settings.url, http_client=http)
         else:
-            given = {name: os.environ[name] for name in settings.pass_environment if name in os.environ}
+            passed = {name: os.environ[name] for name in settings.pass_environment if name in os.environ}
             server = StdioServerParameters(
                 command=sys.executable,
                 args=["-I", "-c", _WITH_PARENT, *settings.command],
-                env={**given, **settings.environment},
+                env={**passed, **settings.environment},
             )
             errors = open(os.devnull, "w")  # noqa: SIM115 - closed with the connection
             stack.callback(errors.close)

@@ -63,10 +63,10 @@ class SandboxTools:
         opening = asyncio.Lock()
 
         async def call(name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-            wanted = SCHEMAS[name]["function"]["parameters"]["required"]
-            if sorted(arguments) != sorted(wanted) or not all(isinstance(value, str) for value in arguments.values()):
+            required = SCHEMAS[name]["function"]["parameters"]["required"]
+            if sorted(arguments) != sorted(required) or not all(isinstance(value, str) for value in arguments.values()):
                 return ToolAnswer.whole(
-                    f"error: {name}: it takes the texts {', '.join(wanted)}, no more and no less", "tool_errors"
+                    f"error: {name}: it takes the texts {', '.join(required)}, no more and no less", "tool_errors"
                 )
             async with opening:
                 if not opened:

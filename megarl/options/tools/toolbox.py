@@ -66,7 +66,7 @@ class ToolBox:
                     known = ", ".join(self._home)
                     hint = nearest(name, self._home)
                     return ToolAnswer.whole(f"error: there is no tool '{name}'{hint}; there are {known}", "tool_errors")
-                return await next(made for source, made in calls if source is home)(name, arguments)
+                return await next(call_tool for source, call_tool in calls if source is home)(name, arguments)
 
             yield call
 

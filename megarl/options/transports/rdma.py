@@ -60,8 +60,8 @@ def load_nixl() -> Any:
 
 def _errors() -> tuple[type[Exception], ...]:
     """What NIXL raises (classes that have no base of their own), and ConnectionError."""
-    found = vars(import_module("nixl._bindings")).values()
-    return (ConnectionError, *(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception)))
+    members = vars(import_module("nixl._bindings")).values()
+    return (ConnectionError, *(kind for kind in members if isinstance(kind, type) and issubclass(kind, Exception)))
 
 
 def _agent(name: str) -> Any:
@@ -168,12 +168,12 @@ class RemoteReader:
 
     def _begin(self, source: Readable, ranges: Sequence[ByteRange], number: int) -> tuple[Any, Tensor]:
         """Begin to read a part into window `number`: the transfer, and what will be in the window."""
-        size = max(one.at + one.stop - one.start for one in ranges)
+        size = max(span.at + span.stop - span.start for span in ranges)
         window = self._window(number, size)
         memory, device = _place(window)
-        sizes = [one.stop - one.start for one in ranges]
-        local = self._descriptors(memory, window.data_ptr(), [one.at for one in ranges], sizes, device)
-        remote = self._descriptors(source.memory, source.address, [one.start for one in ranges], sizes, source.device)
+        sizes = [span.stop - span.start for span in ranges]
+        local = self._descriptors(memory, window.data_ptr(), [span.at for span in ranges], sizes, device)
+        remote = self._descriptors(source.memory, source.address, [span.start for span in ranges], sizes, source.device)
         handle = self._agent.initialize_xfer("READ", local, remote, source.agent)
         self._agent.transfer(handle)
         return handle, window[:size]
@@ -184,13 +184,13 @@ class RemoteReader:
         return self._agent.get_xfer_descs(np.array(rows, np.uint64), memory)
 
     def _window(self, number: int, size: int) -> Tensor:
-        kept = self._windows[number]
-        if kept is None or len(kept[0]) < size:
-            if kept is not None:
-                self._agent.deregister_memory(kept[1])
+        registered = self._windows[number]
+        if registered is None or len(registered[0]) < size:
+            if registered is not None:
+                self._agent.deregister_memory(registered[1])
             buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-            kept = self._windows[number] = buffer, self._agent.register_memory(buffer)
-        return kept[0]
+            registered = self._windows[number] = buffer, self._agent.register_memory(buffer)
+        return registered[0]
 
     def _wait(self, handle: Any, ends_at: float) -> None:
         while (state := self._agent.check_xfer_state(handle)) == "PROC":

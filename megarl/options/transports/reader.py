@@ -34,7 +34,7 @@ def read(
     if where not in _readers:
         _readers[where] = RemoteReader(device), TCPStore(*where, is_master=False)
     reader, store = _readers[where]
-    ranges = [[ByteRange(*one) for one in of_part] for of_part, _ in parts]
+    ranges = [[ByteRange(*bounds) for bounds in of_part] for of_part, _ in parts]
     came, why = [], ""
     try:
         for window, (_, pieces) in zip(reader.read(Readable(*source), ranges, options["timeout_s"]), parts, strict=True):

@@ -67,14 +67,14 @@ class Relay:
     def _expected(self, message: Message) -> tuple[Tensor, SendBatch]:
         """The buffer in which a message is received, and the load that it is then."""
         empty = [
-            WeightSlice(held, torch.empty(held.rows, held.cols, dtype=BY_ITEMSIZE[size], device="meta"))
-            for held, size in self._plan.contents(message.buckets)
+            WeightSlice(box, torch.empty(box.rows, box.cols, dtype=BY_ITEMSIZE[size], device="meta"))
+            for box, size in self._plan.contents(message.buckets)
         ]
         starts = packed_starts(empty)
         buffer = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
         views = []
-        for (held, like), start in zip(empty, starts[:-1], strict=True):
-            views.append(WeightSlice(held, buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)))
+        for (box, like), start in zip(empty, starts[:-1], strict=True):
+            views.append(WeightSlice(box, buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)))
         return buffer, SendBatch(views, frozenset([message.engine]), relayed=True)
 
 

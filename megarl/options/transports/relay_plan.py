@@ -61,11 +61,11 @@ class RelayPlan:
 
     def steps(self, engines: Iterable[int]) -> Iterator[Step]:
         """What to do for an update of `engines`, in order."""
-        wanted = set(engines)
+        chosen = set(engines)
 
         def at(messages: Mapping[tuple[int, int], Message], place: tuple[int, int]) -> Message | None:
-            found = messages.get(place)
-            return found if found is not None and found.engine in wanted else None
+            message = messages.get(place)
+            return message if message is not None and message.engine in chosen else None
 
         for place in sorted(self._sent.keys() | self._received.keys()):
             step = Step(at(self._sent, place), at(self._received, place))
@@ -74,12 +74,12 @@ class RelayPlan:
 
     def _placed(self, messages: Iterable[Message]) -> dict[tuple[int, int], Message]:
         counts: dict[tuple[int, int], int] = defaultdict(int)
-        found = {}
+        placed = {}
         for message in messages:
             pair = message.sender, message.relay
-            found[counts[pair], (message.relay - message.sender) % self._world] = message
+            placed[counts[pair], (message.relay - message.sender) % self._world] = message
             counts[pair] += 1
-        return found
+        return placed
 
 
 def _cut(buckets: Iterable[TransferBucket], limit_bytes: int) -> Iterator[tuple[TransferBucket, ...]]:
@@ -109,9 +109,9 @@ def check_relays(plan: ReshardPlan, placement: Placement) -> None:
                 continue
             sender = next(bucket.rank for bucket in plan.receives(engine, engine_rank))
             names = sorted(placement.machines)  # by number
-            own, other = names[machines.engines[engine][engine_rank]], names[machines.ranks[sender]]
+            machine, other = names[machines.engines[engine][engine_rank]], names[machines.ranks[sender]]
             reason = (
-                f"cannot take weights from rank {sender} of the policy on {other} to engine {engine} on {own}, where the "
+                f"cannot take weights from rank {sender} of the policy on {other} to engine {engine} on {machine}, where the "
                 "policy has no rank"
             )
             raise ConfigError.of("rollout.weight_transport", "shared_memory", reason, allowed="'process_group' or 'rdma'")

@@ -96,8 +96,8 @@ class ReadSender(ServerSender):
                 continue
             keys.append(f"{source.agent}/read/{call}/{rank}")
             parts = parts_to_read(specs, READ_BYTES[staged.buffer.device.type])
-            told = reading(source, self.endpoint.store, keys[-1], self.timeout_s, parts, checked=staged.checked)
-            payloads.append(serialize(told))
+            payload = reading(source, self.endpoint.store, keys[-1], self.timeout_s, parts, checked=staged.checked)
+            payloads.append(serialize(payload))
         loading = CallUnderWay(self.endpoint, *update_request(self.endpoint, payloads), self.timeout_s)
         while not loading.ended_within(POLL_S):
             staged.memory.progress()
@@ -149,6 +149,6 @@ def reading(
     It then sets `key` in the store, to why it could not if it could not: SGLang answers for its first rank alone. `checked`: as
     of `payloads.receiving`.
     """
-    plain = [([tuple(one) for one in ranges], list(pieces)) for ranges, pieces in parts]  # SGLang takes no other classes
+    plain = [([tuple(span) for span in ranges], list(pieces)) for ranges, pieces in parts]  # SGLang takes no other classes
     options = {"timeout_s": timeout_s, "checked": checked}
     return [((READ, (tuple(source), store, key, options, plain)), NoTensor())]
