@@ -37,7 +37,7 @@ def numbers_of(answer: Any) -> Any:
     if isinstance(answer, Mapping):
         return next((answer[key] for key in ("rewards", "score", "scores") if key in answer), answer)
     if isinstance(answer, list | tuple):
-        return [numbers_of(one) for one in answer]
+        return [numbers_of(entry) for entry in answer]
     return answer
 
 

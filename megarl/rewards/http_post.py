@@ -90,9 +90,9 @@ async def post(session: aiohttp.ClientSession, endpoint: Endpoint, body: Body, u
             break
         try:
             timeout = aiohttp.ClientTimeout(total=timeout_s)
-            asked = session.post(endpoint.url, json=body, headers=endpoint.headers, timeout=timeout, allow_redirects=False)
-            async with asked as response:
-                status, place = response.status, response.headers.get("Location")
+            request = session.post(endpoint.url, json=body, headers=endpoint.headers, timeout=timeout, allow_redirects=False)
+            async with request as response:
+                status, target = response.status, response.headers.get("Location")
                 answer = await read_unpacked(response)
             if status == 200:
                 return parsed(answer)
@@ -105,7 +105,7 @@ async def post(session: aiohttp.ClientSession, endpoint: Endpoint, body: Body, u
             failure = f"cannot be asked: {type(error).__name__}: {' '.join(str(error).split())}"
             continue
         if 300 <= status < 400:
-            raise endpoint.error(f"answered status {status} and names {shortened(place or '')} instead, which is not followed")
+            raise endpoint.error(f"answered status {status} and names {shortened(target or '')} instead, which is not followed")
         failure = f"answered status {status}: {shortened(answer.decode(errors='replace'))}"
         if status != 429 and status < 500:
             raise endpoint.error(failure)

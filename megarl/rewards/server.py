@@ -140,10 +140,10 @@ def read_samples(body: Any, answer_key: str) -> list[Sample]:
     if len(set(lengths)) != 1:
         raise RewardError(f"query, prompts and labels must have the same length, not {lengths}")
     samples = []
-    for place, (query, prompt, label) in enumerate(zip(*(body[name] for name in _FIELDS), strict=True)):
+    for index, (query, prompt, label) in enumerate(zip(*(body[name] for name in _FIELDS), strict=True)):
         if not query.startswith(prompt):
-            raise RewardError(f"query {place} does not start with its prompt")
-        ids = (f"request-{place}", f"request-{place}", f"request-{place}")
+            raise RewardError(f"query {index} does not start with its prompt")
+        ids = (f"request-{index}", f"request-{index}", f"request-{index}")
         texts = {"prompt_text": prompt, "response_text": query.removeprefix(prompt)}
         samples.append(Sample(*ids, [], [], [], [], [], "stop", row={answer_key: label}, **texts))
     return samples

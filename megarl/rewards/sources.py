@@ -160,7 +160,7 @@ class RewardSources:
             verdicts = _within(scorer, samples, until, label, deadline_s)
             if len(verdicts) != len(samples):
                 raise RewardError(f"reward '{label}' gave {len(verdicts)} rewards for {len(samples)} samples")
-            for place, (sample, verdict) in enumerate(zip(samples, verdicts, strict=True)):
+            for index, (sample, verdict) in enumerate(zip(samples, verdicts, strict=True)):
                 if verdict is None:
                     self.failures[sample.row_id] = self.failures.get(sample.row_id, 0) + 1
                 reward = 0.0 if verdict is None else verdict
@@ -169,7 +169,7 @@ class RewardSources:
                         f"reward '{label}' gave {reward} to sample {sample.sample_id}; it must be a finite number"
                     )
                 sample.rewards[label] = reward
-                totals[place] += weight * reward
+                totals[index] += weight * reward
         return totals
 
 

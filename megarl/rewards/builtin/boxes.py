@@ -109,15 +109,15 @@ def iou(left: Box, right: Box) -> float:
 
 def matched(answered: Sequence[Box], gold: Sequence[Box], threshold: float) -> int:
     """The most pairs of an answered and a gold box with an IoU of `threshold` or more, each box in one pair."""
-    near = [[place for place, box in enumerate(answered) if iou(box, one) >= threshold] for one in gold]
+    near = [[index for index, box in enumerate(answered) if iou(box, one) >= threshold] for one in gold]
     partner: dict[int, int] = {}
 
     def find(one: int, tried: set[int]) -> bool:
-        for place in near[one]:
-            if place not in tried:
-                tried.add(place)
-                if place not in partner or find(partner[place], tried):
-                    partner[place] = one
+        for index in near[one]:
+            if index not in tried:
+                tried.add(index)
+                if index not in partner or find(partner[index], tried):
+                    partner[index] = one
                     return True
         return False
 

@@ -43,8 +43,8 @@ def edit_distance(left: str, right: str) -> int:
         left, right = right, left
     rows, last = (1 << len(left)) - 1, 1 << (len(left) - 1)
     places: dict[str, int] = {}
-    for place, character in enumerate(left):
-        places[character] = places.get(character, 0) | 1 << place
+    for row, character in enumerate(left):
+        places[character] = places.get(character, 0) | 1 << row
     up, down, distance = rows, 0, len(left)
     for character in right:
         equal = places.get(character, 0)

@@ -40,8 +40,8 @@ class ExactNumber(Verifier):
         gold = gold_number(written)
         if gold is None:
             return None
-        said = without_thoughts(sample.response_text)
-        return float(last_number(said, lowest_terms="/" not in _gold_text(written)) == gold)
+        answer = without_thoughts(sample.response_text)
+        return float(last_number(answer, lowest_terms="/" not in _gold_text(written)) == gold)
 
 
 def last_number(text: str, *, lowest_terms: bool = False) -> Fraction | None:

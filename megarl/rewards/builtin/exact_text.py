@@ -39,8 +39,8 @@ class ExactText(Verifier):
         """The normalised gold texts of a row that are not empty; a gold of null has none."""
         gold = self.gold(sample)
         texts = gold if isinstance(gold, list | tuple) else [gold]
-        found = [normalised(str(text), case_sensitive=self.case_sensitive) for text in texts if text is not None]
-        return [text for text in found if text]
+        candidates = [normalised(str(text), case_sensitive=self.case_sensitive) for text in texts if text is not None]
+        return [text for text in candidates if text]
 
 
 def normalised(text: str, *, case_sensitive: bool) -> str:

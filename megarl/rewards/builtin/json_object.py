@@ -64,8 +64,8 @@ class JsonObject(Verifier):
     def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
         """1.0 or 0.0, or None where the gold answer is no JSON object or the schema took too long."""
         verdicts: list[Verdict] = []
-        found = [last_object(without_thoughts(sample.response_text)) for sample in samples]
-        for sample, value in zip(samples, found, strict=True):
+        objects = [last_object(without_thoughts(sample.response_text)) for sample in samples]
+        for sample, value in zip(samples, objects, strict=True):
             right = value is not None and all(key in value for key in self.required)
             if not self.match_answer:
                 verdicts.append(float(right))
@@ -74,10 +74,10 @@ class JsonObject(Verifier):
             verdicts.append(None if gold is None else float(right and _same(value, gold)))
         if self.schema is None:
             return verdicts
-        places = [place for place, verdict in enumerate(verdicts) if verdict == 1]
-        valid = self._children.judge([((self.schema,), json.dumps(found[place])) for place in places], until)
-        for place, verdict in zip(places, valid, strict=True):
-            verdicts[place] = verdict
+        places = [index for index, verdict in enumerate(verdicts) if verdict == 1]
+        valid = self._children.judge([((self.schema,), json.dumps(objects[index])) for index in places], until)
+        for index, verdict in zip(places, valid, strict=True):
+            verdicts[index] = verdict
         return verdicts
 
     def check(self, prompt: Prompt) -> None:

@@ -48,12 +48,12 @@ class ReasoningGymTask:
 
 def _arguments_by_rows(sources: Mapping[str, DataSource]) -> dict[str, dict[str, dict[str, Any]]]:
     """The arguments of each task, by what the ids of its rows begin with; those of a mixture's parts have a number too."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    by_rows: dict[str, dict[str, dict[str, Any]]] = {}
     for prefix, source in sources.items():
         for number, part in enumerate(source.parts or (source,)):
             for rows in (prefix, f"{prefix}-{number}"):
-                found.setdefault(rows, {}).setdefault(str(part.name), part.args)
-    return found
+                by_rows.setdefault(rows, {}).setdefault(str(part.name), part.args)
+    return by_rows
 
 
 def _task(of: Sample | Prompt) -> str:

@@ -68,9 +68,9 @@ def rules(*, own_user: bool, signals: bool, network: Network) -> Rules:
     if own_user or signals:
         allowed |= _SIGNALS
     values = []
-    for numbers, argument, given in COMMANDS:
+    for numbers, argument, usual in COMMANDS:
         further = {_FCNTL: _LOCKS, _PRCTL: _PRCTL_FURTHER}.get(numbers, ())
-        values.append((numbers, [(argument, (*given, *further))]))
+        values.append((numbers, [(argument, (*usual, *further))]))
     if network == "all":
         allowed |= {"connect": _CONNECT, **_SERVERS}
         values.append((_SOCKET, [(0, (*_INET, _NETLINK)), (1, (*_STREAM, *_DATAGRAM, 3, 3 | 0x80000))]))

@@ -155,9 +155,9 @@ def _libc() -> ctypes.CDLL:
 
 
 def _limit(limits: Mapping[int, int]) -> None:
-    for limit, wanted in {**limits, resource.RLIMIT_CORE: 0}.items():
+    for limit, requested in {**limits, resource.RLIMIT_CORE: 0}.items():
         hard = resource.getrlimit(limit)[1]
-        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        allowed = requested if hard == resource.RLIM_INFINITY else min(requested, hard)
         resource.setrlimit(limit, (allowed, allowed))
 
 
@@ -178,12 +178,12 @@ def _restrict_files(grants: Mapping[str, int], *, tcp: bool = True, port: int | 
 
     for path, granted in grants.items():
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             of_kind = granted if os.path.isdir(path) else granted & _OF_FILES
             try:
-                add(_PATH_BENEATH, struct.pack("=Qi", of_kind & rights, place), path)
+                add(_PATH_BENEATH, struct.pack("=Qi", of_kind & rights, descriptor), path)
             finally:
-                os.close(place)
+                os.close(descriptor)
     if port is not None:
         add(_NET_PORT, struct.pack("QQ", _CONNECT_TCP, port), f"port {port}")
     # the kernel asks for no new privileges first; so does the filter

@@ -87,14 +87,14 @@ def _try(judge: PreparedJudge, answer: str, timeout_s: float) -> tuple[float | N
     os.close(writer)
     try:
         in_time, _, _ = select.select([reader], [], [], timeout_s)
-        told = os.read(reader, 16) if in_time else b""
+        raw_verdict = os.read(reader, 16) if in_time else b""
     finally:
         os.close(reader)
         if not in_time:
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
     killed = bool(in_time) and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    return _verdict(told), killed
+    return _verdict(raw_verdict), killed
 
 
 def _be_confined(writer: int, timeout_s: float) -> None:

@@ -57,8 +57,8 @@ class ChildPool:
         """
         texts = [base64.b64encode(pickle.dumps(question)).decode() for question in questions]
         different = list(dict.fromkeys(texts))
-        wanted = min(len(os.sched_getaffinity(0)), 1 + len(different) // _ANSWERS_PER_CHILD)
-        while self._children < wanted:
+        needed = min(len(os.sched_getaffinity(0)), 1 + len(different) // _ANSWERS_PER_CHILD)
+        while self._children < needed:
             self._idle.put(_Child(self.kind))
             self._children += 1
 
@@ -69,7 +69,7 @@ class ChildPool:
             finally:
                 self._idle.put(child)
 
-        with ThreadPoolExecutor(wanted) as threads:
+        with ThreadPoolExecutor(needed) as threads:
             verdicts = dict(zip(different, threads.map(judge, different), strict=True))
         return [verdicts[text] for text in texts]
 
@@ -106,10 +106,10 @@ class _Child:
         if self._process is None:
             self._start()
         if self._ready_until:
-            said = self._read_line(max(min(self._ready_until, until) - time.monotonic(), 0))
-            if said is None and time.monotonic() < self._ready_until:
+            line = self._read_line(max(min(self._ready_until, until) - time.monotonic(), 0))
+            if line is None and time.monotonic() < self._ready_until:
                 return False
-            if said != "ready":
+            if line != "ready":
                 self._kill()
                 raise RewardError(
                     f"reward '{self.kind}': its process did not start within {_START_DEADLINE_S:.0f} s; "
@@ -180,8 +180,8 @@ def _program() -> Path:
 
 def _environment() -> dict[str, str]:
     """This process's variables without what a child has no use for, and one thread per child for linear algebra."""
-    kept = {name: value for name, value in os.environ.items() if name in _KEPT_VARIABLES or name.startswith("OPENBLAS_")}
-    return kept | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    variables = {name: value for name, value in os.environ.items() if name in _KEPT_VARIABLES or name.startswith("OPENBLAS_")}
+    return variables | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def _verdict(text: str | None) -> Verdict:

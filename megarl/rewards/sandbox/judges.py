@@ -73,10 +73,10 @@ def parse_gold(gold: str) -> list[Any]:
     is_formula = bool(re.search(r"[-+*/^=()\[\]{}<>]", bare)) and not re.search(r"[A-Za-z]{2}", bare)
     tries = [f"${bare}$"] if is_latex else [bare, f"${bare}$"] if is_formula else [bare]
     for text in tries:
-        found = parse(text, parsing_timeout=None)
+        expressions = parse(text, parsing_timeout=None)
         # math-verify adds the matched text as a string; alone, it means that the text is no mathematics
-        if any(not isinstance(expression, str) for expression in found):
-            return found
+        if any(not isinstance(expression, str) for expression in expressions):
+            return expressions
     return []
 
 
@@ -103,10 +103,10 @@ def written_number(text: Any, *, lowest_terms: bool = False) -> Fraction | None:
         return None
     while plain.startswith("(") and plain.endswith(")"):
         plain = plain[1:-1]
-    found = _WRITTEN.fullmatch(plain)
-    if found is None:
+    match = _WRITTEN.fullmatch(plain)
+    if match is None:
         return None
-    part = found.groupdict()
+    part = match.groupdict()
     try:
         if part["decimal"]:
             value = Fraction(part["decimal"]) * Fraction(10) ** int(part["exponent"] or part["power"] or 0)

@@ -68,14 +68,14 @@ class Peer:
 
     def ask(self, kind: str, *of: Any) -> Any:
         """What the other side answers; what it raises is raised here. Its changes to `of` are made here too."""
-        given = list(of)
-        self._channel.send([kind, self._encoded(given)])
+        arguments = list(of)
+        self._channel.send([kind, self._encoded(arguments)])
         while True:
             message = self._channel.receive()
             try:
                 if message[0] == "value":
                     if message[2] is not None:
-                        take_over(given, self._decoded(message[2]))
+                        take_over(arguments, self._decoded(message[2]))
                     return self._decoded(message[1])
                 if message[0] == "error":
                     raised = self._error(message[1])
@@ -89,10 +89,10 @@ class Peer:
     def answer(self, message: Sequence[Any]) -> list[Any]:
         """To a question of the other side."""
         try:
-            given = self._decoded(message[1])
-            found = self._done(message[0], *given)
-            answer = ["value", self._encoded(found), None]
-            after = self._encoded(given)
+            arguments = self._decoded(message[1])
+            result = self._done(message[0], *arguments)
+            answer = ["value", self._encoded(result), None]
+            after = self._encoded(arguments)
             if after != message[1]:
                 answer[2] = after
             return answer
@@ -127,9 +127,9 @@ class Peer:
             number = next((number for number, error in self._errors.items() if error is value), None)
         if number is not None:
             return {"yours": number}
-        place = self._library(value) if self._library is not None else None
-        if place is not None:
-            return {"library": place}
+        in_library = self._library(value) if self._library is not None else None
+        if in_library is not None:
+            return {"library": in_library}
         self._may(value, "")
         about: dict[str, Any] = {"mine": self.give(value), "calls": callable(value)}
         if isinstance(value, type) and issubclass(value, BaseException):
@@ -163,13 +163,13 @@ class Peer:
 
     def _error(self, given: dict[str, Any]) -> BaseException:
         kind = given["kind"]
-        found = getattr(builtins, kind) if isinstance(kind, str) else self._decoded(kind)
-        if not (isinstance(found, type) and issubclass(found, BaseException)):
+        error_class = getattr(builtins, kind) if isinstance(kind, str) else self._decoded(kind)
+        if not (isinstance(error_class, type) and issubclass(error_class, BaseException)):
             raise ValueError(kind)
         try:
-            return found(*self._decoded(given["of"]))
+            return error_class(*self._decoded(given["of"]))
         except TypeError:
-            return found.__new__(found)
+            return error_class.__new__(error_class)
 
     def _error_class(self, number: int, name: str, base: str) -> type[BaseException]:
         if number not in self._errors:

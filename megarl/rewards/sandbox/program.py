@@ -77,8 +77,8 @@ def run_tests(code: str, tests: Sequence[str], limits: SandboxLimits, until: flo
         for end in ends:  # the two processes have them now
             end.close()
         output, _ = _supervise(process, limits, until)
-    told = output or b""
-    return min(int(told), len(tests)) if re.fullmatch(rb"\d{1,6}\n", told) else 0
+    report = output or b""
+    return min(int(report), len(tests)) if re.fullmatch(rb"\d{1,6}\n", report) else 0
 
 
 @contextlib.contextmanager

@@ -84,20 +84,20 @@ def _be_tested(code: str, ends: list[int], problem: str) -> None:
 
 def _defined(namespace: dict[str, Any]) -> dict[str, str]:
     """The names of the program; with each that stands for something of a library under its own name, the library's module."""
-    found = {}
+    modules = {}
     for name, value in namespace.items():
         is_named = isinstance(value, type | types.FunctionType | types.BuiltinFunctionType) and value.__name__ == name
-        found[name] = str(value.__module__) if is_named and value.__module__ != "builtins" else ""
-        if found[name] == "response":
-            found[name] = ""
-    return found
+        modules[name] = str(value.__module__) if is_named and value.__module__ != "builtins" else ""
+        if modules[name] == "response":
+            modules[name] = ""
+    return modules
 
 
 def _imported(module: str, name: str) -> Any:
-    found: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 if __name__ == "__main__":

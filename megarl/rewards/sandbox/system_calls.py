@@ -133,8 +133,8 @@ def instructions(machine: str, rules: Rules = COMPUTE) -> list[Instruction]:
     for numbers, argument, bits in rules.only_with:
         case(numbers, [_argument(argument), (_HAS_BITS, 0, 1, bits), _PASS, _REFUSE])
     # prlimit64 of this process, with no new limits (a null pointer)
-    own = [(_EQUAL, 0, 4, 0), _argument(2), (_EQUAL, 0, 2, 0), _argument(2, high=True), (_EQUAL, 1, 0, 0), _REFUSE, _PASS]
-    case(_PRLIMIT, [_argument(0), *own])
+    prlimit = [(_EQUAL, 0, 4, 0), _argument(2), (_EQUAL, 0, 2, 0), _argument(2, high=True), (_EQUAL, 1, 0, 0), _REFUSE, _PASS]
+    case(_PRLIMIT, [_argument(0), *prlimit])
     for numbers, conditions in rules.values:
         body: list[Instruction] = []
         for argument, values in conditions:
@@ -142,7 +142,7 @@ def instructions(machine: str, rules: Rules = COMPUTE) -> list[Instruction]:
             if numbers == _FCNTL:  # other flags, but not that a signal comes
                 others = [(_EQUAL, 1, 0, _F_SETFL), _REFUSE, _argument(2), (_HAS_BITS, 0, 1, _O_ASYNC), _REFUSE]
             body.append(_argument(argument))
-            body += [(_EQUAL, len(values) - 1 - place + len(others), 0, value) for place, value in enumerate(values)]
+            body += [(_EQUAL, len(values) - 1 - index + len(others), 0, value) for index, value in enumerate(values)]
             body += others
         case(numbers, [*body, _PASS])
     # openat2 and clone3 have their flags behind a pointer: they too are unknown, and the older call is made instead.
@@ -161,8 +161,8 @@ def keep_capabilities(capabilities: int) -> None:
         OSError: the kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    header, kept = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0)), struct.pack("3I12x", *[capabilities] * 3)
-    _must("capset (giving up capabilities)", libc.capset(header, kept))
+    header, data = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0)), struct.pack("3I12x", *[capabilities] * 3)
+    _must("capset (giving up capabilities)", libc.capset(header, data))
     for bit in (bit for bit in range(32) if capabilities >> bit & 1):
         _must("prctl(PR_CAP_AMBIENT)", libc.prctl(_PR_CAP_AMBIENT, *map(ctypes.c_ulong, (_PR_CAP_AMBIENT_RAISE, bit, 0, 0))))
 

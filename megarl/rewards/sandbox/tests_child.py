@@ -148,10 +148,10 @@ def _stand_in(peer: Any, number: int, calls: bool) -> Any:  # noqa: FBT001
         above = getattr(Far, f"__{name}__")
         return lambda one, other: NotImplemented if number_of(other) is None else above(one, other)
 
-    own: dict[str, Any] = {"__slots__": (), "__eq__": equal, "__hash__": Far.__hash__}
-    own |= {f"__{name}__": only_with_another(name) for name in ("lt", "le", "gt", "ge", *_FOLDING)}
-    own["__contains__"] = lambda one, item: any(part == item for part in one)
-    return type("ProgramObject", (FarCallable if calls else Far,), own)(peer, number)
+    namespace: dict[str, Any] = {"__slots__": (), "__eq__": equal, "__hash__": Far.__hash__}
+    namespace |= {f"__{name}__": only_with_another(name) for name in ("lt", "le", "gt", "ge", *_FOLDING)}
+    namespace["__contains__"] = lambda one, item: any(part == item for part in one)
+    return type("ProgramObject", (FarCallable if calls else Far,), namespace)(peer, number)
 
 
 def _may(thing: Any, name: str) -> None:

@@ -158,13 +158,13 @@ def take_over(old: Any, new: Any) -> None:
     if type(old) is not type(new):
         return
     if isinstance(old, tuple):
-        for mine, theirs in zip(old, new, strict=False):
-            take_over(mine, theirs)
+        for old_part, new_part in zip(old, new, strict=False):
+            take_over(old_part, new_part)
     elif isinstance(old, list | collections.deque | bytearray):
-        kept = [mine if _is_same(mine, theirs) else theirs for mine, theirs in zip(old, new, strict=False)]
-        kept += [*new][len(kept) :]
+        merged = [old_part if _is_same(old_part, new_part) else new_part for old_part, new_part in zip(old, new, strict=False)]
+        merged += [*new][len(merged) :]
         old.clear()
-        old.extend(kept)
+        old.extend(merged)
     elif isinstance(old, dict | set):
         if isinstance(old, dict):
             new = {key: old[key] if key in old and _is_same(old[key], part) else part for key, part in new.items()}
@@ -212,10 +212,10 @@ class Channel:
         return message
 
     def _read(self, length: int) -> bytes:
-        found = bytearray()
-        while len(found) < length:
-            part = os.read(self._reader, length - len(found))
+        data = bytearray()
+        while len(data) < length:
+            part = os.read(self._reader, length - len(data))
             if not part:
                 raise Closed
-            found += part
-        return bytes(found)
+            data += part
+        return bytes(data)
