@@ -154,9 +154,9 @@ class EmbeddedEngine(Engine):
 
     def _arrived(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The weight that is complete with a tensor, if there is one."""
-        found = (name, tensor) if self._dequantiser is None else self._dequantiser.take(name, tensor)
-        if found is not None:
-            yield found
+        complete = (name, tensor) if self._dequantiser is None else self._dequantiser.take(name, tensor)
+        if complete is not None:
+            yield complete
 
     @property
     def weight_version(self) -> int | None:
@@ -176,10 +176,10 @@ class EmbeddedEngine(Engine):
             raise EngineError("a prompt shows pictures, but the model takes none")
         self._calls += 1
         keys = request.keys or [f"call-{self._calls}-prompt-{i}" for i in range(len(prompts))]
-        given = request.begun if request.begun is not None else [[None] * n] * len(prompts)
+        begun = request.begun if request.begun is not None else [[None] * n] * len(prompts)
         rows = [
             self._open(key, index, prompt, of_prompt, of_group[index])
-            for prompt, key, of_prompt, of_group in zip(prompts, keys, shown, given, strict=True)
+            for prompt, key, of_prompt, of_group in zip(prompts, keys, shown, begun, strict=True)
             for index in range(n)
         ]
         if len(rows) == 1 and self._turns is not None and not request.params.extra:  # columns of what is kept are not known
@@ -293,13 +293,13 @@ class EmbeddedEngine(Engine):
         self._weights.receive()
         with self._change():
             for name, weight in (weight for sent in bucket for weight in self._arrived(*sent)):
-                held = self._held.get(name)
-                if held is None:
+                parameter = self._held.get(name)
+                if parameter is None:
                     raise EngineError(f"the model has no parameter {name} of its own")
-                if held.shape != weight.shape:
-                    raise EngineError(f"{name} was sent as {list(weight.shape)}; the model's is {list(held.shape)}")
-                held.copy_(weight.detach())
-                self._sent[name] = digest(weight.detach().to(held.dtype))
+                if parameter.shape != weight.shape:
+                    raise EngineError(f"{name} was sent as {list(weight.shape)}; the model's is {list(parameter.shape)}")
+                parameter.copy_(weight.detach())
+                self._sent[name] = digest(weight.detach().to(parameter.dtype))
 
     async def end_update(self, version: int, checksums: Mapping[Any, str] | None = None) -> None:
         self._weights.check(version)

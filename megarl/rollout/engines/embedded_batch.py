@@ -115,8 +115,8 @@ class DecodeBatch:
         [row] = self.rows
         ids = [*row.prompt, *row.response]
         assert row.conversation is not None, "only conversations are kept"
-        kept = turns.take(row.conversation, ids)
-        self._cache, had = (kept.cache, len(kept.ids)) if kept is not None else (DynamicCache(), 0)
+        kept_turn = turns.take(row.conversation, ids)
+        self._cache, had = (kept_turn.cache, len(kept_turn.ids)) if kept_turn is not None else (DynamicCache(), 0)
         self._mask = torch.ones(1, len(ids), dtype=torch.long, device=self._model.device)
         output = self._computed(
             input_ids=torch.tensor([ids[had:]], device=self._model.device),
@@ -151,15 +151,15 @@ class DecodeBatch:
         if self._sight is not None:
             first = [self.rows[where.index(number)] for number in range(len(sequences))]
             prompts = [row.seen for row in first if row.seen is not None]
-            given = self._sight.inputs(prompts, [len(row.response) for row in first])
-            more = {name: value.to(device) for name, value in given.items()}
+            inputs = self._sight.inputs(prompts, [len(row.response) for row in first])
+            more = {name: value.to(device) for name, value in inputs.items()}
         if cache is not None:
             more["past_key_values"] = cache
         output = self._computed(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=1, **more)
         for name, values in self._recorded(len(ids_of)):
             for row, sequence in zip(self.rows, where, strict=True):
                 row.pieces[name] = [values[sequence, longest - len(ids_of[sequence]) :]]
-        self._count([len(ids_of[own]) if own in where[:at] else 0 for at, own in enumerate(where)])
+        self._count([len(ids_of[unique]) if unique in where[:at] else 0 for at, unique in enumerate(where)])
         rows = torch.tensor(where, device=device)
         self._cache = output.past_key_values
         self._cache.reorder_cache(rows)  # batch_select_indices does the same, but not for layers with linear attention
@@ -189,8 +189,8 @@ class DecodeBatch:
             )
             self._logits = output.logits[:, -1]
             for name, values in self._recorded(len(self.rows)):
-                for row, own in zip(self.rows, values, strict=True):
-                    row.pieces[name].append(own)
+                for row, row_values in zip(self.rows, values, strict=True):
+                    row.pieces[name].append(row_values)
 
     def _sample_one(self, version: int) -> torch.Tensor:
         """Sample one token for every row, and leave out those that it ends; returns the tokens of the others, `[B]`."""
@@ -213,12 +213,12 @@ class DecodeBatch:
         going_on = [i for i, row in enumerate(self.rows) if row.finish_reason is None]
         if self._turns is not None and not going_on:
             self._keep_turn(self._turns, self.rows[0])
-        kept = torch.tensor(going_on, dtype=torch.long, device=self._mask.device)
+        remaining = torch.tensor(going_on, dtype=torch.long, device=self._mask.device)
         if self._cache is not None and going_on and len(going_on) < len(self.rows):
-            self._cache.reorder_cache(kept)
-            self._mask = self._mask[kept]
+            self._cache.reorder_cache(remaining)
+            self._mask = self._mask[remaining]
         self.rows = [self.rows[i] for i in going_on]
-        return kept
+        return remaining
 
     def _keep_turn(self, turns: TurnCache, row: OpenResponse) -> None:
         """All but the last token, which was not computed."""

@@ -36,16 +36,16 @@ class TurnCache:
     def take(self, conversation: str, ids: Sequence[int]) -> KeptTurn | None:
         """Take what is kept of the tokens that `ids` begin with, all but one at most; None: nothing. It is then no
         longer kept."""
-        found = self._remove(conversation)
-        if found is None:
+        turn = self._remove(conversation)
+        if turn is None:
             return None
-        pairs = zip(found.ids, ids[:-1], strict=False)
-        common = next((at for at, (had, asked) in enumerate(pairs) if had != asked), min(len(found.ids), len(ids) - 1))
+        pairs = zip(turn.ids, ids[:-1], strict=False)
+        common = next((at for at, (had, requested) in enumerate(pairs) if had != requested), min(len(turn.ids), len(ids) - 1))
         if not common:
             return None
-        if common < len(found.ids):
-            found.cache.crop(common)
-        return KeptTurn(list(ids[:common]), found.cache)
+        if common < len(turn.ids):
+            turn.cache.crop(common)
+        return KeptTurn(list(ids[:common]), turn.cache)
 
     def keep(self, conversation: str, turn: KeptTurn) -> None:
         """Keep it in place of what there is of the conversation; those used longest ago make room."""
@@ -66,9 +66,9 @@ class TurnCache:
         self._kept, self.nbytes = {}, 0
 
     def _remove(self, conversation: str) -> KeptTurn | None:
-        found = self._kept.pop(conversation, None)
-        self.nbytes -= found.nbytes if found is not None else 0
-        return found
+        turn = self._kept.pop(conversation, None)
+        self.nbytes -= turn.nbytes if turn is not None else 0
+        return turn
 
 
 def refusal(config: Any) -> str | None:

@@ -35,13 +35,13 @@ def load_engine(path: str) -> type[Engine]:
     Raises:
         ConfigError: it cannot be imported, is not derived from `Engine`, or lacks one of its methods.
     """
-    found = load_user_function(path, ConfigError)
-    if not (isinstance(found, type) and issubclass(found, Engine)):
+    engine_class = load_user_function(path, ConfigError)
+    if not (isinstance(engine_class, type) and issubclass(engine_class, Engine)):
         raise ConfigError(f"rollout.engine is '{path}', which must be a class derived from megarl.rollout.Engine")
-    if inspect.isabstract(found):
-        missing = sorted(found.__abstractmethods__)
+    if inspect.isabstract(engine_class):
+        missing = sorted(engine_class.__abstractmethods__)
         raise ConfigError(f"rollout.engine is '{path}', a class without {', '.join(missing)}, which every engine must have")
-    return found
+    return engine_class
 
 
 def check_engine(config: Config, platform: str) -> type[Engine]:

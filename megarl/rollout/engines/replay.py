@@ -60,8 +60,8 @@ class ReplayEngine(Engine):
         check_version(self._version)
         if request.keys is None:
             raise EngineError("the replay engine finds recorded responses by key; generate needs keys")
-        asked = zip(request.keys, request.prompts, strict=True)
-        return [[self._recorded(key, index, prompt) for index in range(request.n)] for key, prompt in asked]
+        keyed_prompts = zip(request.keys, request.prompts, strict=True)
+        return [[self._recorded(key, index, prompt) for index in range(request.n)] for key, prompt in keyed_prompts]
 
     def _recorded(self, key: str, index: int, prompt: Sequence[int]) -> Generation:
         samples = self._groups.get(key)

@@ -50,8 +50,8 @@ class Episodes:
 
     async def branches(self, prompt: Prompt, number: int, sample: SampleTokens) -> list[Sample]:
         """Episode `number` of the group that `prompt` names: its branches, which is one of it but for agents."""
-        made = await self.function(prompt, number, sample, self.context)
-        return made if isinstance(made, list) else [made]
+        branches = await self.function(prompt, number, sample, self.context)
+        return branches if isinstance(branches, list) else [branches]
 
     @property
     def tool_schemas(self) -> list[dict[str, Any]]:

@@ -38,8 +38,8 @@ class ScriptedTurns:
         ended = [end] if end is not None else []
         if turn >= len(self.texts):
             return _generation(ended or ids[-1:], is_whole=False)
-        said = [*self._tokenizer(self.texts[turn], add_special_tokens=False)["input_ids"], *ended]
-        return _generation(said[:max_new_tokens], is_whole=len(said) <= max_new_tokens)
+        tokens = [*self._tokenizer(self.texts[turn], add_special_tokens=False)["input_ids"], *ended]
+        return _generation(tokens[:max_new_tokens], is_whole=len(tokens) <= max_new_tokens)
 
 
 def _generation(ids: list[int], *, is_whole: bool) -> Generation:

@@ -54,9 +54,9 @@ def parse_turn(said: str, tools: Tools = ()) -> SaidTurn:
     if not closed and said.lstrip().startswith("<think>"):  # it was cut while it thought
         thought, answer = said, ""
     thought = thought.strip().removeprefix("<think>").strip()
-    found = [(answer.find(mark), mark, read) for mark, read in _FORMATS if mark in answer]
-    if found:
-        at, _, read = min(found, key=lambda one: one[0])
+    matches = [(answer.find(mark), mark, read) for mark, read in _FORMATS if mark in answer]
+    if matches:
+        at, _, read = min(matches, key=lambda one: one[0])
         return SaidTurn(thought, answer[:at].strip(), list(read(answer[at:], tools)))
     calls = _plain_json(answer)
     return SaidTurn(thought, "" if calls else answer.strip(), calls)

@@ -82,8 +82,8 @@ class TurnTemplate:
             for token in self._pictures.reserved if self._pictures is not None else ():
                 if token in text:
                     raise EpisodeError(f"a message has the text '{token}', which stands for a picture")
-        own = [{"role": "system", "content": system}] if system is not None else []
-        text = self._render([*own, *(_rendered(message, self._harmless) for message in messages)], ask=True)
+        system_message = [{"role": "system", "content": system}] if system is not None else []
+        text = self._render([*system_message, *(_rendered(message, self._harmless) for message in messages)], ask=True)
         return text, self._with_pictures(self._ids(text), messages)
 
     def conversation(self, messages: Sequence[ToldMessage]) -> ToldTokens:
@@ -95,7 +95,7 @@ class TurnTemplate:
         Raises:
             EpisodeError: the template refuses the messages.
         """
-        changed = [_rendered(one, str if one["role"] == "assistant" else self._harmless) for one in messages]
+        changed = [_rendered(message, str if message["role"] == "assistant" else self._harmless) for message in messages]
         return self._with_pictures(self._ids(self._render(changed, ask=True)), messages)
 
     def turn_text(self, generation: Generation) -> str:
@@ -184,10 +184,10 @@ def _pieces(messages: Sequence[ToldMessage]) -> Iterator[str | KeptPicture]:
 
 def _rendered(message: ToldMessage, change: Callable[[str], str]) -> dict[str, Any]:
     """`message` as a template takes it, with `change` made to its texts."""
-    told: PicturedText = message["content"]
-    if not told.pictures:
-        return {**message, "content": change(told.text)}
-    parts = [{"type": "text", "text": change(p)} if isinstance(p, str) else {"type": "image"} for p in told.pieces]
+    content: PicturedText = message["content"]
+    if not content.pictures:
+        return {**message, "content": change(content.text)}
+    parts = [{"type": "text", "text": change(p)} if isinstance(p, str) else {"type": "image"} for p in content.pieces]
     return {**message, "content": parts}
 
 

@@ -150,8 +150,8 @@ class EngineState:
         """`Engine.generate`; notes when the engine was busy with it, and how many tokens it sampled."""
         with self.busy:
             answers = await self.handle.generate(request)
-        had = sum(len(one.response_ids) for own in request.begun or () for one in own if one is not None)
-        self.sampled_tokens += sum(len(one.response_ids) for own in answers for one in own) - had
+        had = sum(len(turn.response_ids) for of_prompt in request.begun or () for turn in of_prompt if turn is not None)
+        self.sampled_tokens += sum(len(turn.response_ids) for of_prompt in answers for turn in of_prompt) - had
         return answers
 
     async def wait_until_open(self, deadline_s: float) -> None:
@@ -209,24 +209,27 @@ class AskedGroups:
         """
         partial = self.partial
         while True:
-            kept = [[partial[g].turn(name) if partial else None for name in own] for g, own in zip(groups, names, strict=True)]
-            whole = [[one for one in own if one is not None and one.finish_reason != "abort"] for own in kept]
-            if all(len(own) == len(of_prompt) for own, of_prompt in zip(whole, names, strict=True)):
+            earlier = [
+                [partial[g].turn(name) if partial else None for name in of_group]
+                for g, of_group in zip(groups, names, strict=True)
+            ]
+            whole = [[turn for turn in of_group if turn is not None and turn.finish_reason != "abort"] for of_group in earlier]
+            if all(len(of_group) == len(of_prompt) for of_group, of_prompt in zip(whole, names, strict=True)):
                 return whole
             await self.engine.wait_until_open(request.deadline_s)
             if self.is_cut:
                 await asyncio.get_running_loop().create_future()
-            begun = kept if any(one is not None for own in kept for one in own) else None
+            begun = earlier if any(turn is not None for of_group in earlier for turn in of_group) else None
             self.under_way.append(request)
             try:
                 answers = await self.engine.generate(replace(request, begun=begun))
                 if partial is None:
                     return answers
-                for group, own, of_prompt in zip(groups, names, answers, strict=True):
-                    for name, answer in zip(own, of_prompt, strict=True):
+                for group, of_group, of_prompt in zip(groups, names, answers, strict=True):
+                    for name, answer in zip(of_group, of_prompt, strict=True):
                         partial[group].keep(name, answer)
             finally:
-                self.under_way = [asked for asked in self.under_way if asked is not request]
+                self.under_way = [other for other in self.under_way if other is not request]
 
     @property
     def keys_under_way(self) -> list[str]:
@@ -244,7 +247,7 @@ async def cut_short(requests: Sequence[AskedGroups], deadline_s: float) -> None:
     loop = asyncio.get_running_loop()
     ends_at = loop.time() + deadline_s
     while (working := [request for request in requests if request.under_way]) and loop.time() < ends_at:
-        calls = [one.engine.handle.cut(one.keys_under_way, deadline_s=deadline_s) for one in working]
+        calls = [pending.engine.handle.cut(pending.keys_under_way, deadline_s=deadline_s) for pending in working]
         await asyncio.gather(*calls, return_exceptions=True)  # an engine that failed has nothing to give
         await asyncio.sleep(CUT_POLL_S)  # again: the engine may have got the request after this
 

@@ -47,14 +47,14 @@ class PartialGroup:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serialisable form, which `of_dict` reads."""
-        found: dict[str, Any] = {}
+        record: dict[str, Any] = {}
         for name, turn in self._turns.items():
             plain = asdict(replace(turn, extra={}))
             del plain["extra"]
             # the tokens of a turn that was cut are computed anew
-            kept = turn.extra if turn.finish_reason != "abort" else of_responses(turn.extra)
-            found[name] = plain | to_json(kept)
-        return found
+            extra = turn.extra if turn.finish_reason != "abort" else of_responses(turn.extra)
+            record[name] = plain | to_json(extra)
+        return record
 
     @classmethod
     def of_dict(cls, record: Mapping[str, Any]) -> PartialGroup:

@@ -47,24 +47,24 @@ def episode_groups(kind: OpenedEpisodes, params: SamplingParams, n: int, deadlin
 
     def sampler(groups: AskedGroups, place: int, number: int) -> SampleTokens:
         prompt = groups.prompts[place]
-        asked: dict[int | str, set[int]] = {}
+        numbers_taken: dict[int | str, set[int]] = {}
 
         async def sample(token_ids: list[int], max_new_tokens: int, media: Sequence[Media] | None = None, /) -> Generation:
             length, same = len(token_ids), turn_name(number, token_ids)
-            of_length, of_same = asked.setdefault(length, set()), asked.setdefault(same, set())
-            own, again = _taken(of_length), _taken(of_same)  # branches of an agent may be equally long, or equal
+            of_length, of_same = numbers_taken.setdefault(length, set()), numbers_taken.setdefault(same, set())
+            ordinal, again = _taken(of_length), _taken(of_same)  # branches of an agent may be equally long, or equal
             try:
                 request = EngineRequest(
                     [token_ids],
                     replace(params, max_new_tokens=max_new_tokens),
-                    keys=[f"{_key(prompt)}/{number}/{length}{f'/{own}' if own else ''}"],  # a seeded engine draws by it
+                    keys=[f"{_key(prompt)}/{number}/{length}{f'/{ordinal}' if ordinal else ''}"],  # a seeded engine draws by it
                     deadline_s=deadline_s,
                     media=[prompt.media if media is None else media],
                     conversation=f"{_key(prompt)}/{number}",
                 )
                 answer = await groups.generate(request, names=[[turn_name(number, token_ids, again)]], groups=[place])
             except BaseException:
-                of_length.discard(own)  # whoever asks again for what has not come draws the same
+                of_length.discard(ordinal)  # whoever asks again for what has not come draws the same
                 of_same.discard(again)
                 raise
             return answer[0][0]
@@ -73,9 +73,9 @@ def episode_groups(kind: OpenedEpisodes, params: SamplingParams, n: int, deadlin
 
     async def generate_groups(groups: AskedGroups) -> list[list[Sample]]:
         async def episode(place: int, number: int) -> list[Sample]:
-            made = await kind.branches(groups.prompts[place], number, sampler(groups, place, number))
+            of_episode = await kind.branches(groups.prompts[place], number, sampler(groups, place, number))
             await groups.engine.end_conversations([f"{_key(groups.prompts[place])}/{number}"])
-            return made
+            return of_episode
 
         places = [(place, number) for place in range(len(groups.prompts)) for number in range(n)]
         tasks = [asyncio.ensure_future(episode(*where)) for where in places]
@@ -94,9 +94,9 @@ def episode_groups(kind: OpenedEpisodes, params: SamplingParams, n: int, deadlin
 
 def _taken(numbers: set[int]) -> int:
     """The smallest number that is not among `numbers`, which it is now."""
-    own = next(number for number in count() if number not in numbers)
-    numbers.add(own)
-    return own
+    smallest = next(number for number in count() if number not in numbers)
+    numbers.add(smallest)
+    return smallest
 
 
 def _key(prompt: Prompt) -> str:

@@ -315,9 +315,9 @@ class Scheduler:
             if not request.answer.done():
                 request.answer.set_result(groups)
             return
-        for place, (number, group) in enumerate(zip(request.numbers, groups, strict=True)):
+        for index, (number, group) in enumerate(zip(request.numbers, groups, strict=True)):
             if number is None:
-                self.partial.aborted_tokens += request.partial[place].empty() if request.partial is not None else 0
+                self.partial.aborted_tokens += request.partial[index].empty() if request.partial is not None else 0
             else:
                 self._groups[number] = group
                 self.manager.finish(number)

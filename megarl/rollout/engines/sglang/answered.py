@@ -26,5 +26,5 @@ class AnsweredColumn(Protocol):
 
 def answered_columns(folder: str, arguments: Mapping[str, Any]) -> tuple[AnsweredColumn, ...]:
     """The columns that a server of the model in `folder` answers, which was started with these `arguments`."""
-    made = (answered(folder, arguments) for answered in functions("sglang", "answered"))
-    return tuple(column for column in made if column is not None)
+    columns = (answered(folder, arguments) for answered in functions("sglang", "answered"))
+    return tuple(column for column in columns if column is not None)

@@ -33,11 +33,11 @@ class AskedPrompt:
             return cls(ids)
         if folder is None:
             raise EngineError("a prompt shows pictures, but the engine was started without a media folder to read them from")
-        if any(one.kind == "video" for one in media):
+        if any(item.kind == "video" for item in media):
             raise EngineError("a prompt shows a video as one; SGLang's servers are shown its frames as pictures")
-        dropped = {at for one in media for at in range(one.place + 1, one.place + one.tokens)}
+        dropped = {at for item in media for at in range(item.place + 1, item.place + item.tokens)}
         short = [token for at, token in enumerate(ids) if at not in dropped]
-        pictures = [str(file) for one in media for file in one.files(folder)]
+        pictures = [str(file) for item in media for file in item.files(folder)]
         return cls(ids, {"input_ids": short, "image_data": pictures, "return_prompt_token_ids": True})
 
     def followed_by(self, ids: Sequence[int]) -> AskedPrompt:

@@ -94,20 +94,20 @@ class SglangClient:
 
     async def cut(self, keys: Sequence[str]) -> None:
         """`Engine.cut`."""
-        wanted = {*keys}
-        await self._abort([rid for rid, key in self._under_way.items() if key in wanted])
+        chosen = {*keys}
+        await self._abort([rid for rid, key in self._under_way.items() if key in chosen])
 
     async def _group(
         self, call: _GenerateCall, prompt: AskedPrompt, ids: Sequence[str], begun: Sequence[Generation | None]
     ) -> list[Generation]:
         """All samples of one prompt. The prompt is prefilled once; the samples find it in the radix cache."""
-        given = {rid: one for rid, one in zip(ids, begun, strict=True) if one is not None}
+        begun_by_id = {rid: generation for rid, generation in zip(ids, begun, strict=True) if generation is not None}
         prefill = NO_PREFILLS
-        if sum(rid not in given or given[rid].finish_reason == "abort" for rid in ids) > 1:
+        if sum(rid not in begun_by_id or begun_by_id[rid].finish_reason == "abort" for rid in ids) > 1:
             warm_up = {"sampling_params": {"max_new_tokens": 0}, "rid": f"{ids[0]}-prefix"}
             answer = await self._ask(call.session, prompt.body | warm_up)
             prefill = _prefill(answer, prompt)
-        samples = await asyncio.gather(*(self._sample(call, prompt, rid, given.get(rid)) for rid in ids))
+        samples = await asyncio.gather(*(self._sample(call, prompt, rid, begun_by_id.get(rid)) for rid in ids))
         first = replace(samples[0], prefill=samples[0].prefill + prefill)
         return [first, *samples[1:]]
 
@@ -115,19 +115,19 @@ class SglangClient:
         if begun is not None and begun.finish_reason != "abort":
             return begun
         had = len(begun.response_ids) if begun is not None else 0
-        asked = prompt.followed_by(begun.response_ids) if begun is not None else prompt
+        full_prompt = prompt.followed_by(begun.response_ids) if begun is not None else prompt
         sampling = call.sampling | {"max_new_tokens": call.sampling["max_new_tokens"] - had}
-        body = asked.body | {"sampling_params": sampling, "rid": rid, "return_logprob": True}
+        body = full_prompt.body | {"sampling_params": sampling, "rid": rid, "return_logprob": True}
         columns = [column for column in self._columns if not column.body or column.name in call.extra]
         for column in columns:
             body |= column.body
         answer = await self._ask(call.session, body)
-        asked.check(answer, self.server.url)
+        full_prompt.check(answer, self.server.url)
         generation = _generation(answer, call, self.server.url)
-        tokens = len(asked.ids) + len(generation.response_ids) - 1
+        tokens = len(full_prompt.ids) + len(generation.response_ids) - 1
         values = {column.name: column.read(answer, tokens, self.server.url) for column in columns}
         extra = {name: value for name, value in values.items() if value is not None}
-        generation = replace(generation, extra=extra, prefill=_prefill(answer, asked))
+        generation = replace(generation, extra=extra, prefill=_prefill(answer, full_prompt))
         call.answered += 1
         return generation if begun is None else behind(begun, generation)
 

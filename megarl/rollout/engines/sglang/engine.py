@@ -132,8 +132,8 @@ class SglangEngine(ServedEngine):
             # the engine's ranks and its senders may be on other machines
             engine = cls(server, layout, initial_version, TCPStore(host(), 0, is_master=True, wait_for_workers=False))
             if options.lora is not None:
-                place = adapter_part("adapter_place").making_place(options.lora, layout.target.ranks, serialize({}))
-                await engine._client.load_adapters(place)
+                body = adapter_part("adapter_place").making_place(options.lora, layout.target.ranks, serialize({}))
+                await engine._client.load_adapters(body)
             if initial_version is not None:
                 await engine._client.name_weights(initial_version)
         except BaseException:
@@ -192,8 +192,8 @@ class SglangEngine(ServedEngine):
             adapters_alone = self.served_model.lora is not None and self._weights.base is not None
             boxes = self.endpoint.layout.missing(sent, adapters_alone=adapters_alone)
             missing: dict[SliceKey, str] = dict.fromkeys(boxes, UNCHECKED)
-            held = dict.fromkeys(sent, UNCHECKED) if missing else await self._held(sent)
-            compare(sent, held | missing)
+            read_back = dict.fromkeys(sent, UNCHECKED) if missing else await self._held(sent)
+            compare(sent, read_back | missing)
             await self._client.control("end_weight_update", {})
             self._update_open = False
             await self._serve(version)
@@ -206,14 +206,14 @@ class SglangEngine(ServedEngine):
         Raises:
             EngineError: a rank has a parameter of which something was not sent.
         """
-        held = dict.fromkeys(sent, UNCHECKED)
+        read_back = dict.fromkeys(sent, UNCHECKED)
         ranks = [[box for box, value in sent.items() if value != UNCHECKED and box.engine_rank == rank] for rank in self._ranks]
         if not any(ranks):
-            return held
+            return read_back
         keys = [f"digests/{rank}" for rank in self._ranks]
         where, layout = self.endpoint.store, self.endpoint.layout
-        asked = [[(box, layout.sent_dtype(box.tensor)) for box in boxes] for boxes in ranks]
-        payloads = [serialize(checking(boxes, where, key)) for boxes, key in zip(asked, keys, strict=True)]
+        queries = [[(box, layout.sent_dtype(box.tensor)) for box in boxes] for boxes in ranks]
+        payloads = [serialize(checking(boxes, where, key)) for boxes, key in zip(queries, keys, strict=True)]
         body = {"serialized_named_tensors": payloads, "load_format": SLICED, "flush_cache": False, "selector": self._selector}
         await self._client.control("update_weights_from_tensor", body)
         assert self._store is not None, "a server that answers was started with one"
@@ -221,8 +221,8 @@ class SglangEngine(ServedEngine):
             digests, uncovered = read_answer(self._store.get(key))
             if uncovered:
                 raise EngineError(f"weight update failed its check: nothing fills {', '.join(uncovered[:3])} of rank {rank}")
-            held |= zip(boxes, digests, strict=True)
-        return held
+            read_back |= zip(boxes, digests, strict=True)
+        return read_back
 
     @property
     def _selector(self) -> str:

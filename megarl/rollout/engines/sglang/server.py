@@ -322,7 +322,7 @@ def gpu_bytes() -> int:
 
 def compute_capability() -> tuple[int, int]:
     """The highest one of this machine's GPUs."""
-    return max((int(major), int(minor)) for major, minor in (found.split(".") for found in _of_gpus("compute_cap")))
+    return max((int(major), int(minor)) for major, minor in (capability.split(".") for capability in _of_gpus("compute_cap")))
 
 
 def _of_gpus(quantity: str) -> list[str]:

@@ -97,9 +97,9 @@ def allow_sinks() -> None:
     """Have SGLang start a model with sinks (gpt-oss) with this backend: its own, of the same name, has none."""
     from sglang.srt.arg_groups import model_hook
 
-    said = model_hook.attention_backends_of
+    original = model_hook.attention_backends_of
     model_hook.attention_backends_of = lambda view: tuple(
-        "intel_amx" if backend == "torch_native" else backend for backend in said(view)
+        "intel_amx" if backend == "torch_native" else backend for backend in original(view)
     )
 
 

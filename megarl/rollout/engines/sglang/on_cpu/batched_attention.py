@@ -23,7 +23,7 @@ class Gather:
 
 def gathers(req_to_token: torch.Tensor, request_rows: torch.Tensor, lengths: torch.Tensor) -> list[Gather]:
     """Groups of requests, padded to less than twice their shortest; `request_rows` [B] of the table have `lengths` [B]."""
-    found = []
+    groups = []
     powers = lengths.double().log2().floor()
     for power in powers.unique():
         rows = (powers == power).nonzero()[:, 0]
@@ -31,8 +31,8 @@ def gathers(req_to_token: torch.Tensor, request_rows: torch.Tensor, lengths: tor
         mask = torch.arange(longest)[None, :] < lengths[rows][:, None]
         # what lies beyond a request's length in the table is another's; slot 0 is SGLang's padding slot
         slots = torch.where(mask, req_to_token[request_rows[rows], :longest].long(), 0)
-        found.append(Gather(rows, slots, mask[:, None, None, :]))
-    return found
+        groups.append(Gather(rows, slots, mask[:, None, None, :]))
+    return groups
 
 
 def attend_with_sinks(

@@ -48,12 +48,12 @@ def own_experts_only(moe: Any) -> Any:
     """`moe_forward_native` for ranks that have some of the experts: another rank's have the number -1 and add nothing."""
 
     def forward(layer: Any, x: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
-        token, place = (chosen.topk_ids >= 0).nonzero(as_tuple=True)
+        token, choice = (chosen.topk_ids >= 0).nonzero(as_tuple=True)
         if len(token) == chosen.topk_ids.numel():
             return moe(layer, x, chosen, config)  # type: ignore[no-any-return]
         output = torch.zeros_like(x)
         if len(token):
-            ids, weights = chosen.topk_ids[token, place, None], chosen.topk_weights[token, place, None]
+            ids, weights = chosen.topk_ids[token, choice, None], chosen.topk_weights[token, choice, None]
             output.index_add_(0, token, moe(layer, x[token], chosen._replace(topk_ids=ids, topk_weights=weights), config))
         return output
 

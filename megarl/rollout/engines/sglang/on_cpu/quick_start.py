@@ -19,8 +19,8 @@ def import_models_of(model_path: str) -> None:
     assert spec is not None
     assert spec.submodule_search_locations is not None
     files = sorted((Path(spec.submodule_search_locations[0]) / "srt" / "models").glob("*.py"))
-    wanted = tuple(f"class {architecture}(" for architecture in architectures_of(model_path))
-    unused = [file.stem for file in files if not any(line in file.read_text() for line in wanted)]
+    class_lines = tuple(f"class {architecture}(" for architecture in architectures_of(model_path))
+    unused = [file.stem for file in files if not any(line in file.read_text() for line in class_lines)]
     if len(unused) < len(files):
         os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(unused))
 
