@@ -35,8 +35,8 @@ class Answers(Mapping[int, Tensor]):
 
     def of_rows(self, rows: Sequence[int]) -> Answers:
         """The answers under `rows` alone."""
-        kept = np.isin(self.rows, rows)
-        return Answers(self.rows[kept], self.lengths[kept], self.columns[:, np.repeat(kept, self.lengths)])
+        is_kept = np.isin(self.rows, rows)
+        return Answers(self.rows[is_kept], self.lengths[is_kept], self.columns[:, np.repeat(is_kept, self.lengths)])
 
     def __getitem__(self, row: int) -> Tensor:
         return torch.tensor(self.columns[:, self.places[row]]).T

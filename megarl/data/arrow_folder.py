@@ -55,8 +55,8 @@ def _files(folder: Path) -> list[Path]:
         return files
     files = sorted(file for file in folder.iterdir() if file.suffix in (".arrow", ".parquet"))
     if not files:
-        found = ", ".join(sorted(file.name for file in folder.iterdir())[:5]) or "nothing"
-        raise DataError(f"'{folder}' holds no .arrow or .parquet files; it has {found}")
+        names = ", ".join(sorted(file.name for file in folder.iterdir())[:5]) or "nothing"
+        raise DataError(f"'{folder}' holds no .arrow or .parquet files; it has {names}")
     return files
 
 

@@ -40,14 +40,14 @@ class UnitRows:
     def with_copied_prompts(self, plan: Assignment) -> tuple[UnitRows, Assignment]:
         """The same rows as a unit each, and `plan` in these units: a piece's responses stay beside each other."""
         sizes = tuple(
-            UnitSize(size.prompt_tokens, (tokens,), size.grids_of([place]))
+            UnitSize(size.prompt_tokens, (tokens,), size.grids_of([index]))
             for size in self.sizes
-            for place, tokens in enumerate(size.response_tokens)
+            for index, tokens in enumerate(size.response_tokens)
         )
         starts = self.starts.tolist()
 
         def of_responses(pieces: Sequence[UnitPart]) -> list[UnitPart]:
-            return [(starts[unit] + place, (0,)) for unit, places in pieces for place in places]
+            return [(starts[unit] + index, (0,)) for unit, places in pieces for index in places]
 
         return UnitRows(self.rows, np.arange(len(self.rows) + 1), sizes), [list(map(of_responses, share)) for share in plan]
 
@@ -82,8 +82,8 @@ class Batch:
             self.take_extra(name, [sample.extra.get(name) for sample in self.samples])
         self.columns: dict[str, Tensor] = {}
         if all(sample.has_rollout for sample in self.samples):
-            given = (np.fromiter(s.rollout_log_probs, np.float32, len(s.rollout_log_probs)) for s in self.samples)
-            self.columns["rollout_log_probs"] = self._padded(given, torch.float32)
+            log_probs = (np.fromiter(s.rollout_log_probs, np.float32, len(s.rollout_log_probs)) for s in self.samples)
+            self.columns["rollout_log_probs"] = self._padded(log_probs, torch.float32)
         known = [label for sample in self.samples for label in sample.labels]
         if known and len(known) == self.response_tokens:
             labels = self.columns["labels"] = torch.zeros(self.mask.shape)
@@ -131,8 +131,8 @@ class Batch:
         Raises:
             ValueError: a row was answered twice or not at all, or with another number of tokens or columns.
         """
-        given = [answer for answer in answers if answer is not None]
-        rows = np.concatenate([np.zeros(0, np.int64), *(answer.rows for answer in given)])
+        received = [answer for answer in answers if answer is not None]
+        rows = np.concatenate([np.zeros(0, np.int64), *(answer.rows for answer in received)])
         times = np.bincount(rows, minlength=len(self))
         if (times > 1).any():
             raise ValueError(f"row {times.argmax()} was answered by two ranks")
@@ -142,16 +142,16 @@ class Batch:
         columns, lengths = [np.zeros(self.mask.shape, np.float32) for _ in names], self.lengths.tolist()
         blocks = {name: np.zeros((*self.mask.shape, width), np.float32) for name, width in wide.items()}
         ends = list(accumulate([len(columns), *wide.values()]))
-        for answer in given:
-            for row, place in answer.places.items():
-                if place.stop - place.start != lengths[row]:
-                    raise ValueError(f"row {row} has {lengths[row]} tokens, but was answered with {place.stop - place.start}")
+        for answer in received:
+            for row, span in answer.places.items():
+                if span.stop - span.start != lengths[row]:
+                    raise ValueError(f"row {row} has {lengths[row]} tokens, but was answered with {span.stop - span.start}")
                 if len(answer.columns) != ends[-1]:
                     raise ValueError(f"row {row} was answered with {len(answer.columns)} columns; there must be {ends[-1]}")
                 for column, values in zip(columns, answer.columns, strict=False):
-                    column[row, : lengths[row]] = values[place]
+                    column[row, : lengths[row]] = values[span]
                 for block, (start, end) in zip(blocks.values(), pairwise(ends), strict=True):
-                    block[row, : lengths[row]] = answer.columns[start:end, place].T
+                    block[row, : lengths[row]] = answer.columns[start:end, span].T
         self.columns.update(zip(names, map(torch.from_numpy, columns), strict=True))
         self.columns.update({name: torch.from_numpy(block) for name, block in blocks.items()})
 
@@ -187,8 +187,8 @@ class Batch:
     def _common(self, rows: Sequence[int]) -> CommonPrefixes:
         """The common beginnings of responses: tokens before their first pictures, and never the last one."""
         ends = (min([max(int(self.lengths[row]) - 1, 0), *(m.place for m in self._told_media[row])]) for row in rows)
-        found = common_prefixes([self._response_ids[row][:end] for row, end in zip(rows, ends, strict=True)])
-        return found if any(found.common) else NOTHING_SHARED
+        prefixes = common_prefixes([self._response_ids[row][:end] for row, end in zip(rows, ends, strict=True)])
+        return prefixes if any(prefixes.common) else NOTHING_SHARED
 
     def shares(
         self, units: UnitRows, plan: Assignment, columns: Sequence[str], *, mask: Tensor | None = None, extra: bool = False
@@ -228,8 +228,10 @@ class Batch:
         if any(size.common.common for size in units.sizes):
             whole = replace(whole, repeats=tuple(units.sizes[number].common.repeats(places) for number, places in pieces))
         if extra and self.extra:
-            of_prompts = {name: own.prompts.laid(numbers_of_prompts, [*map(len, prompts)]) for name, own in self.extra.items()}
-            of_responses = {name: own.responses.laid(numbers, lengths.tolist()) for name, own in self.extra.items()}
+            of_prompts = {
+                name: ragged.prompts.laid(numbers_of_prompts, [*map(len, prompts)]) for name, ragged in self.extra.items()
+            }
+            of_responses = {name: ragged.responses.laid(numbers, lengths.tolist()) for name, ragged in self.extra.items()}
             whole = replace(whole, prompt_extra=of_prompts, extra=of_responses)
         return whole.cut([len(share) for share in plan])
 
@@ -245,8 +247,8 @@ class Batch:
     def _padded(self, rows: Iterable[npt.NDArray[Any]], dtype: torch.dtype) -> Tensor:
         """The values of every row's tokens as `[B, T]`."""
         padded = torch.zeros(len(self), int(self.lengths.max()) if len(self) else 0, dtype=dtype)
-        for values, own in zip(padded.numpy(), rows, strict=True):
-            values[: len(own)] = own
+        for values, row in zip(padded.numpy(), rows, strict=True):
+            values[: len(row)] = row
         return padded
 
 

@@ -73,8 +73,8 @@ class JoinedEpisodes:
 
     def of_rows(self, rows: Sequence[int]) -> list[int]:
         """The episodes whose first branches are among `rows`."""
-        wanted = {*rows}
-        return [episode for episode, branches in enumerate(self.rows) if branches[0] in wanted]
+        chosen = {*rows}
+        return [episode for episode, branches in enumerate(self.rows) if branches[0] in chosen]
 
     def split(self, names: Sequence[str] | None = None) -> None:
         """Give the branches the mask and the columns `names` of the episodes; None: all columns."""
@@ -98,10 +98,10 @@ def _one_behind_the_other(branches: Sequence[Sample]) -> Sample:
     first = branches[0]
     return replace(
         first,
-        response_ids=[token for one in branches for token in one.response_ids],
-        sampled_mask=[token for one in branches for token in one.sampled_mask],
-        rollout_log_probs=[value for one in branches for value in one.rollout_log_probs],
-        weight_versions=[version for one in branches for version in one.weight_versions],
+        response_ids=[token for branch in branches for token in branch.response_ids],
+        sampled_mask=[token for branch in branches for token in branch.sampled_mask],
+        rollout_log_probs=[value for branch in branches for value in branch.rollout_log_probs],
+        weight_versions=[version for branch in branches for version in branch.weight_versions],
         turn_rewards=[],
         turn_states=[],
         extra=of_responses(first.extra),

@@ -60,7 +60,7 @@ class ChatTemplate:
         if isinstance(value, str):
             return [{"role": "user", "content": value}]
         messages = [_with_calls(_with_role(message)) for message in value] if isinstance(value, list) else []
-        wrong = [at for at, one in enumerate(messages) if not (isinstance(one, dict) and {"role", "content"} <= one.keys())]
+        wrong = [at for at, item in enumerate(messages) if not (isinstance(item, dict) and {"role", "content"} <= item.keys())]
         if not messages or wrong:
             which = f", whose message {wrong[0]} (counted from 0) is {messages[wrong[0]]!r:.80}" if wrong else ""
             raise DataError(
@@ -165,5 +165,5 @@ def _with_calls(message: Any) -> Any:
 def without_nulls(value: Any) -> Any:
     """A copy of `value` without the keys of mappings, at any depth, whose value is null."""
     if isinstance(value, dict):
-        return {key: without_nulls(one) for key, one in value.items() if one is not None}
-    return [without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value

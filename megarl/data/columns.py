@@ -69,7 +69,7 @@ def asked_columns(config: Config) -> frozenset[str]:
 def joined(first: Extra, second: Extra, *, same_weights: bool) -> dict[str, Any]:
     """The values of tokens that were sampled in two pieces, both ended under the same weights or not."""
     both = ((column, first.get(name), second.get(name)) for name, column in columns().items())
-    values = {column.name: column.then(one, other, same_weights=same_weights) for column, one, other in both}
+    values = {column.name: column.then(earlier, later, same_weights=same_weights) for column, earlier, later in both}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -91,12 +91,12 @@ def cut(extra: Extra, tokens: int, *, known: int) -> dict[str, Any]:
 def of_episode(extra: Extra, prompt_tokens: int, sampled_mask: Sequence[int], versions: Sequence[int]) -> dict[str, Any]:
     """The values of a whole episode from those of its tokens up to its last turn."""
     whole = prompt_tokens + len(sampled_mask)
-    own = dict(extra)
+    episode_extra = dict(extra)
     for name, values in of_tokens(extra).items():
         rules = columns()[name].tokens
         assert rules is not None, "of_tokens"
-        own[name] = rules.of_episode(padded(values, whole), prompt_tokens, sampled_mask, versions)
-    return own
+        episode_extra[name] = rules.of_episode(padded(values, whole), prompt_tokens, sampled_mask, versions)
+    return episode_extra
 
 
 def to_json(extra: Extra) -> dict[str, Any]:
@@ -137,8 +137,8 @@ class Ragged:
 
     def laid(self, numbers: Sequence[int], lengths: Sequence[int]) -> TokenValues:
         """The arrays `numbers` one behind the other, each padded to its length."""
-        found = zip(self.starts[[*numbers]].tolist(), self.starts[1:][[*numbers]].tolist(), lengths, strict=True)
-        return np.concatenate([self.values[:0], *(padded(self.values[start:end], length) for start, end, length in found)])
+        spans = zip(self.starts[[*numbers]].tolist(), self.starts[1:][[*numbers]].tolist(), lengths, strict=True)
+        return np.concatenate([self.values[:0], *(padded(self.values[start:end], length) for start, end, length in spans)])
 
 
 class TokenColumn:
@@ -158,8 +158,8 @@ class TokenColumn:
         of_prompts: list[list[TokenValues]] = [[] for _ in prompt_lengths]
         responses: list[TokenValues] = []
         for values, prompt in zip(of_rows, prompt_of_row, strict=True):
-            given, length = nobody if values is None else values, prompt_lengths[prompt]
-            of_prompts[prompt].append(padded(given[:length], length))
-            responses.append(given[length:])
-        self.prompts = Ragged.of([rules.agreed(given) for given in of_prompts], nobody)
+            known, length = nobody if values is None else values, prompt_lengths[prompt]
+            of_prompts[prompt].append(padded(known[:length], length))
+            responses.append(known[length:])
+        self.prompts = Ragged.of([rules.agreed(known) for known in of_prompts], nobody)
         self.responses = Ragged.of(responses, nobody)

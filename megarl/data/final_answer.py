@@ -34,26 +34,26 @@ def without_thoughts(response: str) -> str:
 
     What a policy considers is no answer: thoughts that name many would be paid for one of them.
     """
-    _, closed, said = response.rpartition("</think>")
-    return "" if not closed and response.lstrip().startswith("<think>") else said
+    _, closed, answer = response.rpartition("</think>")
+    return "" if not closed and response.lstrip().startswith("<think>") else answer
 
 
 def extract_answer(response: str) -> str:
     """The text of the last `<answer>...</answer>` behind the thoughts, or else all that is said behind them, stripped."""
-    said = without_thoughts(response)
-    tagged = _ANSWER.findall(said)
-    return (tagged[-1] if tagged else said).strip()
+    answer = without_thoughts(response)
+    tagged = _ANSWER.findall(answer)
+    return (tagged[-1] if tagged else answer).strip()
 
 
 def last_boxed(text: str) -> str | None:
     """The content of the last `\\boxed{...}` whose braces close, stripped; None if there is none."""
-    found, opened = None, list[int | None]()
+    span, opened = None, list[int | None]()
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":
             opened.append(brace.end() if brace[0] != "{" else None)
-        elif opened and (start := opened.pop()) is not None and (found is None or start > found[0]):
-            found = (start, brace.start())
-    return None if found is None else text[slice(*found)].strip()
+        elif opened and (start := opened.pop()) is not None and (span is None or start > span[0]):
+            span = (start, brace.start())
+    return None if span is None else text[slice(*span)].strip()
 
 
 def read_boxes(given: Any) -> list[Box]:
@@ -64,7 +64,7 @@ def read_boxes(given: Any) -> list[Box]:
     """
     text = extract_answer(given) if isinstance(given, str) else json.dumps(given, default=str)
     for form in _FORMS:
-        found = [tuple(map(float, match.groups())) for match in islice(form.finditer(text), BOXES)]
-        if found:
-            return [(x1, y1, x2, y2) for x1, y1, x2, y2 in found]
+        boxes = [tuple(map(float, match.groups())) for match in islice(form.finditer(text), BOXES)]
+        if boxes:
+            return [(x1, y1, x2, y2) for x1, y1, x2, y2 in boxes]
     return []

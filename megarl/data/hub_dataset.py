@@ -51,11 +51,11 @@ def read_configurations(card: str) -> list[dict[str, Any]]:
     """
     head = re.match(r"---\s*\n(.*?)\n---", card, re.DOTALL)
     try:
-        found = load_text(head[1]) if head else None
+        metadata = load_text(head[1]) if head else None
     except yaml.YAMLError:
         return []
-    configurations = found.get("configs") if isinstance(found, dict) else None
-    return [one for one in configurations or [] if isinstance(one, dict) and "config_name" in one]
+    configurations = metadata.get("configs") if isinstance(metadata, dict) else None
+    return [entry for entry in configurations or [] if isinstance(entry, dict) and "config_name" in entry]
 
 
 def choose_files(
@@ -92,28 +92,28 @@ def choose_files(
 def _by_card(
     rows: Sequence[str], configurations: Sequence[Mapping[str, Any]], name: str | None, named: str
 ) -> dict[str, list[str]]:
-    names = [str(one["config_name"]) for one in configurations]
-    usual = [one for one in configurations if one.get("default") or one["config_name"] == "default"]
+    names = [str(config["config_name"]) for config in configurations]
+    usual = [config for config in configurations if config.get("default") or config["config_name"] == "default"]
     if name is not None:
-        found = [one for one in configurations if one["config_name"] == name]
+        matches = [config for config in configurations if config["config_name"] == name]
     else:
-        found = usual[:1] or (list(configurations) if len(configurations) == 1 else [])
-    if not found:
+        matches = usual[:1] or (list(configurations) if len(configurations) == 1 else [])
+    if not matches:
         what = "several configurations" if name is None else f"no configuration '{name}'{nearest(name, names)}"
         raise DataError(f"{named} has {what}; set name to one of {', '.join(names)}")
-    folder = str(found[0].get("data_dir") or "").strip("./")
-    given = found[0].get("data_files")
+    folder = str(matches[0].get("data_dir") or "").strip("./")
+    data_files = matches[0].get("data_files")
     inside = [file for file in rows if not folder or file.startswith(f"{folder}/")]
-    if given is None:
+    if data_files is None:
         return _by_words(inside, folder)
-    entries = given if isinstance(given, list) else [given]
+    entries = data_files if isinstance(data_files, list) else [data_files]
     splits: dict[str, list[str]] = {}
     for entry in entries:
         split, paths = (str(entry["split"]), entry["path"]) if isinstance(entry, dict) else ("train", entry)
         for path in paths if isinstance(paths, list) else [paths]:
             pattern = _glob(f"{folder}/{path}" if folder else str(path))
             splits.setdefault(split, []).extend(file for file in inside if pattern.fullmatch(file))
-    return {split: list(dict.fromkeys(found)) for split, found in splits.items()}
+    return {split: list(dict.fromkeys(matches)) for split, matches in splits.items()}
 
 
 def _by_names(rows: Sequence[str], name: str | None, named: str) -> dict[str, list[str]]:
@@ -138,8 +138,8 @@ def _by_words(rows: Sequence[str], folder: str) -> dict[str, list[str]]:
     splits: dict[str, list[str]] = {}
     for file in rows:
         below = PurePosixPath(file).relative_to(folder).parts
-        found = next((split for part in reversed(below) for split in SPLIT_WORDS if _says(part, split)), "train")
-        splits.setdefault(found, []).append(file)
+        file_split = next((split for part in reversed(below) for split in SPLIT_WORDS if _says(part, split)), "train")
+        splits.setdefault(file_split, []).append(file)
     return splits
 
 
@@ -151,4 +151,4 @@ def _glob(pattern: str) -> re.Pattern[str]:
     """A path's pattern as the hub means it: `*` stays within a folder, `**` does not."""
     pieces = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern.removeprefix("./"))
     wild = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    return re.compile("".join(wild.get(one) or (one if one.startswith("[") else re.escape(one)) for one in pieces))
+    return re.compile("".join(wild.get(piece) or (piece if piece.startswith("[") else re.escape(piece)) for piece in pieces))

@@ -43,9 +43,9 @@ class _Shown:
     @property
     def shown_ids(self) -> tuple[list[int], list[int]]:
         """Ids and mask with one placeholder for each picture."""
-        hidden = {at for one in self.media for at in range(one.place + 1, one.place + one.tokens)}
-        kept = [at for at in range(len(self.ids)) if at not in hidden]
-        return [self.ids[at] for at in kept], [self.mask[at] for at in kept]
+        hidden = {at for item in self.media for at in range(item.place + 1, item.place + item.tokens)}
+        visible = [at for at in range(len(self.ids)) if at not in hidden]
+        return [self.ids[at] for at in visible], [self.mask[at] for at in visible]
 
 
 def inspect(
@@ -75,12 +75,12 @@ def inspect(
     """
     console = console or Console()
     source = SourceConfig(source=_source_of(Path(path)), path=path, limit=rows)
-    found = load_rows(source)
+    loaded = load_rows(source)
     if kind is None:
-        kind, settings = _kind_of(found[0], settings, path)
+        kind, settings = _kind_of(loaded[0], settings, path)
     tokenizer = load_tokenizer(tokenizer_path)
     reader = open_media(pictures or PictureFields(), tokenizer_path, tokenizer, None)
-    _show(path, len(found), kind, _build(found, source, tokenizer, settings, kind, reader), tokenizer, reader, console)
+    _show(path, len(loaded), kind, _build(loaded, source, tokenizer, settings, kind, reader), tokenizer, reader, console)
 
 
 def inspect_config(config: AnyConfig, rows: int, console: Console, tools: Sequence[dict[str, Any]] = ()) -> None:
@@ -92,16 +92,16 @@ def inspect_config(config: AnyConfig, rows: int, console: Console, tools: Sequen
     data, source = config.data, config.data.train
     tokenizer = load_tokenizer(config.model.path)
     reader = open_media(data, config.model.path, tokenizer, None)
-    found = list(islice(rows_of(source), rows))
+    loaded = list(islice(rows_of(source), rows))
     kind: Kind | Literal["prompts"] = "prompts"
     if isinstance(data, DataConfig):
         prompts = PromptBuilder(tokenizer, data, tools, reader)
-        shown = [_shown_prompt(one) for one in prompts.build(found, prefix="row", origin=Origin("data.train", source))]
+        shown = [_shown_prompt(prompt) for prompt in prompts.build(loaded, prefix="row", origin=Origin("data.train", source))]
         built = shown, prompts.template.is_used, prompts.dropped
     else:
         kind = kind_of_rows(config.trains_by)
-        built = _build(found, source, tokenizer, SupervisedSettings.of(data), kind, reader)
-    _show("data.train", len(found), kind, built, tokenizer, reader, console)
+        built = _build(loaded, source, tokenizer, SupervisedSettings.of(data), kind, reader)
+    _show("data.train", len(loaded), kind, built, tokenizer, reader, console)
 
 
 def _shown_prompt(one: Prompt) -> _Shown:
@@ -122,13 +122,13 @@ def _show(
     console.print(Text(f"{path}: {rows} row{'s' * (rows > 1)} as {kind}, {template}", style="bold"), soft_wrap=True)
     if console.is_terminal:
         console.print(Text.assemble(*((f"{name}  ", style) for name, style in STYLES.items())))
-    for one in shown:
-        trained = f", {sum(one.mask)} trained" if kind != "prompts" else ""
-        console.print(Text(f"\n{one.title}: {len(one.ids)} tokens{trained}{one.note}", style="bold"), soft_wrap=True)
-        for number, media in enumerate(one.media, 1):
+    for sample in shown:
+        trained = f", {sum(sample.mask)} trained" if kind != "prompts" else ""
+        console.print(Text(f"\n{sample.title}: {len(sample.ids)} tokens{trained}{sample.note}", style="bold"), soft_wrap=True)
+        for number, media in enumerate(sample.media, 1):
             assert reader.model is not None, "only a model that takes media has some"
             console.print(Text(reader.model.describe(number, media)), soft_wrap=True)
-        console.print(_text(one, tokenizer, coloured=console.is_terminal), soft_wrap=True)
+        console.print(_text(sample, tokenizer, coloured=console.is_terminal), soft_wrap=True)
     for why, count in dropped.items():
         if count:
             console.print(Text(f"\n{count} of {rows} rows dropped as {why}"))
@@ -160,12 +160,12 @@ def _kind_of(row: Row, settings: SupervisedSettings, path: str) -> tuple[Kind | 
         return "sft", replace(settings, messages_key=messages_key)
     if settings.prompt_key in row:
         return "prompts", settings
-    wanted = (
+    accepted = (
         f"'{settings.prompt_key}' (prompts), '{settings.response_key}', 'completion' or '{messages_key}' (sft), "
         f"'{settings.chosen_key}' and '{settings.rejected_key}' (pairs), or '{settings.steps_key}' (steps)"
     )
     raise DataError(
-        f"'{path}' has rows of no known kind: they have {', '.join(row)}; they must have {wanted}; "
+        f"'{path}' has rows of no known kind: they have {', '.join(row)}; they must have {accepted}; "
         "--prompt-key and --messages-key name other keys, and a config in place of the file has them all"
     )
 
@@ -192,15 +192,15 @@ def _build(
         )
         prompts = PromptBuilder(tokenizer, data, media=media)
         built = prompts.build(rows, prefix="row", origin=origin)
-        return [_shown_prompt(one) for one in built], prompts.template.is_used, prompts.dropped
+        return [_shown_prompt(item) for item in built], prompts.template.is_used, prompts.dropped
     builder = SupervisedBuilder(tokenizer, kind, settings, media)
     shown = []
-    for one in builder.build(rows, prefix="row", origin=origin):
-        labels = one.labels[:1] if kind == "kto" else one.labels
+    for item in builder.build(rows, prefix="row", origin=origin):
+        labels = item.labels[:1] if kind == "kto" else item.labels
         note = f", label {', '.join(f'{label:g}' for label in labels)}" if labels else ""
-        mask = [0] * len(one.prompt_ids) + one.sampled_mask
-        note = f" (prompt {len(one.prompt_ids)}){note}"
-        shown.append(_Shown(one.sample_id, one.prompt_ids + one.response_ids, mask, one.media, note))
+        mask = [0] * len(item.prompt_ids) + item.sampled_mask
+        note = f" (prompt {len(item.prompt_ids)}){note}"
+        shown.append(_Shown(item.sample_id, item.prompt_ids + item.response_ids, mask, item.media, note))
     return shown, builder.template.is_used, builder.dropped
 
 

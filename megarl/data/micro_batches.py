@@ -50,7 +50,7 @@ class UnitSize(NamedTuple):
         """Grids of the prompt's pictures and of those in the responses at `places`."""
         if not self.response_grids:
             return self.grids
-        return (*self.grids, *(grid for place in places for grid in self.response_grids[place]))
+        return (*self.grids, *(grid for index in places for grid in self.response_grids[index]))
 
 
 class CostModel(Protocol):
@@ -130,7 +130,7 @@ class _Planner:
 
     def _lengths(self, piece: UnitPart) -> list[int]:
         lengths = self.units[piece[0]].response_tokens
-        return [lengths[place] for place in piece[1]]
+        return [lengths[index] for index in piece[1]]
 
     def total_cost(self, pieces: Iterable[UnitPart]) -> int:
         return sum(map(self.cost, pieces))
@@ -144,8 +144,8 @@ class _Planner:
             if len(whole[1]) == 1 or self.tokens(whole) <= self.max_tokens:
                 groups.append(whole)
             else:
-                for place in sorted(whole[1], key=lambda at: (-unit.response_tokens[at], at)):
-                    self._put((number, (place,)), groups)
+                for index in sorted(whole[1], key=lambda at: (-unit.response_tokens[at], at)):
+                    self._put((number, (index,)), groups)
             pieces.extend(groups)
         return pieces
 
@@ -183,10 +183,10 @@ class _Planner:
         halves: list[list[int]] = [[], []]
         lengths = self.units[piece[0]].response_tokens
         sums = [0, 0]
-        for place in sorted(piece[1], key=lambda at: (-lengths[at], at)):
+        for index in sorted(piece[1], key=lambda at: (-lengths[at], at)):
             side = min((0, 1), key=lambda half: (sums[half], len(halves[half])))
-            halves[side].append(place)
-            sums[side] += lengths[place]
+            halves[side].append(index)
+            sums[side] += lengths[index]
         return [(piece[0], tuple(sorted(half))) for half in halves]
 
     def _assign(self, pieces: Sequence[UnitPart], ranks: int) -> list[list[UnitPart]]:
@@ -264,19 +264,19 @@ class _Planner:
         """Take the cheapest response out of a micro-batch that keeps at least one; the most expensive rank gives first."""
         for share in sorted(bins, key=lambda share: -sum(map(self.total_cost, share))):
             candidates = [
-                (self.cost((piece[0], (place,))), piece, place, micro_batch)
+                (self.cost((piece[0], (index,))), piece, index, micro_batch)
                 for micro_batch in share
                 for piece in micro_batch
-                for place in piece[1]
+                for index in piece[1]
                 if len(micro_batch) > 1 or len(piece[1]) > 1
             ]
             if candidates:
-                _, piece, place, micro_batch = min(candidates, key=lambda candidate: candidate[:3])
+                _, piece, index, micro_batch = min(candidates, key=lambda candidate: candidate[:3])
                 micro_batch.remove(piece)
-                rest = tuple(other for other in piece[1] if other != place)
+                rest = tuple(other for other in piece[1] if other != index)
                 if rest:
                     micro_batch.append((piece[0], rest))
-                return piece[0], (place,)
+                return piece[0], (index,)
         raise AssertionError("there are at least as many responses as micro-batches")
 
 

@@ -33,14 +33,14 @@ class CommonPrefixes(NamedTuple):
         if any."""
         if not self.common:
             return ()
-        wanted, found = set(chosen), []
+        chosen_set, repeated = set(chosen), []
         least: int | None = None
         for number, common in zip(self.order, (0, *self.common), strict=True):
             least = min(least, common) if least is not None else None
-            if number in wanted:
-                found += [least] if least else []
+            if number in chosen_set:
+                repeated += [least] if least else []
                 least = _ENDLESS
-        return tuple(found)
+        return tuple(repeated)
 
 
 _ENDLESS = 1 << 62

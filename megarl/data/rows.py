@@ -82,16 +82,16 @@ def value_of(row: Row, key: str, field: str, place: RowPlace | str) -> Any:
     Raises:
         DataError: the row, named as `place`, has no such key.
     """
-    value, found = row, list[str]()
+    value, path = row, list[str]()
     for name in [key] if key in row else key.split("."):
         if not isinstance(value, dict) or name not in value:
-            within = f"'{'.'.join(found)}' of {place}" if found else f"{place}"
+            within = f"'{'.'.join(path)}' of {place}" if path else f"{place}"
             if not isinstance(value, dict):
                 raise DataError(f"{within} is {value!r:.80}, but '{key}' ({field}) names a key in it")
             hint = nearest(name, value) or _same_thing(name, value)
             raise DataError(f"{within} has no key '{name}' ({field}){hint}; it has {', '.join(value)}")
         value = value[name]
-        found.append(name)
+        path.append(name)
     return value
 
 

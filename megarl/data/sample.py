@@ -98,11 +98,11 @@ class Sample:
                 f"sample {self.sample_id}: response_ids, sampled_mask, rollout_log_probs and weight_versions must have "
                 f"one entry per response token (the last two may both be empty), got lengths {sorted(lengths)}"
             )
-        turns = sum(one and not before for before, one in pairwise([0, *self.sampled_mask]))
+        turns = sum(now and not before for before, now in pairwise([0, *self.sampled_mask]))
         for name in ("turn_rewards", "turn_states"):
-            given = len(getattr(self, name))
-            if given not in (0, turns):
-                raise ValueError(f"sample {self.sample_id}: {name} must have one entry per turn, got {given} for {turns} turns")
+            count = len(getattr(self, name))
+            if count not in (0, turns):
+                raise ValueError(f"sample {self.sample_id}: {name} must have one entry per turn, got {count} for {turns} turns")
         if self.labels and len(self.labels) != sum(self.sampled_mask):
             raise ValueError(
                 f"sample {self.sample_id}: labels must have one entry per token in the mask, got {len(self.labels)} "
@@ -127,9 +127,9 @@ class Sample:
 
     def behind(self, other: Sample) -> Sample:
         """This response behind the prompt of `other`."""
-        told = (media.moved(len(other.prompt_ids)) for media in self.response_media)
+        moved_media = (media.moved(len(other.prompt_ids)) for media in self.response_media)
         extra = of_responses(self.extra)
-        return replace(self, prompt_ids=other.prompt_ids, media=[*other.prompt_media, *told], extra=extra)
+        return replace(self, prompt_ids=other.prompt_ids, media=[*other.prompt_media, *moved_media], extra=extra)
 
     @property
     def has_rollout(self) -> bool:
@@ -161,7 +161,7 @@ PromptOrSample = TypeVar("PromptOrSample", Prompt, Sample)
 def read_record(kind: type[PromptOrSample], record: Mapping[str, Any]) -> PromptOrSample:
     """A Prompt or Sample from its JSON form, also one that an earlier version wrote (`media`: paths)."""
     values = {name: value for name, value in record.items() if name not in FORMER_FIELDS}
-    values["media"] = [Media.of_json(one) for one in record.get("media", []) if isinstance(one, Mapping)]
+    values["media"] = [Media.of_json(item) for item in record.get("media", []) if isinstance(item, Mapping)]
     if "prefill" in record:
         values["prefill"] = PrefillCounts(**record["prefill"])
     extra, values = from_json(values)

@@ -156,7 +156,7 @@ class RowSampler(Generic[Record]):
         self._rows: list[list[Record]] = list(rows.values())
         self._row_ids = set(rows)
         places = place_of or (lambda row_id: RowPlace(Origin(field), int(row_id.rpartition("-")[2])))
-        self._order = order([(name, one[0].row) for name, one in rows.items()], rows_per_step, places)
+        self._order = order([(name, of_row[0].row) for name, of_row in rows.items()], rows_per_step, places)
         self._seed = seed
         self._field = field
         self._stage = self._taken_in_stage = 0
@@ -240,16 +240,16 @@ class RowSampler(Generic[Record]):
             self._stage += 1
             self._taken_in_stage = self._position = 0
         while True:
-            of_stage, place = self._place()
+            of_stage, position = self._place()
             epoch = self._epochs_before + of_stage
-            if place == 0:
+            if position == 0:
                 self._has_handed_out = False
             if self._shown[0] != epoch:
                 self._shown = (epoch, self._order.order(self._stage, epoch, self._seed))
-            records = self._rows[self._shown[1][place]]
+            records = self._rows[self._shown[1][position]]
             self._position += 1
             # an epoch of which every row is left out ends with its last row: there is always one to hand out
-            is_last_chance = place == len(self._shown[1]) - 1 and not self._has_handed_out
+            is_last_chance = position == len(self._shown[1]) - 1 and not self._has_handed_out
             if is_last_chance or not self._order.leaves_out(records[0].row_id, epoch):
                 break
         self._has_handed_out = True
@@ -341,8 +341,8 @@ class MixtureSampler(Generic[Record]):
 
 def count_held_out(train: Sequence[Sample], held_out: Sequence[Sample]) -> int:
     """Count the training rows that have the prompt of a held-out row, token for token and picture for picture."""
-    known = {(tuple(one.prompt_ids), one.prompt_media) for one in held_out}
-    return len({one.row_id for one in train if (tuple(one.prompt_ids), one.prompt_media) in known})
+    known = {(tuple(sample.prompt_ids), sample.prompt_media) for sample in held_out}
+    return len({sample.row_id for sample in train if (tuple(sample.prompt_ids), sample.prompt_media) in known})
 
 
 def drop_eval_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:

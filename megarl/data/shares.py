@@ -52,25 +52,25 @@ class Share:
         lengths = self.lengths.tolist()
         tokens, masks = torch.tensor(self.token_ids).long().split(lengths), torch.tensor(self.mask).split(lengths)
         columns = {name: torch.tensor(column).split(lengths) for name, column in self.columns.items()}
-        told, extra = self.told_media or ((),) * len(self.rows), _pieces(self.extra, lengths)
+        response_media, extra = self.told_media or ((),) * len(self.rows), _pieces(self.extra, lengths)
         responses = (
             Response(
                 row,
-                tokens[place],
-                masks[place],
-                {name: column[place] for name, column in columns.items()},
-                told[place],
-                extra=extra[place],
+                tokens[index],
+                masks[index],
+                {name: column[index] for name, column in columns.items()},
+                response_media[index],
+                extra=extra[index],
             )
-            for place, row in enumerate(self.rows.tolist())
+            for index, row in enumerate(self.rows.tolist())
         )
         prompt_lengths = self.prompt_lengths.tolist()
         prompts = torch.tensor(self.prompt_ids).long().split(prompt_lengths)
         shown = self.media or ((),) * len(prompts)
         beside = _pieces(self.prompt_extra, prompt_lengths)
         units = (
-            Unit(prompt, [*islice(responses, n)], m, extra=own)
-            for prompt, n, m, own in zip(prompts, self.units.tolist(), shown, beside, strict=True)
+            Unit(prompt, [*islice(responses, n)], m, extra=unit_extra)
+            for prompt, n, m, unit_extra in zip(prompts, self.units.tolist(), shown, beside, strict=True)
         )
         return (list(islice(units, count)) for count in self.micro_batches.tolist())
 
@@ -78,8 +78,8 @@ class Share:
         """The different pictures of each micro-batch."""
         prompts, responses, units = iter(self.media), iter(self.told_media), iter(self.units.tolist())
         for count in self.micro_batches.tolist() if self.media or self.told_media else ():
-            told = islice(responses, sum(islice(units, count)))
-            yield {shown.pixels for media in (*islice(prompts, count), *told) for shown in media}
+            response_media = islice(responses, sum(islice(units, count)))
+            yield {shown.pixels for media in (*islice(prompts, count), *response_media) for shown in media}
 
     def cut(self, counts: Sequence[int]) -> list[Share]:
         """Shares of `counts` micro-batches each, in order; their arrays are views of this one's."""

@@ -173,7 +173,7 @@ class PackedStream:
         """Per-token `values` `[N, C]` by response, zero where the mask is."""
         lengths = np.array([length for _, _, length in self.owners], dtype=np.int64)
         starts = (np.cumsum(lengths) - lengths).tolist()
-        places = torch.cat([start + own for start, (_, own, _) in zip(starts, self.owners, strict=True)])
+        places = torch.cat([start + positions for start, (_, positions, _) in zip(starts, self.owners, strict=True)])
         full = torch.zeros(values.shape[1], int(lengths.sum()))
         full[:, places] = values.detach().float().cpu().T
         return Answers(np.array([index for index, _, _ in self.owners], dtype=np.int64), lengths, full.numpy())
@@ -231,9 +231,9 @@ def context_parallel_shard(stream: PackedStream, cp: int, rank: int) -> StreamSh
     """The part of `stream` that context-parallel rank `rank` of `cp` holds, which was packed with segments of multiples
     of 2·cp."""
     layout = zigzag(stream.boundaries, cp)
-    place = torch.full((len(stream.token_ids),), -1)
-    place[layout[rank]] = torch.arange(layout.shape[1])
-    rows = place[stream.rows]
+    index_of = torch.full((len(stream.token_ids),), -1)
+    index_of[layout[rank]] = torch.arange(layout.shape[1])
+    rows = index_of[stream.rows]
     scored = (rows >= 0).nonzero().flatten()
     return StreamShard(layout, rank, rows[scored], scored)
 
@@ -284,13 +284,13 @@ class _StreamBuilder:
 
     def extra(self) -> dict[str, Tensor]:
         """`[S, ...]` by name of what was laid, unknown elsewhere."""
-        found: dict[str, Tensor] = {}
+        columns: dict[str, Tensor] = {}
         for name, pieces in self._extra.items():
             some = pieces[0][1]
-            laid = found[name] = some.new_full((self.length, *some.shape[1:]), torch.iinfo(some.dtype).max)
+            laid = columns[name] = some.new_full((self.length, *some.shape[1:]), torch.iinfo(some.dtype).max)
             for start, values in pieces:
                 laid[start : start + len(values)] = values
-        return found
+        return columns
 
     def position_ids(self) -> Tensor:
         """`[S]`, or `[3, S]` if any of the tokens has a position on each axis."""
@@ -360,8 +360,8 @@ def _tree_of(unit: Unit, first: int, position: ScorePosition, *, share_turns: bo
 
     The prompt is then laid together with what they have in common.
     """
-    found = common_prefixes([_shareable(response, first, share_turns=share_turns) for response in unit.responses])
-    nodes, ends = prefix_tree(found, [_fed(response, position) for response in unit.responses])
+    prefixes = common_prefixes([_shareable(response, first, share_turns=share_turns) for response in unit.responses])
+    nodes, ends = prefix_tree(prefixes, [_fed(response, position) for response in unit.responses])
     return nodes, ends, sum(node.parent < 0 for node in nodes) == 1 and -1 not in ends
 
 

@@ -60,7 +60,7 @@ class SupervisedSettings:
     @classmethod
     def of(cls, data: SupervisedFields) -> Self:
         """The settings of a config's `data` section."""
-        return cls(**{one.name: getattr(data, one.name) for one in fields(cls)})
+        return cls(**{setting.name: getattr(data, setting.name) for setting in fields(cls)})
 
 
 @dataclass
@@ -199,8 +199,8 @@ class SupervisedBuilder:
         turns = self.template.messages(value, key, place)
         if turns[0]["role"] != "assistant":
             raise DataError(f"{place} begins with the {turns[0]['role']} under '{key}'; a response begins with the assistant")
-        asked = self._prompt_messages(row, place)
-        return self._tokenise(*self._spans(row, [*asked, *turns], place, len(asked)), place)
+        prompt_messages = self._prompt_messages(row, place)
+        return self._tokenise(*self._spans(row, [*prompt_messages, *turns], place, len(prompt_messages)), place)
 
     def _spans(self, row: Row, messages: list[ChatMessage], place: RowPlace, after: int = 0) -> _Spans:
         messages, shown = self.media.arrange(row, messages, place)
@@ -208,9 +208,9 @@ class SupervisedBuilder:
         last = max((at for at, message in enumerate(messages) if message["role"] == "assistant"), default=len(messages))
         behind = sum(
             isinstance(part, dict) and part.get("type") in ("image", "video")
-            for one in messages[last:]
-            if isinstance(one["content"], list)
-            for part in one["content"]
+            for ignored in messages[last:]
+            if isinstance(ignored["content"], list)
+            for part in ignored["content"]
         )
         spans = self.template.spans(messages, place, after=after, tools=self._tools(row, place))
         return spans, shown[: len(shown) - behind]
@@ -231,7 +231,7 @@ class SupervisedBuilder:
                 tools = json.loads(tools) if tools.strip() else None
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{place} has text under '{key}' (data.tools_key) that is no JSON: {error}") from None
-        if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise DataError(f"{place} has {tools!r:.80} under '{key}' (data.tools_key); it must be a list of JSON schemas")
         return without_nulls(tools) or None
 
@@ -242,8 +242,8 @@ class SupervisedBuilder:
             self.media.check_texts([{"role": "assistant", "content": response}], place)
             text, shown = self.media.arrange_text(row, self.template.plain_prompt(prompt), place)
             return [(text, False), (response, True)], shown
-        asked = self._prompt_messages(row, place)
-        return self._spans(row, [*asked, {"role": "assistant", "content": response}], place, len(asked))
+        prompt_messages = self._prompt_messages(row, place)
+        return self._spans(row, [*prompt_messages, {"role": "assistant", "content": response}], place, len(prompt_messages))
 
     def _prompt_messages(self, row: Row, place: RowPlace) -> list[ChatMessage]:
         key = self.settings.prompt_key
@@ -335,19 +335,19 @@ class SupervisedBuilder:
         steps, labels = value_of(row, key, "data.steps_key", place), value_of(row, label_key, "data.label_key", place)
         if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step.strip() for step in steps):
             raise DataError(f"{place} has {steps!r:.80} under '{key}'; it must be a list of texts, none of them empty")
-        if not isinstance(labels, list) or not all(isinstance(one, bool | int | float) and 0 <= one <= 1 for one in labels):
+        if not isinstance(labels, list) or not all(isinstance(item, bool | int | float) and 0 <= item <= 1 for item in labels):
             raise DataError(f"{place} has {labels!r:.80} under '{label_key}'; it must be a list of numbers from 0 to 1")
         if len(labels) != len(steps):
             raise DataError(f"{place} has {len(labels)} labels under '{label_key}' for {len(steps)} steps under '{key}'")
         lines = [step.removesuffix("\n") + "\n" for step in steps[:-1]] + [steps[-1].removesuffix("\n")]
         content = "".join(lines)
-        (*asked, (turn, _)), shown = self._answered(row, content, place)
+        (*prompt_spans, (turn, _)), shown = self._answered(row, content, place)
         start = turn.find(content)
         if start < 0:
             raise DataError(f"{place}: the chat template changes the text of the response, so its steps are not found in it")
         ends = [start + sum(map(len, lines[: count + 1])) for count in range(len(lines) - 1)]
         pieces: list[TrainedText] = [(turn[a:b], True) for a, b in zip([0, *ends], [*ends, len(turn)], strict=True)]
-        return self._tokenise([*asked, *pieces], shown, place, only_ends=True), [float(label) for label in labels]
+        return self._tokenise([*prompt_spans, *pieces], shown, place, only_ends=True), [float(label) for label in labels]
 
     def _text(self, row: Row, key: str, name: str, place: RowPlace) -> str:
         value = value_of(row, key, name, place)

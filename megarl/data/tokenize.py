@@ -63,7 +63,7 @@ def _own_code(folder: Path) -> str | None:
         known = tokenizer_class_from_name(str(config.get("tokenizer_class") or ""))
     except (OSError, ValueError, AttributeError):
         return None
-    return None if known is not None else next((str(one) for one in named if one), None)
+    return None if known is not None else next((str(name) for name in named if name), None)
 
 
 def _processor_template(folder: Path) -> str | None:
@@ -172,7 +172,7 @@ class PromptBuilder:
         if self.data.overlong_prompts == "error":
             of_pictures, lower = "", ""
             if media:
-                of_pictures = f", {sum(one.tokens for one in media)} of them for pictures"
+                of_pictures = f", {sum(item.tokens for item in media)} of them for pictures"
                 lower = "lower data.max_pixels, "
             raise DataError(
                 f"{place} has a prompt of {len(ids)} tokens{of_pictures}, but data.max_prompt_tokens is "

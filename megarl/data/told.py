@@ -42,16 +42,16 @@ class PicturedText:
     @property
     def pieces(self) -> list[str | KeptPicture]:
         """Text and pictures in their order; no text is empty."""
-        found: list[str | KeptPicture] = []
+        pieces: list[str | KeptPicture] = []
         done = 0
         for at, picture in self.pictures:
-            found += [self.text[done:at], picture]
+            pieces += [self.text[done:at], picture]
             done = at
-        return [piece for piece in (*found, self.text[done:]) if piece != ""]
+        return [piece for piece in (*pieces, self.text[done:]) if piece != ""]
 
     def beginning(self, characters: int) -> PicturedText:
         """The first `characters` of the text, and the pictures before its end."""
-        return PicturedText(self.text[:characters], tuple(one for one in self.pictures if one[0] <= characters))
+        return PicturedText(self.text[:characters], tuple(entry for entry in self.pictures if entry[0] <= characters))
 
     def content(self, folder: Path) -> str | list[dict[str, Any]]:
         """The content of a chat message: text, or parts in which each picture is the path of its file in `folder`."""
@@ -124,9 +124,9 @@ def pieces_of(content: Any) -> Pieces | None:
 
 
 def _at_marks(content: Mapping[str, Any]) -> Pieces | None:
-    given = content.get("images")
+    images = content.get("images")
     values = [content["image"]] if content.get("image") is not None else []
-    values += [] if given is None else [*given] if isinstance(given, list | tuple) else [given]
+    values += [] if images is None else [*images] if isinstance(images, list | tuple) else [images]
     text = content.get("text") or ""
     if not values or not isinstance(text, str):
         return None
