@@ -193,12 +193,12 @@ class AlgorithmConfig(Section):
         listed = [given] if isinstance(given, dict) else given
         if not isinstance(listed, list | tuple):
             return given
-        return [one for one in listed if not (isinstance(one, dict) and one.get("mode") == "none")]
+        return [correction for correction in listed if not (isinstance(correction, dict) and correction.get("mode") == "none")]
 
     @property
     def bypasses_old_log_probs(self) -> bool:
         """Return whether the ratio of the loss is to the engine's log-probs."""
-        return any(one.mode == "bypass" for one in self.rollout_correction)
+        return any(correction.mode == "bypass" for correction in self.rollout_correction)
 
     @property
     def estimator_needs(self) -> EstimatorNeeds:

@@ -55,7 +55,7 @@ def check_algorithm(config: Config) -> None:
 
 def _check_arguments(what: str, name: str, arguments: Mapping[str, Any], known: tuple[Argument, ...]) -> None:
     """Check the arguments of the built-in estimator or loss `name`: each of a name that it takes and a value that it allows."""
-    field, by_name = f"algorithm.{what}_args", {one.name: one for one in known}
+    field, by_name = f"algorithm.{what}_args", {param.name: param for param in known}
     if arguments and not known:
         reason = f"is for a function of your own, and algorithm.{what} = '{name}' is built in"
         raise ConfigError.of(field, arguments, reason, allowed="{}")
@@ -64,9 +64,9 @@ def _check_arguments(what: str, name: str, arguments: Mapping[str, Any], known: 
             raise ConfigError.of(field, argument, f"algorithm.{what} = '{name}' does not take", choices=tuple(by_name))
         if not by_name[argument].allows(value):
             raise ConfigError.of(f"{field}.{argument}", value, allowed=by_name[argument].allowed)
-    for one in known:
-        if one.required and one.name not in arguments:
-            raise ConfigError.needs(f"algorithm.{what} = '{name}'", f"{field}.{one.name}", f"set it to {one.allowed}")
+    for param in known:
+        if param.required and param.name not in arguments:
+            raise ConfigError.needs(f"algorithm.{what} = '{name}'", f"{field}.{param.name}", f"set it to {param.allowed}")
 
 
 def _check_entropy(config: Config) -> None:
@@ -90,9 +90,9 @@ def _check_entropy(config: Config) -> None:
 def _check_correction(config: Config) -> None:
     algorithm, field = config.algorithm, "algorithm.rollout_correction"
     corrections = algorithm.rollout_correction
-    for number, one in enumerate(corrections):
+    for number, correction in enumerate(corrections):
         at = f"{field}[{number}]"
-        if one.mode == "bypass":
+        if correction.mode == "bypass":
             in_reward = algorithm.kl.coef > 0 and algorithm.kl.apply_to == "reward"
             in_advantage = any(adds(config) for adds in functions("questions", "adds_to_advantages"))
             if not (algorithm.loss_needs.ratio or in_reward or in_advantage):
@@ -104,12 +104,12 @@ def _check_correction(config: Config) -> None:
             if len(corrections) > 1:
                 reason = "leaves no log-probs of the trainer to correct for"
                 raise config.refusal(f"{at}.mode", reason, allowed="the only correction")
-        elif one.low >= one.high:
-            raise config.refusal(f"{at}.low", allowed=f"less than {at}.high = {one.high}")
-        if one.normalise and one.mode not in WEIGHTS:
-            reason = f"is for importance weights, which mode = '{one.mode}' has not"
+        elif correction.low >= correction.high:
+            raise config.refusal(f"{at}.low", allowed=f"less than {at}.high = {correction.high}")
+        if correction.normalise and correction.mode not in WEIGHTS:
+            reason = f"is for importance weights, which mode = '{correction.mode}' has not"
             raise config.refusal(f"{at}.normalise", reason, allowed="false")
-    weights = [number for number, one in enumerate(corrections) if one.mode in WEIGHTS]
+    weights = [number for number, correction in enumerate(corrections) if correction.mode in WEIGHTS]
     if len(weights) > 1:
         other, reason = corrections[weights[0]].mode, "is a second importance weight of the same tokens"
         allowed = f"'mask_sequence' or 'reject_sequence' beside '{other}'"

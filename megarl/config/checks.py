@@ -34,9 +34,9 @@ def check_fields_agree(config: Config, *, is_judged: bool = True) -> None:
     if config.data.eval is not None:
         check_source("data.eval", config.data.eval)
         check_held_out(config.data.train, "data.eval", config.data.eval)
-    for place, one in enumerate(config.evaluations):
-        check_source(f"evaluations[{place}].rows", one.rows)
-        check_held_out(config.data.train, f"evaluations[{place}].rows", one.rows)
+    for index, evaluation in enumerate(config.evaluations):
+        check_source(f"evaluations[{index}].rows", evaluation.rows)
+        check_held_out(config.data.train, f"evaluations[{index}].rows", evaluation.rows)
     single_turn = config.rollout.episode.kind == "single"
     check_evaluations(config.evaluations, has_rewards=bool(config.rewards), single_turn=single_turn)
     check_pictures(config.data)

@@ -10,38 +10,38 @@ WIDEST_SEQUENCE_CLIP = 0.02
 
 def doubtful_choices(config: Config) -> list[str]:
     """Doubtful choices in `config`, and what to set instead."""
-    algorithm, rollout, found = config.algorithm, config.rollout, []
+    algorithm, rollout, doubts = config.algorithm, config.rollout, []
     if rollout.schedule.mode != "sync" and not algorithm.rollout_correction and not algorithm.loss_needs.pairs:
-        found.append(
+        doubts.append(
             f"rollout.schedule.mode = '{rollout.schedule.mode}' trains tokens of older weights as if the policy had sampled "
             "them; set algorithm.rollout_correction, such as {mode: tis_token}"
         )
     elif rollout.schedule.continues and not algorithm.rollout_correction and not rollout.schedule.mask_older_tokens:
-        found.append(
+        doubts.append(
             "rollout.schedule.partial_responses = 'continue' trains tokens of older weights as if the policy had sampled them; "
             "set algorithm.rollout_correction, such as {mode: tis_token}, or rollout.schedule.mask_older_tokens: true"
         )
     updates = config.optimizer_steps_per_step
     if updates > 1 and not algorithm.loss_needs.ratio and not algorithm.loss_needs.pairs:
-        found.append(
+        doubts.append(
             f"algorithm.policy_loss = '{algorithm.policy_loss}' is right for the first of a step's {updates} updates only; "
             "choose a loss with a ratio, such as 'clip', or set algorithm.mini_batches and algorithm.epochs to 1"
         )
     if updates == 1 and algorithm.loss_needs.needs_updates and not algorithm.bypasses_old_log_probs:
-        found.append(
+        doubts.append(
             f"algorithm.policy_loss = '{algorithm.policy_loss}' has no gradient from its penalty in the first of a step's "
             "updates, and a step has one; set algorithm.mini_batches or algorithm.epochs above 1"
         )
     limits = [f"rollout.{name} = {value}" for name, value in rollout.sampling_limits.items()]
     if limits and (rollout.schedule.mode != "sync" or rollout.schedule.continues):
         by = "partial_responses = 'continue'" if rollout.schedule.continues else f"mode = '{rollout.schedule.mode}'"
-        found.append(
+        doubts.append(
             f"with rollout.schedule.{by} the tokens that {' and '.join(limits)} kept are those of "
             "older weights, and log-probs are over what the trainer's own keep; leave them out, or train in turns"
         )
     if algorithm.loss_needs.sequence_ratio and algorithm.clip_high > WIDEST_SEQUENCE_CLIP:
-        found.append(
+        doubts.append(
             f"algorithm.clip_high = {algorithm.clip_high} never clips the sequence ratio of algorithm.policy_loss = "
             f"'{algorithm.policy_loss}'; it is meant to be about 4e-4"
         )
-    return found
+    return doubts

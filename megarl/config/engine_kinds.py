@@ -167,10 +167,10 @@ def capabilities_of(rollout: RolloutConfig) -> EngineCapabilities:
     """
     if not is_users_own(rollout.engine):
         return declared_capabilities(rollout)
-    found = getattr(load_user_function(rollout.engine, ConfigError), "capabilities", None)
-    if not isinstance(found, EngineCapabilities):
+    capabilities = getattr(load_user_function(rollout.engine, ConfigError), "capabilities", None)
+    if not isinstance(capabilities, EngineCapabilities):
         raise ConfigError(
             f"rollout.engine is '{rollout.engine}', which must be a class derived from megarl.rollout.Engine: it has no "
             "EngineCapabilities as 'capabilities'"
         )
-    return found
+    return capabilities

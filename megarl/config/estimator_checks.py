@@ -16,8 +16,8 @@ def check_estimator(config: Config) -> None:
         reason = f"gives {estimator} no two responses of a prompt to compare"
         raise config.refusal("rollout.samples_per_prompt", reason, allowed="at least 2")
     for argument in needed.arguments:
-        given = algorithm.advantage_args.get(argument.name)
-        if argument.below_group and given is not None and given >= config.rollout.samples_per_prompt:
+        value = algorithm.advantage_args.get(argument.name)
+        if argument.below_group and value is not None and value >= config.rollout.samples_per_prompt:
             allowed = f"less than rollout.samples_per_prompt = {config.rollout.samples_per_prompt}"
             raise config.refusal(f"algorithm.advantage_args.{argument.name}", allowed=allowed)
     if needed.step_rewards and not any(gives(config) for gives in functions("questions", "gives_step_rewards")):

@@ -56,19 +56,19 @@ def check_evaluations(sets: Sequence[EvaluationConfig], *, has_rewards: bool, si
     Raises:
         ConfigError: one sentence.
     """
-    names = [one.name for one in sets]
-    for place, one in enumerate(sets):
-        field = f"evaluations[{place}]"
-        if not _NAME.fullmatch(one.name):
-            raise ConfigError.of(f"{field}.name", one.name, allowed="letters, digits, '_', '-' and '.' only")
-        if one.name in names[:place]:
-            raise ConfigError.of(f"{field}.name", one.name, "names an earlier set, too", allowed="another name")
-        if one.samples_per_prompt > 1 and not one.temperature:
-            reason = f"makes the {one.samples_per_prompt} responses to a prompt equal"
+    names = [evaluation.name for evaluation in sets]
+    for index, evaluation in enumerate(sets):
+        field = f"evaluations[{index}]"
+        if not _NAME.fullmatch(evaluation.name):
+            raise ConfigError.of(f"{field}.name", evaluation.name, allowed="letters, digits, '_', '-' and '.' only")
+        if evaluation.name in names[:index]:
+            raise ConfigError.of(f"{field}.name", evaluation.name, "names an earlier set, too", allowed="another name")
+        if evaluation.samples_per_prompt > 1 and not evaluation.temperature:
+            reason = f"makes the {evaluation.samples_per_prompt} responses to a prompt equal"
             allowed = f"above 0, or {field}.samples_per_prompt 1"
-            raise ConfigError.of(f"{field}.temperature", one.temperature, reason, allowed=allowed)
-        if not (has_rewards if one.rewards is None else one.rewards):
+            raise ConfigError.of(f"{field}.temperature", evaluation.temperature, reason, allowed=allowed)
+        if not (has_rewards if evaluation.rewards is None else evaluation.rewards):
             raise ConfigError.needs(field, "functions that judge responses", f"set rewards or {field}.rewards")
-        if one.max_new_tokens is not None and not single_turn:
+        if evaluation.max_new_tokens is not None and not single_turn:
             remedy = "remove it, or set rollout.episode.kind to 'single'"
             raise ConfigError.needs(f"{field}.max_new_tokens", "single turns", remedy)

@@ -143,12 +143,12 @@ def _other_recipes(width: int) -> str:
 
 
 def _check_bf16_layers(model: ModelConfig, field: str, layout: Layout, layers: int) -> None:
-    kept, of_stage = model.fp8_bf16_layers, layers // layout.pp
-    if max(kept) > of_stage:
+    exempt, of_stage = model.fp8_bf16_layers, layers // layout.pp
+    if max(exempt) > of_stage:
         rule = "is more than the layers of a pipeline stage"
         reason = f"is more than the {of_stage} layers of a pipeline stage of {field}"
-        raise ConfigError.of("model.fp8_bf16_layers", kept, reason, allowed=f"two numbers from 0 to {of_stage}", rule=rule)
-    if sum(kept) >= layers:
+        raise ConfigError.of("model.fp8_bf16_layers", exempt, reason, allowed=f"two numbers from 0 to {of_stage}", rule=rule)
+    if sum(exempt) >= layers:
         reason, rule = f"leaves none of the model's {layers} layers in FP8", "leaves no layer in FP8"
         allowed = f"two numbers that add up to less than {layers}, or set model.fp8 to 'none'"
-        raise ConfigError.of("model.fp8_bf16_layers", kept, reason, allowed=allowed, rule=rule)
+        raise ConfigError.of("model.fp8_bf16_layers", exempt, reason, allowed=allowed, rule=rule)

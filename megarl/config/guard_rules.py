@@ -71,11 +71,11 @@ def skip_rules(guards: Sequence[GuardConfig], role: str, prefix: str, others: Se
         others: prefixes of metrics of other roles.
     """
     rules = [rule for rule in parse_guards(guards) if rule.action == "skip"]
-    mine = [rule for rule in rules if rule.metric.partition("/")[0] not in others]
-    own = {f"{prefix}/grad_norm": "grad_norm"}
+    role_rules = [rule for rule in rules if rule.metric.partition("/")[0] not in others]
+    role_names = {f"{prefix}/grad_norm": "grad_norm"}
     if prefix != role:  # a run on given responses names all its metrics train/…
-        own |= {rule.metric: rule.metric.removeprefix(f"{prefix}/") for rule in mine}
-    return tuple(replace(rule, metric=own.get(rule.metric, rule.metric)) for rule in mine)
+        role_names |= {rule.metric: rule.metric.removeprefix(f"{prefix}/") for rule in role_rules}
+    return tuple(replace(rule, metric=role_names.get(rule.metric, rule.metric)) for rule in role_rules)
 
 
 def judge(rules: Sequence[GuardRule], metrics: Mapping[str, float]) -> GuardRule | None:

@@ -77,8 +77,8 @@ def parse_supervised_config(tree: dict[str, Any]) -> SupervisedConfig:
 
 
 def _parse(tree: dict[str, Any], root: type[Root]) -> Root:
-    if (place := hidden_at(tree)) is not None:
-        raise ConfigError.of(place, HIDDEN, "stands for a secret: saved configs keep none", allowed="given again")
+    if (path := hidden_at(tree)) is not None:
+        raise ConfigError.of(path, HIDDEN, "stands for a secret: saved configs keep none", allowed="given again")
     check_renamed(tree)
     try:
         return root.model_validate(tree)
@@ -86,10 +86,10 @@ def _parse(tree: dict[str, Any], root: type[Root]) -> Root:
         problems = error.errors(include_url=False)
     problems.sort(key=lambda problem: problem["type"] not in _UNKNOWN_KEY)
     by_place = {_place(problem, root): problem for problem in reversed(problems)}
-    elsewhere = [place for place, problem in reversed(by_place.items()) if _is_of_the_other_kind(place, problem, root)]
-    found = [ConfigError(_of_the_other_kind(elsewhere, root))] if elsewhere else []
-    found += [_error(problem, tree, root) for place, problem in reversed(by_place.items()) if place not in elsewhere]
-    first, *others = found
+    elsewhere = [path for path, problem in reversed(by_place.items()) if _is_of_the_other_kind(path, problem, root)]
+    config_errors = [ConfigError(_of_the_other_kind(elsewhere, root))] if elsewhere else []
+    config_errors += [_error(problem, tree, root) for path, problem in reversed(by_place.items()) if path not in elsewhere]
+    first, *others = config_errors
     if not others:
         raise first
     rest = "; ".join(f"({number}) {other}" for number, other in enumerate(others, start=2))
@@ -111,12 +111,12 @@ _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 
 
 def _error(problem: ErrorDetails, tree: dict[str, Any], root: type) -> ConfigError:
-    place = problem["loc"]
+    path = problem["loc"]
     if problem["type"] in _UNKNOWN_KEY:
-        return ConfigError(_unknown_key(place, root))
-    field, known = _deepest_field(place, root)
+        return ConfigError(_unknown_key(path, root))
+    field, known = _deepest_field(path, root)
     name = _dotted(known)
-    if problem["type"] == "missing" and known == tuple(place):
+    if problem["type"] == "missing" and known == tuple(path):
         return ConfigError(f"{name} is missing; it must be {allowed_values(field)}" if field else f"{name} is missing")
     if problem["type"] == "value_error":
         cause = problem["ctx"]["error"].args[0]

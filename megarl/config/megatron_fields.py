@@ -47,7 +47,7 @@ def megatron_fields() -> Mapping[str, MegatronField]:
         ConfigError: megatron-core is not installed.
     """
     core, enums = _installed(), _enums()
-    found: dict[str, MegatronField] = {}
+    by_name: dict[str, MegatronField] = {}
     for kind, classes in SOURCES.items():
         for file, name in classes:
             for statement in _class_body(core / file, name):
@@ -56,9 +56,9 @@ def megatron_fields() -> Mapping[str, MegatronField]:
                 field = statement.target.id
                 if field.startswith("_"):
                     continue
-                kinds = found[field].kinds if field in found else frozenset[ConfigClass]()
-                found[field] = MegatronField(kinds | {kind}, _type(statement.annotation, enums))
-    return found
+                kinds = by_name[field].kinds if field in by_name else frozenset[ConfigClass]()
+                by_name[field] = MegatronField(kinds | {kind}, _type(statement.annotation, enums))
+    return by_name
 
 
 def _installed() -> Path:

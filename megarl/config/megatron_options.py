@@ -114,9 +114,9 @@ def check_megatron_sections(config: Config | SupervisedConfig) -> None:
         if section is not None:
             check_megatron(f"{role}.megatron", section.megatron or {}, is_trained=is_trained)
     _check_shared_attention(config)
-    for one in config.roles:
-        if one.trained is not None:
-            _check_capacity(one.name, one.trained, config.routing_replay if one.name == "policy" else "none")
+    for entry in config.roles:
+        if entry.trained is not None:
+            _check_capacity(entry.name, entry.trained, config.routing_replay if entry.name == "policy" else "none")
 
 
 def _check_capacity(role: str, trained: TrainedRole, replay: str) -> None:
@@ -144,10 +144,10 @@ def _check_shared_attention(config: Config | SupervisedConfig) -> None:
 def megatron_of(config: Config | SupervisedConfig, role: str) -> dict[str, Any]:
     """Fields that a role's section `megatron` sets; a role that only answers and has none is computed as the policy is."""
     if role in _ROLES:
-        given: dict[str, Any] | None = getattr(config, role).megatron
+        section: dict[str, Any] | None = getattr(config, role).megatron
     else:
-        given = next(one.megatron for one in config.roles if one.name == role)
-    return given_to("model", config.policy.megatron) if given is None else given
+        section = next(entry.megatron for entry in config.roles if entry.name == role)
+    return given_to("model", config.policy.megatron) if section is None else section
 
 
 def check_megatron(section: str, given: Mapping[str, Any], *, is_trained: bool) -> None:
@@ -157,21 +157,21 @@ def check_megatron(section: str, given: Mapping[str, Any], *, is_trained: bool) 
         ConfigError: a name that the installed megatron-core does not have or megarl sets itself, or a value of another type.
     """
     for name, value in given.items():
-        fields, place = megatron_fields(), f"{section}.{name}"
+        fields, path = megatron_fields(), f"{section}.{name}"
         if name in OWNED:
-            raise ConfigError.of(place, value, OWNED[name], allowed="left out")
+            raise ConfigError.of(path, value, OWNED[name], allowed="left out")
         if name not in fields:
             allowed = (known for known, field in fields.items() if known not in OWNED and field.annotation is not None)
-            raise ConfigError(f"{place} is not a field of megatron-core's configs{nearest(name, allowed)}; it must be left out")
+            raise ConfigError(f"{path} is not a field of megatron-core's configs{nearest(name, allowed)}; it must be left out")
         field = fields[name]
         if field.annotation is None:
-            raise ConfigError.of(place, value, "is a field of a type that YAML cannot give", allowed="left out")
+            raise ConfigError.of(path, value, "is a field of a type that YAML cannot give", allowed="left out")
         if not is_trained and "model" not in field.kinds:
-            raise ConfigError.of(place, value, "only a model that is trained uses", allowed="left out")
+            raise ConfigError.of(path, value, "only a model that is trained uses", allowed="left out")
         try:
             TypeAdapter(field.annotation).validate_python(value, strict=True)
         except ValidationError:
-            raise ConfigError.of(place, value, allowed=in_words(field.annotation)) from None
+            raise ConfigError.of(path, value, allowed=in_words(field.annotation)) from None
 
 
 def given_to(kind: ConfigClass, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,8 +92,8 @@ def _leaves_of(section: type, prefix: str, instance: Any, listed: dict[type, str
         else:
             listed[inner] = prefix + name
             brackets = "[]" if _is_list(field.annotation) else ""
-            given = default if isinstance(default, inner) else PydanticUndefined
-            yield from _leaves_of(inner, f"{prefix}{name}{brackets}.", given, listed)
+            nested = default if isinstance(default, inner) else PydanticUndefined
+            yield from _leaves_of(inner, f"{prefix}{name}{brackets}.", nested, listed)
 
 
 def _as_yaml(name: str, default: Any) -> str:
@@ -168,14 +168,14 @@ _LIMIT_WORDS = {"ge": "of at least", "gt": "above", "le": "up to", "lt": "below"
 
 def _limits(field: FieldInfo) -> str:
     marks = [*field.metadata, *_annotated_marks(field.annotation)]
-    found: list[str] = []
+    phrases: list[str] = []
     for mark in marks:
         for inner in [mark, *getattr(mark, "metadata", [])]:
             for key, words in _LIMIT_WORDS.items():
                 limit = getattr(inner, key, None)
-                if limit is not None and f"{words} {limit}" not in found:
-                    found.append(f"{words} {limit}")
-    limits = " and ".join(found)
+                if limit is not None and f"{words} {limit}" not in phrases:
+                    phrases.append(f"{words} {limit}")
+    limits = " and ".join(phrases)
     return re.sub(r"of at least (\S+) and up to", r"from \1 to", limits)
 
 

@@ -78,9 +78,9 @@ def check_renamed(tree: Mapping[str, Any]) -> None:
         new_value = RENAMED_VALUES.get(new or pattern, {}).get(value) if isinstance(value, str) else None
         if new is not None:
             # the entries' numbers in the old name belong into the new one
-            place = name.rpartition(".")[0] + "." + new.rpartition(".")[2] if "[]" in new else new
+            new_name = name.rpartition(".")[0] + "." + new.rpartition(".")[2] if "[]" in new else new
             now = f"; its value '{value}' is now '{new_value}'" if new_value else ""
-            raise ConfigError(f"{name} was renamed: write {place} instead{now}")
+            raise ConfigError(f"{name} was renamed: write {new_name} instead{now}")
         if new_value:
             raise ConfigError(f"{name} is '{value}', which was renamed: write '{new_value}' instead")
         if pattern == "run.guards[]" and isinstance(value, str):

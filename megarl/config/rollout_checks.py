@@ -57,8 +57,8 @@ def _check_engine_args(config: Config, engine: EngineCapabilities) -> None:
 def _check_servers(config: Config, engine: EngineCapabilities) -> None:
     rollout, servers = config.rollout, config.rollout.servers
     of_sglang = [name for name in ServersConfig.model_fields if name != "model_path" or not engine.starts_elsewhere]
-    if rollout.engine != "sglang" and (given := [name for name in of_sglang if getattr(servers, name)]):
-        raise ConfigError.needs_set(f"rollout.servers.{given[0]}", "rollout.engine = 'sglang'", "rollout.engine")
+    if rollout.engine != "sglang" and (set_fields := [name for name in of_sglang if getattr(servers, name)]):
+        raise ConfigError.needs_set(f"rollout.servers.{set_fields[0]}", "rollout.engine = 'sglang'", "rollout.engine")
     last = 65536 - rollout.engines - rollout.lent_engines
     if servers.port is not None and servers.port > last:
         reason = f"leaves too few ports for {65536 - last} engines"

@@ -92,11 +92,11 @@ class Config(Questions):
     def model_folders(self) -> dict[str, str]:
         """A reference is read for the first step's comparison even where no KL penalty is computed."""
         critic = self.critic.init_from if self.uses_critic else None
-        given = {
+        paths = {
             "reference.path": self.reference.path,
             "critic.init_from": critic,
         }
-        folders = {"model.path": self.model.path} | {field: path for field, path in given.items() if path is not None}
+        folders = {"model.path": self.model.path} | {field: path for field, path in paths.items() if path is not None}
         for further in functions("questions", "further_folders"):
             folders |= further(self)
         return folders
@@ -176,8 +176,8 @@ class Config(Questions):
     @property
     def sends_adapters(self) -> bool:
         """Return whether engines are sent the policy's adapters, and keep the weights beside them."""
-        asked = any(sends_adapters(self.policy) for sends_adapters in functions("questions", "sends_adapters"))
-        return asked and declared_capabilities(self.rollout).weights != "nothing"
+        is_sent = any(sends_adapters(self.policy) for sends_adapters in functions("questions", "sends_adapters"))
+        return is_sent and declared_capabilities(self.rollout).weights != "nothing"
 
     @property
     def other_weights(self) -> str | None:

@@ -59,7 +59,7 @@ def redacted(text: str) -> str:
 
 def hidden_at(tree: Any) -> str | None:
     """The place at which `tree`, read back from a saved config, lacks a secret; None if nowhere."""
-    return next((place for place, value in tree_places(tree) if isinstance(value, str) and HIDDEN in value), None)
+    return next((path for path, value in tree_places(tree) if isinstance(value, str) and HIDDEN in value), None)
 
 
 def bearer(token: str | None) -> dict[str, str]:

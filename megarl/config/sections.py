@@ -264,7 +264,7 @@ class RewardConfig(Section):
 
 def reward_labels(names: Sequence[str]) -> list[str]:
     """Labels that the sources `names` count under in `Sample.rewards`: a name used again is `name#2`, `name#3` and so on."""
-    return [f"{name}#{names[:place].count(name) + 1}" if name in names[:place] else name for place, name in enumerate(names)]
+    return [f"{name}#{names[:index].count(name) + 1}" if name in names[:index] else name for index, name in enumerate(names)]
 
 
 class WorkerDeadlines(Section):

@@ -62,10 +62,10 @@ def _check_single_source(field: str, source: SourceConfig) -> None:
 
 def check_held_out(train: SourceConfig, field: str, held_out: SourceConfig) -> None:
     """A procedural row depends on seed + index and the arguments alone: overlapping ranges are the same rows."""
-    for a, one in enumerate(train.parts or (train,)):
-        for b, other in enumerate(held_out.parts or (held_out,)):
+    for a, train_part in enumerate(train.parts or (train,)):
+        for b, held_out_part in enumerate(held_out.parts or (held_out,)):
             train_field = f"data.train.parts[{a}]" if train.parts else "data.train"
-            _check_ranges(train_field, one, f"{field}.parts[{b}]" if held_out.parts else field, other)
+            _check_ranges(train_field, train_part, f"{field}.parts[{b}]" if held_out.parts else field, held_out_part)
 
 
 def _check_ranges(train_field: str, train: SourceConfig, field: str, held_out: SourceConfig) -> None:

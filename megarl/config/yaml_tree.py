@@ -131,9 +131,9 @@ def tree_places(tree: Any, name: str = "") -> Iterable[tuple[str, Any]]:
         inner = ((f"{name}.{key}" if name else str(key), value) for key, value in tree.items())
     elif isinstance(tree, list | tuple):
         inner = ((f"{name}[{number}]", value) for number, value in enumerate(tree))
-    for place, value in inner:
-        yield place, value
-        yield from tree_places(value, place)
+    for path, value in inner:
+        yield path, value
+        yield from tree_places(value, path)
 
 
 def _set(tree: Any, key: str, value: Any) -> None:
