@@ -334,13 +334,13 @@ def _inspect(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"unrecognized arguments: {' '.join(arguments.overrides)}; only a config (.yaml) has fields to override"
         )
-    given = {name: getattr(arguments, name) for name in ("prompt_key", "messages_key", "max_tokens")}
+    settings = {name: getattr(arguments, name) for name in ("prompt_key", "messages_key", "max_tokens")}
     names = ("image_key", "video_key", "image_folder", "media_folder", "max_pixels")
     pictures = PictureFields(**{name: getattr(arguments, name) for name in names})
     inspect(
         arguments.file,
         model_here(arguments.model, "--model", weights=False),
-        SupervisedSettings(**given),
+        SupervisedSettings(**settings),
         arguments.rows,
         make_console(),
         kind=arguments.kind,
@@ -378,14 +378,14 @@ def _config(arguments: argparse.Namespace) -> int:
             ("train, eval, generate", config_fields()),
             ("sft, reward-model, preference", config_fields(SupervisedConfig)),
         ):
-            found = [leaf for leaf in fields if not section or f"{leaf.name}.".startswith((f"{section}.", f"{section}[]."))]
-            if not found:
+            leaves = [leaf for leaf in fields if not section or f"{leaf.name}.".startswith((f"{section}.", f"{section}[]."))]
+            if not leaves:
                 continue
             if (width := make_console().width) < NARROW:
-                print(f"{title}\n" + "\n".join(_in_lines(leaf, width) for leaf in found))
+                print(f"{title}\n" + "\n".join(_in_lines(leaf, width) for leaf in leaves))
                 continue
             table = Table("field", "default", "values", "meaning", box=None, pad_edge=False, title=title, title_justify="left")
-            for leaf in found:
+            for leaf in leaves:
                 table.add_row(leaf.name, leaf.default, leaf.allowed_values, leaf.description)
             make_console().print(table, markup=False)
         return 0
@@ -398,17 +398,17 @@ def _config(arguments: argparse.Namespace) -> int:
 
 def _in_lines(leaf: ConfigField, width: int) -> str:
     """A field in lines of `width` columns: its name whole, and under it default, values and meaning."""
-    said = f"{leaf.description} Default: {leaf.default}. Values: {leaf.allowed_values}."
-    return f"{leaf.name}\n" + textwrap.fill(said, width, initial_indent="    ", subsequent_indent="    ")
+    text = f"{leaf.description} Default: {leaf.default}. Values: {leaf.allowed_values}."
+    return f"{leaf.name}\n" + textwrap.fill(text, width, initial_indent="    ", subsequent_indent="    ")
 
 
 def _section_named(arguments: argparse.Namespace) -> str | None:
     """The section or field that stands in CONFIG's place, such as `rollout.episode`; None where that is a file's name."""
-    given = arguments.config
-    if given is None or arguments.overrides or Path(given).exists() or Path(given).suffix in (".yaml", ".yml"):
+    target = arguments.config
+    if target is None or arguments.overrides or Path(target).exists() or Path(target).suffix in (".yaml", ".yml"):
         return None
     names = {leaf.name for leaf in (*config_fields(), *config_fields(SupervisedConfig))}
     sections = {".".join(name.replace("[]", "").split(".")[:depth]) for name in names for depth in range(1, 9)}
-    if given not in sections | names:
-        raise ConfigError(f"'{given}' is no file, and no section or field of a config{nearest(given, sorted(sections))}")
-    return str(given)
+    if target not in sections | names:
+        raise ConfigError(f"'{target}' is no file, and no section or field of a config{nearest(target, sorted(sections))}")
+    return str(target)

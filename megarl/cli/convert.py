@@ -181,8 +181,8 @@ def _carry_out(plan: Any, arguments: argparse.Namespace) -> int:
     with _progress(f"{plan.kind} {arguments.target}") as progress:
         outcome = run_plan(plan, Path(arguments.target), workers=arguments.workers, shard=(index, count), progress=progress)
     rate_text = f"{outcome.bytes_written / max(1e-9, outcome.seconds) / 1e9:.2f} GB/s"
-    kept = f", {gib(outcome.bytes_kept)} kept from before" if outcome.bytes_kept else ""
-    print(f"{gib(outcome.bytes_written)} written in {outcome.seconds:.1f} s ({rate_text}){kept}")
+    reused = f", {gib(outcome.bytes_kept)} kept from before" if outcome.bytes_kept else ""
+    print(f"{gib(outcome.bytes_written)} written in {outcome.seconds:.1f} s ({rate_text}){reused}")
     if outcome.finished:
         print(f"{arguments.target} is complete")
     else:
@@ -214,8 +214,8 @@ def _verify(arguments: argparse.Namespace) -> int:
         if not report.agrees:
             tally.differences.append(f"logits differ by {report.largest_difference:.3g}")
     if arguments.checksums:
-        for name, (mine, theirs) in tally.checksums.items():
-            print(f"{mine} {theirs} {name}")
+        for name, (first, second) in tally.checksums.items():
+            print(f"{first} {second} {name}")
     for warning in tally.warnings[:MOST_SHOWN]:
         print(f"warning: {warning}")
     for difference in tally.differences[:MOST_SHOWN]:

@@ -58,11 +58,11 @@ def _cluster(arguments: argparse.Namespace) -> int:
 def _ports(arguments: argparse.Namespace) -> int:
     from megarl.launch.ports import as_json, listening, render
 
-    found = listening(arguments.ports or None)
+    listeners = listening(arguments.ports or None)
     if arguments.json:
-        print(json.dumps(as_json(found), indent=2))
-    elif found:
-        make_console().print(render(found))
+        print(json.dumps(as_json(listeners), indent=2))
+    elif listeners:
+        make_console().print(render(listeners))
     else:
         print("nothing listens: no run and no server of yours is on this machine")
     return 0

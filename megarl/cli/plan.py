@@ -109,10 +109,10 @@ def _plan(arguments: argparse.Namespace) -> int:
         pictures_per_prompt=arguments.pictures_per_prompt,
         picture_pixels=arguments.picture_pixels,
     )
-    given = given_efficiencies(gpu)
+    efficiencies = given_efficiencies(gpu)
     calibration = Calibration()
-    if given:
-        calibration = replace(calibration, source=f"{calibration.source}, but for what is given: {given}")
+    if efficiencies:
+        calibration = replace(calibration, source=f"{calibration.source}, but for what is given: {efficiencies}")
     if arguments.calibrate:
         from megarl.planning.measured import calibrated, fitted_gpu
 
@@ -123,23 +123,23 @@ def _plan(arguments: argparse.Namespace) -> int:
     if measured is not None:
         calibration = replace(calibration, whole_pass=measured.whole_pass)
     plan = make_plan(config, gpu, available=arguments.gpus, lengths=lengths, calibration=calibration)
-    found = Search(config, plan).ranked() if arguments.search else None
+    ranked = Search(config, plan).ranked() if arguments.search else None
     if arguments.json:
-        text = as_json(plan, found_tree(found) if found is not None else None, measured)
+        text = as_json(plan, found_tree(ranked) if ranked is not None else None, measured)
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     else:
         for part in plan_tables(plan, model):
             console.print(part, highlight=False)
-        if found is not None:
+        if ranked is not None:
             console.print()
-            for part in found_tables(found):
+            for part in found_tables(ranked):
                 is_text = isinstance(part, str)  # whose overrides are pasted: no line may be cut
                 console.print(part, highlight=False, markup=not is_text, soft_wrap=is_text)
         if measured is not None:
             console.print()
             for part in against_tables(plan, measured):
                 console.print(part, highlight=False)
-    if found is None and measured is None and not plan.fits:
+    if ranked is None and measured is None and not plan.fits:
         raise ConfigError(f"the run does not fit: {plan.excess}; {what_fits(config, plan)}")
     return 0
 
@@ -178,8 +178,8 @@ def _placement(arguments: argparse.Namespace) -> int:
         console.print(json.dumps(placement.as_json(), indent=1), markup=False, highlight=False, soft_wrap=True)
         return 0
     table = Table("node", "GPUs", *request.groups, "engines", box=None, pad_edge=False)
-    for node, gpus, held in placement.rows():
-        table.add_row(node, gpus, *held.values())
+    for node, gpus, by_group in placement.rows():
+        table.add_row(node, gpus, *by_group.values())
     console.print(placement.summary(), highlight=False)
     console.print()
     console.print(table, highlight=False)
@@ -228,10 +228,10 @@ def _links(cost: Cost) -> Table:
 def _communicators(plan: ReshardPlan) -> str:
     from megarl.weights.communicators import Communicators
 
-    found = Communicators.of(plan)
-    least, most = found.of_a_rank
+    communicators = Communicators.of(plan)
+    least, most = communicators.of_a_rank
     of_a_rank = str(most) if least == most else f"{least} to {most}"
-    return f"{of_a_rank} of a training rank, 1 of an engine's rank, of at most {found.members:,} members"
+    return f"{of_a_rank} of a training rank, 1 of an engine's rank, of at most {communicators.members:,} members"
 
 
 def _taken_whole(plan: ReshardPlan) -> str:

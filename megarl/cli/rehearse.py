@@ -48,21 +48,21 @@ def show_rehearsal(config: AnyConfig, gpus_per_node: int, *, steps: bool, as_jso
 
     config, console = with_models(config, weights=False), make_console()
     placement = planned_placement(config, gpus_per_node)
-    found, way = processes(config, placement), weights_way(config, placement)
+    rows, way = processes(config, placement), weights_way(config, placement)
     if not as_json:
-        _print(console, placement.summary(), found, way)
+        _print(console, placement.summary(), rows, way)
     small = steps and is_small_enough(config)
     done = rehearse(config, placement) if small else None
     if as_json:
-        tree = {"placement": placement.as_json(), "processes": found, "weights": way, "steps": vars(done) if done else None}
+        tree = {"placement": placement.as_json(), "processes": rows, "weights": way, "steps": vars(done) if done else None}
         console.print(json.dumps(tree, indent=1), markup=False, highlight=False, soft_wrap=True)
     elif done is not None:
         apart = done.log_prob_difference
         differ = f"trainer and engines differ by at most {apart:.1e} in log-probs; " if apart is not None else ""
         console.print(f"two steps by {done.processes} ranks on {done.nodes} nodes: {differ}{done.folder}", highlight=False)
-        for log, told in done.servers.items():
-            met = f", ranks met at {told['dist-init-addr']}" if "dist-init-addr" in told else ""
-            console.print(f"{log} listened on {told['host']}:{told['port']}{met}", highlight=False)
+        for log, addresses in done.servers.items():
+            met = f", ranks met at {addresses['dist-init-addr']}" if "dist-init-addr" in addresses else ""
+            console.print(f"{log} listened on {addresses['host']}:{addresses['port']}{met}", highlight=False)
     elif steps:
         console.print("no steps were made: the run has too many ranks for this machine", highlight=False)
     return 0
@@ -75,12 +75,12 @@ def _print(console: Console, summary: str, found: list[dict[str, Any]], way: dic
         return ranges(ranks) if len(ranks) <= NAMED else f"of {len(ranks)}"
 
     table = Table("process", "node", "GPUs", "neighbours", box=None, pad_edge=False)
-    for one in found[:SHOWN]:
-        gpus = one["gpus"] if "gpus" in one else [one["gpu"]]
-        near = "; ".join(f"{name} {members(ranks)}" for name, ranks in one.get("groups", {}).items())
-        if one.get("nnodes", 1) > 1:
-            near = f"node {one['node_rank']} of {one['nnodes']}"
-        table.add_row(one["process"], one["node"], ranges(gpus), near)
+    for row in found[:SHOWN]:
+        gpus = row["gpus"] if "gpus" in row else [row["gpu"]]
+        near = "; ".join(f"{name} {members(ranks)}" for name, ranks in row.get("groups", {}).items())
+        if row.get("nnodes", 1) > 1:
+            near = f"node {row['node_rank']} of {row['nnodes']}"
+        table.add_row(row["process"], row["node"], ranges(gpus), near)
     console.print(summary, highlight=False)
     console.print()
     console.print(table, highlight=False)
@@ -93,10 +93,10 @@ def _print(console: Console, summary: str, found: list[dict[str, Any]], way: dic
 
 def _weights(way: dict[str, Any]) -> str:
     least, most = (size / 1e9 for size in way["bytes_sent"])
-    said = f"weights: {way['transport']}, {least:,.2f} to {most:,.2f} GB out of a training rank"
+    text = f"weights: {way['transport']}, {least:,.2f} to {most:,.2f} GB out of a training rank"
     if "communicators" in way:
         groups = way["communicators"]
-        said += f", {groups['of_a_training_rank'][1]} communicators of at most {groups['members']} members on a training rank"
+        text += f", {groups['of_a_training_rank'][1]} communicators of at most {groups['members']} members on a training rank"
     if "bytes_by_relays" in way:
-        said += f", {way['bytes_by_relays'] / 1e9:,.2f} GB by relays to engines on other nodes"
-    return said
+        text += f", {way['bytes_by_relays'] / 1e9:,.2f} GB by relays to engines on other nodes"
+    return text

@@ -150,23 +150,23 @@ def _samples(arguments: argparse.Namespace) -> int:
     from megarl.observe.sample_media import describe_media, shown_media, turn_texts
 
     (run,), console = _read(arguments.runs), make_console()
-    wanted, text = list(run.samples), arguments.grep.lower()
+    samples, text = list(run.samples), arguments.grep.lower()
     if arguments.step is not None:
-        steps = sorted({sample["step"] for sample in wanted})
-        wanted = [sample for sample in wanted if sample["step"] == arguments.step]
-        if not wanted and steps:
+        steps = sorted({sample["step"] for sample in samples})
+        samples = [sample for sample in samples if sample["step"] == arguments.step]
+        if not samples and steps:
             raise DataError(f"--step is {arguments.step}, but samples were written of steps {steps[0]} to {steps[-1]}")
     if text:
-        wanted = [
-            s for s in wanted if any(text in part.lower() for part in (s["prompt_text"], s["response_text"], *turn_texts(s)))
+        samples = [
+            s for s in samples if any(text in part.lower() for part in (s["prompt_text"], s["response_text"], *turn_texts(s)))
         ]
-    if not wanted:
+    if not samples:
         raise DataError(f"{run.folder / 'samples.jsonl'} holds no such sample")
     if arguments.best or arguments.worst:
-        wanted.sort(key=reward_of, reverse=arguments.best)
+        samples.sort(key=reward_of, reverse=arguments.best)
     else:
-        wanted.sort(key=lambda sample: -sample["step"])
-    for sample in wanted[: arguments.count]:
+        samples.sort(key=lambda sample: -sample["step"])
+    for sample in samples[: arguments.count]:
         parts = ", ".join(f"{name} {value:g}" for name, value in sample["rewards"].items())
         head = (
             f"step {sample['step']}  {sample['sample_id']}  reward {reward_of(sample):g} ({parts})  {sample['finish_reason']}"
@@ -178,7 +178,7 @@ def _samples(arguments: argparse.Namespace) -> int:
         for text in turn_texts(sample) or [sample["response_text"]]:
             console.print(Text(printable(text)))
         console.print()
-    console.print(Text(f"{min(arguments.count, len(wanted))} of {len(wanted)} samples"))
+    console.print(Text(f"{min(arguments.count, len(samples))} of {len(samples)} samples"))
     return 0
 
 

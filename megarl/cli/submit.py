@@ -81,15 +81,15 @@ def _job_options(parser: argparse.ArgumentParser) -> None:
     fields = parser.add_argument_group("the cluster")
     for name, field in fields_of(ClusterProfile).items():
         kind, option = option_kind(field.annotation), f"--{name.replace('_', '-')}"
-        told = (field.description or "").replace("\n", " ").replace("%", "%%")
+        help_text = (field.description or "").replace("\n", " ").replace("%", "%%")
         if kind is bool:
-            fields.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=told)
+            fields.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=help_text)
         elif kind in (tuple, dict):
             shown = "KEY=VALUE" if kind is dict else "TEXT"
-            fields.add_argument(option, action="append", metavar=shown, help=f"{told} May be repeated.")
+            fields.add_argument(option, action="append", metavar=shown, help=f"{help_text} May be repeated.")
         else:
             shown = "N" if kind is int else name.upper()
-            fields.add_argument(option, type=kind, metavar=shown, help=told)
+            fields.add_argument(option, type=kind, metavar=shown, help=help_text)
 
 
 def _profile(arguments: argparse.Namespace) -> ClusterProfile:
@@ -211,9 +211,9 @@ def _add_node(commands: Any) -> None:
 def _measure(arguments: argparse.Namespace) -> int:
     from megarl.launch.network import measure
 
-    place = {"rank": int(os.environ["SLURM_PROCID"]), "world_size": int(os.environ["SLURM_NTASKS"])}
-    found = measure(json.loads(arguments.plan) | place)
-    write_text_atomically(Path(arguments.folder) / f"{place['rank']}.link", json.dumps(found))
+    position = {"rank": int(os.environ["SLURM_PROCID"]), "world_size": int(os.environ["SLURM_NTASKS"])}
+    measurement = measure(json.loads(arguments.plan) | position)
+    write_text_atomically(Path(arguments.folder) / f"{position['rank']}.link", json.dumps(measurement))
     return 0
 
 

@@ -31,30 +31,30 @@ if TYPE_CHECKING:
 def add_tries(commands: Any) -> None:
     """Add the commands `rewards` and `episodes` to the subparsers `commands`."""
     rewards = commands.add_parser("rewards", help="try the rewards of a config", description="Try the rewards of a config.")
-    one = rewards.add_subparsers(metavar="ACTION", required=True).add_parser(
+    rewards_try = rewards.add_subparsers(metavar="ACTION", required=True).add_parser(
         "try",
         help="judge one response without a model",
         description="Have the `rewards` of CONFIG judge a response that you write, to a row of data.train. No model, tokenizer "
         "or engine is loaded: the prompt is the row's own text, without the chat template.",
     )
-    add_config(one)
-    one.add_argument("--response", metavar="TEXT", required=True, help="the response; - reads it from stdin")
-    one.add_argument("--row", metavar="N", type=int, default=0, help="row of data.train, counted from 0 (default: 0)")
-    one.set_defaults(run=_try_rewards)
+    add_config(rewards_try)
+    rewards_try.add_argument("--response", metavar="TEXT", required=True, help="the response; - reads it from stdin")
+    rewards_try.add_argument("--row", metavar="N", type=int, default=0, help="row of data.train, counted from 0 (default: 0)")
+    rewards_try.set_defaults(run=_try_rewards)
 
     episodes = commands.add_parser("episodes", help="try the tools or the environment of a config")
-    other = episodes.add_subparsers(metavar="ACTION", required=True).add_parser(
+    episodes_try = episodes.add_subparsers(metavar="ACTION", required=True).add_parser(
         "try",
         help="run one episode without a model",
         description="Run one episode of CONFIG to a row of data.train, in which the policy says the given texts, one a turn; "
         "tools, environment and rewards are the config's own. Of the model only the tokenizer is loaded.",
     )
-    add_config(other)
-    other.add_argument(
+    add_config(episodes_try)
+    episodes_try.add_argument(
         "--say", metavar="TEXT", action="append", required=True, help="a turn of the policy; - reads it from stdin; repeatable"
     )
-    other.add_argument("--row", metavar="N", type=int, default=0, help="row of data.train, counted from 0 (default: 0)")
-    other.set_defaults(run=_try_episode)
+    episodes_try.add_argument("--row", metavar="N", type=int, default=0, help="row of data.train, counted from 0 (default: 0)")
+    episodes_try.set_defaults(run=_try_episode)
 
 
 def _try_rewards(arguments: argparse.Namespace) -> int:
@@ -143,10 +143,14 @@ def _try_episode(arguments: argparse.Namespace) -> int:
             counts = {name: count for name, count in episodes.take_counts().items() if count}
         finally:
             episodes.close()
-    said, asked = len(script.texts), script.asked
-    note = [] if asked == said else [("note", f"the episode asked for turns: {asked}; --say was given: {said}")]
+    turns_given, turns_asked = len(script.texts), script.asked
+    note = (
+        []
+        if turns_asked == turns_given
+        else [("note", f"the episode asked for turns: {turns_asked}; --say was given: {turns_given}")]
+    )
     for sample in samples:
-        rows = [("prompt", sample.prompt_text), *_turns(sample, said), *_facts(sample, counts), *note]
+        rows = [("prompt", sample.prompt_text), *_turns(sample, turns_given), *_facts(sample, counts), *note]
         _print_rows([*rows, *_judged(sources, sample)])
     return 0
 
@@ -156,10 +160,10 @@ def _turns(sample: Sample, said: int) -> list[tuple[str, str]]:
     from megarl.observe.sample_media import turn_texts
 
     texts = turn_texts(asdict(sample)) or [f"assistant: {sample.response_text}"]
-    rows, own = [], 0
+    rows, policy_turns = [], 0
     for role, _, text in (text.partition(": ") for text in texts):
-        own += role == "assistant"
-        rows.append((role, text if role != "assistant" or own <= said else "(asked, but no --say is left)"))
+        policy_turns += role == "assistant"
+        rows.append((role, text if role != "assistant" or policy_turns <= said else "(asked, but no --say is left)"))
     return rows
 
 
