@@ -38,19 +38,19 @@ def chat(
     talks = bool(getattr(tokenizer, "chat_template", None))
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     begun = [{"role": "system", "content": system_prompt}] if talks and system_prompt is not None else []
-    said: list[dict[str, str]] = list(begun)
+    messages: list[dict[str, str]] = list(begun)
     for line in lines if lines is not None else _typed(console):
         message = line.strip()
         if message == "/quit":
             break
         if message == "/new":
-            said = list(begun)
+            messages = list(begun)
         elif message:
-            said = [*said, {"role": "user", "content": message}] if talks else []
-            ids = _prompt_ids(tokenizer, said, message)
+            messages = [*messages, {"role": "user", "content": message}] if talks else []
+            ids = _prompt_ids(tokenizer, messages, message)
             answer = _answer(model, tokenizer, ids, console, max_new_tokens=max_new_tokens, **sampling)
-            said = [*said, {"role": "assistant", "content": answer}] if talks else []
-    return said
+            messages = [*messages, {"role": "assistant", "content": answer}] if talks else []
+    return messages
 
 
 def _prompt_ids(tokenizer: Any, said: list[dict[str, str]], message: str) -> Any:

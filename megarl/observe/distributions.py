@@ -20,8 +20,8 @@ def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, Any]:
     low, high = min(finite), max(finite)
     counts = [0] * (bins if high > low else 1)
     for value in finite:
-        place = int((value - low) / (high - low) * bins) if high > low else 0
-        counts[min(place, len(counts) - 1)] += 1
+        index = int((value - low) / (high - low) * bins) if high > low else 0
+        counts[min(index, len(counts) - 1)] += 1
     return {"low": low, "high": high, "counts": counts}
 
 
@@ -35,13 +35,13 @@ def distributions(
     members: dict[int, list[float]] = {}
     for group, reward in zip(groups, rewards, strict=True):
         members.setdefault(group, []).append(reward)
-    found: Mapping[str, Sequence[float]] = {
+    by_name: Mapping[str, Sequence[float]] = {
         "response_tokens": lengths,
         "reward": rewards,
         "group_std": [_std(group) for group in members.values()],
         "staleness": staleness,
     }
-    return {name: histogram(values) for name, values in found.items()}
+    return {name: histogram(values) for name, values in by_name.items()}
 
 
 def _std(values: Sequence[float]) -> float:

@@ -48,7 +48,7 @@ def routing_figures(layers: Mapping[int, LayerRouting]) -> dict[str, float]:
     """One update's metrics: means over layers, and the imbalance of the worst; what is off (0 in every layer) is left out."""
     rows = list(layers.values())
     experts = sum(len(row.loads) for row in rows)
-    found = {
+    figures = {
         "expert_imbalance": _mean([row.imbalance for row in rows]),
         "expert_imbalance_max": max(row.imbalance for row in rows),
         "idle_experts": sum(load == 0 for row in rows for load in row.loads) / experts,
@@ -62,7 +62,7 @@ def routing_figures(layers: Mapping[int, LayerRouting]) -> dict[str, float]:
         "router_z_loss": _mean([row.z_loss / max(row.tokens, 1.0) for row in rows]),
         "expert_bias_spread": _mean([row.bias_spread for row in rows]),
     }
-    return found | {name: value for name, value in optional.items() if value}
+    return figures | {name: value for name, value in optional.items() if value}
 
 
 def experts_line(updates: Sequence[Mapping[int, LayerRouting]]) -> dict[str, Any]:

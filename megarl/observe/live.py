@@ -48,15 +48,15 @@ class RunFollower:
     def runs(self) -> list[RunRecord]:
         """The runs as they are now. While a file of a run cannot be read, that run is as it was before."""
         with self._lock:
-            for place, folder in enumerate(self.folders):
+            for index, folder in enumerate(self.folders):
                 seen = _marks(folder)
-                if seen == self._seen[place]:
+                if seen == self._seen[index]:
                     continue
                 try:
-                    self._runs[place] = read_run(folder, self._runs[place].files)
+                    self._runs[index] = read_run(folder, self._runs[index].files)
                 except DataError:
                     continue
-                self._seen[place] = seen
+                self._seen[index] = seen
             return list(self._runs)
 
 
@@ -83,7 +83,7 @@ def new_rows(runs: Sequence[RunRecord], at: Sequence[tuple[int, int]]) -> dict[s
         late = run.samples[samples:]
         if any(sample.get("media") for sample in late):
             return {"reload": True}
-        columns, prompts, chunks = pack_samples([sample_data(one, run, PagePictures(), has_numbers=True) for one in late])
+        columns, prompts, chunks = pack_samples([sample_data(entry, run, PagePictures(), has_numbers=True) for entry in late])
         fresh.append(
             {
                 "status": run_status(run),
@@ -192,7 +192,7 @@ def _marks(folder: Path) -> list[tuple[int, int] | None]:
 
 def _mark(file: Path) -> tuple[int, int] | None:
     try:
-        found = file.stat()
+        status = file.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size
+    return status.st_mtime_ns, status.st_size

@@ -21,8 +21,8 @@ class MetricsFile:
     def __init__(self, path: str | Path, *, resume_after_step: int | None = None) -> None:
         """Open `path`: anew if `resume_after_step` is None, else keeping the lines of steps up to that one."""
         self.path = Path(path)
-        kept = [] if resume_after_step is None else [m for m in read_metrics(path) if m["step"] <= resume_after_step]
-        write_text_atomically(self.path, "".join(_line(metrics) for metrics in kept))
+        earlier = [] if resume_after_step is None else [m for m in read_metrics(path) if m["step"] <= resume_after_step]
+        write_text_atomically(self.path, "".join(_line(metrics) for metrics in earlier))
         self._file = self.path.open("a")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -30,12 +30,12 @@ def page_samples(run: RunRecord, pictures: PagePictures) -> list[dict[str, Any]]
     """Samples that the page shows of the run's samples, oldest step first."""
     shown = shown_samples(run.samples)
     room, first_with_numbers = TOKENS, len(shown)
-    for place in range(len(shown) - 1, -1, -1):
-        room -= len(shown[place].get("response_ids", ()))
+    for index in range(len(shown) - 1, -1, -1):
+        room -= len(shown[index].get("response_ids", ()))
         if room < 0 and first_with_numbers < len(shown):
             break
-        first_with_numbers = place
-    return [sample_data(sample, run, pictures, has_numbers=place >= first_with_numbers) for place, sample in enumerate(shown)]
+        first_with_numbers = index
+    return [sample_data(sample, run, pictures, has_numbers=index >= first_with_numbers) for index, sample in enumerate(shown)]
 
 
 def shown_samples(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -45,9 +45,9 @@ def shown_samples(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
         groups.setdefault((sample["step"], sample["group_id"]), []).append(sample)
     characters = sum(len(sample.get("response_text", "")) for group in groups.values() for sample in group)
     share = min(1.0, SAMPLES / max(1, len(samples)), TEXT_CHARACTERS / max(1, characters))
-    kept = list(groups.values())
-    wanted = max(1, int(len(kept) * share)) if kept else 0
-    chosen = kept if wanted == len(kept) else [kept[place * len(kept) // wanted] for place in range(wanted)]
+    grouped = list(groups.values())
+    count = max(1, int(len(grouped) * share)) if grouped else 0
+    chosen = grouped if count == len(grouped) else [grouped[index * len(grouped) // count] for index in range(count)]
     return [sample for group in chosen for sample in group]
 
 
@@ -57,7 +57,7 @@ def sample_data(sample: Mapping[str, Any], run: RunRecord, pictures: PagePicture
     training = sample.get("training") or {}
     media = _sample_media(sample, run, pictures)
     sampled = sample.get("sampled_mask", [])
-    advantages = [value for value, own in zip(training.get("advantages", ()), sampled, strict=False) if own]
+    advantages = [value for value, is_sampled in zip(training.get("advantages", ()), sampled, strict=False) if is_sampled]
     shown = {
         "step": sample["step"],
         "id": sample["sample_id"],
@@ -107,7 +107,7 @@ def _sample_media(sample: Mapping[str, Any], run: RunRecord, pictures: PagePictu
             pictures.add(digest, run.media_folder)
     if not shown:
         return {}
-    parts = [{"kind": one.kind, "shown": frames_shown(one), "frames": len(one.digests)} for one in shown]
+    parts = [{"kind": item.kind, "shown": frames_shown(item), "frames": len(item.digests)} for item in shown]
     for number, media in told_media(sample):
         parts[number] |= {"place": media.place, "tokens": media.tokens}
     gold = read_boxes(find_value(sample.get("row", {}), run.answer_key))

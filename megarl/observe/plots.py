@@ -32,7 +32,7 @@ def plot(runs: Sequence[RunRecord], metric: str, file: Path) -> None:
 
     figure, axes = plt.subplots(figsize=INCHES, dpi=DPI)
     for places in repetitions(runs):
-        steps, low, mean, high = band([runs[place].curve(metric) for place in places])
+        steps, low, mean, high = band([runs[index].curve(metric) for index in places])
         name = runs[places[0]].name
         (line,) = axes.plot(steps, mean, linewidth=1.2, label=name if len(places) == 1 else f"{name} ({len(places)} seeds)")
         if len(places) > 1:

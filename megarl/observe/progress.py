@@ -178,10 +178,10 @@ class Progress:
         rows.add_row("steps", _bar(self._done, self._total), f"{self._done}/{self._total}  {left}")
         phase = self._phase
         unit, progress = self._within.get(phase or "", ("", None))
-        done, wanted = progress() if progress is not None else (0, 0)
+        done, total = progress() if progress is not None else (0, 0)
         spent = f"{time.monotonic() - self._since_s:.1f} s" if phase is not None else ""
         spent += f"  {self._doing}" if phase is not None and self._doing is not None else ""
-        rows.add_row(phase or "", _bar(done, wanted), f"{done}/{wanted} {unit}  {spent}" if wanted else spent)
+        rows.add_row(phase or "", _bar(done, total), f"{done}/{total} {unit}  {spent}" if total else spent)
         for name, share in self._shares.items():
             if name != phase and share >= 0.01:
                 rows.add_row(Text(name, style="dim"), "", Text(f"{share:.0%} of the steps' time", style="dim"))

@@ -66,7 +66,7 @@ def _move_samples(run: dict[str, Any], number: int) -> str:
     """Leave of the samples in `run` the columns alone; the elements that hold their prompts and texts."""
     columns, prompts, chunks = pack_samples(run["samples"])
     run["samples"] = columns
-    parts = {"prompts": prompts, **{str(place): chunk for place, chunk in enumerate(chunks)}}
+    parts = {"prompts": prompts, **{str(index): chunk for index, chunk in enumerate(chunks)}}
     element = '<script type="application/json" id="samples-{}-{}">{}</script>\n'
     return "".join(element.format(number, name, as_inert_json(part)) for name, part in parts.items())
 
@@ -99,14 +99,14 @@ def _run_data(run: RunRecord, pictures: PagePictures) -> dict[str, Any]:
     def thin(values: list[Any]) -> list[Any]:
         return values[::every] + (values[-1:] if (len(values) - 1) % every else [])
 
-    kept = thin(rows)
-    curves = {name: [row.get(name) for row in kept] for name in run.metric_names}
+    thinned = thin(rows)
+    curves = {name: [row.get(name) for row in thinned] for name in run.metric_names}
     return {
         "name": run.name,
         "folder": str(run.folder),
         "seed": run.fields().get("run.seed"),
         "status": run_status(run),
-        "steps": [row["step"] for row in kept],
+        "steps": [row["step"] for row in thinned],
         "axes": {name: thin(values) for name, values in axes(rows).items()},
         "rows_written": len(rows),
         "curves": curves,
@@ -126,8 +126,8 @@ def _run_data(run: RunRecord, pictures: PagePictures) -> dict[str, Any]:
 
 def _links(run: RunRecord, place: Path) -> list[dict[str, str]]:
     """The files of the run's profiles, and where they are from `place` as a relative URL."""
-    found = [(name, os.path.relpath(run.folder / name, place)) for name in run.profiles]
-    return [{"name": name, "href": quote(path)} for name, path in found]
+    paths = [(name, os.path.relpath(run.folder / name, place)) for name in run.profiles]
+    return [{"name": name, "href": quote(path)} for name, path in paths]
 
 
 def _boxes_in(run: RunRecord) -> str:
@@ -137,14 +137,14 @@ def _boxes_in(run: RunRecord) -> str:
 
 
 def _last_spans(trace: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    kept: list[dict[str, Any]] = []
+    last_steps: list[dict[str, Any]] = []
     room = SPANS
     for row in reversed(trace):
         room -= sum(map(len, row["spans"].values()))
-        if room < 0 and kept:
+        if room < 0 and last_steps:
             break
-        kept.append({"step": row["step"], "spans": row["spans"]})
-    return kept[::-1]
+        last_steps.append({"step": row["step"], "spans": row["spans"]})
+    return last_steps[::-1]
 
 
 def _expert_maps(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -160,7 +160,7 @@ def _thinned(rows: Sequence[Any], at_most: int) -> list[Any]:
     """`rows`, or that many of them, evenly spread."""
     if len(rows) <= at_most:
         return list(rows)
-    return [rows[place * len(rows) // at_most] for place in range(at_most)]
+    return [rows[index * len(rows) // at_most] for index in range(at_most)]
 
 
 def _finite(value: Any) -> Any:

@@ -57,8 +57,8 @@ class RunRecord:
     @property
     def media_folder(self) -> Path:
         """The folder of its samples' pictures: `data.media_folder`, or `media` in the folder, wherever that is now."""
-        given = (self.config.get("data") or {}).get("media_folder")
-        return Path(given) if given else self.folder / "media"
+        configured = (self.config.get("data") or {}).get("media_folder")
+        return Path(configured) if configured else self.folder / "media"
 
     @property
     def answer_key(self) -> str:
@@ -100,7 +100,7 @@ def read_run(folder: str | Path, files: RunFiles | None = None, whole: Collectio
         raise DataError(f"{path} holds no run: there is no metrics.jsonl in it; give the folder <run.folder>/<run.name>")
     try:
         config_file, summary, placement = (path / name for name in ("config.yaml", "summary.json", "placement.json"))
-        told = _json(summary)
+        summary_fields = _json(summary)
         if files is None:
             files = RunFiles(path, whole)
         else:
@@ -112,10 +112,10 @@ def read_run(folder: str | Path, files: RunFiles | None = None, whole: Collectio
             **files.rows(),
             samples=files.samples,
             files=files,
-            summary=told,
+            summary=summary_fields,
             profiles=tuple(str(file.relative_to(path)) for file in sorted((path / "profile").glob("step_*/*.*"))),
             nodes=len(json.loads(placement.read_text())["nodes"]) if placement.is_file() else 1,
-            machine=_machine(path, told),
+            machine=_machine(path, summary_fields),
             end=_json(path / "end.json"),
         )
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError, ConfigError) as error:
@@ -123,8 +123,8 @@ def read_run(folder: str | Path, files: RunFiles | None = None, whole: Collectio
 
 
 def _machine(path: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
-    found = {name: summary.get(name) for name in ("machine", "versions")} | _json(path / "machine.json")
-    return found | {name: dict(found[name] or {}) for name in ("machine", "versions")}
+    recorded = {name: summary.get(name) for name in ("machine", "versions")} | _json(path / "machine.json")
+    return recorded | {name: dict(recorded[name] or {}) for name in ("machine", "versions")}
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -141,10 +141,10 @@ def reward_of(sample: Mapping[str, Any]) -> float:
 def repetitions(runs: Sequence[RunRecord]) -> list[list[int]]:
     """Runs by place, those together whose configs differ in name, folder and seed alone."""
     groups: dict[str, list[int]] = {}
-    for place, run in enumerate(runs):
+    for index, run in enumerate(runs):
         fields = {name: value for name, value in run.fields().items() if name not in IDENTITY}
-        key = json.dumps(fields, sort_keys=True, default=str) if fields else f"run {place}"
-        groups.setdefault(key, []).append(place)
+        key = json.dumps(fields, sort_keys=True, default=str) if fields else f"run {index}"
+        groups.setdefault(key, []).append(index)
     return list(groups.values())
 
 

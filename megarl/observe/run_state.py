@@ -106,8 +106,8 @@ class RunState:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of `step`, as a tracker does; those of the last evaluation stay until there is another."""
-        kept = {name: value for name, value in self._logged[1].items() if name.startswith("eval/")}
-        self._logged = (step, kept | numbers(metrics))
+        last_evaluation = {name: value for name, value in self._logged[1].items() if name.startswith("eval/")}
+        self._logged = (step, last_evaluation | numbers(metrics))
         if step:
             self._progress_at = self._clock()
 

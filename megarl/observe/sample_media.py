@@ -21,7 +21,7 @@ FRAMES = 8
 
 def shown_media(sample: Mapping[str, Any]) -> list[Media]:
     """The pictures and videos of a sample as `samples.jsonl` has it; none of what an earlier version wrote as paths."""
-    return [Media.of_json(one) for one in sample.get("media") or () if isinstance(one, Mapping)]
+    return [Media.of_json(entry) for entry in sample.get("media") or () if isinstance(entry, Mapping)]
 
 
 def told_media(sample: Mapping[str, Any]) -> list[tuple[int, Media]]:
@@ -48,7 +48,7 @@ def turn_texts(sample: Mapping[str, Any]) -> list[str]:
 def frames_shown(media: Media) -> tuple[str, ...]:
     """The digests of a picture, or of those frames of a video that a page shows."""
     number = len(media.digests)
-    return media.digests if number <= FRAMES else tuple(media.digests[place * number // FRAMES] for place in range(FRAMES))
+    return media.digests if number <= FRAMES else tuple(media.digests[index * number // FRAMES] for index in range(FRAMES))
 
 
 def describe_media(number: int, media: Media, folder: Path) -> str:
@@ -97,6 +97,6 @@ class PagePictures:
 def _size_or_fault(digest: str, folder: Path) -> tuple[int, int] | str:
     """Width and height of a kept picture, or a few words that say why it has none."""
     for size_or_fault in functions("shown", "size_or_fault"):
-        found: tuple[int, int] | str = size_or_fault(digest, folder)
-        return found
+        answer: tuple[int, int] | str = size_or_fault(digest, folder)
+        return answer
     return "needs the option pictures, which this installation does not have"

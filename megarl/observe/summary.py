@@ -28,13 +28,13 @@ PACKAGES = (
 
 def versions() -> dict[str, str | None]:
     """Version of megarl, Python and every package that can change a result; None for one that is not installed."""
-    found: dict[str, str | None] = {"megarl": __version__, "python": platform.python_version()}
+    by_package: dict[str, str | None] = {"megarl": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            by_package[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return found
+            by_package[package] = None
+    return by_package
 
 
 def machine() -> dict[str, Any]:
