@@ -105,14 +105,14 @@ def choose_ports(nodes: Sequence[NodeFacts], ports_from: int) -> int:
 
 def differing_versions(nodes: Sequence[NodeFacts]) -> list[str]:
     """A sentence for every package of which the nodes have different versions."""
-    found = []
+    sentences = []
     for package in nodes[0].versions:
-        theirs = {node.name: node.versions.get(package) for node in nodes}
-        if len(set(theirs.values())) > 1:
-            usual = Counter(theirs.values()).most_common(1)[0][0]
-            odd = ", ".join(f"{name} has {version or 'none'}" for name, version in theirs.items() if version != usual)
-            found.append(f"{package} is {usual or 'missing'} on most nodes, but {odd}; use one environment or image")
-    return found
+        by_node = {node.name: node.versions.get(package) for node in nodes}
+        if len(set(by_node.values())) > 1:
+            usual = Counter(by_node.values()).most_common(1)[0][0]
+            odd = ", ".join(f"{name} has {version or 'none'}" for name, version in by_node.items() if version != usual)
+            sentences.append(f"{package} is {usual or 'missing'} on most nodes, but {odd}; use one environment or image")
+    return sentences
 
 
 def missing_gpus(nodes: Sequence[NodeFacts], wanted: int) -> list[str]:

@@ -63,8 +63,8 @@ def examine_cluster(shared: Path) -> ClusterReport:
             from megarl.workers.ray_nodes import on_every_node
 
             gathered_by = f"the Ray at {address}"
-            found = on_every_node(address, _facts_on_node, (folder,), DEADLINE_S)
-            named = _with_distinct_names([facts_from(tree) for tree in found])
+            answers = on_every_node(address, _facts_on_node, (folder,), DEADLINE_S)
+            named = _with_distinct_names([facts_from(tree) for tree in answers])
             lost = [facts.name for number, facts in enumerate(named) if not (Path(folder) / f"{number}.seen").exists()]
             if lost:
                 raise ConfigError(f"{', '.join(lost)} cannot write to {shared}, or it is another there; name a shared folder")
@@ -125,14 +125,14 @@ def _facts_on_node(number: int, count: int, folder: str) -> dict[str, Any]:
 
 def _measure_on_node(number: int, count: int, plan: dict[str, Any]) -> dict[str, Any]:
     """In a process of its own, because torch.distributed is told its interface by the environment, before it starts."""
-    found = probe(
+    measurement = probe(
         "import json, sys; from megarl.launch.network import measure\n"
         "print('PROBE' + json.dumps(measure(json.loads(sys.argv[1]))))",
         json.dumps(plan | {"rank": number, "world_size": count}),
     )
-    if "error" in found:
-        raise ConfigError(f"node {number} could not measure its network: {found['error']}")
-    return found
+    if "error" in measurement:
+        raise ConfigError(f"node {number} could not measure its network: {measurement['error']}")
+    return measurement
 
 
 def _measure_by_srun(nodes: int, folder: str, plan: dict[str, Any]) -> list[dict[str, Any]]:

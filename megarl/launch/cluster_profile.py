@@ -116,9 +116,9 @@ class ClusterProfile(Section):
     @property
     def time_s(self) -> int:
         """The time limit in seconds."""
-        found = _TIME.match(self.time)
-        assert found is not None, "checked when the profile was made"
-        days, hours, minutes, seconds = (int(found[part] or 0) for part in "dhms")
+        match = _TIME.match(self.time)
+        assert match is not None, "checked when the profile was made"
+        days, hours, minutes, seconds = (int(match[part] or 0) for part in "dhms")
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 

@@ -36,8 +36,8 @@ def cluster_tables(report: ClusterReport) -> list[Table]:
             _verdict(node.remarks),
         )
     facts = Table(box=None, pad_edge=False, show_header=False)
-    found = report.nodes[0].facts.versions
-    facts.add_row("versions", ", ".join(f"{name} {number}" for name, number in found.items() if number))
+    versions = report.nodes[0].facts.versions
+    facts.add_row("versions", ", ".join(f"{name} {number}" for name, number in versions.items() if number))
     facts.add_row("interface", report.interface or "none needed: one node")
     for problem in report.problems or ("nothing",):
         facts.add_row("[red]to mend[/]" if report.problems else "to mend", problem)

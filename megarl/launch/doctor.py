@@ -196,10 +196,10 @@ def _fp8_finding(found: dict[str, Any]) -> Finding:
 def _transformer_engine_finding() -> Finding:
     if importlib.util.find_spec("transformer_engine") is None:
         return Finding("transformer_engine", "not installed (used only with a GPU)")
-    found = probe(_IMPORT_PROBE, "transformer_engine.pytorch")
-    if "error" in found:
+    result = probe(_IMPORT_PROBE, "transformer_engine.pytorch")
+    if "error" in result:
         fix = "expected without a GPU; with one, reinstall it for this torch and CUDA"
-        return Finding("transformer_engine", f"installed, but does not import: {found['error']}", "note", fix)
+        return Finding("transformer_engine", f"installed, but does not import: {result['error']}", "note", fix)
     untested = untested_pair("transformer_engine", versions()["megatron-core"] or "0.0")
     return Finding("transformer_engine", f"imports; {untested}" if untested else "imports", "note" if untested else "ok")
 

@@ -126,15 +126,15 @@ def facts_from(tree: dict[str, Any]) -> NodeFacts:
 def interfaces() -> dict[str, tuple[str, int, int]]:
     """Name to (IPv4 address, prefix length, Mbit/s) of every interface that is up, without loopback."""
     speeds = psutil.net_if_stats()
-    found = {}
+    by_name = {}
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:
             is_usable = address.family == socket.AF_INET and not address.address.startswith(("127.", "169.254."))
             if is_usable and name in speeds and speeds[name].isup:
                 bits = sum(bin(int(byte)).count("1") for byte in (address.netmask or "255.255.255.255").split("."))
-                found[name] = (address.address, bits, speeds[name].speed)
+                by_name[name] = (address.address, bits, speeds[name].speed)
                 break
-    return found
+    return by_name
 
 
 def free_port_blocks(lowest_ephemeral: int | None = None) -> list[int]:
@@ -183,13 +183,13 @@ def _gpus() -> tuple[list[GpuStatus], str | None]:
 
 def parse_gpus(text: str) -> list[GpuStatus]:
     """GPUs from nvidia-smi's lines of comma-separated values."""
-    found = []
+    gpus = []
     for line in text.strip().splitlines():
         name, _, driver, used, total, temperature, errors, slowed = (part.strip() for part in line.split(","))
-        found.append(
+        gpus.append(
             GpuStatus(
                 name, driver, int(used), int(total), int(temperature) if temperature.isdigit() else 0,
                 int(errors) if errors.isdigit() else None, slowed == "Active",
             )
         )  # fmt: skip
-    return found
+    return gpus

@@ -99,33 +99,33 @@ def listening(run: str | Path | None = None) -> list[Listener]:
     if run is not None:
         folder = Path(run).resolve()
         chosen = [tree for tree in chosen if any(_has_open(process, folder) for process in tree)]
-    return listeners([one for tree in chosen for one in _with_rays_mode(list(filter(None, map(_seen, tree))))])
+    return listeners([seen for tree in chosen for seen in _with_rays_mode(list(filter(None, map(_seen, tree))))])
 
 
 def listeners(processes: Sequence[SeenProcess]) -> list[Listener]:
     """The sockets of `processes`, each once: one that a process inherited is its parent's."""
-    found: dict[tuple[str, str, int], Listener] = {}
+    by_socket: dict[tuple[str, str, int], Listener] = {}
     for process in processes:
         for protocol, address, port in process.sockets:
             role, by = _role(process, port)
-            found.setdefault((protocol, address, port), Listener(process.pid, role, protocol, address, port, by))
-    return sorted(found.values(), key=lambda one: (not one.is_open, one.process, one.port))
+            by_socket.setdefault((protocol, address, port), Listener(process.pid, role, protocol, address, port, by))
+    return sorted(by_socket.values(), key=lambda one: (not one.is_open, one.process, one.port))
 
 
 def render(found: Sequence[Listener]) -> Table:
     """The report as a table, what is open first."""
     table = Table("", "process", "what", "listens on", "who may connect", box=None, pad_edge=False)
-    for one in found:
-        mark = "[red]open[/]" if one.is_open else "[green]ok[/]"
-        address = f"[{one.address}]" if ":" in one.address else one.address
-        place = f"{address}:{one.port}{'/udp' * (one.protocol == 'udp')}"
-        table.add_row(mark, str(one.process), escape(one.role), escape(place), escape(one.who))
+    for listener in found:
+        mark = "[red]open[/]" if listener.is_open else "[green]ok[/]"
+        address = f"[{listener.address}]" if ":" in listener.address else listener.address
+        endpoint = f"{address}:{listener.port}{'/udp' * (listener.protocol == 'udp')}"
+        table.add_row(mark, str(listener.process), escape(listener.role), escape(endpoint), escape(listener.who))
     return table
 
 
 def as_json(found: Sequence[Listener]) -> list[dict[str, Any]]:
     """The same as plain values."""
-    return [asdict(one) | {"open": one.is_open, "who": one.who} for one in found]
+    return [asdict(listener) | {"open": listener.is_open, "who": listener.who} for listener in found]
 
 
 # roles -----------------------------------------------------------------------------------------------------------------
@@ -172,16 +172,16 @@ def _is_torchrun(command: Sequence[str]) -> bool:
 
 def _megarl_command(command: Sequence[str]) -> str:
     """`train` of `python -m megarl train …` or `…/bin/megarl train …`; empty for other programs."""
-    for place, word in enumerate(command[:-1]):
-        if (word == "megarl" and command[place - 1] == "-m") or (Path(word).name == "megarl" and place <= 1):
-            return command[place + 1] if command[place + 1] in _COMMANDS else ""
+    for index, word in enumerate(command[:-1]):
+        if (word == "megarl" and command[index - 1] == "-m") or (Path(word).name == "megarl" and index <= 1):
+            return command[index + 1] if command[index + 1] in _COMMANDS else ""
     return ""
 
 
 def _option(command: Sequence[str], name: str) -> str | None:
-    for place, word in enumerate(command):
-        if word == name and place + 1 < len(command):
-            return command[place + 1]
+    for index, word in enumerate(command):
+        if word == name and index + 1 < len(command):
+            return command[index + 1]
         if word.startswith(f"{name}="):
             return word.partition("=")[2]
     return None
@@ -202,22 +202,22 @@ def _trees() -> list[list[psutil.Process]]:
                 ours |= {up for up in process.parents() if _is_torchrun(up.cmdline())}
             elif _is_of_ray(" ".join(process.cmdline())):
                 ours.add(process)
-    found = []
+    trees = []
     for process in ours:
         with contextlib.suppress(psutil.Error, OSError):
             if not ours.intersection(process.parents()):
-                found.append([process, *process.children(recursive=True)])
-    return found
+                trees.append([process, *process.children(recursive=True)])
+    return trees
 
 
 def _seen(process: psutil.Process) -> SeenProcess | None:
     """Facts of a process; None if it is gone, or another user's."""
     with contextlib.suppress(psutil.Error, OSError):
         sockets: list[tuple[str, str, int]] = []
-        for one in process.net_connections("inet"):
-            is_tcp = one.type == socket.SOCK_STREAM
-            if one.status == psutil.CONN_LISTEN if is_tcp else bool(one.laddr and not one.raddr):
-                sockets.append(("tcp" if is_tcp else "udp", one.laddr.ip, one.laddr.port))
+        for connection in process.net_connections("inet"):
+            is_tcp = connection.type == socket.SOCK_STREAM
+            if connection.status == psutil.CONN_LISTEN if is_tcp else bool(connection.laddr and not connection.raddr):
+                sockets.append(("tcp" if is_tcp else "udp", connection.laddr.ip, connection.laddr.port))
         ray_port, named = (_ray_port(process), socket_names(process.pid)) if sockets else (None, {})
         words = process.name(), tuple(process.cmdline()), process.environ()
         return SeenProcess(process.pid, *words, tuple(sockets), ray_port, named)
@@ -231,8 +231,8 @@ def _is_of_ray(line: str) -> bool:
 def _with_rays_mode(tree: Sequence[SeenProcess]) -> list[SeenProcess]:
     """The token mode that Ray asks for, as its own parts were started: the system shows of others the environment before
     they chose it."""
-    modes = [one.environment[MODE] for one in tree if MODE in one.environment and _is_of_ray(one.line)]
-    return [replace(one, environment={**one.environment, MODE: modes[0]}) for one in tree] if modes else list(tree)
+    modes = [process.environment[MODE] for process in tree if MODE in process.environment and _is_of_ray(process.line)]
+    return [replace(process, environment={**process.environment, MODE: modes[0]}) for process in tree] if modes else list(tree)
 
 
 def _ray_port(process: psutil.Process) -> int | None:
@@ -240,8 +240,8 @@ def _ray_port(process: psutil.Process) -> int | None:
     for file in process.open_files():
         if re.search(rf"/python-core-(worker|driver)-\w+_{process.pid}\.log$", file.path):
             with contextlib.suppress(OSError), Path(file.path).open(errors="replace") as log:
-                found = re.search(r"server started, listening on port (\d+)", log.read(1 << 16))
-                return int(found[1]) if found else None
+                match = re.search(r"server started, listening on port (\d+)", log.read(1 << 16))
+                return int(match[1]) if match else None
     return None
 
 

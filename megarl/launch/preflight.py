@@ -43,8 +43,8 @@ def check_site(job: Job, profile: ClusterProfile) -> list[Finding]:
     """
     if shutil.which("sinfo") is None:
         raise ConfigError("sinfo is not on this machine; run --preflight on a login node of the cluster")
-    found = parse_partitions(run_quietly(["sinfo", "--noheader", "--format=%P|%a|%l|%D|%G"]))
-    partition = check_partition(found, job, profile)
+    partitions = parse_partitions(run_quietly(["sinfo", "--noheader", "--format=%P|%a|%l|%D|%G"]))
+    partition = check_partition(partitions, job, profile)
     return [
         Finding("partition", f"{partition.name}: {partition.nodes} nodes, {partition.gpus_per_node} GPUs each"),
         _runtime(profile),
@@ -55,12 +55,12 @@ def check_site(job: Job, profile: ClusterProfile) -> list[Finding]:
 
 def parse_partitions(text: str) -> list[Partition]:
     """Partitions from lines of `%P|%a|%l|%D|%G`; a partition with several kinds of nodes has several lines."""
-    found = []
+    partitions = []
     for line in text.strip().splitlines():
         name, state, limit, nodes, gres = line.split("|")
         gpus = sum(int(part.split("(")[0].split(":")[-1]) for part in gres.split(",") if part.startswith("gpu"))
-        found.append(Partition(name.rstrip("*"), name.endswith("*"), state == "up", _seconds(limit), int(nodes), gpus))
-    return found
+        partitions.append(Partition(name.rstrip("*"), name.endswith("*"), state == "up", _seconds(limit), int(nodes), gpus))
+    return partitions
 
 
 def check_partition(partitions: Sequence[Partition], job: Job, profile: ClusterProfile) -> Partition:
@@ -70,18 +70,18 @@ def check_partition(partitions: Sequence[Partition], job: Job, profile: ClusterP
         ConfigError: it does not exist, is down, or has too few nodes, GPUs or hours.
     """
     names = sorted({partition.name for partition in partitions})
-    mine = [p for p in partitions if (p.name == profile.partition if profile.partition else p.is_default)]
-    if not mine:
+    matching = [p for p in partitions if (p.name == profile.partition if profile.partition else p.is_default)]
+    if not matching:
         if profile.partition is None:
             raise ConfigError(f"partition is not given and the cluster has no default; it must be {', '.join(names)}")
         hint = nearest(profile.partition, names)
         raise ConfigError(f"partition is '{profile.partition}', but the cluster has {', '.join(names)}{hint}")
-    name = mine[0].name
-    if not mine[0].is_up:
+    name = matching[0].name
+    if not matching[0].is_up:
         others = [p.name for p in partitions if p.is_up]
         raise ConfigError(f"partition '{name}' is down; it must be {', '.join(others) or 'none now: ask the operators'}")
-    fitting = [p for p in mine if p.gpus_per_node >= profile.gpus_per_node]
-    most = max(p.gpus_per_node for p in mine)
+    fitting = [p for p in matching if p.gpus_per_node >= profile.gpus_per_node]
+    most = max(p.gpus_per_node for p in matching)
     if not fitting:
         raise ConfigError(
             f"gpus_per_node is {profile.gpus_per_node}, but partition '{name}' has nodes of {most}; "
@@ -154,12 +154,12 @@ def _runtime(profile: ClusterProfile) -> Finding:
 def _disk(job: Job) -> Finding:
     existing = next(folder for folder in (job.run_folder, *job.run_folder.parents) if folder.exists())
     free, size = shutil.disk_usage(existing).free, checkpoint_bytes(job)
-    kept = (job.config.run.keep_checkpoints or 1) + 1  # one more while it is written
+    copies = (job.config.run.keep_checkpoints or 1) + 1  # one more while it is written
     runs = max(len(job.seeds), 1)
-    needed = size * kept * runs
+    needed = size * copies * runs
     if free < needed:
         raise ConfigError(
-            f"run.folder has {free / GIB:.1f} GiB free, but {kept} checkpoints of about {size / GIB:.1f} GiB for {runs} runs "
+            f"run.folder has {free / GIB:.1f} GiB free, but {copies} checkpoints of about {size / GIB:.1f} GiB for {runs} runs "
             f"take {needed / GIB:.1f} GiB; set run.folder to a larger disk, or run.keep_checkpoints to less"
         )
     return Finding("disk", f"{free / GIB:.1f} GiB free at {existing}; a checkpoint takes about {size / GIB:.2f} GiB")

@@ -66,14 +66,14 @@ def processes(config: AnyConfig, placement: Placement) -> list[dict[str, Any]]:
     A rank sees all GPUs of its node and works on `gpu`. An engine's process has a rank on each of its `gpus`, the first of
     which SGLang is given as `base_gpu_id`; of an engine on several nodes `node_rank` is this one's number of `nnodes`.
     """
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for group, layout in config.layouts.items():
         at = [layout.coords(rank) for rank in range(layout.world_size)]
         for rank, bundle in enumerate(placement.ranks[group]):
-            mine = at[rank]
-            members = {name: _members(at, mine, name) for name in PARALLEL if getattr(layout, name) > 1}
+            coords = at[rank]
+            members = {name: _members(at, coords, name) for name in PARALLEL if getattr(layout, name) > 1}
             where = placement.bundles[bundle]
-            found.append(
+            rows.append(
                 {
                     "process": f"{group} {rank}",
                     "node": where.node,
@@ -86,7 +86,7 @@ def processes(config: AnyConfig, placement: Placement) -> list[dict[str, Any]]:
         nodes = placement.engine_nodes(engine)
         for number, bundles in enumerate(nodes):
             gpus = placement.gpus(bundles)
-            found.append(
+            rows.append(
                 {
                     "process": f"engine {engine}" + (f", node {number}" if len(nodes) > 1 else ""),
                     "node": placement.bundles[bundles[0]].node,
@@ -96,13 +96,13 @@ def processes(config: AnyConfig, placement: Placement) -> list[dict[str, Any]]:
                     "node_rank": number,
                 }
             )
-    return found
+    return rows
 
 
 def _members(at: list[Any], mine: Any, name: str) -> list[int]:
     """The ranks that differ from `mine` in nothing but `name`."""
     fixed = ("etp", "edp", "pp") if name == "ep" else tuple(other for other in ("tp", "cp", "dp", "pp") if other != name)
-    return [rank for rank, one in enumerate(at) if all(getattr(one, field) == getattr(mine, field) for field in fixed)]
+    return [rank for rank, coords in enumerate(at) if all(getattr(coords, field) == getattr(mine, field) for field in fixed)]
 
 
 def weights_way(config: AnyConfig, placement: Placement) -> dict[str, Any]:
@@ -111,22 +111,22 @@ def weights_way(config: AnyConfig, placement: Placement) -> dict[str, Any]:
         return {}
     rollout, plan = config.sampling, plan_of_run(config)
     cost = cost_of(plan, ClusterRates(), colocated=config.resources.placement == "colocated")
-    found: dict[str, Any] = {
+    way: dict[str, Any] = {
         "transport": rollout.weight_transport,
         "bytes_sent": list(cost.sent),
         "bytes_received": list(cost.received),
     }
     if rollout.weight_transport == "process_group":
         groups = Communicators.of(plan)
-        found["communicators"] = {
+        way["communicators"] = {
             "of_a_training_rank": list(groups.of_a_rank),
             "of_an_engine_rank": 1,
             "members": groups.members,
         }
     elif rollout.weight_transport == "shared_memory" and len(placement.machines) > 1:
         relays = part("transports", "relay_plan", "rollout.weight_transport")
-        found["bytes_by_relays"] = relays.relayed_bytes(plan, placement)
-    return found
+        way["bytes_by_relays"] = relays.relayed_bytes(plan, placement)
+    return way
 
 
 def is_small_enough(config: AnyConfig) -> bool:
@@ -167,13 +167,13 @@ def largest_difference(rows: Sequence[Mapping[str, float]]) -> float | None:
 
     Responses that older weights sampled are left out: trainer and engines are meant to differ on these.
     """
-    told = [row["mismatch/log_prob_max"] for row in rows if "mismatch/log_prob_max" in row and not row.get("staleness/max")]
-    return max(told, default=None)
+    maxima = [row["mismatch/log_prob_max"] for row in rows if "mismatch/log_prob_max" in row and not row.get("staleness/max")]
+    return max(maxima, default=None)
 
 
 def listening(run_folder: Path) -> dict[str, dict[str, str]]:
     """The address of every process of an engine, by the name of its log; empty for engines without processes of their own."""
     from megarl.rollout.engines.sglang.server_process import started_with
 
-    found = {log.stem: started_with(log) for log in (run_folder / "logs").glob("engine-*.log")}
-    return {log: {name: told[name] for name in LISTENING if name in told} for log, told in sorted(found.items())}
+    by_log = {log.stem: started_with(log) for log in (run_folder / "logs").glob("engine-*.log")}
+    return {log: {name: address[name] for name in LISTENING if name in address} for log, address in sorted(by_log.items())}

@@ -148,8 +148,8 @@ def _write_model(folder: Path, hf_config: HFConfig) -> None:
     torch.manual_seed(0)
     kind = AutoModelForCausalLM if tower is None else AutoModelForImageTextToText
     named = {**hf_config, "model_type": architecture_for(hf_config).name}  # transformers has no other names of a family
-    made = kind.from_config(AutoConfig.for_model(**named), dtype=torch.float32)
-    made.save_pretrained(folder)
+    model = kind.from_config(AutoConfig.for_model(**named), dtype=torch.float32)
+    model.save_pretrained(folder)
     if tower is not None:
         sizes = {name: tower.get(field, default) for name, (field, default) in PICTURES.items()}
         settings = {"image_processor_type": "Qwen2VLImageProcessor", **sizes}

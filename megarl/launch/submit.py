@@ -118,10 +118,10 @@ def submit(system: str, job: Job, script: str, *, chain: int = 1) -> list[str]:
 
 def job_number(answer: str) -> str:
     """The job's number in what sbatch, qsub or bsub answered."""
-    found = re.search(r"Submitted batch job (\d+)|^(\d[\w\[\].-]*)\s*$|Job <(\d+)>", answer, re.M)
-    if found is None:
+    match = re.search(r"Submitted batch job (\d+)|^(\d[\w\[\].-]*)\s*$|Job <(\d+)>", answer, re.M)
+    if match is None:
         raise ConfigError(f"the batch system answered no job number, but: {answer.strip() or 'nothing'}")
-    return next(group for group in found.groups() if group)
+    return next(group for group in match.groups() if group)
 
 
 def run_quietly(command: Sequence[str], *, stdin: str | None = None, deadline_s: float = ANSWER_DEADLINE_S) -> str:
