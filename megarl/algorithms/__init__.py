@@ -120,5 +120,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     modules = [importlib.import_module(f"{__name__}.{module}") for module in _MODULES]
     home = next(module for module in modules if name in vars(module))
-    globals()[name] = found = getattr(home, name)
-    return found
+    globals()[name] = value = getattr(home, name)
+    return value

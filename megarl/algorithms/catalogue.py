@@ -251,13 +251,13 @@ def needs(
     `rollout_log_probs` to `entropy` are for estimators and losses, the others for an estimator. A function without the
     decorator needs nothing.
     """
-    given: dict[str, Any] = dict(locals())  # all of the above
+    declared: dict[str, Any] = dict(locals())  # all of the above
     of_losses = ("rollout_log_probs", "reference_log_probs", "teacher_log_probs", "entropy")
 
     def mark(function: F) -> F:
         marked: Any = function
-        marked.estimator_needs = EstimatorNeeds(**given)
-        marked.loss_needs = LossNeeds(**{name: given[name] for name in of_losses})
+        marked.estimator_needs = EstimatorNeeds(**declared)
+        marked.loss_needs = LossNeeds(**{name: declared[name] for name in of_losses})
         return function
 
     return mark

@@ -64,11 +64,11 @@ def correction(
         ConfigError: a mode is unknown, or its `low` and `high` are no interval.
     """
     weights, kept, changed = mask.to(old_log_probs.dtype), mask, torch.zeros_like(mask)
-    for one in corrections:
-        own, cut = _corrected(old_log_probs, rollout_log_probs, mask, one)
-        weights *= own
+    for rule in corrections:
+        rule_weights, cut = _corrected(old_log_probs, rollout_log_probs, mask, rule)
+        weights *= rule_weights
         changed |= cut
-        if one.mode == "reject_sequence":
+        if rule.mode == "reject_sequence":
             kept = kept & ~cut
     tokens, responses = max(int(torch.count_nonzero(mask)), 1), max(int(mask.any(1).sum()), 1)
     return (

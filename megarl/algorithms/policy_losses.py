@@ -83,8 +83,8 @@ def clipped_surrogate(
     ratio = log_rho.exp()
     gains, loses = advantages > 0, advantages < 0
     cut = (gains & (ratio > high)) | (loses & ((ratio < low) | (ratio > dual_clip)))
-    held = ratio.detach()
-    bounded = torch.where(loses, held.clamp(low, dual_clip), held.clamp(low, high))
+    detached = ratio.detach()
+    bounded = torch.where(loses, detached.clamp(low, dual_clip), detached.clamp(low, high))
     return -torch.where(cut, bounded, ratio) * advantages, cut
 
 

@@ -103,10 +103,10 @@ def _pair_loss(
             rejected_tokens: Tensor,
             settings: PreferenceSettings,
         ) -> tuple[Tensor, dict[str, Tensor]]:
-            given = (chosen - ref_chosen, rejected - ref_rejected) if has_reference else (chosen, rejected)
+            scores = (chosen - ref_chosen, rejected - ref_rejected) if has_reference else (chosen, rejected)
             if settings.length_normalised or not has_reference:
-                given = given[0] / chosen_tokens, given[1] / rejected_tokens
-            sums, losses = _sums(*given, settings), formula(*given, settings)
+                scores = scores[0] / chosen_tokens, scores[1] / rejected_tokens
+            sums, losses = _sums(*scores, settings), formula(*scores, settings)
             if is_shifted:
                 sums["reward"] = (sums["chosen_reward"] + sums["rejected_reward"]) / 2
             if has_rpo and settings.rpo_alpha:
@@ -318,8 +318,8 @@ def mismatched_rows(prompts: Sequence[Hashable]) -> list[int]:
     order = [row for rows in by_prompt.values() for row in rows]
     shift = max(map(len, by_prompt.values()), default=0)
     others = [0] * len(order)
-    for place, row in enumerate(order):
-        others[row] = order[(place + shift) % len(order)]  # past the end of its own prompt's rows
+    for position, row in enumerate(order):
+        others[row] = order[(position + shift) % len(order)]  # past the end of its own prompt's rows
     return others
 
 

@@ -51,5 +51,5 @@ class Registry(Generic[F]):
             return self._functions[name]
         if self._load is not None and ":" in name:
             return cast(F, self._load(name, tuple(arguments)))
-        own = "" if self._load is None else f" or your own as {FORMS}"
-        raise ConfigError(f"{self.kind} is '{name}'; it must be one of {', '.join(self)}{own}{nearest(name, self)}")
+        hint = "" if self._load is None else f" or your own as {FORMS}"
+        raise ConfigError(f"{self.kind} is '{name}'; it must be one of {', '.join(self)}{hint}{nearest(name, self)}")

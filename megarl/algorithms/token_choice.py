@@ -65,9 +65,9 @@ def tokens_within_covariances(
     Returns:
         bool `[B, T]`.
     """
-    found = covariance(log_probs, advantages, mask)
-    eligible = (found > low) & (found < high)
-    count = min(_count(share, len(found)), int(eligible.sum()))
+    covariances = covariance(log_probs, advantages, mask)
+    eligible = (covariances > low) & (covariances < high)
+    count = min(_count(share, len(covariances)), int(eligible.sum()))
     return _at(_drawn(seeds, mask).masked_fill_(~eligible, 2.0).topk(count, largest=False).indices, mask)
 
 
@@ -86,10 +86,10 @@ def tokens_of_largest_covariance(
     Returns:
         bool `[B, T]`.
     """
-    found = covariance(log_probs, advantages, mask)
-    if not len(found):
+    covariances = covariance(log_probs, advantages, mask)
+    if not len(covariances):
         return mask
-    count, rounded = _count(share, len(found)), found.mul_(PER_NAT).round_()
+    count, rounded = _count(share, len(covariances)), covariances.mul_(PER_NAT).round_()
     threshold = _largest(rounded, count)
     above = rounded > threshold
     level = (rounded == threshold).nonzero().squeeze(1)[: count - int(above.sum())]

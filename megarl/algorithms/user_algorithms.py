@@ -87,8 +87,8 @@ def _loaded(
     for_losses: LossNeeds = getattr(function, "loss_needs", LossNeeds())
     needed, others = (for_estimators, for_losses) if kind is _ESTIMATOR else (for_losses, for_estimators)
     alien = asdict(others).items() - asdict(type(others)()).items()
-    if given := ", ".join(field for field, _ in asdict(others).items() if field in dict(alien) and not hasattr(needed, field)):
-        raise error(f"'{name}' says by @needs that it needs {given}, which {kind.what} is not given")
+    if names := ", ".join(field for field, _ in asdict(others).items() if field in dict(alien) and not hasattr(needed, field)):
+        raise error(f"'{name}' says by @needs that it needs {names}, which {kind.what} is not given")
     by_name = kind.call(needed, arguments)
     why = why_not_called(function, *kind.positional, **dict.fromkeys(by_name))
     if why is not None:

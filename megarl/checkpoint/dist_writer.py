@@ -102,8 +102,8 @@ def join_shards(folder: str | Path, parts: Sequence[Written]) -> dict[str, FileR
             keys[key] = StoredKey(stored.dtype, stored.shape, (*(before.chunks if before else ()), *stored.chunks))
     for key, stored in keys.items():
         elements = sum(prod(chunk.sizes) for chunk in stored.chunks)
-        wanted = prod(stored.shape) - sum(part.absent.get(key, 0) for part in parts)
-        if elements != wanted or len({chunk.offsets for chunk in stored.chunks}) != len(stored.chunks):
-            raise CheckpointError(f"the ranks wrote {elements} elements of '{key}', of which there are {wanted}")
+        expected = prod(stored.shape) - sum(part.absent.get(key, 0) for part in parts)
+        if elements != expected or len({chunk.offsets for chunk in stored.chunks}) != len(stored.chunks):
+            raise CheckpointError(f"the ranks wrote {elements} elements of '{key}', of which there are {expected}")
     write_metadata(Path(folder), keys, {name: at for part in parts for name, at in part.objects.items()})
     return {name: record for part in parts for name, record in part.files.items()}

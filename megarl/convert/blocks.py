@@ -103,8 +103,8 @@ class Task:
     def stored_dtype(self) -> torch.dtype | None:
         """The dtype that all parts are stored in and need no change from; None if there is no such."""
         sources = [part.source for part in self.parts if part.source is not None]
-        found = {source.dtype if source.format is None else None for source in sources}
-        return found.pop() if len(found) == 1 else None
+        dtypes = {source.dtype if source.format is None else None for source in sources}
+        return dtypes.pop() if len(dtypes) == 1 else None
 
     def read(self, sources: Reader, start: int, stop: int, buffer: Tensor | None = None) -> Tensor:
         """Rows `start:stop` of the target, from the parts they lie in, in the dtype of those.
@@ -114,7 +114,7 @@ class Task:
         dtype = self.stored_dtype()
         if buffer is None and dtype is not None:
             buffer = torch.empty((stop - start, self.target.width), dtype=dtype)
-        found: list[Tensor] = []
+        blocks: list[Tensor] = []
         at = 0
         for part in self.parts:
             first, last = max(start, at), min(stop, at + part.rows)
@@ -131,13 +131,13 @@ class Task:
                 else:
                     sources.read_into(rows, part.source, part.start + row)
             elif part.source is None:
-                found.append(torch.zeros((last - first, self.target.width), dtype=self.target.dtype))
+                blocks.append(torch.zeros((last - first, self.target.width), dtype=self.target.dtype))
             else:
-                found.append(sources.part(part, row, last - first))
+                blocks.append(sources.part(part, row, last - first))
         if buffer is not None:
             return buffer
-        common = found[0].dtype if len({rows.dtype for rows in found}) == 1 else torch.float32
-        return torch.cat([rows.to(common) for rows in found])
+        common = blocks[0].dtype if len({rows.dtype for rows in blocks}) == 1 else torch.float32
+        return torch.cat([rows.to(common) for rows in blocks])
 
 
 def rows_and_cols(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -184,8 +184,8 @@ class Reader:
         assert part.source is not None
         start = part.start + row * part.step
         stop = start + (rows - 1) * part.step + 1
-        found = (self.columns if part.transposed else self.rows)(part.source, start, stop)[:: part.step]
-        return found.unflatten(1, (2, -1)).mT.flatten(1) if part.alternating else found
+        values = (self.columns if part.transposed else self.rows)(part.source, start, stop)[:: part.step]
+        return values.unflatten(1, (2, -1)).mT.flatten(1) if part.alternating else values
 
     def rows(self, source: Matrix, start: int, stop: int) -> Tensor:
         """Rows `start:stop`, `[stop - start, width]`; dequantised to bfloat16 where the matrix is quantised."""

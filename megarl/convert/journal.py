@@ -116,16 +116,16 @@ class Journal:
     def _check_header(self, path: Path) -> None:
         first = path.read_text().partition("\n")[0]
         try:
-            found = json.loads(first)
+            stored_header = json.loads(first)
         except ValueError:
             return  # another shard is writing its first line just now, or was killed before it could
         for name, what in (("kind", "conversion"), ("source", "source"), ("shards", "number of shards")):
-            if found.get(name) != self.header[name]:
+            if stored_header.get(name) != self.header[name]:
                 raise CheckpointError(
-                    f"'{self.staging}' holds an unfinished conversion whose {what} is {found.get(name)!r}, but this command's "
-                    f"is {self.header[name]!r}; finish that one first, or remove the folder"
+                    f"'{self.staging}' holds an unfinished conversion whose {what} is {stored_header.get(name)!r}, but this "
+                    f"command's is {self.header[name]!r}; finish that one first, or remove the folder"
                 )
-        if found != self.header:
+        if stored_header != self.header:
             raise CheckpointError(
                 f"'{self.staging}' holds an unfinished conversion with other options, or whose source has changed since; "
                 "finish it with the same command and source, or remove the folder"
@@ -144,12 +144,12 @@ def fingerprint(plan: ConversionPlan) -> str:
 def shard_of(plan: ConversionPlan, index: int, count: int) -> list[int]:
     """Numbers of the tasks of shard `index` of `count`: those whose middle byte lies in its share."""
     total = sum(task.nbytes for task in plan.tasks)
-    found, at = [], 0
+    numbers, at = [], 0
     for number, task in enumerate(plan.tasks):
         if (2 * at + task.nbytes) * count // max(1, 2 * total) == index:
-            found.append(number)
+            numbers.append(number)
         at += task.nbytes
-    return found
+    return numbers
 
 
 def refuse_existing(target: Path) -> None:

@@ -62,9 +62,9 @@ def compare_logits(left: ConversionSource, right: ConversionSource, prompts: Pat
     expected = _transformers_logits(str(through_transformers.path), token_ids)
     arguments = (str(through_megatron.companions), str(through_megatron.path) if is_dist else None, token_ids)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        found = process.submit(_megatron_logits, *arguments).result()
-    differences = [(a - b).abs().max() for a, b in zip(found, expected, strict=True)]
-    same = [a.argmax(-1) == b.argmax(-1) for a, b in zip(found, expected, strict=True)]
+        actual = process.submit(_megatron_logits, *arguments).result()
+    differences = [(a - b).abs().max() for a, b in zip(actual, expected, strict=True)]
+    same = [a.argmax(-1) == b.argmax(-1) for a, b in zip(actual, expected, strict=True)]
     return LogitReport(
         tokens=sum(map(len, token_ids)),
         largest_difference=float(torch.stack(differences).max()),
@@ -85,16 +85,16 @@ def read_prompts(path: Path, model: Path) -> list[list[int]]:
         raise DataError(f"prompts '{path}' cannot be read: {error}") from None
     if not lines:
         raise DataError(f"prompts '{path}' is empty; it must hold a prompt a line")
-    found = [_ids_of_json(line) for line in lines]
-    if any(ids is None for ids in found):
+    token_ids = [_ids_of_json(line) for line in lines]
+    if any(ids is None for ids in token_ids):
         from transformers import AutoTokenizer
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise DataError(f"prompts '{path}' holds text, but '{model}' has no tokenizer: {error}") from None
-        found = [tokenizer.encode(line) if ids is None else ids for line, ids in zip(lines, found, strict=True)]
-    return [ids for ids in found if ids]
+        token_ids = [tokenizer.encode(line) if ids is None else ids for line, ids in zip(lines, token_ids, strict=True)]
+    return [ids for ids in token_ids if ids]
 
 
 def _ids_of_json(line: str) -> list[int] | None:
@@ -122,7 +122,7 @@ def _megatron_logits(config_folder: str, checkpoint: str | None, token_ids: Sequ
     from megarl import platform
 
     warnings.simplefilter("ignore")  # megatron-core's own, about packages that a CPU does not have
-    own = platform.install()
+    installed = platform.install()
     from megatron.core import dist_checkpointing
 
     from megarl.config.layout import Layout
@@ -134,7 +134,7 @@ def _megatron_logits(config_folder: str, checkpoint: str | None, token_ids: Sequ
 
     with tempfile.TemporaryDirectory() as rendezvous:
         torch.distributed.init_process_group(
-            own.collective_backend, init_method=f"file://{rendezvous}/store", rank=0, world_size=1
+            installed.collective_backend, init_method=f"file://{rendezvous}/store", rank=0, world_size=1
         )
         initialize_layout(Layout(), seed=0)
         folder = HFFolder(config_folder)
@@ -147,9 +147,9 @@ def _megatron_logits(config_folder: str, checkpoint: str | None, token_ids: Sequ
             state = dist_checkpointing.load({"model": model.sharded_state_dict()}, checkpoint)
             model.load_state_dict(state["model"], strict=True)
         divisor = architecture.traits(folder.config).logits_divisor
-        found = [_logits(model, options, ids) / divisor for ids in token_ids]
+        logits = [_logits(model, options, ids) / divisor for ids in token_ids]
         torch.distributed.destroy_process_group()
-    return found
+    return logits
 
 
 def _logits(model: Any, options: Any, ids: list[int]) -> Tensor:

@@ -74,7 +74,7 @@ class ConversionPlan:
     def block_bytes(self) -> int:
         """Bytes of tensors that one worker holds at most: a block as it is stored, converted, and a box cut out of it."""
         targets = [task.target for task in self.tasks]
-        widest = 4 * max(one.width * (one.format.rows_per_scale if one.format else 1) for one in targets)
+        widest = 4 * max(matrix.width * (matrix.format.rows_per_scale if matrix.format else 1) for matrix in targets)
         whole = max((part.source.nbytes for part in self._parts() if part.transposed and part.source), default=0)
         return 4 * max(BLOCK_BYTES, widest) + whole
 
@@ -111,14 +111,14 @@ def plan_dist(kind: str, source: ConversionSource, layout: Layout, dtype: str | 
         rows, cols = rows_and_cols(shape)
         parts, stored = source.param_parts(rule, rows)
         place = names.place(rule)
-        wanted = stored if dtype is None else kept_dtype(rule) or DTYPES[dtype]
+        target_dtype = stored if dtype is None else kept_dtype(rule) or DTYPES[dtype]
         sections = stored_rows(rule, rows)
         extents, frames, chunk_names = [], [], []
         for chunk in chunks_of(rule, rows, cols, layout, names.weight_map, stages):
             section = next(part for part in reversed(sections) if part.first <= chunk.row)
             keys = tuple(key + section.suffix for key in place.keys)
             own_shape = (section.rows, *shape[1:])
-            key = laid.setdefault(keys[0], _KeyLayout(wanted, (*place.prefix_sizes, *own_shape), keys))
+            key = laid.setdefault(keys[0], _KeyLayout(target_dtype, (*place.prefix_sizes, *own_shape), keys))
             offsets, sizes = _box(place.prefix, own_shape, replace(chunk, row=chunk.row - section.first))
             around = frame(key.dtype, sizes)
             file = _file_of(chunk.rank)
@@ -155,13 +155,13 @@ def plan_hf(kind: str, source: ConversionSource, dtype: str | None, max_shard_by
     """
     outlined = list(_hf_outputs(source, dtype))
     shards: list[list[_Tensor]] = [[]]
-    held = 0
+    shard_bytes = 0
     for tensor in outlined:
-        if shards[-1] and held + tensor.nbytes > max_shard_bytes:
+        if shards[-1] and shard_bytes + tensor.nbytes > max_shard_bytes:
             shards.append([])
-            held = 0
+            shard_bytes = 0
         shards[-1].append(tensor)
-        held += tensor.nbytes
+        shard_bytes += tensor.nbytes
     files: dict[str, int] = {}
     tasks: list[Task] = []
     fixed: list[tuple[Fixed, ...]] = []
@@ -249,23 +249,28 @@ def _hf_outputs(source: ConversionSource, dtype: str | None) -> Iterator[_Tensor
         copies.setdefault(original, []).append(copy)
     for rule in source.names.weight_map.bound_rules():
         for name, shape, parts, stored in source.hf_parts(rule):
-            wanted = stored if dtype is None else kept_dtype(rule) or DTYPES.get(dtype, torch.bfloat16)
+            target_dtype = stored if dtype is None else kept_dtype(rule) or DTYPES.get(dtype, torch.bfloat16)
             place = fused.place(name) if fused is not None else None
             if format is not None and format.applies_to(rule.megatron_name):
-                yield from (_Tensor(one, wanted, shape, parts, format=format) for one in (name, *copies.get(name, ())))
+                yield from (
+                    _Tensor(output_name, target_dtype, shape, parts, format=format)
+                    for output_name in (name, *copies.get(name, ()))
+                )
             elif place is None or fused is None:
-                yield from (_Tensor(one, wanted, shape, parts) for one in (name, *copies.get(name, ())))
+                yield from (_Tensor(output_name, target_dtype, shape, parts) for output_name in (name, *copies.get(name, ())))
             elif isinstance(fused, FusedRows):
                 together += parts
                 if place.stop == fused.shape(place.stored)[0]:
-                    yield _Tensor(place.stored, wanted, fused.shape(place.stored), tuple(together))
+                    yield _Tensor(place.stored, target_dtype, fused.shape(place.stored), tuple(together))
                     together = []
             elif isinstance(place, ExpertPlace) and place.start == 0:  # up is beside gate, in the same matrix
                 [part] = parts
                 alternating = part.step < place.step  # not yet in the source
                 together.append(Part(part.source, 0, part.cols, not part.transposed, alternating=alternating))
                 if len(together) == fused.experts:
-                    yield _Tensor(place.stored, wanted, fused.shape(place.stored), tuple(together), rows_of_last_axis=True)
+                    yield _Tensor(
+                        place.stored, target_dtype, fused.shape(place.stored), tuple(together), rows_of_last_axis=True
+                    )
                     together = []
 
 

@@ -58,12 +58,12 @@ def run_plan(
     started = time.monotonic()
     journal = Journal(plan, target, *shard)
     with journal.opened(), _disk_errors(journal.staging):
-        mine = journal.mine()
+        shard_tasks = journal.mine()
         _check_space(plan, journal.staging)
-        _make_files(plan, mine, journal.staging)
-        kept = _still_there(plan, journal)
-        left = [number for number in mine if number not in kept]
-        total, done = sum(plan.tasks[n].nbytes for n in mine), sum(plan.tasks[n].nbytes for n in kept)
+        _make_files(plan, shard_tasks, journal.staging)
+        finished_tasks = _still_there(plan, journal)
+        left = [number for number in shard_tasks if number not in finished_tasks]
+        total, done = sum(plan.tasks[n].nbytes for n in shard_tasks), sum(plan.tasks[n].nbytes for n in finished_tasks)
 
         def tick(nbytes: int) -> None:
             if progress is not None:
@@ -119,11 +119,11 @@ def _completed_by_workers(
     processes: dict[Connection, Any] = {}
     try:
         for _ in range(workers):
-            mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(plan, numbers, staging, turn, done, theirs), daemon=True)
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(plan, numbers, staging, turn, done, sender), daemon=True)
             process.start()
-            theirs.close()
-            processes[mine] = process
+            sender.close()
+            processes[receiver] = process
         while processes:
             for connection in wait(list(processes), timeout=0.2):
                 assert isinstance(connection, Connection)
@@ -189,13 +189,13 @@ def _make_files(plan: ConversionPlan, numbers: Sequence[int], staging: Path) -> 
 
 def _still_there(plan: ConversionPlan, journal: Journal) -> set[int]:
     """Tasks that the journal calls finished and whose bytes are on disk as they were written."""
-    kept = set()
+    intact = set()
     with closing(Files(journal.staging, os.O_RDONLY)) as files:
         for number, checksums in journal.done().items():
-            found = [extent_checksum(files, extent, itemsize) for _, extent, itemsize in target_extents(plan.tasks[number])]
-            if found == checksums:
-                kept.add(number)
-    return kept
+            on_disk = [extent_checksum(files, extent, itemsize) for _, extent, itemsize in target_extents(plan.tasks[number])]
+            if on_disk == checksums:
+                intact.add(number)
+    return intact
 
 
 def _check_space(plan: ConversionPlan, staging: Path) -> None:

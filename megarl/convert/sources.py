@@ -140,21 +140,21 @@ class DistSource(_Source):
     def param_parts(self, rule: BoundRule, rows: int) -> tuple[tuple[Part, ...], torch.dtype]:
         """See `HFSource`. Vocabularies may be padded otherwise than stored."""
         matrix = self.matrix(rule)
-        kept = min(rows, self.names.vocab_size) if is_vocabulary(rule) else rows
-        padding = (Part(None, 0, rows - kept),) if rows > kept else ()
-        return (Part(matrix, 0, kept), *padding), matrix.dtype
+        real_rows = min(rows, self.names.vocab_size) if is_vocabulary(rule) else rows
+        padding = (Part(None, 0, rows - real_rows),) if rows > real_rows else ()
+        return (Part(matrix, 0, real_rows), *padding), matrix.dtype
 
     def hf_parts(self, rule: BoundRule) -> Iterator[tuple[str, tuple[int, ...], tuple[Part, ...], torch.dtype]]:
         matrix = self.matrix(rule)
-        found: dict[str, list[tuple[int, Part]]] = {name: [] for name in rule.hf_names}
+        parts_by_name: dict[str, list[tuple[int, Part]]] = {name: [] for name in rule.hf_names}
         at = 0
         for piece in rule.pieces(0, 1):
             rows = matrix.rows if rule.tp_axis == 1 else piece.stop - piece.start
             if piece.hf_name is not None:
-                found[piece.hf_name].append((piece.start, Part(matrix, at, rows)))
+                parts_by_name[piece.hf_name].append((piece.start, Part(matrix, at, rows)))
             at += rows
         for name, shape in rule.hf_shapes.items():
-            parts = sorted(found[name], key=lambda item: item[0])
+            parts = sorted(parts_by_name[name], key=lambda item: item[0])
             yield name, shape, tuple(part for _, part in parts), matrix.dtype
 
     def files(self) -> list[Path]:
@@ -177,14 +177,14 @@ class DistSource(_Source):
             rows, cols = rows_and_cols(shape)
             return Matrix(rule.megatron_name, kept_dtype(rule) or default_dtype(self.hf_config), rows, cols, ())
         place = self.names.place(rule)
-        found = [self._section(rule, place, part, shape) for part in stored_rows(rule, shape[0] if shape else 1)]
-        if len(found) == 1:
-            return found[0]
+        sections = [self._section(rule, place, part, shape) for part in stored_rows(rule, shape[0] if shape else 1)]
+        if len(sections) == 1:
+            return sections[0]
         first, moved = 0, []
-        for part in found:
+        for part in sections:
             moved += [replace(extent, row=extent.row + first) for extent in part.extents]
             first += part.rows
-        return Matrix(place.keys[0], found[0].dtype, first, found[0].cols, tuple(moved))
+        return Matrix(place.keys[0], sections[0].dtype, first, sections[0].cols, tuple(moved))
 
     def _section(self, rule: BoundRule, place: Place, part: StoredRows, shape: tuple[int, ...]) -> Matrix:
         """The rows of a parameter that have a key of their own: all, but of a parameter in sections."""
@@ -197,15 +197,17 @@ class DistSource(_Source):
                 f"'{self.path}' has no '{keys[0]}', which the model's config.json implies for '{rule.megatron_name}'"
             )
         stored, depth = self.dist.keys[key], len(place.prefix)
-        own = stored.shape[depth:]
-        fits = own[1:] == shape[1:] and (own[0] >= shape[0] if is_vocabulary(rule) else own[:1] == shape[:1])
-        if stored.shape[:depth] != place.prefix_sizes or len(own) != len(shape) or not fits:
+        inner_shape = stored.shape[depth:]
+        fits = inner_shape[1:] == shape[1:] and (
+            inner_shape[0] >= shape[0] if is_vocabulary(rule) else inner_shape[:1] == shape[:1]
+        )
+        if stored.shape[:depth] != place.prefix_sizes or len(inner_shape) != len(shape) or not fits:
             raise CheckpointError(
                 f"'{key}' in '{self.path}' has shape {list(stored.shape)}, but the model's config.json implies "
                 f"{[*place.prefix_sizes, *shape]}"
             )
-        rows, cols = rows_and_cols(own)
-        extents = tuple(self._extents(key, place.prefix, own, stored.dtype))
+        rows, cols = rows_and_cols(inner_shape)
+        extents = tuple(self._extents(key, place.prefix, inner_shape, stored.dtype))
         if sum(e.rows * e.cols for e in extents) != rows * cols:
             raise CheckpointError(f"'{key}' in '{self.path}' is incomplete or has chunks that overlap, at {list(place.prefix)}")
         return Matrix(key + (str(list(place.prefix)) if depth else ""), stored.dtype, rows, cols, extents)
@@ -235,12 +237,12 @@ class DistSource(_Source):
     def _by_prefix(self, key: str, depth: int) -> dict[tuple[int, ...], list[tuple[StoredChunk, int]]]:
         """A key's chunks by each index of the leading axes that they hold, with its number among those."""
         assert self.dist is not None
-        found: dict[tuple[int, ...], list[tuple[StoredChunk, int]]] = {}
+        chunks_by_prefix: dict[tuple[int, ...], list[tuple[StoredChunk, int]]] = {}
         for chunk in self.dist.keys[key].chunks:
             ranges = [range(o, o + s) for o, s in zip(chunk.offsets[:depth], chunk.sizes[:depth], strict=True)]
             for number, prefix in enumerate(product(*ranges)):
-                found.setdefault(prefix, []).append((chunk, number))
-        return found
+                chunks_by_prefix.setdefault(prefix, []).append((chunk, number))
+        return chunks_by_prefix
 
     @cached_property
     def _chunks_at(self) -> dict[str, dict[tuple[int, ...], list[tuple[StoredChunk, int]]]]:
@@ -323,20 +325,20 @@ def _matrices_of_config(
     weight_map: WeightMap, config: dict[str, Any], format: WeightFormat | None
 ) -> tuple[dict[str, Matrix], dict[str, Matrix]]:
     """Matrices as `_matrices_of_folder` gives them, of the folder that a config implies."""
-    found, quantised = {}, {}
+    matrices, quantised = {}, {}
     for rule in weight_map.bound_rules():
         for name, shape in rule.hf_shapes.items():
             if format is None or not format.applies_to(rule.megatron_name):
                 rows, cols = rows_and_cols(shape)
-                found[name] = Matrix(name, kept_dtype(rule) or default_dtype(config), rows, cols, ())
+                matrices[name] = Matrix(name, kept_dtype(rule) or default_dtype(config), rows, cols, ())
                 continue
             stored = []
             for part in format.parts(Copy(shape)):
                 rows, cols = rows_and_cols(part.packing.hf_shapes[0])
                 stored.append(Matrix(name + part.suffix, getattr(torch, part.dtype), rows, cols, ()))
-            found |= {matrix.name: matrix for matrix in stored}
+            matrices |= {matrix.name: matrix for matrix in stored}
             quantised[name] = replace(stored[0], format=format, beside=tuple(stored[1:]))
-    return found, quantised
+    return matrices, quantised
 
 
 def _has_mxfp4(config: dict[str, Any]) -> bool:
@@ -349,27 +351,27 @@ def _matrices_of_folder(
     folder: HFFolder, format: WeightFormat | None, weight_map: WeightMap, *, mxfp4: bool
 ) -> tuple[dict[str, Matrix], dict[str, Matrix]]:
     """(the matrices that a folder stores, the weights among them that are quantised, by the weight's name)."""
-    found: dict[str, Matrix] = {}
+    matrices: dict[str, Matrix] = {}
     entries = folder.entries()
     for name, (file, entry) in entries.items():
         rows, cols = rows_and_cols(entry.shape)
-        found[name] = Matrix(name, entry.dtype, rows, cols, (Extent(file, entry.offset, 0, rows, 0, cols),))
+        matrices[name] = Matrix(name, entry.dtype, rows, cols, (Extent(file, entry.offset, 0, rows, 0, cols),))
     shapes = {name: entry.shape for name, (_, entry) in entries.items()}
     quantised: dict[str, Matrix] = {}
     for rule in weight_map.bound_rules() if format is not None else ():
         for name, shape in rule.hf_shapes.items() if format is not None and format.applies_to(rule.megatron_name) else ():
             assert format is not None
             values, scales, *_ = format.parts(Copy(shape))
-            if values.suffix or name + scales.suffix in found:
-                quantised[name] = _quantised(folder, found, shapes, name, shape, format)
+            if values.suffix or name + scales.suffix in matrices:
+                quantised[name] = _quantised(folder, matrices, shapes, name, shape, format)
     beside = {part.name: matrix.name for matrix in quantised.values() for part in matrix.beside}
     folder.check(weight_map, ignore={*beside, *(matrix.name for matrix in quantised.values())}, instead=quantised.keys())
-    for name, matrix in found.items():
+    for name, matrix in matrices.items():
         if mxfp4 and name.endswith((BLOCKS, SCALES)):
             continue
         if matrix.dtype.itemsize == 1 and name not in quantised and name not in beside:
             raise ModelError(f"tensor '{name}' in '{folder.path}' is {matrix.dtype}, but there is no '{name}{SCALE_SUFFIX}'")
-    return found, quantised
+    return matrices, quantised
 
 
 def _quantised(
@@ -383,13 +385,13 @@ def _quantised(
     """The weight `name` with what belongs to it, which must be there, in the dtype and shape that the format implies."""
     parts = []
     for part in format.parts(Copy(shape)):
-        stored, dtype, wanted = name + part.suffix, getattr(torch, part.dtype), part.packing.hf_shapes[0]
+        stored, dtype, expected_shape = name + part.suffix, getattr(torch, part.dtype), part.packing.hf_shapes[0]
         if stored not in found:
             raise ModelError(f"'{folder.path}' has no tensor '{stored}', which config.json implies ({format.name})")
-        if (found[stored].dtype, shapes[stored]) != (dtype, wanted):
+        if (found[stored].dtype, shapes[stored]) != (dtype, expected_shape):
             raise ModelError(
                 f"tensor '{stored}' in '{folder.path}' is {found[stored].dtype} {list(shapes[stored])}, but {format.name} of a "
-                f"weight of {list(shape)} needs {dtype} {list(wanted)}"
+                f"weight of {list(shape)} needs {dtype} {list(expected_shape)}"
             )
         parts.append(found[stored])
     return replace(parts[0], format=format, beside=tuple(parts[1:]))
@@ -397,7 +399,7 @@ def _quantised(
 
 def _experts_of(folder: HFFolder) -> dict[tuple[str, int], Matrix]:
     """The matrix of each expert in the tensors that hold all experts' of a block."""
-    fused, found = folder.fused, {}
+    fused, matrices = folder.fused, {}
     if not isinstance(fused, FusedExperts):
         return {}
     entries = folder.entries()
@@ -406,12 +408,12 @@ def _experts_of(folder: HFFolder) -> dict[tuple[str, int], Matrix]:
             continue
         stored = name.removesuffix(BLOCKS)
         for expert in range(fused.experts):
-            found[stored, expert] = _expert_of(entries, name, expert)
+            matrices[stored, expert] = _expert_of(entries, name, expert)
             if stored != name:
                 exponents = _expert_of(entries, stored + SCALES, expert)
                 mxfp4 = mxfp4_in(f"'{name}' in '{folder.path}'").Mxfp4()
-                found[stored, expert] = replace(found[stored, expert], format=mxfp4, beside=(exponents,))
-    return found
+                matrices[stored, expert] = replace(matrices[stored, expert], format=mxfp4, beside=(exponents,))
+    return matrices
 
 
 def _expert_of(entries: dict[str, tuple[str, Entry]], name: str, expert: int) -> Matrix:
@@ -424,16 +426,16 @@ def _expert_of(entries: dict[str, tuple[str, Entry]], name: str, expert: int) ->
 def _config_folder(folder: Path, named: str | Path | None) -> Path:
     if named is not None:
         return Path(named)
-    own = folder / HF_SUBFOLDER
-    if (own / "config.json").is_file():
-        return own
-    found = _config_folder_of_run(folder)
-    if found is None:
+    subfolder = folder / HF_SUBFOLDER
+    if (subfolder / "config.json").is_file():
+        return subfolder
+    config_folder = _config_folder_of_run(folder)
+    if config_folder is None:
         raise CheckpointError(
             f"nothing says which model '{folder}' is: it has no {HF_SUBFOLDER}/config.json and is in no run's folder; name a "
             "Hugging Face folder with --hf-config"
         )
-    return found
+    return config_folder
 
 
 def _config_folder_of_run(folder: Path) -> Path | None:

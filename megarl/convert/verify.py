@@ -66,17 +66,17 @@ def compare(left: ConversionSource, right: ConversionSource, progress: Callable[
     Values of different dtypes are compared in the wider one. Values that are not finite are warned of.
     """
     tally = Tally()
-    mine, theirs = hf_tensors(left), hf_tensors(right)
-    for name in mine.keys() ^ theirs.keys():
-        there, missing = (left, right) if name in mine else (right, left)
+    left_tensors, right_tensors = hf_tensors(left), hf_tensors(right)
+    for name in left_tensors.keys() ^ right_tensors.keys():
+        there, missing = (left, right) if name in left_tensors else (right, left)
         tally.differences.append(f"'{name}' is in '{there.path}', but not in '{missing.path}'")
-    both = [name for name in mine if name in theirs]
-    total = sum(mine[name][1].target.nbytes for name in both)
-    with closing(Files(left.path, os.O_RDONLY)) as mine_of, closing(Files(right.path, os.O_RDONLY)) as theirs_of:
-        readers = Reader(mine_of), Reader(theirs_of)
+    both = [name for name in left_tensors if name in right_tensors]
+    total = sum(left_tensors[name][1].target.nbytes for name in both)
+    with closing(Files(left.path, os.O_RDONLY)) as left_files, closing(Files(right.path, os.O_RDONLY)) as right_files:
+        readers = Reader(left_files), Reader(right_files)
         for name in both:
-            _compare_tensor(name, mine[name], theirs[name], readers, tally)
-            tally.count(mine[name][1].target, progress, total)
+            _compare_tensor(name, left_tensors[name], right_tensors[name], readers, tally)
+            tally.count(left_tensors[name][1].target, progress, total)
     return tally
 
 
@@ -96,12 +96,12 @@ def check_record(source: ConversionSource, progress: Callable[[int, int], None] 
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"'{path}' is damaged: {error!r}") from None
     tally = Tally()
-    found = dict(_stored(source))
-    for name in noted.keys() ^ found.keys():
+    stored = dict(_stored(source))
+    for name in noted.keys() ^ stored.keys():
         tally.differences.append(f"'{name}' is {'missing' if name in noted else 'not in ' + RECORD}")
-    total = sum(matrix.nbytes for matrix in found.values())
+    total = sum(matrix.nbytes for matrix in stored.values())
     with closing(Files(source.path, os.O_RDONLY)) as files:
-        for name, matrix in found.items():
+        for name, matrix in stored.items():
             checksum = extent_checksum(files, matrix.extents[0], matrix.dtype.itemsize)
             if checksum != noted.get(name, checksum):
                 tally.differences.append(f"'{name}' has checksum {checksum}, but was written with {noted[name]}")

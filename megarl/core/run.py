@@ -489,6 +489,6 @@ class Run(ABC):
 
     def _begin_to_save(self) -> None:
         state = {"step": self.step, "evaluations": self.evaluations, **self.state()}
-        made = provenance(self.saving.config_text, self.step, state.get("weight_version"))
+        origin = provenance(self.saving.config_text, self.step, state.get("weight_version"))
         evaluation = self.evaluations.get("after" if self.finished else f"step {self.step}")
-        self.saving.begin(self.roles, self.step, state, made, evaluation)
+        self.saving.begin(self.roles, self.step, state, origin, evaluation)

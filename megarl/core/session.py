@@ -136,8 +136,8 @@ class Session:
         """
         text = content if isinstance(content, str) else [dict(message) for message in content]
         rows = [{**(row or {}), self.config.data.prompt_key: text}]
-        (made,) = self._builder.build(rows, prefix=f"asked-{next(self._calls)}", origin=Origin("the prompt", None))
-        return made
+        (prompt,) = self._builder.build(rows, prefix=f"asked-{next(self._calls)}", origin=Origin("the prompt", None))
+        return prompt
 
     def sample(
         self,
@@ -162,7 +162,7 @@ class Session:
         if n < 1:
             raise ConfigError(f"n is {n}; it must be at least 1")
         self._refuse_to_forget_gradients("sample")
-        asked = [self._visit(prompt if isinstance(prompt, Prompt) else self.prompt(prompt)) for prompt in prompts]
+        distinct_prompts = [self._visit(prompt if isinstance(prompt, Prompt) else self.prompt(prompt)) for prompt in prompts]
         sampling = {
             "temperature": temperature,
             "top_p": top_p,
@@ -170,7 +170,7 @@ class Session:
             "min_p": min_p,
             "max_new_tokens": max_new_tokens,
         }
-        samples = self.rollouts.answer(asked, n, greedy=greedy, **sampling)
+        samples = self.rollouts.answer(distinct_prompts, n, greedy=greedy, **sampling)
         return [samples[start : start + n] for start in range(0, len(samples), n)]
 
     def _visit(self, prompt: Prompt) -> Prompt:
@@ -475,8 +475,8 @@ class Session:
 
 
 def _flat(samples: Sequence[Sample | Sequence[Sample]]) -> Iterator[Sample]:
-    for one in samples:
-        if isinstance(one, Sample):
-            yield one
+    for entry in samples:
+        if isinstance(entry, Sample):
+            yield entry
         else:
-            yield from one
+            yield from entry

@@ -93,8 +93,8 @@ class StalenessManager:
     @property
     def room(self) -> int:
         """Number of groups that may be of use before the next batch is taken."""
-        wanted = self.due + self.staleness * self.batch_size + self.over_sample
-        return max(0, wanted - len(self._groups))
+        needed = self.due + self.staleness * self.batch_size + self.over_sample
+        return max(0, needed - len(self._groups))
 
     def open_step(self, version: int, due: int | None = None) -> list[int]:
         """The next batch, of `due` groups (None: `batch_size`), is for a policy of this `version`; returns what is dropped."""
@@ -139,7 +139,7 @@ class StalenessManager:
     def startable(self, version: int) -> int:
         """Number of queued groups that `start` would put in flight under weights of `version` now."""
         at = (bisect_left(self._places, number) for number in self._queued)
-        return sum(self._consumed_at(place) - version <= self.staleness for place in at)
+        return sum(self._consumed_at(position) - version <= self.staleness for position in at)
 
     def finish(self, number: int) -> None:
         """All responses of a group in flight are there."""

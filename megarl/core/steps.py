@@ -74,7 +74,7 @@ class RlRun(Run):
         held_out, limit = None, None
         if config.data.eval is not None:
             held_out, limit = len(self.inputs.held_out), config.data.eval.limit
-        sets = {one.settings.name: len(one.prompts) for one in self.inputs.evaluations}
+        sets = {evaluation_set.settings.name: len(evaluation_set.prompts) for evaluation_set in self.inputs.evaluations}
         self.progress.say(rows_line(sum(map(len, self.inputs.train)), held_out, limit, sets))
         for why, count in self.inputs.dropped.items():
             if count:
@@ -161,15 +161,15 @@ class RlRun(Run):
         rounds = self.config.rollout.dynamic_sampling_rounds
         if not rounds:
             return samples, rewards
-        wanted = self.config.rollout.prompts_per_step
+        required = self.config.rollout.prompts_per_step
         groups, needed = group_rewards(samples, rewards), self.config.algorithm.estimator_needs
         spent = 0
-        while spent < rounds and (missing := wanted - sum(not is_tied(group, needed) for group in groups)) > 0:
+        while spent < rounds and (missing := required - sum(not is_tied(group, needed) for group in groups)) > 0:
             more = self.generate(missing)
             groups += group_rewards(more, self.score(more))
             spent += 1
-        chosen = sorted(groups, key=lambda group: is_tied(group, needed))[:wanted]
-        self.metrics |= {"rollout/dynamic_sampling_rounds": spent, "rollout/discarded_groups": len(groups) - wanted}
+        chosen = sorted(groups, key=lambda group: is_tied(group, needed))[:required]
+        self.metrics |= {"rollout/dynamic_sampling_rounds": spent, "rollout/discarded_groups": len(groups) - required}
         pairs = [pair for group in chosen for pair in group]
         return [sample for sample, _ in pairs], [reward for _, reward in pairs]
 
@@ -226,7 +226,7 @@ class RlRun(Run):
         seed = self.config.run.seed + self.step * algorithm.epochs + epoch
         of = self._chosen.rows if self._chosen is not None else None
         chosen = mini_batch_rows(episodes.batch, algorithm.mini_batches, seed, of)
-        return [[row for episode in one for row in episodes.rows[episode]] for one in chosen]
+        return [[row for episode in mini_batch for row in episodes.rows[episode]] for mini_batch in chosen]
 
     @property
     def _first_update_is_a_pass(self) -> bool:

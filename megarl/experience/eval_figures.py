@@ -56,7 +56,7 @@ def accuracy_figures(groups: Sequence[Sequence[bool]], answers: Sequence[Sequenc
     if k > 1:
         for j in sorted({2**power for power in range(1, k.bit_length())} | {k}):
             of_prompts[f"pass@{j}"] = [pass_at(j, sum(group), k) for group in groups]
-        of_prompts[f"maj@{k}"] = [majority(group, said) for group, said in zip(groups, answers, strict=True)]
+        of_prompts[f"maj@{k}"] = [majority(group, group_answers) for group, group_answers in zip(groups, answers, strict=True)]
     figures = {}
     for name, values in of_prompts.items():
         figures[name] = mean = sum(values) / len(values)
@@ -108,7 +108,7 @@ def set_figures(
     answers = [[final_answer(sample.response_text) for sample in group] for group in groups]
     figures = accuracy_figures(right, answers)
     for source, places in _by_source(groups, source_key).items():
-        part = accuracy_figures([right[place] for place in places], [answers[place] for place in places])
+        part = accuracy_figures([right[index] for index in places], [answers[index] for index in places])
         figures |= {f"{source}/{name}": value for name, value in part.items()}
     return figures | {
         "reward": sum(rewards) / len(rewards),
@@ -119,8 +119,8 @@ def set_figures(
 
 
 def _by_source(groups: Sequence[Sequence[Sample]], key: str | None) -> Mapping[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    indices_by_source: dict[str, list[int]] = {}
     if key is not None:
-        for place, group in enumerate(groups):
-            found.setdefault(str(find_value(group[0].row, key)), []).append(place)
-    return found
+        for index, group in enumerate(groups):
+            indices_by_source.setdefault(str(find_value(group[0].row, key)), []).append(index)
+    return indices_by_source

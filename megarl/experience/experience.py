@@ -254,8 +254,8 @@ class Experience:
         is the last's."""
         weights = self.config.reward_weights
         weight = sum(value for label, value in weights.items() if label.partition("#")[0] == EPISODE_REWARD)
-        given = [[weight * gained for gained in sample.turn_rewards] if weight else [] for sample in batch.samples]
-        return rewards_of_turns(scores, turns, given)
+        weighted = [[weight * gained for gained in sample.turn_rewards] if weight else [] for sample in batch.samples]
+        return rewards_of_turns(scores, turns, weighted)
 
     def _greedy_scores(self, greedy: Sequence[tuple[Sample, float]] | None, batch: Batch) -> Tensor | None:
         """The reward of the greedy response to each row's prompt, float `[B]`, shaped as those of the rows were."""
@@ -268,7 +268,7 @@ class Experience:
 
     def _correct(self, batch: Batch) -> dict[str, float]:
         columns = batch.columns
-        settings = [Correction(**one.model_dump()) for one in self.config.algorithm.rollout_correction]
+        settings = [Correction(**setting.model_dump()) for setting in self.config.algorithm.rollout_correction]
         weights, kept, statistics = correction(columns["old_log_probs"], columns["rollout_log_probs"], batch.mask, settings)
         columns["correction"] = weights
         batch.mask = kept
@@ -282,9 +282,9 @@ class Experience:
         kl = kl_per_token(self._sampled_log_probs(batch), batch.columns["reference_log_probs"], settings.estimator) * batch.mask
         coef = settings.coef if self.kl is None else self.kl.coef
         if self.kl is not None:
-            kept = batch.mask.any(1)
-            if kept.any():
-                self.kl.update(float(kl.sum(1)[kept].mean()), int(kept.sum()))
+            nonempty = batch.mask.any(1)
+            if nonempty.any():
+                self.kl.update(float(kl.sum(1)[nonempty].mean()), int(nonempty.sum()))
             metrics["kl/coef"] = coef
         return -coef * kl
 
@@ -328,15 +328,16 @@ def estimated(
         raise ConfigError(f"algorithm.advantage: '{name}' must return AdvantageOutputs, but returned {type(outputs).__name__}")
     shape = inputs.mask.shape
     required = ("advantages", "returns") if needed.values else ("advantages",)
-    for field, wanted in {"advantages": shape, "returns": shape, "dropped": shape[:1]}.items():
-        given = getattr(outputs, field)
-        if given is None and field not in required:
+    for field, expected_shape in {"advantages": shape, "returns": shape, "dropped": shape[:1]}.items():
+        value = getattr(outputs, field)
+        if value is None and field not in required:
             continue
-        if not isinstance(given, Tensor) or given.shape != wanted:
-            found = f"shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+        if not isinstance(value, Tensor) or value.shape != expected_shape:
+            actual = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             why = ", as the critic is trained on them" if field == "returns" else ""
             raise ConfigError(
-                f"algorithm.advantage: '{name}' must return {field} as a tensor of shape {list(wanted)}{why}, but gave {found}"
+                f"algorithm.advantage: '{name}' must return {field} as a tensor of shape {list(expected_shape)}{why}, "
+                f"but gave {actual}"
             )
     return outputs if name in ESTIMATORS else normalised(outputs, inputs, needed)
 
@@ -347,7 +348,7 @@ def mini_batch_rows(batch: Batch, mini_batches: int, seed: int, of: Sequence[int
     `of`: the rows that there are, two of each group, which stay together.
     """
     order = torch.randperm(int(batch.groups.max()) + 1, generator=torch.Generator().manual_seed(seed))
-    rank = {int(group): place for place, group in enumerate(order)}
+    rank = {int(group): position for position, group in enumerate(order)}
     rows = sorted(range(len(batch)) if of is None else of, key=lambda row: (rank[int(batch.groups[row])], row))
     size = len(rows) // mini_batches if of is None else 2 * -(-len(rows) // (2 * mini_batches))
     return [rows[start : start + size] for start in range(0, len(rows), size)]
@@ -368,6 +369,6 @@ def _explained(returns: Tensor, batch: Batch) -> dict[str, float]:
     """`critic/explained_variance`: 1 - Var(returns - values) / Var(returns) over the sampled tokens; none of equal returns."""
     if "values" not in batch.columns:
         return {}
-    wanted, errors = returns[batch.mask].double(), (returns - batch.columns["values"])[batch.mask].double()
-    spread = float(wanted.var(correction=0)) if wanted.numel() else 0.0
+    targets, errors = returns[batch.mask].double(), (returns - batch.columns["values"])[batch.mask].double()
+    spread = float(targets.var(correction=0)) if targets.numel() else 0.0
     return {"critic/explained_variance": 1 - float(errors.var(correction=0)) / spread} if spread > 0 else {}

@@ -76,16 +76,16 @@ class RlInputs:
     def measure_sets(self, sample: Callable[[Sequence[Prompt], EvaluationConfig], list[Sample]]) -> dict[str, float]:
         """The figures of every set of `evaluations` (`set_figures`), as `NAME/figure`; `sample` answers prompts."""
         figures: dict[str, float] = {}
-        for one in self.evaluations:
-            samples = sample(one.prompts, one.settings)
-            found = set_figures(
+        for evaluation in self.evaluations:
+            samples = sample(evaluation.prompts, evaluation.settings)
+            measured = set_figures(
                 samples,
-                one.rewards.score(samples),
-                samples_per_prompt=one.settings.samples_per_prompt,
-                source_key=one.settings.source_key,
-                final_answer=one.rewards.final_answer,
+                evaluation.rewards.score(samples),
+                samples_per_prompt=evaluation.settings.samples_per_prompt,
+                source_key=evaluation.settings.source_key,
+                final_answer=evaluation.rewards.final_answer,
             )
-            figures |= {f"{one.settings.name}/{name}": value for name, value in found.items()}
+            figures |= {f"{evaluation.settings.name}/{name}": value for name, value in measured.items()}
         return figures
 
     def close(self) -> None:

@@ -91,12 +91,12 @@ def check_columns(batch: Batch, role: str) -> None:
 
 def of_tokens(advantages: Sequence[float] | Tensor, batch: Batch) -> Tensor:
     """Advantages of responses or of tokens as a column."""
-    given = torch.as_tensor(advantages, dtype=torch.float32)
-    if given.shape == (len(batch),):
-        given = given[:, None] * batch.mask
-    if given.shape != batch.mask.shape:
+    values = torch.as_tensor(advantages, dtype=torch.float32)
+    if values.shape == (len(batch),):
+        values = values[:, None] * batch.mask
+    if values.shape != batch.mask.shape:
         raise ConfigError(
-            f"advantages has the shape {[*given.shape]}; it must be one number for each of {len(batch)} rows, or "
+            f"advantages has the shape {[*values.shape]}; it must be one number for each of {len(batch)} rows, or "
             f"{[*batch.mask.shape]}"
         )
-    return given
+    return values

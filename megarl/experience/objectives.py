@@ -66,12 +66,12 @@ class PolicyObjective:
         `rollout_log_probs`; the KL to the reference is measured over all tokens, and the penalty is on the kept ones.
         """
         log_probs, entropy, columns = output[:, 0], output[:, 1], stream.columns
-        kept = output[:, 2].detach() if self.limited else output.new_zeros(())
+        kept_log_probability = output[:, 2].detach() if self.limited else output.new_zeros(())
         for mixed in self.mixed:
             if mixed.column in columns:
                 return mixed(log_probs, stream)
         if "old_log_probs" not in columns:
-            columns = columns | {"rollout_log_probs": columns["rollout_log_probs"] - kept}
+            columns = columns | {"rollout_log_probs": columns["rollout_log_probs"] - kept_log_probability}
         trainers = columns.get("old_log_probs", log_probs.detach())
         if self.of_stream is not None:
             per_token, sums = self.of_stream(log_probs, stream)
@@ -85,7 +85,7 @@ class PolicyObjective:
         loss = per_token - self.entropy_coef * entropy
         if "reference_log_probs" in columns:
             reference = columns["reference_log_probs"]
-            measured = kl_per_token(log_probs.detach() + kept, reference, "k3")
+            measured = kl_per_token(log_probs.detach() + kept_log_probability, reference, "k3")
             metrics["kl/reference"] = measured.sum()
             if self.kl_coef:
                 sampler = columns["rollout_log_probs"] if self.kl_unbiased else None
@@ -102,9 +102,9 @@ class PolicyObjective:
         metrics |= {f"mismatch/{name}": value for name, value in mismatch.items()}
         metrics |= {"policy/entropy": entropy.detach().sum(), "tokens": float(len(log_probs))}
         if self.limited:
-            metrics["policy/kept_probability"] = kept.exp().sum()
+            metrics["policy/kept_probability"] = kept_log_probability.exp().sum()
         if self.shown_rows:
-            metrics[LOG_PROBS] = ScoredValues(stream, log_probs.detach() + kept, self.shown_rows)
+            metrics[LOG_PROBS] = ScoredValues(stream, log_probs.detach() + kept_log_probability, self.shown_rows)
         total = (columns["weights"] * loss).sum()
         if "nll_weights" in columns:
             cross_entropy = -(columns["nll_weights"] * log_probs).sum()

@@ -18,16 +18,16 @@ def bounds(config: Config) -> dict[str, float]:
     The KL has one unless the reference is another model. Of engines it takes float32 on both sides and responses of the newest
     weights: how far bfloat16 or weights in fewer bits move a log-prob depends on the model.
     """
-    found = {}
+    limits = {}
     if config.reference.path in (None, config.model.path):
-        found["kl_to_reference_at_first_step"] = KL_TO_ITSELF
+        limits["kl_to_reference_at_first_step"] = KL_TO_ITSELF
     model, schedule, arguments = config.model, config.rollout.schedule, config.rollout.engine_args
     is_float32 = model.dtype == "float32" and model.fp8 == "none" and not model.int4_experts
     serves_it = config.rollout.servers.model_path is None and not arguments.keys() & {"quantization", "dtype", "kv_cache_dtype"}
     same_weights = schedule.mode == "sync" and not schedule.continues and not schedule.over_sample
     if is_float32 and serves_it and same_weights:
-        found |= dict.fromkeys(("log_prob_max_difference_as_loaded", "log_prob_max_difference_after_sync"), FLOAT32_DIFFERENCE)
-    return found
+        limits |= dict.fromkeys(("log_prob_max_difference_as_loaded", "log_prob_max_difference_after_sync"), FLOAT32_DIFFERENCE)
+    return limits
 
 
 class ParityChecks:

@@ -26,11 +26,11 @@ class SamplesFile:
 
     def __init__(self, path: Path, per_step: int, resume_after_step: int | None, tokenizer: Any) -> None:
         self.path, self.per_step, self._tokenizer = path, per_step, tokenizer
-        kept = ""
+        kept_text = ""
         if resume_after_step is not None and path.exists():
             lines = path.read_text().splitlines(keepends=True)
-            kept = "".join(line for line in lines if json.loads(line)["step"] <= resume_after_step)
-        write_text_atomically(path, kept)
+            kept_text = "".join(line for line in lines if json.loads(line)["step"] <= resume_after_step)
+        write_text_atomically(path, kept_text)
 
     def write(self, step: int, batch: Batch, rewards: Sequence[float], log_probs: Mapping[int, Tensor]) -> None:
         """Append the samples of `step`: `rewards` has one per row, `log_probs` the trainer's `[L]` where `batch` has none."""
@@ -45,8 +45,8 @@ class SamplesFile:
                     columns["log_probs"] = log_probs[row]
                 training = {"reward": rewards[row], "pieces": pieces(sample.response_ids, self._tokenizer)}
                 training |= {name: [round(value, 8) for value in column.tolist()] for name, column in columns.items()}
-                said = replace(sample, extra=of_responses(sample.extra)).to_dict()  # columns of tokens are more than the rest
-                file.write(json.dumps({"step": step, **said, "training": training}) + "\n")
+                record = replace(sample, extra=of_responses(sample.extra)).to_dict()  # columns of tokens are more than the rest
+                file.write(json.dumps({"step": step, **record, "training": training}) + "\n")
 
 
 def pieces(token_ids: Sequence[int], tokenizer: Any) -> list[str]:

@@ -67,11 +67,11 @@ class DataSources:
                 rows.setdefault(name, []).append(row)
         metrics: dict[str, float] = {}
         for name, places in rows.items():
-            chosen = [samples[place] for place in places]
-            found = evaluation(chosen, [rewards[place] for place in places])
-            found |= {"samples": found.pop("prompts")}
-            found["tokens_mean"] = sum(len(sample.response_ids) for sample in chosen) / len(chosen)
-            metrics |= {f"source/{name}/{figure}": value for figure, value in found.items()}
+            chosen = [samples[index] for index in places]
+            source_figures = evaluation(chosen, [rewards[index] for index in places])
+            source_figures |= {"samples": source_figures.pop("prompts")}
+            source_figures["tokens_mean"] = sum(len(sample.response_ids) for sample in chosen) / len(chosen)
+            metrics |= {f"source/{name}/{figure}": value for figure, value in source_figures.items()}
         return metrics
 
 

@@ -128,5 +128,5 @@ def open_parts(config: Config, tokenizer: Any) -> list[StepPart]:
     Raises:
         MegarlError: what an option needs cannot be read.
     """
-    made = (take_part(config, tokenizer) for take_part in functions("run", "take_part"))
-    return [part for part in made if part is not None]
+    parts = (take_part(config, tokenizer) for take_part in functions("run", "take_part"))
+    return [part for part in parts if part is not None]

@@ -40,9 +40,9 @@ def set_token_columns(
     if algorithm.loss_needs.choice:
         seeds = [crc32(f"{config.run.seed} {update_number} {sample.sample_id}".encode()) for sample in batch.samples]
         log_probs = columns["rollout_log_probs" if algorithm.bypasses_old_log_probs else "old_log_probs"]
-        names = {one.name for one in algorithm.loss_needs.choice}
-        given = {name: value for name, value in algorithm.policy_loss_args.items() if name in names}
-        columns["chosen"] = CHOICES[algorithm.policy_loss](log_probs, columns["advantages"], mask, seeds, **given).float()
+        names = {argument.name for argument in algorithm.loss_needs.choice}
+        arguments = {name: value for name, value in algorithm.policy_loss_args.items() if name in names}
+        columns["chosen"] = CHOICES[algorithm.policy_loss](log_probs, columns["advantages"], mask, seeds, **arguments).float()
     if algorithm.entropy.top_share < 1:
         columns["top_entropy"] = top_entropies(columns["old_entropy"], mask, algorithm.entropy.top_share).float()
     if algorithm.positive_nll.coef:
@@ -65,5 +65,5 @@ def older_tokens(batch: Batch, version: int, *, mask: bool) -> dict[str, float]:
 
 def loss_arguments(algorithm: AlgorithmConfig) -> dict[str, Any]:
     """The `algorithm.policy_loss_args` that the loss itself takes; the choice of its tokens takes the others."""
-    of_choice = {one.name for one in algorithm.loss_needs.choice}
+    of_choice = {argument.name for argument in algorithm.loss_needs.choice}
     return {name: value for name, value in algorithm.policy_loss_args.items() if name not in of_choice}

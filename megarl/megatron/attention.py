@@ -109,12 +109,12 @@ def stream_attention(
 
     `qkv_format` stays `sbhd`: the tokens are `[S/cp, 1, ...]`.
     """
-    place, first_of_rank = gathered_places(share)
+    gathered_index, first_of_rank = gathered_places(share)
     device = share.layout.device
     runs = list(query_ranges(stream, len(share.layout), share.rank))
     calls = {
         window: tuple(
-            _call(stream, list(together), window, place, first_of_rank, dtype, device)
+            _call(stream, list(together), window, gathered_index, first_of_rank, dtype, device)
             for of_chunk in runs
             for _, together in groupby(sorted(of_chunk, key=kind), key=kind)
         )
@@ -128,9 +128,9 @@ def stream_attention(
 def gathered_places(share: StreamShard) -> tuple[Tensor, int]:
     """int64 `[S]`: where each token of the stream lies when the ranks' tokens are gathered; and where this rank's begin."""
     layout = share.layout.cpu()
-    place = torch.empty(layout.numel(), dtype=torch.long)
-    place[layout.flatten()] = torch.arange(len(place))
-    return place, share.rank * layout.shape[1]
+    gathered_index = torch.empty(layout.numel(), dtype=torch.long)
+    gathered_index[layout.flatten()] = torch.arange(len(gathered_index))
+    return gathered_index, share.rank * layout.shape[1]
 
 
 def window_of(config: TransformerConfig, layer_number: int) -> int | None:
@@ -150,11 +150,11 @@ def query_ranges(stream: PackedStream, cp: int, rank: int) -> Iterable[list[Quer
     """The runs of real queries that `rank` holds, its early chunks apart from its late ones, which look at more keys."""
     chunks, chunk_places = (1, [0]) if cp == 1 else (2 * cp, [rank, 2 * cp - 1 - rank])
     ends = stream.boundaries[1:]
-    for place in chunk_places:
+    for chunk in chunk_places:
         runs = []
         for segment, end in zip(stream.segments, ends, strict=False):
             size = (end - segment.start) // chunks
-            first, last = place * size, min((place + 1) * size, segment.length)
+            first, last = chunk * size, min((chunk + 1) * size, segment.length)
             if first < last:
                 runs.append(QueryRange(segment, first, last))
         yield runs
@@ -279,10 +279,10 @@ class ReferenceAttention(torch.nn.Module):
         if self.softmax_offset is None:
             return {}
         of_rank, groups = {"softmax_offset": self.softmax_offset}, {"dp_cp_group": (metadata or {})["dp_cp_group"]}
-        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             of_rank, prefix, {"softmax_offset": 0}, sharded_offsets, tp_group=self.tp_group, **groups
         )
-        return found
+        return sharded
 
 
 def _attention_with_sinks(

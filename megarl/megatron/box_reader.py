@@ -51,11 +51,11 @@ class BoxReader:
         Raises:
             CheckpointError: the checkpoint lacks an entry of another kind.
         """
-        found = {name: entry for name, entry in objects.items() if entry.unique_key in self._contents}
+        kept_entries = {name: entry for name, entry in objects.items() if entry.unique_key in self._contents}
         for name, entry in objects.items():
-            if name not in found and not _IS_EXTRA_STATE.search(entry.key):
+            if name not in kept_entries and not _IS_EXTRA_STATE.search(entry.key):
                 raise CheckpointError(f"'{self._folder}' has no '{entry.key}': it is a checkpoint of another model or role")
-        return found
+        return kept_entries
 
     @torch.no_grad()
     def read(self, boxes: Iterable[ShardBox]) -> None:
@@ -74,10 +74,10 @@ class BoxReader:
                 for box in of_key:
                     box.data.zero_()
             chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in of_key]
-            found = create_read_items_for_chunk_list(key, stored, chunks)
-            if sum(prod(one.sizes) for one in stored.chunks) < prod(stored.size):
-                self._check_covered(key, sum(prod(item.lengths) for item in found), sum(prod(box.sizes) for box in of_key))
-            items += found
+            read_items = create_read_items_for_chunk_list(key, stored, chunks)
+            if sum(prod(chunk.sizes) for chunk in stored.chunks) < prod(stored.size):
+                self._check_covered(key, sum(prod(item.lengths) for item in read_items), sum(prod(box.sizes) for box in of_key))
+            items += read_items
         self._reader.read_data(LoadPlan(items), _IntoBoxes(by_key)).wait()
 
     def _check_covered(self, key: str, found: int, wanted: int) -> None:
@@ -120,10 +120,10 @@ class _IntoBoxes(LoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         assert read_item.dest_index.index is not None
         box = self._boxes[read_item.dest_index.fqn][read_item.dest_index.index]
-        place = box.data.view(box.sizes)
+        target = box.data.view(box.sizes)
         for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            place = place.narrow(axis, start, length)
-        return place
+            target = target.narrow(axis, start, length)
+        return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Nothing to do: `tensor` is the place itself."""

@@ -49,14 +49,14 @@ def group_overrides(
     for name, tensor in global_tensors(chunks):
         if chosen and not is_value_head(name, model):
             rule = weight_map.rule_for(name)
-            place = next((place for place, patterns in enumerate(chosen) if patterns.choose(rule)), None)
-            setattr(tensor, _GROUP, place)
+            group_number = next((group_number for group_number, patterns in enumerate(chosen) if patterns.choose(rule)), None)
+            setattr(tensor, _GROUP, group_number)
     overrides = dict(get_standard_config_overrides(config))
-    for place, group in enumerate(options.groups):
-        found: dict[str, float] = {"max_lr": options.lr * group.lr_factor, "min_lr": options.min_lr * group.lr_factor}
+    for group_number, group in enumerate(options.groups):
+        override: dict[str, float] = {"max_lr": options.lr * group.lr_factor, "min_lr": options.min_lr * group.lr_factor}
         if group.weight_decay is not None:
-            found |= {"start_wd": group.weight_decay, "end_wd": group.weight_decay}
-        overrides[ParamKey(predicate=ParamPredicate(f"group {place}", _member(place)))] = found  # type: ignore[assignment]
+            override |= {"start_wd": group.weight_decay, "end_wd": group.weight_decay}
+        overrides[ParamKey(predicate=ParamPredicate(f"group {group_number}", _member(group_number)))] = override  # type: ignore[assignment]
     return overrides
 
 

@@ -41,8 +41,8 @@ def _global_name(core: Any, name: str) -> str:
         return _PREDICTION_LAYER + _with_global_expert(core.mtp.layers[0].transformer_layer, rest)
     if not name.startswith(prefix):
         return name
-    place, rest = name.removeprefix(prefix).split(".", 1)
-    layer = core.decoder.layers[int(place)]
+    local_layer, rest = name.removeprefix(prefix).split(".", 1)
+    layer = core.decoder.layers[int(local_layer)]
     return f"{prefix}{layer.layer_number - 1}.{_with_global_expert(layer, rest)}"
 
 

@@ -58,10 +58,10 @@ class VocabParallelLogProbs(torch.autograd.Function):
         if reductions of gradients overlap with the backward pass (`overlaps`) it gets zeros, which set off its reduction.
         """
         vocabulary = VocabularySlice(weight, vocab_start, vocab_size, temperature, group)
-        asked = Asked(limits=limits)
-        results, of_first_chunk = _forward(hidden, vocabulary, targets, chunk_tokens, asked)
-        log_z, entropy, log_probs = results[0], results[1], results[2 + asked.further :].t().view_as(targets)
-        of_kept = results[2 : 2 + asked.further].unbind()
+        extra_outputs = Asked(limits=limits)
+        results, of_first_chunk = _forward(hidden, vocabulary, targets, chunk_tokens, extra_outputs)
+        log_z, entropy, log_probs = results[0], results[1], results[2 + extra_outputs.further :].t().view_as(targets)
+        of_kept = results[2 : 2 + extra_outputs.further].unbind()
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy, *of_kept[1:])
         ctx.settings = (vocabulary, chunk_tokens, overlaps)
         ctx.logits = of_first_chunk if limits is None and any(ctx.needs_input_grad) else None
@@ -82,8 +82,8 @@ class VocabParallelLogProbs(torch.autograd.Function):
         for rows in row_chunks(len(hidden), chunk_tokens):
             of_kept = least[0][rows, None] if least else None
             target, here = vocabulary.local(targets[rows])
-            given = RowGradients(log_z[rows], entropy[rows], grads[1][rows], grad_log_probs[rows], target, here)
-            grad_logits = _chunk_backward(hidden[rows], vocabulary, given, of_kept, logits)
+            row_gradients = RowGradients(log_z[rows], entropy[rows], grads[1][rows], grad_log_probs[rows], target, here)
+            grad_logits = _chunk_backward(hidden[rows], vocabulary, row_gradients, of_kept, logits)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
             if total is not None:
@@ -100,8 +100,8 @@ class VocabParallelLogProbs(torch.autograd.Function):
 
 def _main_gradient(weight: Tensor) -> Tensor | None:
     """The float32 buffer that megatron-core sums gradients of `weight` in, if there is one."""
-    found: Tensor | None = getattr(weight, "main_grad", None)
-    return found if found is not None and found.dtype == torch.float32 else None
+    buffer: Tensor | None = getattr(weight, "main_grad", None)
+    return buffer if buffer is not None and buffer.dtype == torch.float32 else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,11 +195,11 @@ def _chunk_forward(logits: Tensor, vocabulary: VocabularySlice, targets: Tensor,
         of_row += [log_total - sums[2].log(), least[:, 0]]
     if asked.collision:
         of_row.append(sums[len(of_slice) - 1] / sums[0].square())
-    found = [torch.stack(of_row), sums[len(of_slice) :] - log_total]
+    results = [torch.stack(of_row), sums[len(of_slice) :] - log_total]
     if top is not None:
         ids, values = top
-        found += [ids.t().float(), (values - peak[:, None]).t() - log_total]
-    return torch.cat(found)
+        results += [ids.t().float(), (values - peak[:, None]).t() - log_total]
+    return torch.cat(results)
 
 
 def relative_to_all(sums: Tensor, group: torch.distributed.ProcessGroup) -> list[Tensor]:
@@ -347,19 +347,19 @@ class LogProbHead(torch.nn.Module):
         start = self.tp_group.rank() * weight.shape[0]
         if not torch.is_grad_enabled():
             vocabulary = VocabularySlice(weight, start, self.vocab_size, self.temperature, self.tp_group)
-            asked = Asked(self.limits, top_k, self.collision)
-            _, entropy, *others = _forward(scored, vocabulary, targets, chunk_tokens, asked)[0]
+            extra_outputs = Asked(self.limits, top_k, self.collision)
+            _, entropy, *others = _forward(scored, vocabulary, targets, chunk_tokens, extra_outputs)[0]
             if self.limits is not None:
                 del others[1]
-            first = others.pop(asked.further - (self.limits is not None))
+            first = others.pop(extra_outputs.further - (self.limits is not None))
             return torch.stack([first, entropy, *others], dim=-1)[:, None], None
         assert top_k is None, "the likeliest tokens are asked for without gradients"
-        log_probs, entropy, *kept = VocabParallelLogProbs.apply(
+        log_probs, entropy, *kept_columns = VocabParallelLogProbs.apply(
             scored, weight, targets, start, self.vocab_size, self.temperature, chunk_tokens, self.tp_group, self.limits,
             self.overlaps,
         )  # fmt: skip
         log_probs = _as_columns(log_probs)
-        of_row = [log_probs[:, :1], entropy[:, None], *(one[:, None] for one in kept), log_probs[:, 1:]]
+        of_row = [log_probs[:, :1], entropy[:, None], *(column[:, None] for column in kept_columns), log_probs[:, 1:]]
         return torch.cat(of_row, dim=-1)[:, None], None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:

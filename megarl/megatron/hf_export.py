@@ -71,11 +71,11 @@ def _all_stages(role: RankModel, export: Callable[[], Iterator[tuple[str, Tensor
 
 def _copies(role: RankModel, source: HFFolder) -> dict[str, list[str]]:
     """By tensor the names under which the export has it again, with the layer for multi-token prediction."""
-    layer, found = role.weight_map.prediction, role.weight_map.copies
+    layer, pairs = role.weight_map.prediction, role.weight_map.copies
     if layer is not None and role.options.head == "log_probs":  # which is not trained
-        found = tuple((copy, original) for copy, original in layer.copies if copy in source.names)
+        pairs = tuple((copy, original) for copy, original in layer.copies if copy in source.names)
     copies: dict[str, list[str]] = {}
-    for copy, original in found:
+    for copy, original in pairs:
         copies.setdefault(original, []).append(copy)
     return copies
 

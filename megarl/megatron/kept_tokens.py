@@ -29,11 +29,11 @@ def least_kept(logits: Tensor, peak: Tensor, limits: SamplingLimits, group: torc
     whole = logits.new_empty(rows[rank] * size, logits.shape[1])
     torch.distributed.all_to_all_single(whole, logits.contiguous(), [rows[rank]] * size, rows, group=group)
     whole = whole.view(size, rows[rank], logits.shape[1]).transpose(0, 1).reshape(rows[rank], size * logits.shape[1])
-    mine = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
-    found = torch.zeros_like(peak)
-    found[mine] = _least_of_rows(whole, peak[mine], limits)
-    torch.distributed.all_reduce(found, group=group)
-    return least.maximum(found)
+    rank_rows = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
+    thresholds = torch.zeros_like(peak)
+    thresholds[rank_rows] = _least_of_rows(whole, peak[rank_rows], limits)
+    torch.distributed.all_reduce(thresholds, group=group)
+    return least.maximum(thresholds)
 
 
 def _least_of_rows(logits: Tensor, peak: Tensor, limits: SamplingLimits) -> Tensor:
@@ -43,9 +43,9 @@ def _least_of_rows(logits: Tensor, peak: Tensor, limits: SamplingLimits) -> Tens
         return logits.topk(count, dim=1).values[:, -1:]
     ordered = logits.sort(dim=1, descending=True).values
     reached = (ordered - peak).exp_().cumsum(1)
-    wanted = limits.top_p * reached[:, -1:]
-    kept = 1 + (reached[:, :-1] < wanted).sum(1, keepdim=True)
-    return ordered.gather(1, kept.clamp(max=count) - 1)
+    mass = limits.top_p * reached[:, -1:]
+    kept_count = 1 + (reached[:, :-1] < mass).sum(1, keepdim=True)
+    return ordered.gather(1, kept_count.clamp(max=count) - 1)
 
 
 def left_out(logits: Tensor, least: Tensor, local: tuple[Tensor, Tensor]) -> Tensor:
@@ -54,5 +54,5 @@ def left_out(logits: Tensor, least: Tensor, local: tuple[Tensor, Tensor]) -> Ten
     `local`: this rank's number of each row's sampled token, and whether it is in this rank's part of the vocabulary.
     """
     target, here = local
-    found = logits < least
-    return found.scatter_(1, target[:, None], found.gather(1, target[:, None]) & ~here[:, None])
+    below = logits < least
+    return below.scatter_(1, target[:, None], below.gather(1, target[:, None]) & ~here[:, None])

@@ -70,8 +70,8 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
     gradient = -tl.exp(log_p) * ((log_p + entropy) * of_entropy + of_all)
     for number in range(count):
         target = tl.load(targets + row * count + number)
-        given = tl.load(at_targets + row * count + number)
-        gradient += tl.where(columns == target, given, 0.0)
+        target_gradient = tl.load(at_targets + row * count + number)
+        gradient += tl.where(columns == target, target_gradient, 0.0)
     gradient = tl.where(is_real, gradient / temperature, 0.0)
     tl.store(places, gradient.to(logits.dtype.element_ty), mask=columns < width)
 
@@ -79,10 +79,10 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
 def row_sums_by_kernel(logits: Tensor, real: int, temperature: float, *, squares: bool) -> Tensor:
     """Compute what `logit_passes.row_sums` does, by a kernel."""
     rows = len(logits)
-    found = torch.empty(4 if squares else 3, rows, dtype=torch.float32, device=logits.device)
+    sums = torch.empty(4 if squares else 3, rows, dtype=torch.float32, device=logits.device)
     if rows:
-        _launch(row_sums_kernel, (rows,), logits, found, logits.stride(0), real, rows, float(temperature), SQUARES=squares)
-    return found
+        _launch(row_sums_kernel, (rows,), logits, sums, logits.stride(0), real, rows, float(temperature), SQUARES=squares)
+    return sums
 
 
 def gradient_by_kernel(logits: Tensor, real: int, temperature: float, given: RowGradients) -> Tensor:

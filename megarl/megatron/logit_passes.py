@@ -25,13 +25,13 @@ def row_sums(logits: Tensor, real: int, temperature: float, *, squares: bool = F
         from megarl.megatron.logit_kernels import row_sums_by_kernel
 
         return row_sums_by_kernel(logits, real, temperature, squares=squares)
-    found = torch.zeros(4 if squares else 3, len(logits), dtype=torch.float32, device=logits.device)
+    sums = torch.zeros(4 if squares else 3, len(logits), dtype=torch.float32, device=logits.device)
     if not real:
-        found[0] = -torch.inf
-        return found
+        sums[0] = -torch.inf
+        return sums
     for rows in _blocks(logits, real):
-        _sums_of_block(logits[rows, :real], temperature, found[:, rows])
-    return found
+        _sums_of_block(logits[rows, :real], temperature, sums[:, rows])
+    return sums
 
 
 def _sums_of_block(logits: Tensor, temperature: float, found: Tensor) -> None:

@@ -55,8 +55,8 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
     architecture = architecture_for(hf_config)
     layout = options.layout
     kwargs = dict(architecture.transformer_config_kwargs(hf_config))
-    fast, asked = _is_fast(options), given_to("model", options.megatron)
-    kernel = bool(asked.get("bias_activation_fusion", fast) or asked.get("use_te_activation_func"))
+    fast, model_overrides = _is_fast(options), given_to("model", options.megatron)
+    kernel = bool(model_overrides.get("bias_activation_fusion", fast) or model_overrides.get("use_te_activation_func"))
     kwargs["activation_func"] = _activation(kwargs.pop("activation"), fast=fast, kernel=kernel)
     if options.recompute != "none":
         kwargs["recompute_granularity"] = options.recompute
@@ -93,7 +93,7 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
     }
     if "num_moe_experts" in kwargs and kwargs["add_bias_linear"]:
         kwargs["bias_dropout_fusion"] = False  # megatron-core adds the biases of experts inside them
-    given = fields_for(config_class, options, kind="model")
+    overrides = fields_for(config_class, options, kind="model")
     reasons = []
     scale = 1.0
     if config_class is TransformerConfig:  # latent attention scales what it rotates by itself
@@ -106,22 +106,22 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
         reasons.append(f"has no attention factor, but this model's is {scale:g}")
     if reasons:
         kwargs |= dict.fromkeys(ROTARY_KERNELS, False)
-        for name in ROTARY_KERNELS & {name for name, value in given.items() if value is True}:
+        for name in ROTARY_KERNELS & {name for name, value in overrides.items() if value is True}:
             raise ConfigError.of(f"{options.section}.{name}", True, reasons[0], allowed="false")
-    if options.replays_routes and given.get("moe_router_fusion"):
+    if options.replays_routes and overrides.get("moe_router_fusion"):
         reason = "would leave out policy.routing.replay: its kernel chooses the experts itself"
         raise ConfigError.of(f"{options.section}.moe_router_fusion", True, reason, allowed="false")
-    for name in BESIDE_AUTOGRAD & {name for name, value in given.items() if value} if options.int4_experts else ():
+    for name in BESIDE_AUTOGRAD & {name for name, value in overrides.items() if value} if options.int4_experts else ():
         reason = "would go round the rounding of model.int4_experts: it reads weights, or adds gradients, outside autograd"
-        raise ConfigError.of(f"{options.section}.{name}", given[name], reason, allowed="false")
+        raise ConfigError.of(f"{options.section}.{name}", overrides[name], reason, allowed="false")
     # Transformer Engine's layers are told when they are built (`build.fuse_gradient_accumulation`).
-    given.pop("gradient_accumulation_fusion", None)
+    overrides.pop("gradient_accumulation_fusion", None)
     try:
-        config = config_class(**kwargs | given)
+        config = config_class(**kwargs | overrides)
     except (ValueError, AssertionError, RuntimeError) as error:
-        if not given:
+        if not overrides:
             raise
-        raise refused(options, given, error) from error
+        raise refused(options, overrides, error) from error
     if scale != 1.0:
         scale_rotary(config, scale)
     return config
@@ -157,7 +157,7 @@ def _is_fast(options: ModelOptions) -> bool:
 def _defaults(options: ModelOptions, *, has_experts: bool, is_latent: bool) -> dict[str, Any]:
     """Defaults that a config may change: with Transformer Engine everything fused that it has a kernel for, else nothing."""
     fast = _is_fast(options)
-    found: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "bias_dropout_fusion": fast,
         "bias_activation_fusion": fast,
         "masked_softmax_fusion": fast,
@@ -171,8 +171,8 @@ def _defaults(options: ModelOptions, *, has_experts: bool, is_latent: bool) -> d
         "moe_router_fusion": fast and has_experts and not options.replays_routes,
     }
     if fast and options.recompute == "selective":
-        found["recompute_modules"] = recompute_modules(options, has_experts=has_experts, is_latent=is_latent)
-    return found
+        defaults["recompute_modules"] = recompute_modules(options, has_experts=has_experts, is_latent=is_latent)
+    return defaults
 
 
 def recompute_modules(options: ModelOptions, *, has_experts: bool, is_latent: bool) -> list[str]:
@@ -208,15 +208,15 @@ def fields_for(config_class: type, options: ModelOptions, *, kind: ConfigClass) 
         ConfigError: a field needs Transformer Engine's layers, or latent attention, and this model has other ones.
     """
     known = {entry.name for entry in dataclasses.fields(config_class)}
-    given = given_to(kind, options.megatron)
-    for name, value in given.items():
-        place = f"{options.section}.{name}"
+    overrides = given_to(kind, options.megatron)
+    for name, value in overrides.items():
+        key = f"{options.section}.{name}"
         if name not in known:
-            raise ConfigError.of(place, value, "only a model with latent attention has", allowed="left out")
+            raise ConfigError.of(key, value, "only a model with latent attention has", allowed="left out")
         if value is True and name in NEEDS_TRANSFORMER_ENGINE and not _is_fast(options):
             reason = f"only Transformer Engine's layers have, and model.layer_spec is '{options.layer_spec}' here"
-            raise ConfigError.of(place, value, reason, allowed="false")
-    return {name: ENUMS[name][value] if name in ENUMS else value for name, value in given.items()}
+            raise ConfigError.of(key, value, reason, allowed="false")
+    return {name: ENUMS[name][value] if name in ENUMS else value for name, value in overrides.items()}
 
 
 def fuses_gradient_accumulation(options: ModelOptions) -> bool:

@@ -51,15 +51,15 @@ class MovingAverage:
 
         `weights` and `others` are pairs of name and tensor of the same model and layout; `share` is above 0 and at most 1.
         """
-        for (name, mine), (_, other) in zip(weights, others, strict=True):
-            if mine.dtype != torch.bfloat16:
-                mine.lerp_(other.to(mine.dtype), share)
+        for (name, weight), (_, other) in zip(weights, others, strict=True):
+            if weight.dtype != torch.bfloat16:
+                weight.lerp_(other.to(weight.dtype), share)
                 continue
             if name not in self.remainders:
-                self.remainders[name] = torch.zeros_like(mine, dtype=torch.int16)
+                self.remainders[name] = torch.zeros_like(weight, dtype=torch.int16)
             remainder = self.remainders[name]
-            rounded, left = split_float32(joined_float32(mine, remainder).lerp(other.float(), share))
-            mine.copy_(rounded)
+            rounded, left = split_float32(joined_float32(weight, remainder).lerp(other.float(), share))
+            weight.copy_(rounded)
             remainder.copy_(left)
 
     def load(self, reader: BoxReader, weights: Iterable[tuple[str, Tensor]], models: Mapping[str, dict[str, Any]]) -> None:
@@ -75,13 +75,13 @@ class MovingAverage:
     def sharded_state(self, weights: Iterable[tuple[str, Tensor]], models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         """The remainders as a sharded state, cut as the weights are in `models`, the sharded states of the model's chunks."""
         of_memory = {w.data_ptr(): self.remainders[name] for name, w in weights if name in self.remainders}
-        found = {
+        sharded = {
             f"{model}.{name}": _in_place_of(entry, of_memory[entry.data.data_ptr()])
             for model, name, entry in _tensors(models)
             if entry.data.data_ptr() in of_memory
         }
-        assert len(found) >= len(self.remainders), "every weight has a place of its own in the sharded states"
-        return found
+        assert len(sharded) >= len(self.remainders), "every weight has a place of its own in the sharded states"
+        return sharded
 
 
 def _tensors(models: Mapping[str, dict[str, Any]]) -> Iterator[tuple[str, str, Any]]:

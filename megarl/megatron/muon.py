@@ -33,13 +33,13 @@ def is_matrix(rule: BoundRule) -> bool:
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
     """Newton-Schulz steps on `matrix` `[m, n]`, in its own dtype: singular values come near 1, singular vectors stay."""
-    found = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    found = found / found.norm().clamp_min(1e-7)
+    estimate = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    estimate = estimate / estimate.norm().clamp_min(1e-7)
     a, b, c = COEFFICIENTS
     for _ in range(steps):
-        square = found @ found.T
-        found = a * found + (b * square + c * square @ square) @ found
-    return found.T if matrix.shape[0] > matrix.shape[1] else found
+        square = estimate @ estimate.T
+        estimate = a * estimate + (b * square + c * square @ square) @ estimate
+    return estimate.T if matrix.shape[0] > matrix.shape[1] else estimate
 
 
 def add_muon(parts: Sequence[Any], rules: Mapping[Tensor, BoundRule], options: OptimizerOptions) -> None:
@@ -48,7 +48,12 @@ def add_muon(parts: Sequence[Any], rules: Mapping[Tensor, BoundRule], options: O
     `rules` are those of all matrices of this rank.
     """
     for part in parts:
-        matrices = [(one, rules[one]) for buffer in part.buffers for one in buffer.param_index_map if one in rules]
+        matrices = [
+            (parameter, rules[parameter])
+            for buffer in part.buffers
+            for parameter in buffer.param_index_map
+            if parameter in rules
+        ]
         part.optimizer.register_step_pre_hook(_Muon(part, matrices, options))
 
 
@@ -63,20 +68,20 @@ class _Muon:
         group = self.part.data_parallel_group
         for number, (parameter, rule) in enumerate(self.matrices):
             computes = torch.distributed.get_global_rank(group, number % group.size())
-            mine = owned_slice(self.part, parameter)
+            owned = owned_slice(self.part, parameter)
             whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-            if mine is not None:
-                whole[mine.place] = self._momentum(mine)
+            if owned is not None:
+                whole[owned.place] = self._momentum(owned)
             if group.size() > 1:
                 torch.distributed.reduce(whole, computes, group=group)
             if torch.distributed.get_rank() == computes:
                 whole.copy_(self._update(whole.view(parameter.shape), rule).flatten())
             if group.size() > 1:
                 torch.distributed.broadcast(whole, computes, group=group)
-            if mine is not None:
-                rate, decay = mine.group["lr"], mine.group["weight_decay"]
-                mine.main.mul_(1 - rate * decay).sub_(whole[mine.place].view(mine.main.shape), alpha=rate)
-                mine.main.grad = None  # Adam leaves alone what has none
+            if owned is not None:
+                rate, decay = owned.group["lr"], owned.group["weight_decay"]
+                owned.main.mul_(1 - rate * decay).sub_(whole[owned.place].view(owned.main.shape), alpha=rate)
+                owned.main.grad = None  # Adam leaves alone what has none
 
     def _momentum(self, mine: OwnedSlice) -> Tensor:
         """Nesterov's momentum of a slice after this step's gradient."""

@@ -69,10 +69,10 @@ class ProjectionNorm(torch.nn.Module):
 
     def forward(self, projected: Tensor) -> Tensor:
         """This rank's heads `[S, B, heads held, d]`, to the same; the statistics are float32 or better."""
-        group, held = parallel_state.get_tensor_model_parallel_group(), projected.shape[-2]
-        copies = held * group.size() // self.heads
+        group, local_heads = parallel_state.get_tensor_model_parallel_group(), projected.shape[-2]
+        copies = local_heads * group.size() // self.heads
         first = group.rank() * self.heads // group.size()
-        weight = self.weight.view(self.heads, self.head_dim)[first : first + held]
+        weight = self.weight.view(self.heads, self.head_dim)[first : first + local_heads]
         return _OverAllHeads.apply(projected, weight, self.eps, self.heads * self.head_dim, copies, group)
 
 

@@ -26,12 +26,12 @@ class Offload:
 
     def keep(self, *, weights: bool, rest: bool) -> None:
         """Have the weights, and gradients with what the optimizer remembers, on the device or not."""
-        wanted = {"weights": weights, "rest": rest}
+        on_device = {"weights": weights, "rest": rest}
         if not rest:
             _forget_fp8_copies(self._role.chunks)
-        for kind in (kind for kind, is_wanted in wanted.items() if not is_wanted and kind not in self._away):
+        for kind in (kind for kind, is_wanted in on_device.items() if not is_wanted and kind not in self._away):
             self._away[kind] = self._leave(kind)
-        for kind in (kind for kind, is_wanted in wanted.items() if is_wanted and kind in self._away):
+        for kind in (kind for kind, is_wanted in on_device.items() if is_wanted and kind in self._away):
             self._come_back(*self._away.pop(kind))
 
     def _leave(self, kind: str) -> tuple[list[tuple[torch.UntypedStorage, int, bool]], HostMemory]:
@@ -58,7 +58,7 @@ class Offload:
     def _tensors(self, kind: str) -> Iterator[tuple[Tensor, bool]]:
         """One tensor per storage on the device, and whether its content is needed again."""
         weights = {_key(tensor) for tensor in _weights(self._role.chunks)}
-        found = set[tuple[str, int]]()
+        seen = set[tuple[str, int]]()
         if kind == "weights":
             candidates = [(tensor, True) for tensor in _weights(self._role.chunks)]
         else:
@@ -67,8 +67,8 @@ class Offload:
             candidates += [(tensor, True) for tensor in self._role.average.remainders.values()]
         for tensor, is_kept in candidates:
             key, is_weight = _key(tensor), _key(tensor) in weights
-            if tensor.device.type == self._device_type and is_weight == (kind == "weights") and key not in found:
-                found.add(key)
+            if tensor.device.type == self._device_type and is_weight == (kind == "weights") and key not in seen:
+                seen.add(key)
                 yield tensor, is_kept
 
 

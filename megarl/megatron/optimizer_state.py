@@ -63,29 +63,29 @@ def owned_boxes(optimizer: Any, models: Mapping[str, dict[str, Any]]) -> list[Sh
         owned = _owned(part, parameter)
         if owned is None or any(sharded.replica_id[:2]):  # the third is data-parallel, and those ranks share the work here
             continue
-        place, tensors = owned
+        flat_slice, tensors = owned
         if not in_fp8:
-            boxes += boxes_of(sharded, parameter.detach().view(-1)[place], place.start)
+            boxes += boxes_of(sharded, parameter.detach().view(-1)[flat_slice], flat_slice.start)
         for key in _keys(parameter):
             if key == "param" and parameter.dtype == torch.float32:
                 continue  # the weight itself
             of_key = replace(sharded, key=f"optimizer.{key}.{sharded.key}")
             # before the first update there are no moments: they are zero
-            values = tensors[key].float() if key in tensors else torch.zeros(place.stop - place.start)
-            boxes += boxes_of(of_key, values.flatten(), place.start)
+            values = tensors[key].float() if key in tensors else torch.zeros(flat_slice.stop - flat_slice.start)
+            boxes += boxes_of(of_key, values.flatten(), flat_slice.start)
     return boxes
 
 
 def absent_elements(models: Mapping[str, dict[str, Any]]) -> dict[str, int]:
     """By key, how many elements of the tensors of moments nobody has, of the parameters that this rank speaks for."""
-    found: dict[str, int] = {}
+    elements_by_key: dict[str, int] = {}
     for entry in (entry for state in models.values() for entry in state.values() if is_tensor(entry)):
         if not isinstance(entry.data, torch.nn.Parameter) or not is_main_replica(entry.replica_id):
             continue
         for key in set(KEYS) - set(_keys(entry.data)) if entry.data.requires_grad else KEYS:
             for stored, elements in elements_of(replace(entry, key=f"optimizer.{key}.{entry.key}")):
-                found[stored] = found.get(stored, 0) + elements
-    return found
+                elements_by_key[stored] = elements_by_key.get(stored, 0) + elements
+    return elements_by_key
 
 
 def make_moments(optimizer: Any, chunks: Sequence[Any]) -> None:
@@ -107,11 +107,11 @@ def moment_boxes(optimizer: Any, models: Mapping[str, dict[str, Any]], *, has_ma
         owned = _owned(part, parameter)
         if owned is None:
             continue
-        place, tensors = owned
+        flat_slice, tensors = owned
         sharded = metadata[id(parameter)]
         for key in _keys(parameter) if has_masters else _keys(parameter)[1:]:
             of_key = replace(sharded, key=f"optimizer.{key}.{sharded.key}")
-            yield from boxes_of(of_key, tensors[key].detach().view(-1), place.start)
+            yield from boxes_of(of_key, tensors[key].detach().view(-1), flat_slice.start)
 
 
 @torch.no_grad()
@@ -121,9 +121,9 @@ def finish_moments(optimizer: Any, step: int, *, has_masters: bool) -> None:
         owned = _owned(part, parameter)
         if owned is None:
             continue
-        place, tensors = owned
+        flat_slice, tensors = owned
         if not has_masters:
-            tensors["param"].copy_(parameter.flatten()[place])
+            tensors["param"].copy_(parameter.flatten()[flat_slice])
         if "step" in tensors:
             tensors["step"].fill_(step)
     for adam in adams(optimizer):
@@ -158,12 +158,12 @@ def owned_slice(part: Any, parameter: Tensor) -> OwnedSlice | None:
 
 def _owned(part: Any, parameter: torch.nn.Parameter) -> tuple[slice, dict[str, Tensor]] | None:
     """(the slice of the flat parameter that this rank's optimizer owns, its tensors by key); None if it owns nothing."""
-    mine = owned_slice(part, parameter)
-    if mine is None:
+    owned = owned_slice(part, parameter)
+    if owned is None:
         return None
     # An offloading optimizer updates a float32 copy of its own, in main memory or on the device.
-    main = getattr(part.optimizer, "param_to_inner_param", {}).get(mine.main, mine.main)
-    return mine.place, {"param": main, **part.optimizer.state.get(mine.main, {})}
+    main = getattr(part.optimizer, "param_to_inner_param", {}).get(owned.main, owned.main)
+    return owned.place, {"param": main, **part.optimizer.state.get(owned.main, {})}
 
 
 def _keys(parameter: Tensor) -> tuple[str, ...]:

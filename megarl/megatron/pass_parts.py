@@ -50,8 +50,8 @@ class PassPart:
 
 def open_pass_parts(chunks: Sequence[Any], options: ModelOptions) -> tuple[PassPart, ...]:
     """The parts of the options that a role has."""
-    made = (take_part(chunks, options) for take_part in functions("model_part", "take_part"))
-    return tuple(part for part in made if part is not None)
+    parts = (take_part(chunks, options) for take_part in functions("model_part", "take_part"))
+    return tuple(part for part in parts if part is not None)
 
 
 class PassParts(NamedTuple):
@@ -68,8 +68,8 @@ class PassParts(NamedTuple):
     def micro_batch(self, model: Any, given: Sequence[Any], counted: TokenSequences | None) -> Iterator[None]:
         """Around the forward pass of a micro-batch: what each part is `given`, and the tokens that are `counted`."""
         with ExitStack() as stack:
-            for part, own in zip(self.parts, given, strict=True):
-                stack.enter_context(part.forward(model, own))
+            for part, part_input in zip(self.parts, given, strict=True):
+                stack.enter_context(part.forward(model, part_input))
             if self.watch is not None and counted is not None:
                 stack.enter_context(self.watch.micro_batch(counted))
             yield

@@ -118,8 +118,8 @@ def on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
     if is_dataclass(value) and not isinstance(value, type):
-        held = {entry.name: getattr(value, entry.name) for entry in fields(value)}
-        return replace(value, **{name: on_device(part, device) for name, part in held.items()})
+        values = {entry.name: getattr(value, entry.name) for entry in fields(value)}
+        return replace(value, **{name: on_device(part, device) for name, part in values.items()})
     if isinstance(value, tuple):
         return tuple(on_device(part, device) for part in value)
     if isinstance(value, Mapping):

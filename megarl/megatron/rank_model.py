@@ -110,14 +110,14 @@ class RankModel:
 
         Only of a role with adapters.
         """
-        own = self.options
+        options = self.options
         heads = [chunk.output_layer for chunk in map(unwrap_model, self.chunks) if chunk.post_process]
         self._set_heads(heads, head)
         try:
             with self.adapters.as_begun():
                 yield
         finally:
-            self._set_heads(heads, own)
+            self._set_heads(heads, options)
 
     @staticmethod
     def _set_heads(heads: Sequence[Any], options: ModelOptions) -> None:
@@ -209,14 +209,14 @@ class RankModel:
 
         The optimizer, if any, is not touched, and the other's layer for multi-token prediction is left out if this has none.
         """
-        mine, theirs = global_tensors(self.chunks), global_tensors(other.chunks)
+        targets, sources = global_tensors(self.chunks), global_tensors(other.chunks)
         if self.options.prediction is None:
-            theirs = ((name, tensor) for name, tensor in theirs if not name.startswith(PREDICTION))
+            sources = ((name, tensor) for name, tensor in sources if not name.startswith(PREDICTION))
         if share != 1:
-            self.average.follow(mine, theirs, share)
+            self.average.follow(targets, sources, share)
             return
         with torch.no_grad():
-            for (_, target), (_, source) in zip(mine, theirs, strict=True):
+            for (_, target), (_, source) in zip(targets, sources, strict=True):
                 target.copy_(source)
 
     def export(
@@ -279,10 +279,11 @@ class RankModel:
             read = {key for key, weight in weights.items() if is_float8tensor(weight)}
             rest = {key: weight for key, weight in weights.items() if key not in read}
             with scaling_state.permitted(state[name], folder):
-                found = unwrap_model(chunk).load_state_dict(rest | state[name], strict=False)
-            absent = read if self.options.lora is None else {*found.missing_keys}  # what is not trained is in no checkpoint
-            if found.unexpected_keys or set(found.missing_keys) != absent:
-                raise CheckpointError(f"'{folder}' does not have the model's weights: {', '.join(map(str, found))}")
+                incompatible_keys = unwrap_model(chunk).load_state_dict(rest | state[name], strict=False)
+            # what is not trained is in no checkpoint
+            absent = read if self.options.lora is None else {*incompatible_keys.missing_keys}
+            if incompatible_keys.unexpected_keys or set(incompatible_keys.missing_keys) != absent:
+                raise CheckpointError(f"'{folder}' does not have the model's weights: {', '.join(map(str, incompatible_keys))}")
         if self.optimizer is not None:
             finish_moments(self.optimizer, saved["moments"]["step"], has_masters=has_masters)
             self.scheduler.load_state_dict(saved["scheduler"])

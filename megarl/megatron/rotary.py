@@ -46,8 +46,8 @@ class PackedRotaryEmbedding(torch.nn.Module):
         if positions.dim() == 1:
             return angles[positions]
         assert self.axes is not None, "this model's tokens have one position"
-        place = torch.arange(len(self.axes), device=positions.device)
-        return angles[positions[self.axes].T, 0, 0, place][:, None, None]
+        dimensions = torch.arange(len(self.axes), device=positions.device)
+        return angles[positions[self.axes].T, 0, 0, dimensions][:, None, None]
 
 
 def set_rotary_embedding(

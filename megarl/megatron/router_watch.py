@@ -44,8 +44,8 @@ class RouterWatch:
         self.numbers: list[int] = [layer.layer_number - 1 for layer in layers]
         self.routers: list[Any] = [layer.mlp.router for layer in layers]
         self.experts = self.routers[0].num_experts if self.routers else 0
-        for place, router in enumerate(self.routers):
-            router.routing = partial(self._route, place, router.routing)
+        for index, router in enumerate(self.routers):
+            router.routing = partial(self._route, index, router.routing)
         width = 2 * self.experts + len(_FIGURES)
         device = torch.cuda.current_device()
         self.sums = torch.zeros(len(self.routers), width, dtype=torch.float64, device=device)
@@ -72,16 +72,16 @@ class RouterWatch:
         for waiting in self._waiting:
             waiting.clear()
         if self._trains:
-            lengths = torch.cat([one.lengths for one in micro_batches if one is not None])
+            lengths = torch.cat([sequences.lengths for sequences in micro_batches if sequences is not None])
             self.totals = torch.stack([lengths.sum(), (lengths > 0).sum().float()])
             torch.distributed.all_reduce(self.totals, group=parallel_state.get_data_parallel_group())
 
     def tokens_of(self, stream: PackedStream, share: StreamShard) -> TokenSequences:
         """The tokens of a micro-batch that this rank's routers are given, for `micro_batch`; in main memory."""
-        held = share.positions
+        positions = share.positions
         if self.layout.sequence_parallel:
-            held = held.chunk(self.layout.tp)[parallel_state.get_tensor_model_parallel_rank()]
-        return token_sequences(stream).held(held)
+            positions = positions.chunk(self.layout.tp)[parallel_state.get_tensor_model_parallel_rank()]
+        return token_sequences(stream).held(positions)
 
     @contextmanager
     def micro_batch(self, tokens: TokenSequences) -> Iterator[None]:

@@ -109,10 +109,13 @@ def boxes_of(sharded: ShardedTensor | ShardedTensorFactory, data: Tensor, start:
         at = low - start
         for offsets, sizes in flat_boxes(tuple(part.local_shape), low - first, high - first):
             depth = part.prepend_axis_num
-            place = (*part.global_offset[:depth], *(a + b for a, b in zip(part.global_offset[depth:], offsets, strict=True)))
+            global_offsets = (
+                *part.global_offset[:depth],
+                *(a + b for a, b in zip(part.global_offset[depth:], offsets, strict=True)),
+            )
             values = data[at : at + prod(sizes)]
             shape, is_padded = tuple(part.global_shape), part.allow_shape_mismatch
-            yield ShardBox(part.key, shape, place, (*(1,) * depth, *sizes), values, is_padded)
+            yield ShardBox(part.key, shape, global_offsets, (*(1,) * depth, *sizes), values, is_padded)
             at += prod(sizes)
 
 

@@ -225,11 +225,13 @@ def _scheduled(
     if any(part.reads_ahead for part in parts.parts) or has_balance:
         # Each of them reads all micro-batches before the first.
         all_laid = [lay() for lay in laid]
-        laid = [partial(_itself, one) for one in all_laid]
+        laid = [partial(_itself, laid_out) for laid_out in all_laid]
     for number, part in enumerate(parts.parts):
-        part.begin([(one.on_device, one.held) for one in all_laid], [one.given[number] for one in all_laid])
+        part.begin(
+            [(laid_out.on_device, laid_out.held) for laid_out in all_laid], [laid_out.given[number] for laid_out in all_laid]
+        )
     if parts.watch is not None:
-        parts.watch.begin([one.routed for one in all_laid], trains=not forward_only)
+        parts.watch.begin([laid_out.routed for laid_out in all_laid], trains=not forward_only)
     config.grad_scale_func = None
     progress = progress or PassProgress()
     progress.begun, progress.wanted = 0, len(filled) * len(chunks)
@@ -395,8 +397,8 @@ def _forward_step(
         for further in filter(None, (part.loss(core) for part in parts.parts)):
             value, metrics = value + further[0], metrics | further[1]
         # kept until the pass is over, but not what they were computed from
-        kept = {name: metric.detach() if isinstance(metric, Tensor) else metric for name, metric in metrics.items()}
-        return value, torch.ones((), dtype=torch.int), kept
+        detached = {name: metric.detach() if isinstance(metric, Tensor) else metric for name, metric in metrics.items()}
+        return value, torch.ones((), dtype=torch.int), detached
 
     return output, loss
 
@@ -434,8 +436,8 @@ def _dense_mask(stream: PackedStream) -> Tensor:
     owner = torch.full((size,), -1, device=device)
     for number, segment in enumerate(stream.segments):
         owner[segment.start : segment.start + segment.length] = number
-    place = torch.arange(size, device=device)
-    visible = (owner[:, None] == owner[None]) & (place[:, None] >= place[None])
+    positions = torch.arange(size, device=device)
+    visible = (owner[:, None] == owner[None]) & (positions[:, None] >= positions[None])
     return ~visible[None, None]
 
 

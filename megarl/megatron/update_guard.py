@@ -63,8 +63,8 @@ def refusal(
     torch.distributed.all_reduce(sums)
     if names:
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
-    found = torch.cat([largest, sums]).tolist()
-    greatest, (*values, tokens, bad_losses) = found[: len(names)], found[len(names) :]
+    reduced = torch.cat([largest, sums]).tolist()
+    greatest, (*values, tokens, bad_losses) = reduced[: len(names)], reduced[len(names) :]
     figures = {"grad_norm": grad_norm}
     for number, name in enumerate(names):
         if not values[len(names) + number]:

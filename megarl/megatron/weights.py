@@ -129,7 +129,7 @@ def local_shards(
     all `at_once`, or each when it is asked for, if the caller needs few of them at a time.
     With a `quantiser` what it applies to is quantised; that may be collective over the ranks that share a parameter.
     """
-    found: dict[str, Tensor] = {}
+    shards: dict[str, Tensor] = {}
     values = _values(chunks, options, merged=merged)
     for name, tensor in global_tensors(chunks):
         if is_value_head(name, options):
@@ -138,12 +138,12 @@ def local_shards(
         if rule.tied_copy or is_adapter(rule.megatron_name):
             continue
         if quantiser is None or not quantiser.applies_to(rule):
-            found[rule.megatron_name] = tensor
+            shards[rule.megatron_name] = tensor
             continue
         group = _tensor_group(rule)
         exchange = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX, group=group)
-        found |= quantiser(rule, values(rule.megatron_name, tensor), *_place(rule, options), exchange)
-    return {name: values(name, tensor) for name, tensor in found.items()} if at_once else _PlainInTurn(found, values)
+        shards |= quantiser(rule, values(rule.megatron_name, tensor), *_place(rule, options), exchange)
+    return {name: values(name, tensor) for name, tensor in shards.items()} if at_once else _PlainInTurn(shards, values)
 
 
 Values = Callable[[str, Tensor], Tensor]
@@ -268,21 +268,21 @@ def _whole(
         shards = _gathered(local, ranks, lead, [tuple(local.shape)] * len(ranks))
         yield from hf_from_shards(rule, shards) if rank == lead else ()
         return
-    own: Mapping[str, Tensor] = {}
+    quantised: Mapping[str, Tensor] = {}
     if rank in ranks:
         exchange = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX, group=group)
-        own = quantiser(rule, local, ranks.index(rank), len(ranks), exchange)
+        quantised = quantiser(rule, local, ranks.index(rank), len(ranks), exchange)
     for part in quantiser.rules(rule):
         dtype = kept_dtype(part)
         assert dtype is not None, "a quantised tensor has a dtype of its own"
         holders = ranks if part.tp_axis is not None else ranks[:1]
         shapes = [part.shape(len(ranks), tp_rank=number) for number in range(len(holders))]
-        mine = own[part.megatron_name].reshape(-1) if rank in ranks else local.new_empty(0, dtype=dtype)
+        flat = quantised[part.megatron_name].reshape(-1) if rank in ranks else local.new_empty(0, dtype=dtype)
         sizes = [(math.prod(shape) * dtype.itemsize,) for shape in shapes]
-        shards = _gathered(mine.view(torch.uint8), holders, lead, sizes)
+        shards = _gathered(flat.view(torch.uint8), holders, lead, sizes)
         if rank == lead:
-            given = zip(shards, shapes, strict=True)
-            yield from hf_from_shards(part, [shard.view(dtype).view(shape) for shard, shape in given])
+            pairs = zip(shards, shapes, strict=True)
+            yield from hf_from_shards(part, [shard.view(dtype).view(shape) for shard, shape in pairs])
 
 
 def _experts_in_turn(

@@ -64,8 +64,8 @@ def adapters_of(role: TrainedRole, hf_config: Mapping[str, Any], field: str) -> 
     """
     if not role.has_adapters:
         return None
-    found: AdapterSpec = part("lora", "peft_header", field).lora_of(role, hf_config, field)
-    return found
+    spec: AdapterSpec = part("lora", "peft_header", field).lora_of(role, hf_config, field)
+    return spec
 
 
 def adapter_part(place: str) -> ModuleType:

@@ -122,11 +122,13 @@ def _with_prediction(model: ModelShape, *, value_head: bool) -> ModelShape:
 
 
 def _check_experts(field: str, experts: ExpertsConfig, model: ModelShape) -> None:
-    given = {name: value for name, value in experts.model_dump().items() if value}
-    for name, value in given.items():
+    settings = {name: value for name, value in experts.model_dump().items() if value}
+    for name, value in settings.items():
         if not model.experts:
             raise ConfigError.of(f"{field}.{name}", value, "is for a model with experts, and this one has none", allowed="0")
-    if "bias_update_rate" in given and not any(rule.megatron_name.endswith("expert_bias") for rule in model.weight_map.rules):
+    if "bias_update_rate" in settings and not any(
+        rule.megatron_name.endswith("expert_bias") for rule in model.weight_map.rules
+    ):
         reason = "moves biases that pick experts, and the routers of this model have none"
         raise ConfigError.of(f"{field}.bias_update_rate", experts.bias_update_rate, reason, allowed="0")
 
@@ -139,18 +141,18 @@ def _check_patterns(role: str, trained: TrainedRole, model: ModelShape) -> None:
             raise ConfigError.of(
                 f"{role}.freeze", list(trained.freeze), "leaves nothing to train", allowed="fewer parts or patterns"
             )
-    for place, group in enumerate(trained.optimizer.groups):
-        check_patterns(f"{role}.optimizer.groups[{place}].match", group.match, model.weight_map, sees=sees)
+    for index, group in enumerate(trained.optimizer.groups):
+        check_patterns(f"{role}.optimizer.groups[{index}].match", group.match, model.weight_map, sees=sees)
 
 
 def _check_length(field: str, longest: int, model: ModelShape) -> None:
     """Refuse sequences for which rotary frequencies would depend on how long each of them is."""
     if model.exact_positions is None or longest <= model.exact_positions[0]:
         return
-    tokens, said = model.exact_positions
+    tokens, limit_name = model.exact_positions
     raise ConfigError(
-        f"{field} is a model whose rotary frequencies depend on the length of a sequence beyond {said} = {tokens} tokens, but "
-        f"the longest sequence of this run has {longest}; prompts and responses together must have at most {tokens}"
+        f"{field} is a model whose rotary frequencies depend on the length of a sequence beyond {limit_name} = {tokens} "
+        f"tokens, but the longest sequence of this run has {longest}; prompts and responses together must have at most {tokens}"
     )
 
 

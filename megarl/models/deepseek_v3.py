@@ -151,8 +151,8 @@ def _rope_kwargs(hf_config: HFConfig) -> dict[str, Any]:
 
 def _sizes(hf_config: HFConfig) -> dense.DenseSizes:
     # head_dim says here how many of a head's dimensions rotate, or is absent; num_key_value_heads means nothing.
-    own = {"head_dim": size(hf_config, "qk_rope_head_dim"), "num_key_value_heads": None}
-    return dense.DenseSizes.from_hf(hf_config | own)
+    overrides = {"head_dim": size(hf_config, "qk_rope_head_dim"), "num_key_value_heads": None}
+    return dense.DenseSizes.from_hf(hf_config | overrides)
 
 
 def _experts(hf_config: HFConfig) -> moe.MoeSizes:

@@ -162,12 +162,12 @@ def attention_rules(
     output. `layers` are those that have it, None for all.
     """
     hidden, width = sizes.hidden_size, sizes.num_heads * sizes.head_dim
-    own, hf = LAYER + "self_attention.", HF_LAYER + "self_attn."
+    prefix, hf = LAYER + "self_attention.", HF_LAYER + "self_attn."
 
     def rule(name: str, hf_names: Iterable[str], packing: Packing) -> Rule:
-        return Rule(own + name, tuple(hf + hf_name for hf_name in hf_names), packing, layers=layers)
+        return Rule(prefix + name, tuple(hf + hf_name for hf_name in hf_names), packing, layers=layers)
 
-    rules = [input_norm_rule(hidden, te_name=own + "linear_qkv.layer_norm_weight", layers=layers)] if pre_norm else []
+    rules = [input_norm_rule(hidden, te_name=prefix + "linear_qkv.layer_norm_weight", layers=layers)] if pre_norm else []
     for kind in ("weight", "bias") if bias else ("weight",):
         columns = hidden if kind == "weight" else None
         packing = GroupedQKV(sizes.num_heads, sizes.num_groups, sizes.head_dim, columns, gated)
@@ -188,7 +188,9 @@ def input_norm_rule(hidden_size: int, te_name: str | None, layers: frozenset[int
 def post_norm_rules(sizes: DenseSizes, after_attention: str, after_mlp: str) -> list[Rule]:
     """The norms of what attention and MLP give, by what the hub calls them in a layer."""
     names = {"post_self_attn_layernorm": after_attention, "post_mlp_layernorm": after_mlp}
-    return [Rule(f"{LAYER}{own}.weight", (f"{HF_LAYER}{hf}.weight",), Copy((sizes.hidden_size,))) for own, hf in names.items()]
+    return [
+        Rule(f"{LAYER}{module}.weight", (f"{HF_LAYER}{hf}.weight",), Copy((sizes.hidden_size,))) for module, hf in names.items()
+    ]
 
 
 def mlp_rules(

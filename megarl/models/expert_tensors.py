@@ -21,16 +21,16 @@ def joined(fused: FusedExperts | FusedRows, tensors: Iterable[tuple[str, Tensor]
     Raises:
         ModelError: a part is missing.
     """
-    held: dict[str, tuple[Tensor, set[str]]] = {}
+    pending: dict[str, tuple[Tensor, set[str]]] = {}
     for name, tensor in tensors:
         place = fused.place(name)
         if place is None:
             yield name, tensor
             continue
-        if place.stored not in held:
+        if place.stored not in pending:
             whole = torch.empty(fused.shape(place.stored), dtype=tensor.dtype)
-            held[place.stored] = whole, set(fused.names_of(place.stored))
-        whole, missing = held[place.stored]
+            pending[place.stored] = whole, set(fused.names_of(place.stored))
+        whole, missing = pending[place.stored]
         if isinstance(place, MatrixPlace):
             whole[place.start : place.stop] = tensor
         else:
@@ -38,8 +38,8 @@ def joined(fused: FusedExperts | FusedRows, tensors: Iterable[tuple[str, Tensor]
         missing.discard(name)
         if not missing:
             yield place.stored, whole
-            del held[place.stored]
-    for stored, (_, missing) in held.items():
+            del pending[place.stored]
+    for stored, (_, missing) in pending.items():
         raise ModelError(f"'{stored}' cannot be written without '{min(missing)}'")
 
 
@@ -65,8 +65,8 @@ class ExpertSlice:
             bias: Tensor = self.source[self.place.expert, box]
             return bias[::step].contiguous()
         if self.as_on_the_hub:
-            found: Tensor = self.source[self.place.expert, columns, box]
-            return found[:, ::step].T.contiguous()
+            block: Tensor = self.source[self.place.expert, columns, box]
+            return block[:, ::step].T.contiguous()
         return self.source[self.place.expert, box, columns]
 
 
@@ -84,10 +84,10 @@ class RowSlice:
         """`[a:b]`, `[:, a:b]`, `[:]` or `[...]`."""
         rows, columns = _rows_and_columns(key)
         first, last, _ = rows.indices(self.place.stop - self.place.start)
-        found: Tensor = self.source[self.place.start + first : self.place.start + last, columns]
-        return found
+        block: Tensor = self.source[self.place.start + first : self.place.start + last, columns]
+        return block
 
 
 def _rows_and_columns(key: Any) -> list[Any]:
-    given = () if key is ... else key if isinstance(key, tuple) else (key,)
-    return [*given, slice(None), slice(None)][:2]
+    indices = () if key is ... else key if isinstance(key, tuple) else (key,)
+    return [*indices, slice(None), slice(None)][:2]

@@ -91,11 +91,11 @@ class FlopsModel:
 
     def attention(self, before: Length, tokens: Length) -> Length:
         """Operations of attention of so many `tokens` behind others, which they attend to, as to themselves."""
-        found: Length = self.per_pair * (_pairs(before + tokens) - _pairs(before))
+        operations: Length = self.per_pair * (_pairs(before + tokens) - _pairs(before))
         if not self.per_window_pair:
-            return found
+            return operations
         in_window: Length = _pairs(before + tokens, self.window) - _pairs(before, self.window)
-        return found + self.per_window_pair * in_window
+        return operations + self.per_window_pair * in_window
 
     def tower(self, grids: Iterable[Grid]) -> int:
         """Operations of the tower over pictures of these grids."""
@@ -146,12 +146,12 @@ def _mlp_products(shape: ModelShape) -> int:
 
 def _adapter_products(shape: ModelShape) -> int:
     """Multiply-adds per token of the adapters beside all layers, and beside the experts that a token uses."""
-    found = 0
+    products = 0
     for rule in shape.weight_map.rules if shape.lora is not None else ():
         if is_adapter(rule.megatron_name):
             layers = sum(map(rule.has_layer, range(shape.layers)))
-            found += layers * sum(map(math.prod, rule.packing.hf_shapes)) * (shape.top_k if rule.is_expert else 1)
-    return found
+            products += layers * sum(map(math.prod, rule.packing.hf_shapes)) * (shape.top_k if rule.is_expert else 1)
+    return products
 
 
 def _pairs(length: Length, window: int | None = None) -> Length:

@@ -92,14 +92,14 @@ class FusedExperts:
         Raises:
             ModelError: it is neither.
         """
-        experts, *matrix = wanted = self.shape(stored)
-        if shape == wanted:
+        experts, *matrix = expected = self.shape(stored)
+        if shape == expected:
             return True
         if self.alternating:  # which transformers 5 writes as the hub has them
-            raise ModelError(f"tensor '{stored}' has shape {list(shape)}, but config.json implies {list(wanted)}")
+            raise ModelError(f"tensor '{stored}' has shape {list(shape)}, but config.json implies {list(expected)}")
         if shape != (experts, *reversed(matrix)):
             raise ModelError(
-                f"tensor '{stored}' has shape {list(shape)}, but config.json implies {list(wanted)} or, as "
+                f"tensor '{stored}' has shape {list(shape)}, but config.json implies {list(expected)} or, as "
                 f"transformers 5 writes it, {[experts, *reversed(matrix)]}"
             )
         return False

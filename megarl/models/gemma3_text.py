@@ -42,9 +42,9 @@ def text_config(hf_config: HFConfig) -> HFConfig:
 
 
 def _filled(hf_config: HFConfig) -> HFConfig:
-    found = with_windows(hf_config, DEFAULTS, WINDOW, size(hf_config, "sliding_window_pattern", PATTERN))
-    found.pop("hidden_act", None)  # of which transformers takes no notice here
-    return found
+    filled = with_windows(hf_config, DEFAULTS, WINDOW, size(hf_config, "sliding_window_pattern", PATTERN))
+    filled.pop("hidden_act", None)  # of which transformers takes no notice here
+    return filled
 
 
 def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> dict[str, Any]:

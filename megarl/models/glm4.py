@@ -18,8 +18,8 @@ def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> d
     Raises:
         ModelError: anything that the dense decoder refuses.
     """
-    own = {"add_qkv_bias": bool(hf_config["attention_bias"]), "rotary_interleaved": True}
-    return dense.transformer_config_kwargs(hf_config, sizes) | own
+    overrides = {"add_qkv_bias": bool(hf_config["attention_bias"]), "rotary_interleaved": True}
+    return dense.transformer_config_kwargs(hf_config, sizes) | overrides
 
 
 def weight_map(hf_config: HFConfig, sizes: dense.DenseSizes) -> WeightMap:

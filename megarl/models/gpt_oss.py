@@ -32,10 +32,10 @@ ALPHA = 1.702
 
 def text_config(hf_config: HFConfig) -> HFConfig:
     """The config with what transformers gives fields that are missing, and without what says that experts are MXFP4."""
-    found = with_windows(without_mxfp4(hf_config), DEFAULTS, WINDOW, pattern=2)
-    if not found.get("rope_parameters") and not found.get("rope_scaling"):
-        found["rope_scaling"] = DEFAULT_ROPE
-    return found
+    filled = with_windows(without_mxfp4(hf_config), DEFAULTS, WINDOW, pattern=2)
+    if not filled.get("rope_parameters") and not filled.get("rope_scaling"):
+        filled["rope_scaling"] = DEFAULT_ROPE
+    return filled
 
 
 def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> dict[str, Any]:

@@ -49,10 +49,10 @@ def without_prediction_layers(hf_config: dict[str, Any]) -> dict[str, Any]:
     A model that sees has the field among those of its decoder.
     """
     fields = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-    found = hf_config | {field: 0 for field in fields if hf_config.get(field)}
-    if isinstance(found.get("text_config"), dict):
-        found["text_config"] = without_prediction_layers(found["text_config"])
-    return found
+    config = hf_config | {field: 0 for field in fields if hf_config.get(field)}
+    if isinstance(config.get("text_config"), dict):
+        config["text_config"] = without_prediction_layers(config["text_config"])
+    return config
 
 
 def refuse_biases(hf_config: dict[str, Any]) -> None:

@@ -166,23 +166,23 @@ class HFFolder:
         Raises:
             ModelError: a file is missing or damaged, a tensor is in two files, or index and files contradict each other.
         """
-        found: dict[str, tuple[str, Entry]] = {}
+        entries: dict[str, tuple[str, Entry]] = {}
         for file in dict.fromkeys(self._file_of.values()):
             if not (self.path / file).exists():
                 raise ModelError(f"model folder '{self.path}' lacks '{file}', which {INDEX_FILE} names")
             for stored, entry in read_entries(self.path / file).items():
                 name = self._hub_name(stored)
-                if name in found:
-                    raise ModelError(f"tensor '{name}' in '{self.path}' is in '{found[name][0]}' and again in '{file}'")
+                if name in entries:
+                    raise ModelError(f"tensor '{name}' in '{self.path}' is in '{entries[name][0]}' and again in '{file}'")
                 if self._file_of.get(name) != file:
                     where = self._file_of.get(name)
-                    said = f"says '{where}'" if where else "has no entry for it"
-                    raise ModelError(f"tensor '{name}' in '{self.path}' is in '{file}', but {INDEX_FILE} {said}")
-                found[name] = (file, entry)
+                    claim = f"says '{where}'" if where else "has no entry for it"
+                    raise ModelError(f"tensor '{name}' in '{self.path}' is in '{file}', but {INDEX_FILE} {claim}")
+                entries[name] = (file, entry)
         for name, file in self._file_of.items():
-            if name not in found:
+            if name not in entries:
                 raise ModelError(f"tensor '{name}' in '{self.path}' is in '{file}' by {INDEX_FILE}, but not in the file")
-        return found
+        return entries
 
     def check(self, weight_map: WeightMap, ignore: Collection[str] = (), instead: Collection[str] = ()) -> None:
         """Check that the folder holds the tensors of a map, in their shapes, and no others but those to `ignore`.
@@ -295,10 +295,10 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard
             seen[name] = tensor.nbytes
             yield name, tensor.detach().cpu().contiguous()
 
-    for held in gathered(each_once(), max_shard_bytes, lambda named: named[1].nbytes):
-        save_file(dict(held), folder / f"{len(shards)}.part", metadata={"format": "pt"})
-        shards.append([name for name, _ in held])
-        del held  # before the next ones are gathered
+    for shard in gathered(each_once(), max_shard_bytes, lambda named: named[1].nbytes):
+        save_file(dict(shard), folder / f"{len(shards)}.part", metadata={"format": "pt"})
+        shards.append([name for name, _ in shard])
+        del shard  # before the next ones are gathered
     if not shards:
         save_file({}, folder / "0.part", metadata={"format": "pt"})
         shards.append([])

@@ -32,8 +32,8 @@ def with_rope_of_full_layers(hf_config: dict[str, Any], *, full_theta: float) ->
     """
     parameters = dict(_of_kind(hf_config, FULL)) | (hf_config.get("rope_scaling") or {})
     parameters.setdefault("rope_theta", hf_config.get("rope_theta") or full_theta)
-    found = {name: value for name, value in hf_config.items() if name not in ("rope_scaling", "rope_theta")}
-    return found | {"rope_parameters": parameters}
+    rest = {name: value for name, value in hf_config.items() if name not in ("rope_scaling", "rope_theta")}
+    return rest | {"rope_parameters": parameters}
 
 
 def rope_of_windows(hf_config: dict[str, Any], *, theta_field: str | None, theta: float) -> LayerRope:
@@ -44,12 +44,12 @@ def rope_of_windows(hf_config: dict[str, Any], *, theta_field: str | None, theta
     """
     parameters = dict(_of_kind(hf_config, SLIDING))
     parameters.setdefault("rope_theta", (hf_config.get(theta_field) if theta_field else None) or theta)
-    own = {**hf_config, "rope_parameters": parameters}
+    window_config = {**hf_config, "rope_parameters": parameters}
     for field in ("rope_scaling", "rope_theta"):
-        own.pop(field, None)
-    Rope.from_hf(own, kinds=("default",))
-    rope_kwargs(own, dense.DenseSizes.from_hf(hf_config).head_dim)
-    return LayerRope(sliding_layers(hf_config) or frozenset(), own)
+        window_config.pop(field, None)
+    Rope.from_hf(window_config, kinds=("default",))
+    rope_kwargs(window_config, dense.DenseSizes.from_hf(hf_config).head_dim)
+    return LayerRope(sliding_layers(hf_config) or frozenset(), window_config)
 
 
 def gpt_kwargs_of_full_layers(hf_config: dict[str, Any], sizes: dense.DenseSizes) -> dict[str, Any]:

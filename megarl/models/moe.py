@@ -50,11 +50,11 @@ class MoeSizes:
         num_experts, top_k = size(hf_config, field), size(hf_config, "num_experts_per_tok")
         if top_k > num_experts:
             raise ModelError(f"config.json: num_experts_per_tok is {top_k}, but there are {num_experts} experts ({field})")
-        found = frozenset(layers)
-        if not found:
+        expert_layers = frozenset(layers)
+        if not expert_layers:
             raise ModelError(f"config.json: none of the layers has experts, but {field} is {num_experts}")
         ffn_size = size(hf_config, ffn_field)
-        return cls(found, num_experts, top_k, ffn_size, shared_experts * ffn_size)
+        return cls(expert_layers, num_experts, top_k, ffn_size, shared_experts * ffn_size)
 
 
 def tied_refusal(hf_config: dict[str, Any]) -> str | None:

@@ -172,15 +172,15 @@ class Sections:
     def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
         """The rank's units of every section."""
         share = _share(self.units, tp_size, "the heads of linear attention")
-        found: list[RowRange] = []
+        row_ranges: list[RowRange] = []
         for section in self.sections:
             first, last = tp_rank * share, (tp_rank + 1) * share
             if section.stride == section.rows:  # next to each other
-                found.append((section.part, section.first + first * section.rows, section.first + last * section.rows))
+                row_ranges.append((section.part, section.first + first * section.rows, section.first + last * section.rows))
                 continue
             starts = (section.first + unit * section.stride for unit in range(first, last))
-            found += [(section.part, start, start + section.rows) for start in starts]
-        return found
+            row_ranges += [(section.part, start, start + section.rows) for start in starts]
+        return row_ranges
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:

@@ -46,13 +46,13 @@ def beside_the_decoder(hf_config: dict[str, Any], sizes: DenseSizes, layer: Iter
 
 def _rules(hidden: int, names: tuple[str, str, str, str], layer: Iterable[Rule], hf_layer: str) -> tuple[Rule, ...]:
     """`names` are of the norms of embedding and hidden state, the projection, and the norm before the output layer."""
-    own = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+    modules = ("enorm", "hnorm", "eh_proj", "final_layernorm")
     shapes = ((hidden,), (hidden,), (hidden, 2 * hidden), (hidden,))
-    found = [
+    rules = [
         Rule(f"{OWN}{module}.weight", (name,), Copy(shape), stage="last")
-        for module, name, shape in zip(own, names, shapes, strict=True)
+        for module, name, shape in zip(modules, names, shapes, strict=True)
     ]
-    return (*found, *(_moved(rule, hf_layer) for rule in layer))
+    return (*rules, *(_moved(rule, hf_layer) for rule in layer))
 
 
 def _moved(rule: Rule, hf_layer: str) -> Rule:

@@ -26,10 +26,10 @@ def weight_map(hf_config: HFConfig, sizes: dense.DenseSizes) -> WeightMap:
 
 
 def _sglang_refusal(hf_config: HFConfig) -> str | None:
-    own, said = hf_config["hidden_size"] // hf_config["num_attention_heads"], hf_config.get("head_dim")
-    if said in (None, own):
+    implied, stated = hf_config["hidden_size"] // hf_config["num_attention_heads"], hf_config.get("head_dim")
+    if stated in (None, implied):
         return None
-    return f"it takes heads of hidden_size / num_attention_heads = {own} dimensions, whatever head_dim = {said} says"
+    return f"it takes heads of hidden_size / num_attention_heads = {implied} dimensions, whatever head_dim = {stated} says"
 
 
 ARCHITECTURE = text_family(

@@ -88,11 +88,11 @@ def use_architecture(path: str | None) -> None:
     """
     if path is None or absolute_name(path) in _users_own:
         return
-    own = load_user_object(path, _named_by_field, "architecture", lambda found: isinstance(found, Architecture))
+    added = load_user_object(path, _named_by_field, "architecture", lambda found: isinstance(found, Architecture))
     for known in architectures():
-        if taken := {own.name, *own.other_types, *own.hf_classes} & {known.name, *known.other_types, *known.hf_classes}:
+        if taken := {added.name, *added.other_types, *added.hf_classes} & {known.name, *known.other_types, *known.hf_classes}:
             raise ModelError(f"model.architecture is '{path}', which says '{min(taken)}', as '{known.name}' does already")
-    _users_own[absolute_name(path)] = own
+    _users_own[absolute_name(path)] = added
 
 
 def _named_by_field(sentence: str) -> ModelError:
@@ -122,12 +122,12 @@ def architecture_for(hf_config: dict[str, Any]) -> Architecture:
         new = str(hf_config.get("model_type")) not in by_type
         hint = "; a family of your own goes into a file that model.architecture names (docs/add_a_model.md)" if new else ""
         raise ModelError(f"config.json: {field} is '{name}'; it must be one of {', '.join(known)}{nearest(name, known)}{hint}")
-    found, model_type = known[name], hf_config.get("model_type")
-    allowed = (found.name, *found.other_types)
+    matched, model_type = known[name], hf_config.get("model_type")
+    allowed = (matched.name, *matched.other_types)
     if model_type is not None and model_type not in allowed:
-        listed = " or ".join(f"'{one}'" for one in allowed)
+        listed = " or ".join(f"'{allowed_type}'" for allowed_type in allowed)
         raise ModelError(f"config.json: model_type is '{model_type}', but that of the architecture '{name}' is {listed}")
-    return found
+    return matched
 
 
 def sequence_classifier(hf_config: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def sequence_classifier(hf_config: dict[str, Any]) -> dict[str, Any]:
 def _classifier_of(name: str) -> str:
     """The class with a scalar head of the family of a class; of an unknown one the class that would be called so."""
     family = next((family for family in architectures() if name in family.hf_classes), None)
-    named = [] if family is None else [one for one in family.hf_classes if one.endswith(CLASSIFIER)]
+    named = [] if family is None else [hf_class for hf_class in family.hf_classes if hf_class.endswith(CLASSIFIER)]
     return named[0] if named else name.replace("ForCausalLM", CLASSIFIER).replace("ForConditionalGeneration", CLASSIFIER)
 
 

@@ -59,13 +59,13 @@ class Rope:
         Raises:
             ModelError: they are no pairs.
         """
-        found = int(head_dim * self.partial)
-        if not found or found % 2:
+        rotated = int(head_dim * self.partial)
+        if not rotated or rotated % 2:
             raise ModelError(
-                f"config.json: partial_rotary_factor is {self.partial:g}, so that {found} of a head's {head_dim} dimensions "
+                f"config.json: partial_rotary_factor is {self.partial:g}, so that {rotated} of a head's {head_dim} dimensions "
                 "rotate; they must be an even number"
             )
-        return found
+        return rotated
 
     def number(self, name: str, default: float | None = None, *, least: float = 0.0) -> float:
         """A parameter that must be a number of at least `least`; `default` where it is absent or null.
@@ -165,10 +165,14 @@ class LongRope:
             ModelError: one is missing or makes no sense.
         """
         for name in ("short_factor", "long_factor"):
-            given = rope.parameters.get(name)
-            if not isinstance(given, list) or len(given) != rotated // 2 or not all(isinstance(n, (int, float)) for n in given):
+            factors = rope.parameters.get(name)
+            if (
+                not isinstance(factors, list)
+                or len(factors) != rotated // 2
+                or not all(isinstance(n, (int, float)) for n in factors)
+            ):
                 raise ModelError(
-                    f"config.json: {rope.field}.{name} is {given!r}; it must be {rotated // 2} numbers, one for each pair of "
+                    f"config.json: {rope.field}.{name} is {factors!r}; it must be {rotated // 2} numbers, one for each pair of "
                     "dimensions that rotates"
                 )
         positions = rope.number(ORIGINAL, least=2.0)
@@ -243,8 +247,8 @@ def rope_refusal(hf_config: dict[str, Any]) -> str | None:
 
 def _says_what_follows(rope: Rope, hf_config: dict[str, Any]) -> bool:
     """Return whether a YaRN's `attention_factor` is the one that its factor gives: SGLang computes it, whatever is said."""
-    factor, said = Yarn.of(rope, hf_config).factor, rope.parameters.get("attention_factor")
-    return isinstance(said, float) and math.isclose(said, 0.1 * math.log(factor) + 1.0, rel_tol=1e-12)
+    factor, stated = Yarn.of(rope, hf_config).factor, rope.parameters.get("attention_factor")
+    return isinstance(stated, float) and math.isclose(stated, 0.1 * math.log(factor) + 1.0, rel_tol=1e-12)
 
 
 def refuse_partial(rope: Rope) -> None:

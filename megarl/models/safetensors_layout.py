@@ -100,11 +100,11 @@ class _DuplicateError(Exception):
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         counted = Counter(name for name, _ in pairs)
         raise _DuplicateError(next(name for name, count in counted.items() if count > 1))
-    return found
+    return mapping
 
 
 def read_json_without_duplicates(path: Path) -> Any:

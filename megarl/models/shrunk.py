@@ -41,7 +41,7 @@ def shrunk_config(
         return _shrunk_seeing(hf_config, layouts, **sizes)
     ffn = FFN * math.lcm(engine_ranks, *(layout.tp for layout in layouts))
     chunks = [layout.pp * (layout.vpp or 1) for layout in layouts]
-    found = dict(hf_config) | {
+    small = dict(hf_config) | {
         "hidden_size": HIDDEN,
         "intermediate_size": ffn,
         "num_hidden_layers": max(2, math.lcm(*chunks)),
@@ -51,34 +51,34 @@ def shrunk_config(
         "initializer_range": 0.1,
     }
     for name in ("quantization_config", "auto_map", "bos_token_id", "pad_token_id", "eos_token_id"):
-        found.pop(name, None)
-    if "kv_lora_rank" in found:  # multi-head latent attention
-        found |= {"kv_lora_rank": 32, "qk_nope_head_dim": HEAD, "qk_rope_head_dim": HEAD // 2, "v_head_dim": HEAD}
-        found |= {"q_lora_rank": 32} if found.get("q_lora_rank") else {}
-    elif found.get("head_dim"):
-        found["head_dim"] = HEAD
-        if HIDDEN % int(found["num_attention_heads"]):  # families refuse widths that their heads do not divide
-            found["hidden_size"] = HEAD * int(found["num_attention_heads"])
+        small.pop(name, None)
+    if "kv_lora_rank" in small:  # multi-head latent attention
+        small |= {"kv_lora_rank": 32, "qk_nope_head_dim": HEAD, "qk_rope_head_dim": HEAD // 2, "v_head_dim": HEAD}
+        small |= {"q_lora_rank": 32} if small.get("q_lora_rank") else {}
+    elif small.get("head_dim"):
+        small["head_dim"] = HEAD
+        if HIDDEN % int(small["num_attention_heads"]):  # families refuse widths that their heads do not divide
+            small["hidden_size"] = HEAD * int(small["num_attention_heads"])
     else:  # the family may know no other head than its share of the residual stream
-        found["hidden_size"] = HEAD * int(found["num_attention_heads"])
+        small["hidden_size"] = HEAD * int(small["num_attention_heads"])
     for name, least in (("first_k_dense_replace", 1), ("num_nextn_predict_layers", 0)):
-        if name in found:
-            found[name] = min(int(found[name]), least)
+        if name in small:
+            small[name] = min(int(small[name]), least)
     for name in ("num_experts", "n_routed_experts", "num_local_experts"):
-        if found.get(name):
-            per_token, groups = int(found.get("num_experts_per_tok") or 1), int(found.get("n_group") or 1)
+        if small.get(name):
+            per_token, groups = int(small.get("num_experts_per_tok") or 1), int(small.get("n_group") or 1)
             unit = math.lcm(engine_ep, 2 * groups, *(layout.ep for layout in layouts))
-            found[name] = min(int(found[name]), -(-2 * per_token // unit) * unit)
-    if found.get("layer_types"):
-        found["layer_types"] = list(islice(cycle(found["layer_types"]), found["num_hidden_layers"]))
+            small[name] = min(int(small[name]), -(-2 * per_token // unit) * unit)
+    if small.get("layer_types"):
+        small["layer_types"] = list(islice(cycle(small["layer_types"]), small["num_hidden_layers"]))
     for name in ("rope_scaling", "rope_parameters"):
-        if isinstance(found.get(name), dict) and "short_factor" in found[name]:  # one for each pair of dimensions that rotates
-            pairs = int(HEAD * float(found[name].get("partial_rotary_factor", found.get("partial_rotary_factor")) or 1)) // 2
-            factors = {of: list(islice(cycle(found[name][of]), pairs)) for of in ("short_factor", "long_factor")}
-            found[name] = {**found[name], **factors}
-    if found.get("moe_intermediate_size"):
-        found["moe_intermediate_size"] = FFN * math.lcm(engine_ranks, *(layout.etp for layout in layouts))
-    return found
+        if isinstance(small.get(name), dict) and "short_factor" in small[name]:  # one for each pair of dimensions that rotates
+            pairs = int(HEAD * float(small[name].get("partial_rotary_factor", small.get("partial_rotary_factor")) or 1)) // 2
+            factors = {of: list(islice(cycle(small[name][of]), pairs)) for of in ("short_factor", "long_factor")}
+            small[name] = {**small[name], **factors}
+    if small.get("moe_intermediate_size"):
+        small["moe_intermediate_size"] = FFN * math.lcm(engine_ranks, *(layout.etp for layout in layouts))
+    return small
 
 
 def chunk_layers(hf_config: HFConfig) -> int:
@@ -107,5 +107,5 @@ def _shrunk_seeing(hf_config: HFConfig, layouts: list[Layout], **sizes: int) -> 
     widths = {"hidden_size": TOWER_HIDDEN, "out_hidden_size": small["hidden_size"]}
     if "embed_dim" in tower:
         widths = {"embed_dim": TOWER_HIDDEN, "hidden_size": small["hidden_size"]}
-    found = {"vision_config": tower | widths}
-    return {**small, **found} if nested is None else {**hf_config, "text_config": small, **found}
+    vision_fields = {"vision_config": tower | widths}
+    return {**small, **vision_fields} if nested is None else {**hf_config, "text_config": small, **vision_fields}

@@ -30,8 +30,8 @@ def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> d
     rotates = _rotates(hf_config)
     if not hf_config.get("use_sliding_window"):
         sliding = in_all_layers(hf_config, sliding=False)
-    elif (said := sliding_layers(hf_config)) is not None:
-        sliding = said
+    elif (listed := sliding_layers(hf_config)) is not None:
+        sliding = listed
     elif hf_config.get("sliding_window") is None:
         sliding = frozenset()
     else:
@@ -46,11 +46,11 @@ def _rotates(hf_config: HFConfig) -> list[bool]:
     if listed is None:
         interval = size(hf_config, "no_rope_layer_interval", default=4)
         return [(layer + 1) % interval != 0 for layer in range(layers)]
-    if not isinstance(listed, list) or len(listed) < layers or any(one not in (0, 1) for one in listed):
+    if not isinstance(listed, list) or len(listed) < layers or any(flag not in (0, 1) for flag in listed):
         raise ModelError(
             f"config.json: no_rope_layers is {listed!r}; it must be a list of 1 (rotates) and 0 for {layers} layers"
         )
-    return [bool(one) for one in listed[:layers]]
+    return [bool(flag) for flag in listed[:layers]]
 
 
 ARCHITECTURE = text_family(

@@ -57,9 +57,9 @@ def text_family(
         return gpt_kwargs(*given(hf_config))
 
     def refused(hf_config: HFConfig) -> str | None:
-        own = refusal(hf_config) if refusal is not None else None
-        windows = None if own or serves_windows else window_refusal(transformer_config_kwargs(*given(hf_config)))
-        return own or windows or rope_refusal(hf_config)
+        reason = refusal(hf_config) if refusal is not None else None
+        windows = None if reason or serves_windows else window_refusal(transformer_config_kwargs(*given(hf_config)))
+        return reason or windows or rope_refusal(hf_config)
 
     facts = sglang or SglangFacts()
     return Architecture(

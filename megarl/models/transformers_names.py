@@ -29,11 +29,11 @@ def config_in_transformers(folder: str | Path) -> Any:
         config = load_hf_config(folder)
     except ModelError:
         return None
-    found = next((family for family in architectures() if config.get("model_type") in family.other_types), None)
-    if found is None:
+    known_family = next((family for family in architectures() if config.get("model_type") in family.other_types), None)
+    if known_family is None:
         return None
     fields = {name: value for name, value in config.items() if name not in ("model_type", "auto_map")}
-    return AutoConfig.for_model(found.name, **fields)
+    return AutoConfig.for_model(known_family.name, **fields)
 
 
 def hub_tensors(model: Any) -> dict[str, Tensor]:
@@ -41,14 +41,14 @@ def hub_tensors(model: Any) -> dict[str, Tensor]:
 
     A tied output layer appears once, as the embeddings.
     """
-    own = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    names = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
     family = next((family for family in architectures() if family.name == model.config.model_type), None)
     hub, others = (family.hub, family.other_names) if family is not None else (HubNames(), ())
     fused = family.rows_together(model.config.to_dict()) if family is not None else None
     return {
         hub_name: view
         for name, tensor in model.state_dict().items()
-        if name in own
+        if name in names
         for hub_name, view in _as_on_the_hub(with_prefix(name, others), tensor, hub, fused)
     }
 

@@ -43,16 +43,16 @@ class Mrope:
         """The axis (0, 1 or 2) that each pair of a head's dimensions goes by."""
         if not self.interleaved:
             return [axis for axis, pairs in enumerate(self.sections) for _ in range(pairs)]
-        found = [0] * sum(self.sections)
+        axes = [0] * sum(self.sections)
         for axis in (1, 2):
             places = range(axis, 3 * self.sections[axis], 3)
-            if places and places[-1] >= len(found):
+            if places and places[-1] >= len(axes):
                 raise ModelError(
                     f"config.json: mrope_section is {list(self.sections)}; interleaved it must begin with the largest"
                 )
-            for place in places:
-                found[place] = axis
-        return found
+            for pair in places:
+                axes[pair] = axis
+        return axes
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,11 @@ class Vision:
     @cached_property
     def products(self) -> tuple[int, int]:
         """Multiply-adds of its matrices for each patch, and for each token: those of the projectors."""
-        found = {False: 0, True: 0}
+        products = {False: 0, True: 0}
         for name, shape in self.shapes.items():
             if len(shape) > 1 and name != self.position_table:
-                found[(TOWER + name).startswith(PROJECTOR)] += prod(shape)
-        return found[False], found[True]
+                products[(TOWER + name).startswith(PROJECTOR)] += prod(shape)
+        return products[False], products[True]
 
     @property
     def patch_width(self) -> int:

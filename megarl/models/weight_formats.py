@@ -81,8 +81,8 @@ def stored_format(hf_config: Mapping[str, Any]) -> WeightFormat | None:
         formats = part("few_bits", "formats", "config.json: quantization_config")
     except ConfigError as error:
         raise ModelError(str(error)) from None
-    found: WeightFormat = formats.stored_format(hf_config)
-    return found
+    weight_format: WeightFormat = formats.stored_format(hf_config)
+    return weight_format
 
 
 def engine_format(hf_config: Mapping[str, Any]) -> WeightFormat | None:
@@ -99,8 +99,8 @@ def engine_format(hf_config: Mapping[str, Any]) -> WeightFormat | None:
 
 def format_called(name: str, field: str) -> WeightFormat:
     """The format of this name, such as `fp8-block` or `int4-32`, which `field` asks for. Raises ConfigError: see `part`."""
-    found: WeightFormat = part("few_bits", "formats", field).FORMATS[name]
-    return found
+    weight_format: WeightFormat = part("few_bits", "formats", field).FORMATS[name]
+    return weight_format
 
 
 def tensors_of(format: NumberFormat) -> ModuleType:

@@ -194,8 +194,8 @@ class WeightMap:
 
     def has_prediction(self, hf_names: Collection[str]) -> bool:
         """Return whether any of a folder's tensors is one of the layer for multi-token prediction."""
-        own = self.prediction.rules if self.prediction is not None else ()
-        return bool({name.format(expert=0) for rule in own for name in rule.hf_names} & {*hf_names})
+        rules = self.prediction.rules if self.prediction is not None else ()
+        return bool({name.format(expert=0) for rule in rules for name in rule.hf_names} & {*hf_names})
 
     def hf_names(self) -> list[str]:
         """Every Hugging Face tensor of the whole model, each once."""
@@ -211,8 +211,8 @@ class WeightMap:
 
     @cached_property
     def _by_name(self) -> Mapping[str, Sequence[Rule]]:
-        found: dict[str, list[Rule]] = {}
+        rules_by_name: dict[str, list[Rule]] = {}
         for rule in self.rules:
             for name in rule.spellings():
-                found.setdefault(name, []).append(rule)
-        return found
+                rules_by_name.setdefault(name, []).append(rule)
+        return rules_by_name

@@ -21,16 +21,16 @@ def kept_dtype(rule: BoundRule) -> torch.dtype | None:
 
 def gathered(items: Iterable[Item], limit_bytes: float, nbytes: Callable[[Item], int]) -> Iterator[list[Item]]:
     """Lists of items, in order, of at most `limit_bytes` together; a larger item is a list of its own."""
-    held: list[Item] = []
+    batch: list[Item] = []
     total = 0
     for item in items:
-        if held and total + nbytes(item) > limit_bytes:
-            yield held
-            held, total = [], 0
-        held.append(item)
+        if batch and total + nbytes(item) > limit_bytes:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
         total += nbytes(item)
-    if held:
-        yield held
+    if batch:
+        yield batch
 
 
 def shard_from_hf(
@@ -72,15 +72,15 @@ def hf_from_shards(rule: BoundRule, shards: Sequence[Tensor]) -> list[tuple[str,
     shards = shards[:1] if rule.tp_axis is None else shards
     padded = sum(shard.shape[axis] for shard in shards)
     _check_shards(rule, shards, padded)
-    found: dict[str, list[tuple[HFSlice, Tensor]]] = {name: [] for name in rule.hf_names}
+    parts_by_name: dict[str, list[tuple[HFSlice, Tensor]]] = {name: [] for name in rule.hf_names}
     for rank, shard in enumerate(shards):
         offset = 0
         for piece in rule.pieces(rank, len(shards), padded):
             length = piece.stop - piece.start
             if piece.hf_name is not None:
-                found[piece.hf_name].append((piece, shard.narrow(axis, offset, length)))
+                parts_by_name[piece.hf_name].append((piece, shard.narrow(axis, offset, length)))
             offset += length
-    return [(name, _joined(parts, axis, rule.hf_shapes[name])) for name, parts in found.items()]
+    return [(name, _joined(parts, axis, rule.hf_shapes[name])) for name, parts in parts_by_name.items()]
 
 
 def _checked(rule: BoundRule, name: str, source: Any) -> Any:

@@ -48,9 +48,9 @@ def sliding_layers(hf_config: dict[str, Any]) -> frozenset[int] | None:
         return None
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or len(kinds) != layers:
-        found = repr(unknown[0]) if unknown else f"{len(kinds)} layers"
+        fault = repr(unknown[0]) if unknown else f"{len(kinds)} layers"
         raise ModelError(
-            f"config.json: layer_types has {found}; it must say {FULL!r} or {SLIDING!r} for each of the {layers} layers"
+            f"config.json: layer_types has {fault}; it must say {FULL!r} or {SLIDING!r} for each of the {layers} layers"
         )
     if SLIDING in kinds and hf_config.get("sliding_window") is None:
         raise ModelError(f"config.json: layer_types has {SLIDING!r}, but sliding_window is {hf_config.get('sliding_window')!r}")
@@ -62,12 +62,12 @@ def with_windows(hf_config: dict[str, Any], defaults: Mapping[str, Any], window:
 
     Of each `pattern` layers the last attends to all, where the config does not say. A window that is null stays so.
     """
-    found = with_defaults(hf_config, defaults)
-    found["sliding_window"] = hf_config.get("sliding_window", window)
-    if not found.get("layer_types"):
-        layers = range(1, size(found, "num_hidden_layers") + 1)
-        found["layer_types"] = [SLIDING if layer % pattern else FULL for layer in layers]
-    return found
+    filled = with_defaults(hf_config, defaults)
+    filled["sliding_window"] = hf_config.get("sliding_window", window)
+    if not filled.get("layer_types"):
+        layers = range(1, size(filled, "num_hidden_layers") + 1)
+        filled["layer_types"] = [SLIDING if layer % pattern else FULL for layer in layers]
+    return filled
 
 
 def in_all_layers(hf_config: dict[str, Any], *, sliding: bool) -> frozenset[int]:
@@ -76,13 +76,13 @@ def in_all_layers(hf_config: dict[str, Any], *, sliding: bool) -> frozenset[int]
     Raises:
         ModelError: `layer_types` says otherwise.
     """
-    found = frozenset(range(size(hf_config, "num_hidden_layers"))) if sliding else frozenset()
-    if (said := sliding_layers(hf_config)) is not None and said != found:
+    layers = frozenset(range(size(hf_config, "num_hidden_layers"))) if sliding else frozenset()
+    if (listed := sliding_layers(hf_config)) is not None and listed != layers:
         every = SLIDING if sliding else FULL
         raise ModelError(
             f"config.json: layer_types names other layers than {every!r}, which is what all layers of this family are"
         )
-    return found
+    return layers
 
 
 def qwen_sliding_layers(hf_config: dict[str, Any]) -> frozenset[int]:
@@ -93,8 +93,8 @@ def qwen_sliding_layers(hf_config: dict[str, Any]) -> frozenset[int]:
     """
     if not hf_config.get("use_sliding_window"):
         return in_all_layers(hf_config, sliding=False)
-    if (said := sliding_layers(hf_config)) is not None:
-        return said
+    if (listed := sliding_layers(hf_config)) is not None:
+        return listed
     first = size(hf_config, "max_window_layers", default=DEFAULT_MAX_WINDOW_LAYERS, least=0)
     return frozenset(range(first, size(hf_config, "num_hidden_layers")))
 

@@ -172,8 +172,8 @@ def _linear(
 ) -> tuple[float, float, float]:
     """All outside core attention: selective recomputation keeps it."""
     plain, operand = precision.is_reference, precision.operand
-    kept = linear.kept_bytes(layout.tp, precision.itemsize, operand, mean_length, plain=plain)
-    return rows * (norm(shape.hidden, precision) + operand * shape.hidden) + kept, 0.0, 0.0
+    kept_bytes = linear.kept_bytes(layout.tp, precision.itemsize, operand, mean_length, plain=plain)
+    return rows * (norm(shape.hidden, precision) + operand * shape.hidden) + kept_bytes, 0.0, 0.0
 
 
 def _dense(shape: ModelShape, layout: Layout, precision: Precision, rows: float) -> float:

@@ -48,22 +48,22 @@ class Choice:
 
     def changes(self, config: AnyConfig) -> dict[str, Any]:
         """The fields in which `config` would differ, and their values."""
-        found: dict[str, Any] = {}
+        changes: dict[str, Any] = {}
         if self.recompute != config.model.recompute:
-            found["model.recompute"] = self.recompute
-        own = {role.name: role for role in config.roles}
+            changes["model.recompute"] = self.recompute
+        roles_by_name = {role.name: role for role in config.roles}
         for name in config.layouts:
-            if name in type(config).model_fields and vars(own[name].layout) != vars(self.layout):
-                found[f"{name}.layout"] = self.tree
+            if name in type(config).model_fields and vars(roles_by_name[name].layout) != vars(self.layout):
+                changes[f"{name}.layout"] = self.tree
         for name in config.trained_roles:
-            trained = own[name].trained
+            trained = roles_by_name[name].trained
             if trained is not None and trained.max_tokens_per_micro_batch != self.max_tokens:
-                found[f"{name}.max_tokens_per_micro_batch"] = self.max_tokens
+                changes[f"{name}.max_tokens_per_micro_batch"] = self.max_tokens
         sampling = config.sampling
         if sampling is not None and self.engines:
-            found |= {"rollout.tp": self.engine_tp} if sampling.tp != self.engine_tp else {}
-            found |= {"rollout.engines": self.engines} if sampling.engines != self.engines else {}
-        return found
+            changes |= {"rollout.tp": self.engine_tp} if sampling.tp != self.engine_tp else {}
+            changes |= {"rollout.engines": self.engines} if sampling.engines != self.engines else {}
+        return changes
 
     def overrides(self, config: AnyConfig) -> tuple[str, ...]:
         """The same as `megarl` takes them on a command line, quoted for a shell; none: it is the config itself."""
@@ -110,18 +110,18 @@ def with_chunks(layout: Layout, layers: int) -> list[Layout]:
     """The layout with virtual stages, for the `MOST_CHUNKS` sizes of them that lie furthest apart."""
     if layout.pp < 2:
         return []
-    found = []
+    candidates = []
     for vpp in range(2, layers // (layout.pp * LEAST_LAYERS) + 1):
         plain = replace(layout, vpp=vpp, first_stage_layers=None, last_stage_layers=None)
         if (tried := with_stages(plain, layers)) is not None:
-            found.append(tried)
-    return found if len(found) <= MOST_CHUNKS else [found[0], found[len(found) // 2], found[-1]]
+            candidates.append(tried)
+    return candidates if len(candidates) <= MOST_CHUNKS else [candidates[0], candidates[len(candidates) // 2], candidates[-1]]
 
 
 def token_sizes(config: AnyConfig) -> list[int]:
     """Tokens of micro-batches: the config's own, half, twice and four times as many."""
-    own = config.policy.max_tokens_per_micro_batch
-    return [size for size in (own // 2, own, 2 * own, 4 * own) if size >= config.longest_sequence]
+    configured = config.policy.max_tokens_per_micro_batch
+    return [size for size in (configured // 2, configured, 2 * configured, 4 * configured) if size >= config.longest_sequence]
 
 
 def engine_sizes(config: AnyConfig, ranks: int) -> list[tuple[int, int]]:
@@ -139,8 +139,8 @@ def splits(config: AnyConfig, gpus: int) -> list[tuple[int, int]]:
     if config.resources.placement == "colocated" or not config.engine_places:
         return [(gpus, gpus)]
     roles = max(1, len([name for name in config.layouts if name in type(config).model_fields]))
-    own = config.policy.layout.world_size
-    sizes = sorted({own, *powers(gpus)})
+    configured = config.policy.layout.world_size
+    sizes = sorted({configured, *powers(gpus)})
     return [(size, gpus - roles * size) for size in sizes if gpus // GPUS_PER_NODE <= roles * size < gpus]
 
 

@@ -60,15 +60,17 @@ class Lengths:
 
         The mean is exp(m + s^2 / 2) and the longest exp(m + s * last): their ratio first grows with s, up to s = last.
         """
-        wanted = log(self.longest / min(max(self.response, 1.0), float(self.longest)))
-        reached = last - sqrt(max(0.0, last**2 - 2 * wanted))
+        log_ratio = log(self.longest / min(max(self.response, 1.0), float(self.longest)))
+        reached = last - sqrt(max(0.0, last**2 - 2 * log_ratio))
         return max(SPREAD, reached)
 
     def _cut(self, points: npt.NDArray[np.float64], spread: float) -> npt.NDArray[np.float64]:
         shape = np.exp(spread * points)
-        wanted = min(max(self.response, 1.0), float(self.longest))
+        target_mean = min(max(self.response, 1.0), float(self.longest))
         low, high = 0.0, 1e9
         for _ in range(100):  # the mean of what is cut grows with the scale
             middle = (low + high) / 2
-            low, high = (middle, high) if self.shares @ np.clip(middle * shape, 1, self.longest) < wanted else (low, middle)
+            low, high = (
+                (middle, high) if self.shares @ np.clip(middle * shape, 1, self.longest) < target_mean else (low, middle)
+            )
         return np.clip(high * shape, 1, self.longest)

@@ -101,14 +101,14 @@ def read_measured(path: str | Path, config: AnyConfig) -> Measured:
         step = sum(run.phases.values())
         return Measured(str(path), config, {**run.phases, STEP: step}, run.prompt_tokens, run.response_tokens)
     rows = _rows(path)
-    found = rows if len(rows) == 1 else [row for row in rows if row["id"] == config.run.name]
-    if not found:
+    matches = rows if len(rows) == 1 else [row for row in rows if row["id"] == config.run.name]
+    if not matches:
         names = [row["id"] for row in rows]
         raise ConfigError(
             f"--against is '{path}', which has no row whose id is '{config.run.name}', the config's run.name"
             f"{nearest(config.run.name, names)}; it has {', '.join(names)}"
         )
-    return _measured(found[0], config, path)
+    return _measured(matches[0], config, path)
 
 
 def read_table(path: str | Path) -> list[Measured]:
@@ -172,13 +172,15 @@ def fitted_gpu(folders: Sequence[str | Path], gpu: GpuSpec) -> tuple[Calibration
     for run in runs:
         phases = {name: run.phases[name] for name in SCALED if run.phases.get(name)}
         steps.append(Measured(run.folder, run.config, phases, run.prompt_tokens, run.response_tokens))
-    found = fit_constants(steps, gpu)
+    efficiencies = fit_constants(steps, gpu)
     rewards = [run.phases.get("reward", 0.0) / run.samples for run in runs]
-    changed = {name: getattr(found, name) for name in FITTED if getattr(found, name) != getattr(gpu.efficiencies, name)}
+    changed = {
+        name: getattr(efficiencies, name) for name in FITTED if getattr(efficiencies, name) != getattr(gpu.efficiencies, name)
+    }
     stated = ", ".join(f"{name} {value:.3g}" for name, value in changed.items())
     source = f"constants fitted to {len(runs)} runs: {stated or 'none changed'}"
     calibration = Calibration(source, reward_s_per_sample=mean(rewards), other_s=mean(run.other_s for run in runs))
-    return calibration, replace(gpu, efficiencies=found)
+    return calibration, replace(gpu, efficiencies=efficiencies)
 
 
 def fit(recorded: Recorded, gpu: GpuSpec) -> Calibration:
@@ -222,6 +224,6 @@ def fit_constants(steps: Iterable[Measured], gpu: GpuSpec, names: Sequence[str] 
 
 def _error(plans: Sequence[tuple[Measured, CapacityPlan]], gpu: GpuSpec, tried: Efficiencies, first: Efficiencies) -> float:
     spec = replace(gpu, efficiencies=tried)
-    errors = [log(one.ratio) ** 2 for step, plan in plans for one in compare(replace(plan, gpu=spec), step)]
+    errors = [log(comparison.ratio) ** 2 for step, plan in plans for comparison in compare(replace(plan, gpu=spec), step)]
     moved = [log(getattr(tried, name) / getattr(first, name)) ** 2 for name in vars(first) if getattr(first, name)]
     return sum(errors) + PRIOR * sum(moved)

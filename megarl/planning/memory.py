@@ -73,8 +73,8 @@ class RoleMemory:
     def busiest(self) -> dict[str, float]:
         """The parts that are there at the worst moment besides those that always are."""
         *of_pass, of_step = MOMENTARY
-        found = {part: self.parts[part] for part in of_pass}
-        return found if sum(found.values()) >= self.parts[of_step] else {of_step: self.parts[of_step]}
+        pass_bytes = {part: self.parts[part] for part in of_pass}
+        return pass_bytes if sum(pass_bytes.values()) >= self.parts[of_step] else {of_step: self.parts[of_step]}
 
     @property
     def moved(self) -> float:
@@ -111,29 +111,34 @@ def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workl
     Raises:
         LayoutError: the layout does not divide the model.
     """
-    held = role.parameters[stage]
-    parameters = weights = (held.dense + held.expert) * precision.itemsize + 4 * (held.value_head + held.buffers)
+    counts = role.parameters[stage]
+    parameters = weights = (counts.dense + counts.expert) * precision.itemsize + 4 * (counts.value_head + counts.buffers)
     if precision.fp8 and not precision.fp8_param:
-        parameters += 2 * held.products  # FP8 copies for both directions, beside the BF16 weights; without these in their place
+        # FP8 copies for both directions, beside the BF16 weights; without these in their place
+        parameters += 2 * counts.products
     parts = dict.fromkeys((*STATIC, *MOMENTARY), 0.0) | {"parameters": float(parameters)}
     host = 0.0
     if role.averaged and precision.itemsize == 2:
-        parts["optimizer"] = REMAINDER_BYTES * float(held.dense + held.expert)
+        parts["optimizer"] = REMAINDER_BYTES * float(counts.dense + counts.expert)
     if role.trained is not None:
-        share, offloaded = _shard(held, role), role.trained.optimizer.offload_fraction
+        share, offloaded = _shard(counts, role), role.trained.optimizer.offload_fraction
         of_each, of_head = (role.state_bytes(size, precision.recipe) for size in (precision.itemsize, 4))
-        head, here = held.value_head / _replicas(role), 1 - offloaded
-        parts["gradients"] = float(of_each.gradient * (held.trained - held.value_head) + of_head.gradient * held.value_head)
+        head, here = counts.value_head / _replicas(role), 1 - offloaded
+        parts["gradients"] = float(
+            of_each.gradient * (counts.trained - counts.value_head) + of_head.gradient * counts.value_head
+        )
         parts["optimizer"] = (share * (of_each.moments + of_each.master) + head * (of_head.moments + of_head.master)) * here
         if role.trained.optimizer.name == "muon":  # its matrices have one moment
-            parts["optimizer"] -= of_each.moments / 2 * _matrices(held, role)
+            parts["optimizer"] -= of_each.moments / 2 * _matrices(counts, role)
         parts["optimizer step"] = share * of_each.step * here
         parts["activations"] = activation_bytes(role, stage, precision, work)
         host = share * offloaded * HOST_BYTES_OF_A_PARAMETER
         host += share * stored_bytes(precision.itemsize) + head * stored_bytes(4)
-        host -= 4 * _matrices(held, role) if role.trained.optimizer.name == "muon" else 0
+        host -= 4 * _matrices(counts, role) if role.trained.optimizer.name == "muon" else 0
         if role.shape.lora is None:  # beside adapters, what is not trained is in no checkpoint
-            host += (held.frozen_dense / _replicas(role) + held.frozen_expert / role.layout.expert_shards) * precision.itemsize
+            host += (
+                counts.frozen_dense / _replicas(role) + counts.frozen_expert / role.layout.expert_shards
+            ) * precision.itemsize
     if stage == 0 and work.patches:
         parts["tower activations"] = tower_bytes(role, precision, work)
     if stage == role.layout.pp - 1 and not role.value_head:
@@ -141,19 +146,19 @@ def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workl
         further = sum(further_parameters(role, stage) for further_parameters in functions("plan", "further_parameters"))
         parts["parameters"] += further * precision.itemsize
     parts["communication"] = _communication(role, stage, precision, work)
-    unpacked = float(held.products * precision.itemsize if precision.fp8_param else 0)
+    unpacked = float(counts.products * precision.itemsize if precision.fp8_param else 0)
     return RoleMemory(role.name, parts, weights, unpacked, host)
 
 
 def tower_memory(role: PlannedRole, precision: Precision, work: Workload) -> dict[str, float]:
     """The vision tower's bytes by part in what `role_memory` counts on a rank of the first stage; empty: it has none."""
-    held, of_each = role.parameters[0], role.state_bytes(precision.itemsize, precision.recipe)
-    if not held.tower:
+    counts, of_each = role.parameters[0], role.state_bytes(precision.itemsize, precision.recipe)
+    if not counts.tower:
         return {}
-    trained = held.tower - held.frozen_tower if role.trained is not None else 0
+    trained = counts.tower - counts.frozen_tower if role.trained is not None else 0
     here = 1 - role.trained.optimizer.offload_fraction if role.trained is not None else 0
     return {
-        "parameters": float(held.tower * precision.itemsize),
+        "parameters": float(counts.tower * precision.itemsize),
         "gradients": float(trained * of_each.gradient),
         "optimizer": trained / _replicas(role) * (of_each.moments + of_each.master) * here,
         "activations": tower_bytes(role, precision, work),
@@ -205,28 +210,28 @@ def _layers(role: PlannedRole, stage: int, precision: Precision, work: Workload)
         )
         for kind, layer in {kind: layer for layer, kind in kind_of.items()}.items()
     }
-    found = [kinds[kind_of[layer]] for layer in layers]
+    activations = [kinds[kind_of[layer]] for layer in layers]
     if shape.predicts and stage == layout.pp - 1:
         experts = bool(shape.experts)
-        found.append(layer_activations(shape, layout, precision, has_experts=experts, mean_length=work.mean_length))
-    return found
+        activations.append(layer_activations(shape, layout, precision, has_experts=experts, mean_length=work.mean_length))
+    return activations
 
 
 def _kept_of_a_pass(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> float:
     """What a stage keeps of a micro-batch until its backward pass."""
     shape, recompute = role.shape, precision.recompute
     tokens = work.tokens / role.layout.cp
-    kept = tokens * sum(layer.kept(recompute) for layer in _layers(role, stage, precision, work))
+    kept_bytes = tokens * sum(layer.kept(recompute) for layer in _layers(role, stage, precision, work))
     if stage == 0:
-        kept += tokens * 8
+        kept_bytes += tokens * 8
     if recompute == "full" and shape.latent is None:
-        kept += tokens * 4 * shape.head_dim  # the rotary angles, once for all layers
+        kept_bytes += tokens * 4 * shape.head_dim  # the rotary angles, once for all layers
     if recompute != "full":
-        kept += sum(role.rounded_experts(stage, precision))
+        kept_bytes += sum(role.rounded_experts(stage, precision))
     if recompute != "full" and shape.lora is not None:
         layers = (layer for chunk in role.layout.stage_layers(shape.layers)[stage] for layer in chunk)
-        kept += sum(adapter_part("plan").spread_bytes(shape, layer, role.layout, precision.itemsize) for layer in layers)
-    return kept + tokens * sum(of_option(role, stage, precision) for of_option in functions("plan", "kept_behind_layers"))
+        kept_bytes += sum(adapter_part("plan").spread_bytes(shape, layer, role.layout, precision.itemsize) for layer in layers)
+    return kept_bytes + tokens * sum(of_option(role, stage, precision) for of_option in functions("plan", "kept_behind_layers"))
 
 
 def _at_the_end(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> float:
@@ -241,8 +246,8 @@ def tower_bytes(role: PlannedRole, precision: Precision, work: Workload) -> floa
     freed = 0.0
     if role.trained is not None:  # when the tower's turn comes, the decoder's part of this micro-batch is freed
         freed = _kept_of_a_pass(role, 0, precision, work) + _at_the_end(role, 0, precision, work)
-    found: float = vision_part("plan_towers").tower_bytes(role, precision, work, freed)
-    return found
+    nbytes: float = vision_part("plan_towers").tower_bytes(role, precision, work, freed)
+    return nbytes
 
 
 def _after_layers(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> float:
@@ -299,19 +304,23 @@ def plan_memory(run: RunShape, gpu: GpuSpec, lengths: Lengths) -> MemoryPlan:
     kinds: dict[tuple[tuple[str, int], ...], list[range]] = {}
     bounds = sorted(_bounds(run))
     for number in bounds[:-1]:
-        held = [(role.name, _stage(role, number, places[role.group])) for role in run.roles if number in places[role.group]]
-        held += [(name, 0) for name in ENGINES if number in places.get(name, ())]
-        kinds.setdefault(tuple(held), []).append(range(number, bounds[bounds.index(number) + 1]))
-    of_kinds = {held: _gpu(run, gpu, by_stage, held, numbers, lengths) for held, numbers in kinds.items()}
+        occupants = [
+            (role.name, _stage(role, number, places[role.group])) for role in run.roles if number in places[role.group]
+        ]
+        occupants += [(name, 0) for name in ENGINES if number in places.get(name, ())]
+        kinds.setdefault(tuple(occupants), []).append(range(number, bounds[bounds.index(number) + 1]))
+    of_kinds = {occupants: _gpu(run, gpu, by_stage, occupants, numbers, lengths) for occupants, numbers in kinds.items()}
     counted = tuple(of_kinds.values())
     if run.engines is None:
         return MemoryPlan(counted, gpu.usable_bytes, 0, 0)
     most_moved = 0.0
     if takes_turns(run.config, gpu.platform) or lends(run.config, gpu.platform):
-        most_moved = max(sum(by_stage[name][stage].moved for name, stage in held if name not in ENGINES) for held in kinds)
+        most_moved = max(
+            sum(by_stage[name][stage].moved for name, stage in occupants if name not in ENGINES) for occupants in kinds
+        )
     length, caches = run.config.longest_parts[0] + lengths.response, [(0, 0)]
     for name in ENGINES:  # those that are lent last
-        of_these = [kind for held, kind in of_kinds.items() if (name, 0) in held]
+        of_these = [kind for occupants, kind in of_kinds.items() if (name, 0) in occupants]
         awake = [parts for kind in of_these for parts in kind.turns.values() if ("engine", "parameters") in parts]
         if not awake:
             continue
@@ -343,12 +352,12 @@ def workload(run: RunShape, role: PlannedRole, precision: Precision, lengths: Le
 
 def _bounds(run: RunShape) -> set[int]:
     """The GPUs from which on others hold something else, and the number of all."""
-    found = {0, run.gpus}
-    for name, place in run.places.items():
+    bounds = {0, run.gpus}
+    for name, gpus in run.places.items():
         layout = run.groups.get(name)
-        step = layout.world_size // layout.pp if layout is not None else len(place)
-        found |= {*range(place.start, place.stop, step), place.stop}
-    return found
+        step = layout.world_size // layout.pp if layout is not None else len(gpus)
+        bounds |= {*range(gpus.start, gpus.stop, step), gpus.stop}
+    return bounds
 
 
 def _stage(role: PlannedRole, gpu: int, place: range) -> int:
@@ -415,13 +424,13 @@ def _kv_tokens(
     longest_prompt, _ = run.config.longest_parts
     length, longest = longest_prompt + response_tokens, run.config.longest_sequence
     ranks_sharing = engines.target.engines * engines.target.dp
-    wanted = max(longest, math.ceil(run.config.sequences_per_step / ranks_sharing * length))
+    step_tokens = max(longest, math.ceil(run.config.sequences_per_step / ranks_sharing * length))
     of_token = engines.cached_bytes_per_token(length)
     if engines.max_total_tokens is not None:
-        return engines.max_total_tokens, wanted
+        return engines.max_total_tokens, step_tokens
     if engines.memory_fraction is not None:
         pool = engines.memory_fraction * gpu.memory_gb * 1e9 - engines.weight_bytes - engines.adapter_bytes
-        return max(longest, int(pool / of_token)), wanted
+        return max(longest, int(pool / of_token)), step_tokens
     if is_sized:
         room = min(static_bytes(run.config, gpu) - engines.weight_bytes - engines.adapter_bytes, room)
-    return min(wanted, max(longest, int(room / of_token))), wanted
+    return min(step_tokens, max(longest, int(room / of_token))), step_tokens

@@ -74,28 +74,28 @@ def stage_parameters(
     weight_map = shape.weight_map.without_output() if value_head else shape.weight_map
     elements = {rule: _elements(rule, layout, shape) for rule in weight_map.rules}
     stages = [[layer for chunk in chunks for layer in chunk] for chunks in layout.stage_layers(shape.layers)]
-    found = []
+    stage_counts = []
     for stage, layers in enumerate(stages):
         count = dict.fromkeys((field.name for field in fields(ParameterCounts) if field.name != "value_head"), 0)
         for rule in weight_map.rules:
-            held = _copies(rule, layers, stage, layout, shape.experts) * elements[rule]
+            numel = _copies(rule, layers, stage, layout, shape.experts) * elements[rule]
             kind, is_tower = "expert" if rule.is_expert else "dense", rule.megatron_name.startswith(TOWER)
-            count["buffers" if rule.dtype else kind] += held
-            count["tower"] += held * is_tower
+            count["buffers" if rule.dtype else kind] += numel
+            count["tower"] += numel * is_tower
             frozen = 0
             of_adapter = is_adapter(rule.megatron_name)
-            count["adapters"] += held * of_adapter
+            count["adapters"] += numel * of_adapter
             if shape.lora is not None and not of_adapter and not rule.dtype:
-                frozen = held
+                frozen = numel
             elif freeze and not rule.dtype:
                 frozen = _frozen_copies(rule, layers, stage, layout, shape.experts, freeze) * elements[rule]
             count[f"frozen_{kind}"] += frozen
             count["frozen_tower"] += frozen * is_tower
             if rule.stage == "layer" and len(rule.packing.hf_shapes[0]) == 2:
-                count[f"{kind}_matrices"] += held - frozen
-                count["products"] += held if "router" not in rule.megatron_name and not of_adapter else 0
-        found.append(ParameterCounts(**count, value_head=shape.hidden if value_head and stage == layout.pp - 1 else 0))
-    return tuple(found)
+                count[f"{kind}_matrices"] += numel - frozen
+                count["products"] += numel if "router" not in rule.megatron_name and not of_adapter else 0
+        stage_counts.append(ParameterCounts(**count, value_head=shape.hidden if value_head and stage == layout.pp - 1 else 0))
+    return tuple(stage_counts)
 
 
 def _copies(rule: Rule, layers: list[int], stage: int, layout: Layout, experts: int) -> int:
@@ -118,8 +118,10 @@ def _frozen_copies(rule: Rule, layers: list[int], stage: int, layout: Layout, ex
         if rule.is_expert
         else [[None]]
     )
-    held = [layer for layer in layers if rule.has_layer(layer)] if rule.stage == "layer" else [None]
-    return min(sum(patterns.choose(rule.bound(layer, expert)) for layer in held for expert in of_rank) for of_rank in of_ranks)
+    rule_layers = [layer for layer in layers if rule.has_layer(layer)] if rule.stage == "layer" else [None]
+    return min(
+        sum(patterns.choose(rule.bound(layer, expert)) for layer in rule_layers for expert in of_rank) for of_rank in of_ranks
+    )
 
 
 def _elements(rule: Rule, layout: Layout, shape: ModelShape) -> int:

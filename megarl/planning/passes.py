@@ -140,10 +140,10 @@ def _traffic(
         ).whole
         for has_experts in {layer in shape.expert_layers for layer in layers}
     }
-    kept = sum(of_kind[layer in shape.expert_layers] for layer in layers)
-    moved = tokens / layout.cp * kept * (5 + 2 * times.anew if times.trains else 2)
-    held = max(role.parameters, key=lambda stage: stage.dense + stage.expert)
-    moved += micro_batches * (held.products * precision.itemsize * passes + times.trains * held.trained * GRADIENT_BYTES)
+    bytes_per_token = sum(of_kind[layer in shape.expert_layers] for layer in layers)
+    moved = tokens / layout.cp * bytes_per_token * (5 + 2 * times.anew if times.trains else 2)
+    fullest = max(role.parameters, key=lambda stage: stage.dense + stage.expert)
+    moved += micro_batches * (fullest.products * precision.itemsize * passes + times.trains * fullest.trained * GRADIENT_BYTES)
     if not role.value_head:
         scored = tokens * lengths.response / (lengths.prompt + lengths.response) / layout.cp / layout.pp
         moved += scored * padded_vocab(shape.vocab, layout.tp) / layout.tp * 4 * LOGIT_PASSES * passes

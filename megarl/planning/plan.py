@@ -39,11 +39,11 @@ class CapacityPlan:
     def towers(self) -> dict[str, dict[str, float]]:
         """By role that sees the bytes of its vision tower, by part, on a rank of the first stage."""
         precision = precision_of(self.run, self.gpu)
-        found = {
+        towers = {
             role.name: tower_memory(role, precision, workload(self.run, role, precision, self.lengths))
             for role in self.run.roles
         }
-        return {name: parts for name, parts in found.items() if parts}
+        return {name: parts for name, parts in towers.items() if parts}
 
     @property
     def times(self) -> TimePlan:
@@ -130,8 +130,8 @@ def _check_given_rows(config: AnyConfig, prompt: float | None, response: float |
     limit = f"data.max_tokens is {config.longest_sequence:,}"
     if longest is not None:
         raise ConfigError(f"--longest-response is for runs that sample responses, and in this one {limit}; leave it out")
-    given = {"--prompt-tokens": prompt, "--response-tokens": response}
-    names, tokens = [option for option, value in given.items() if value is not None], sum(filter(None, given.values()))
+    options = {"--prompt-tokens": prompt, "--response-tokens": response}
+    names, tokens = [option for option, value in options.items() if value is not None], sum(filter(None, options.values()))
     if tokens > config.longest_sequence:
         what = f"{names[0]} is {tokens:,g}" if len(names) == 1 else f"{' and '.join(names)} are {tokens:,g} together"
         raise ConfigError(f"{what}, but {limit}; it must be at most that")

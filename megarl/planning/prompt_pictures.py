@@ -56,8 +56,8 @@ def pictures_of(
     """
     vision = ModelShape.read(config.model.path).vision
     if vision is not None:
-        found: PromptPictures = vision_part("plan_pictures").pictures_shown(config, vision, per_prompt, pixels, prompt)
-        return found
+        pictures: PromptPictures = vision_part("plan_pictures").pictures_shown(config, vision, per_prompt, pixels, prompt)
+        return pictures
     if per_prompt is not None or pixels is not None:
         raise ConfigError(
             f"--pictures-per-prompt and --picture-pixels are for models that see, and '{config.model.path}' does not"

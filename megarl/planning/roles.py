@@ -113,8 +113,8 @@ class Engines:
         """What a rank of an engine that adds adapters has for them: `ADAPTER_PLACES`, each split as its weights are."""
         if self.lora is None:
             return 0
-        held = stage_parameters(self.adapted, Layout(tp=self.target.tp))
-        return ADAPTER_PLACES * sum(stage.adapters for stage in held) * self.itemsize
+        stages = stage_parameters(self.adapted, Layout(tp=self.target.tp))
+        return ADAPTER_PLACES * sum(stage.adapters for stage in stages) * self.itemsize
 
     @property
     def adapted(self) -> ModelShape:
@@ -166,9 +166,9 @@ def _weights(shape: ModelShape, target: EngineTarget, itemsize: int, format: Wei
     """(bytes of the fullest rank of an engine, share of the model that is experts')."""
     check_target(shape.config, target)
     tensors = TensorTable.of(format.quantised_map(shape.weight_map) if format else shape.weight_map, itemsize)
-    held = engine_slices(tensors, target, shape.experts)
-    nbytes = held.rows * held.cols * tensors.itemsize[held.tensor]
-    of_ranks = np.bincount(held.engine_rank - EVERY_RANK, weights=nbytes, minlength=target.ranks - EVERY_RANK)
+    slices = engine_slices(tensors, target, shape.experts)
+    nbytes = slices.rows * slices.cols * tensors.itemsize[slices.tensor]
+    of_ranks = np.bincount(slices.engine_rank - EVERY_RANK, weights=nbytes, minlength=target.ranks - EVERY_RANK)
     of_experts = tensors.nbytes[tensors.expert >= 0].sum() / tensors.nbytes.sum()
     return int(of_ranks[0] + of_ranks[-EVERY_RANK:].max()), float(of_experts)
 
@@ -205,18 +205,18 @@ class RunShape:
         sizes = {name: layout.world_size for name, layout in self.groups.items()}
         if self.engines is not None:
             sizes["engine"] = self.engines.target.engines * self.engines.target.ranks
-        found, start = {}, 0
+        places, start = {}, 0
         for name, size in sizes.items():
-            found[name] = range(start, start + size)
+            places[name] = range(start, start + size)
             start += 0 if self.colocated else size
         if self.lent:
-            found["lent"] = range(self.lent.target.engines * self.lent.target.ranks)
-        return found
+            places["lent"] = range(self.lent.target.engines * self.lent.target.ranks)
+        return places
 
     @property
     def gpus(self) -> int:
         """GPUs that the run takes."""
-        return max(place.stop for place in self.places.values())
+        return max(gpus.stop for gpus in self.places.values())
 
 
 def run_shape(config: AnyConfig) -> RunShape:

@@ -129,8 +129,8 @@ class Search:
         """All layouts on the GPUs that there are, the best of them refined and with their weight updates."""
         gpus = self.plan.available
         candidates, refused = self.candidates(gpus)
-        for place, one in enumerate(candidates[:REFINED]):
-            candidates[place] = self._refined(one, gpus)
+        for index, one in enumerate(candidates[:REFINED]):
+            candidates[index] = self._refined(one, gpus)
         candidates.sort(key=lambda one: one.seconds)
         best: list[Ranked] = []
         for one in candidates:
@@ -140,12 +140,12 @@ class Search:
             if (entry := self._priced(one, gpus)) is not None:
                 best.append(entry)
         best.sort(key=lambda entry: entry.step_seconds)
-        own = Ranked(own_choice(self.config), (), self.plan, self.plan.times)
-        return Found(tuple(best[:SHOWN]), len(candidates), refused, own, self._place(own, best, candidates))
+        current = Ranked(own_choice(self.config), (), self.plan, self.plan.times)
+        return Found(tuple(best[:SHOWN]), len(candidates), refused, current, self._place(current, best, candidates))
 
     def candidates(self, gpus: int) -> tuple[list[_Candidate], Refusals]:
         """The best of each layout that fits, with its engines, fastest first without weight updates; and the others."""
-        found, refused = [], Refusals()
+        candidates, refused = [], Refusals()
         for ranks, of_engines in splits(self.config, gpus):
             for layout in layouts(self.config, ranks):
                 try:
@@ -156,8 +156,8 @@ class Search:
                 if isinstance(best, str):
                     refused.add(best, layout)
                 else:
-                    found.append(best)
-        return sorted(found, key=lambda one: one.seconds), refused
+                    candidates.append(best)
+        return sorted(candidates, key=lambda one: one.seconds), refused
 
     def _best_of(self, layout: Layout, of_engines: int, gpus: int) -> _Candidate | str:
         """The layout with the sizes of engines that are fastest, and as little recomputed as fits; or why none fits."""
@@ -228,7 +228,7 @@ class Search:
         if ahead < len(best):
             return ahead + 1
         priced, without = {entry.choice for entry in best}, own.plan.times_without_sync
-        return ahead + 1 + sum(one.seconds < without for one in candidates if one.choice not in priced)
+        return ahead + 1 + sum(candidate.seconds < without for candidate in candidates if candidate.choice not in priced)
 
     def _trainer_fits(self, config: AnyConfig) -> bool:
         """Return whether there is room for the trainer, if engines took nothing."""
@@ -261,8 +261,8 @@ def what_fits(config: AnyConfig, plan: CapacityPlan) -> str:
 
 def gains(entry: Ranked, own: Ranked) -> list[tuple[str, float, float, list[tuple[str, float]]]]:
     """By phase that differs by a hundredth of the step: (name, own seconds, its seconds, the parts that differ most)."""
-    least, found = 0.01 * own.step_seconds, []
-    parts_of = [{phase.name: phase for phase in one.times.phases} for one in (own, entry)]
+    least, rows = 0.01 * own.step_seconds, []
+    parts_of = [{phase.name: phase for phase in ranked.times.phases} for ranked in (own, entry)]
     for name in dict.fromkeys(name for phases in parts_of for name in phases):
         before, after = (phases[name].parts if name in phases else dict[str, float]() for phases in parts_of)
         seconds = sum(before.values()), sum(after.values())
@@ -270,8 +270,8 @@ def gains(entry: Ranked, own: Ranked) -> list[tuple[str, float, float, list[tupl
             continue
         differences = {part: after.get(part, 0.0) - before.get(part, 0.0) for part in dict.fromkeys((*before, *after))}
         ordered = sorted(differences.items(), key=lambda item: -abs(item[1]))
-        found.append((name, *seconds, [item for item in ordered[:2] if abs(item[1]) >= least / 2]))
-    return found
+        rows.append((name, *seconds, [item for item in ordered[:2] if abs(item[1]) >= least / 2]))
+    return rows
 
 
 def _numbers(plan: CapacityPlan) -> Iterator[int]:
@@ -283,11 +283,11 @@ def _numbers(plan: CapacityPlan) -> Iterator[int]:
 
 
 def _distance(config: AnyConfig, choice: Choice) -> float:
-    own = own_choice(config)
-    sizes = [(getattr(choice.layout, name) or 1, getattr(own.layout, name) or 1) for name in SIZES]
+    current = own_choice(config)
+    sizes = [(getattr(choice.layout, name) or 1, getattr(current.layout, name) or 1) for name in SIZES]
     changes = sum(abs(log2(size / before)) for size, before in sizes)
-    of_engines = abs(log2(choice.engine_tp / own.engine_tp)) if choice.engine_tp and own.engine_tp else 0.0
-    return changes + of_engines + (choice.recompute != own.recompute)
+    of_engines = abs(log2(choice.engine_tp / current.engine_tp)) if choice.engine_tp and current.engine_tp else 0.0
+    return changes + of_engines + (choice.recompute != current.recompute)
 
 
 def _checked(config: AnyConfig, choice: Choice) -> AnyConfig:

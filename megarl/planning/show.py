@@ -31,8 +31,8 @@ def against_tables(plan: CapacityPlan, measured: Measured) -> list[Table | str]:
     table = Table("phase", box=None, pad_edge=False)
     for column in ("predicted", "measured", "ratio"):
         table.add_column(column, justify="right")
-    for one in compare(plan, measured):
-        table.add_row(one.phase, f"{one.predicted:,.3g}", f"{one.measured:,.3g}", f"{one.ratio:.2f}")
+    for row in compare(plan, measured):
+        table.add_row(row.phase, f"{row.predicted:,.3g}", f"{row.measured:,.3g}", f"{row.ratio:.2f}")
     source = f" ({measured.source})" if measured.source else ""
     return [f"Seconds against those of {measured.name}{source}; a ratio below 1 is a plan that is too fast", table]
 
@@ -79,8 +79,8 @@ def as_json(plan: CapacityPlan, search: Mapping[str, Any] | None = None, measure
             "name": measured.name,
             "source": measured.source,
             "phases": {
-                one.phase: {"predicted_s": one.predicted, "measured_s": one.measured, "ratio": one.ratio}
-                for one in compare(plan, measured)
+                row.phase: {"predicted_s": row.predicted, "measured_s": row.measured, "ratio": row.ratio}
+                for row in compare(plan, measured)
             },
         }
     if search is not None:
@@ -109,8 +109,8 @@ def _facts(plan: CapacityPlan, model: str) -> Table:
         if run.lent is not None:
             table.add_row("lent engines", f"{run.lent.target.engines:,} of {target.ranks} ranks, on the trainer's GPUs")
     shared = "on the same GPUs, in turns" if len(memory.worst.turns) > 1 else "on the same GPUs"
-    place = shared if run.colocated else "each on GPUs of its own"
-    table.add_row("GPUs", f"{run.gpus:,} of {plan.available:,} {plan.gpu.name}, {place}")
+    sharing = shared if run.colocated else "each on GPUs of its own"
+    table.add_row("GPUs", f"{run.gpus:,} of {plan.available:,} {plan.gpu.name}, {sharing}")
     for label, value in run.config.batch_rows():
         table.add_row(label, value)
     responses = f"responses of {lengths.response:,.0f}, at most {lengths.longest:,}"
@@ -148,7 +148,7 @@ def _memory(plan: CapacityPlan) -> list[Table | str]:
     if in_turns:
         table.add_section()
     for turn, parts in worst.turns.items():
-        sums = [sum(size for (one, _), size in parts.items() if one == owner) for owner in owners]
+        sums = [sum(size for (part_owner, _), size in parts.items() if part_owner == owner) for owner in owners]
         cells = [f"{size / 1e9:,.2f}" if size else "" for size in sums]
         table.add_row(*([turn, *cells, f"{sum(sums) / 1e9:,.2f}"] if in_turns else ["sum", *cells]))
     verdict = "fits" if memory.fits else "does not fit"
@@ -215,7 +215,7 @@ def found_tree(found: Found) -> dict[str, Any]:
         line["gains"] = {
             name: {"own_s": before, "s": after, "parts": dict(parts)} for name, before, after, parts in gains(entry, found.own)
         }
-    own = {
+    current = {
         "fits": found.own.plan.fits,
         "place": found.place or None,
         **_cache_sizes(found.own.plan),
@@ -224,17 +224,17 @@ def found_tree(found: Found) -> dict[str, Any]:
     refused = [
         {"count": count, "why": why, "such_as": found.refused.examples[why]} for why, count in found.refused.counts.items()
     ]
-    return {"tried": found.tried, "fitting": found.fitting, "best": best, "own": own, "refused": refused}
+    return {"tried": found.tried, "fitting": found.fitting, "best": best, "own": current, "refused": refused}
 
 
 def explained(entry: Ranked, own: Ranked) -> str:
     """Explain where a layout gains and loses against the config's own."""
     whole = f"{stated(entry.choice.layout)}: {entry.step_seconds:,.4g} s, where yours takes {own.step_seconds:,.4g} s"
-    said = []
+    phrases = []
     for name, before, after, parts in gains(entry, own):
         why = ", ".join(f"{part} {seconds:+,.3g}" for part, seconds in parts)
-        said.append(f"{name} {before:,.3g} -> {after:,.3g} s" + (f" ({why})" if why else ""))
-    return f"{whole}; {'; '.join(said)}" if said else whole
+        phrases.append(f"{name} {before:,.3g} -> {after:,.3g} s" + (f" ({why})" if why else ""))
+    return f"{whole}; {'; '.join(phrases)}" if phrases else whole
 
 
 def _search_figures(entry: Ranked) -> str:
@@ -251,8 +251,8 @@ def _cache_sizes(plan: CapacityPlan) -> dict[str, Any]:
 
 
 def _own_place(found: Found) -> str:
-    own = f"{found.own.step_seconds:,.4g} s"
+    step_time = f"{found.own.step_seconds:,.4g} s"
     if not found.place:
-        return f"{own}, but it does not fit: {found.own.plan.excess}"
+        return f"{step_time}, but it does not fit: {found.own.plan.excess}"
     gpus = "" if found.own.plan.run.gpus == found.own.plan.available else f" on {found.own.plan.run.gpus:,} GPUs"
-    return f"{own}{gpus}, place {found.place:,} ({found.fitting:,} layouts fit)"
+    return f"{step_time}{gpus}, place {found.place:,} ({found.fitting:,} layouts fit)"

@@ -128,7 +128,9 @@ def _scaled(phases: list[PhaseTime], calibration: Calibration) -> tuple[PhaseTim
 
 
 def _added(*several: Mapping[str, float]) -> dict[str, float]:
-    return {part: sum(one.get(part, 0.0) for one in several) for part in dict.fromkeys(p for one in several for p in one)}
+    return {
+        part: sum(parts.get(part, 0.0) for parts in several) for part in dict.fromkeys(p for parts in several for p in parts)
+    }
 
 
 def _update(
@@ -143,12 +145,12 @@ def _update(
     if role.trained is not None and role.trained.experts.balance_coef:  # a pass that counts loads comes before
         decoder, tower = decoder + 1.0, tower + 1.0
     times = Times(decoder, tower, prediction=decoder, anew=anew, trains=True)
-    found = pass_seconds(run, role, gpu, lengths, sequences, updates=updates, times=times)
-    held = max(role.parameters, key=lambda stage: stage.trained)
+    seconds = pass_seconds(run, role, gpu, lengths, sequences, updates=updates, times=times)
+    fullest = max(role.parameters, key=lambda stage: stage.trained)
     replicas, of_experts = role.layout.dp * role.layout.cp, role.layout.expert_shards
     state = role.state_bytes(precision.itemsize, precision.recipe)
-    shared = held.trained_dense * (replicas - 1) / replicas + held.trained_expert * (of_experts - 1) / of_experts
-    shard = held.trained_dense / replicas + held.trained_expert / of_experts
+    shared = fullest.trained_dense * (replicas - 1) / replicas + fullest.trained_expert * (of_experts - 1) / of_experts
+    shard = fullest.trained_dense / replicas + fullest.trained_expert / of_experts
     offloaded = role.trained.optimizer.offload_fraction if role.trained is not None else 0.0
     s_per_gb = (1 - offloaded) / gpu.hbm_gb_per_s + offloaded / gpu.host_gb_per_s
     rate = gpu.link_gb_per_s(role.layout.world_size // role.layout.pp) * gpu.efficiencies.links * 1e9
@@ -156,8 +158,8 @@ def _update(
     if not precision.is_reference:  # beside the last micro-batch's backward pass
         tokens = sequences * (lengths.prompt + lengths.response) / role.layout.dp
         micro_batches = max(float(updates), tokens / role.max_tokens)
-        reduced = max(0.0, reduced - (1 - 1 / decoder) * sum(found.values()) / micro_batches)
-    return found | {
+        reduced = max(0.0, reduced - (1 - 1 / decoder) * sum(seconds.values()) / micro_batches)
+    return seconds | {
         "data parallel": updates * (reduced + precision.itemsize * shared / rate),
         "optimizer": updates * shard * state.touched(precision.itemsize) * s_per_gb / 1e9,
     }

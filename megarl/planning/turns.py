@@ -56,8 +56,8 @@ def bytes_beside_engines(config: AnyConfig) -> int:
 
     These, its processes, and the buffers that weights are sent in.
     """
-    held = stage_parameters(ModelShape.read(config.model.path), config.policy.layout)
-    weights = max((stage.dense + stage.expert) * ITEMSIZE[config.model.dtype] + 4 * stage.buffers for stage in held)
+    stages = stage_parameters(ModelShape.read(config.model.path), config.policy.layout)
+    weights = max((stage.dense + stage.expert) * ITEMSIZE[config.model.dtype] + 4 * stage.buffers for stage in stages)
     return int(weights + len(config.layouts) * PROCESS_BYTES + STAGING_BYTES)
 
 

@@ -38,8 +38,8 @@ class CudaPlatform(Platform):
 
     def bind_to_device(self, local_rank: int) -> frozenset[int]:
         properties: Any = torch.cuda.get_device_properties(local_rank)
-        place = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
-        return bind_to(cores_near("{:04x}:{:02x}:{:02x}.0".format(*place)))
+        pci_address = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
+        return bind_to(cores_near("{:04x}:{:02x}:{:02x}.0".format(*pci_address)))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

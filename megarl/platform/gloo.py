@@ -70,11 +70,11 @@ def reduce_scatter_by_pairs(reduce_scatter: Callable) -> Callable:
         if total.data_ptr() != shards[group.rank()].data_ptr():
             total.copy_(shards[group.rank()])
         others = [rank for rank in range(group.size()) if rank != group.rank()]
-        if (theirs := of_peers(shards, group)) is not None:
-            distributed.barrier(group)  # theirs are whole
+        if (peer_shards := of_peers(shards, group)) is not None:
+            distributed.barrier(group)  # the peers' shards are whole
             for rank in others:
-                total.add_(theirs[rank][group.rank()])
-            distributed.barrier(group)  # mine were read
+                total.add_(peer_shards[rank][group.rank()])
+            distributed.barrier(group)  # this rank's shards were read
             return None
         parts = [slice(start, start + PART_ELEMENTS) for start in range(0, len(total), PART_ELEMENTS)]
         buffers = torch.empty(2, len(others), min(PART_ELEMENTS, len(total)), dtype=input.dtype)
@@ -108,22 +108,22 @@ def all_gather_by_pairs(all_gather: Callable) -> Callable:
         if async_op or not _is_large(output_tensor, input_tensor):
             return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         group = group or distributed.group.WORLD
-        shards, mine = output_tensor.view(group.size(), -1), input_tensor.view(-1)
+        shards, local = output_tensor.view(group.size(), -1), input_tensor.view(-1)
         others = [rank for rank in range(group.size()) if rank != group.rank()]
-        if (theirs := of_peers(shards, group)) is not None:
-            if mine.data_ptr() != shards[group.rank()].data_ptr():
-                shards[group.rank()].copy_(mine)
-            distributed.barrier(group)  # theirs are there
+        if (peer_shards := of_peers(shards, group)) is not None:
+            if local.data_ptr() != shards[group.rank()].data_ptr():
+                shards[group.rank()].copy_(local)
+            distributed.barrier(group)  # the peers' shards are there
             for rank in others:
-                shards[rank].copy_(theirs[rank][rank])
-            distributed.barrier(group)  # mine was read
+                shards[rank].copy_(peer_shards[rank][rank])
+            distributed.barrier(group)  # this rank's shard was read
             return None
         under_way: list[Any] = [distributed.irecv(shards[rank], group_src=rank, group=group) for rank in others]
-        under_way += [distributed.isend(mine, group_dst=rank, group=group) for rank in others]
-        if mine.data_ptr() != shards[group.rank()].data_ptr():
-            shards[group.rank()].copy_(mine)
-        for one in under_way:
-            one.wait()
+        under_way += [distributed.isend(local, group_dst=rank, group=group) for rank in others]
+        if local.data_ptr() != shards[group.rank()].data_ptr():
+            shards[group.rank()].copy_(local)
+        for request in under_way:
+            request.wait()
         return None
 
     return redirected

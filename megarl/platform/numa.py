@@ -38,9 +38,9 @@ def bind_to(near: AbstractSet[int], tasks: Path = TASKS) -> frozenset[int]:
 
     A process that may use none of them, or no others, is left as it is. Threads begun later inherit it.
     """
-    given = os.sched_getaffinity(0)
-    cores = given & near
-    if not cores or cores == given:
+    allowed = os.sched_getaffinity(0)
+    cores = allowed & near
+    if not cores or cores == allowed:
         return frozenset()
     for thread in sorted(int(task.name) for task in tasks.iterdir()):
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile

@@ -36,22 +36,22 @@ def open_to_peers(tensor: torch.Tensor, group: Any, owner: object) -> bool:
     """
     share([tensor])
     block = tensor.untyped_storage()
-    found: list[Any] = [None] * group.size()
-    distributed.all_gather_object(found, (BOOT_ID.read_text(), block.nbytes(), tensor.is_shared()), group=group)
-    if not tensor.is_shared() or len(set(found)) > 1:
+    gathered: list[Any] = [None] * group.size()
+    distributed.all_gather_object(gathered, (BOOT_ID.read_text(), block.nbytes(), tensor.is_shared()), group=group)
+    if not tensor.is_shared() or len(set(gathered)) > 1:
         return False
     with sharing_by_file():  # each that opens it gives back a reference of its own
-        mine = [bytes(ForkingPickler.dumps(block)) if rank != group.rank() else None for rank in range(group.size())]
-    distributed.all_gather_object(found, mine, group=group)
+        own_handles = [bytes(ForkingPickler.dumps(block)) if rank != group.rank() else None for rank in range(group.size())]
+    distributed.all_gather_object(gathered, own_handles, group=group)
     try:
-        theirs = [block if given[group.rank()] is None else pickle.loads(given[group.rank()]) for given in found]
+        blocks = [block if handles[group.rank()] is None else pickle.loads(handles[group.rank()]) for handles in gathered]
     except RuntimeError:  # no such file here
-        theirs = []
-    distributed.all_gather_object(found, bool(theirs), group=group)
-    if not all(found):
+        blocks = []
+    distributed.all_gather_object(gathered, bool(blocks), group=group)
+    if not all(gathered):
         return False
     address = block.data_ptr()
-    _BLOCKS[address] = _Block(group, theirs)
+    _BLOCKS[address] = _Block(group, blocks)
     finalize(owner, _BLOCKS.pop, address, None)
     return True
 
@@ -61,5 +61,5 @@ def of_peers(tensor: torch.Tensor, group: Any) -> list[torch.Tensor] | None:
     block = _BLOCKS.get(tensor.untyped_storage().data_ptr())
     if block is None or block.group is not group:
         return None
-    place = tensor.storage_offset(), tensor.shape, tensor.stride()
-    return [torch.empty(0, dtype=tensor.dtype).set_(one, *place) for one in block.of_ranks]
+    geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return [torch.empty(0, dtype=tensor.dtype).set_(storage, *geometry) for storage in block.of_ranks]

@@ -43,4 +43,4 @@ def run_of(folder: str | Path) -> Path:
     """The run that `folder` is, or that it is a checkpoint of; `folder` itself where nothing is found."""
     path = Path(folder)
     around = (path, *path.absolute().parents[:3])
-    return next((one for one in around if (one / "metrics.jsonl").is_file()), path)
+    return next((candidate for candidate in around if (candidate / "metrics.jsonl").is_file()), path)

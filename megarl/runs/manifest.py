@@ -79,8 +79,8 @@ def check(folder: Path) -> None:
     if added := sorted(set(_files(folder)) - files.keys()):
         raise CheckpointError(f"'{folder / added[0]}' is not in the checkpoint's {MANIFEST}")
     with ThreadPoolExecutor(max_workers=8) as pool:
-        found = pool.map(lambda name: _checksum(folder / name), files)
-        for (name, record), checksum in zip(files.items(), found, strict=True):
+        checksums = pool.map(lambda name: _checksum(folder / name), files)
+        for (name, record), checksum in zip(files.items(), checksums, strict=True):
             if checksum != record["xxh3_128"]:
                 raise CheckpointError(f"'{folder / name}' is damaged: its checksum is not that of what was written")
 
@@ -119,8 +119,8 @@ def sync_folder(folder: Path) -> None:
 
 def render(content: Mapping[str, Any]) -> str:
     """A manifest's own text, with a checksum of itself, so that a change of any byte of it shows."""
-    own = xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
-    return json.dumps({**content, "xxh3_128": own}, indent=1) + "\n"
+    checksum = xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+    return json.dumps({**content, "xxh3_128": checksum}, indent=1) + "\n"
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -142,8 +142,8 @@ def _check_size(path: Path, size: int) -> None:
 
 def _files(folder: Path) -> list[str]:
     """Every file below `folder` but the manifest, by its name from there, in order."""
-    found: Iterable[Path] = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(name for path in found if (name := path.relative_to(folder).as_posix()) != MANIFEST)
+    paths: Iterable[Path] = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(name for path in paths if (name := path.relative_to(folder).as_posix()) != MANIFEST)
 
 
 def _checksum(path: Path, *, sync: bool = False) -> str:

@@ -67,5 +67,5 @@ def open_observers(config: AnyConfig, checkpoints: CheckpointFolder) -> list[Run
     Raises:
         ConfigError: one cannot be made, as when its package is not installed.
     """
-    made = (observe(config, checkpoints) for observe in functions("run", "observe"))
-    return [observer for observer in made if observer is not None]
+    observers = (observe(config, checkpoints) for observe in functions("run", "observe"))
+    return [observer for observer in observers if observer is not None]

@@ -48,21 +48,21 @@ def differences(made: Mapping[str, Any], now: Mapping[str, Any], config_before: 
         for name in ("megarl", "commit", *_LIBRARIES)
         if name in made and made[name] != now[name]
     ]
-    said = [f"the checkpoint was written by {'; '.join(code)}"] if code else []
+    sentences = [f"the checkpoint was written by {'; '.join(code)}"] if code else []
     if made.get("config_sha256") != now["config_sha256"]:
         try:
             before, after = (dict(tree_leaves(load_text(text))) for text in (config_before, config_now))
         except yaml.YAMLError as error:
             why = " ".join(str(error).split())
-            return [*said, f"the config has changed since the checkpoint, whose own cannot be read: {why}"]
+            return [*sentences, f"the config has changed since the checkpoint, whose own cannot be read: {why}"]
         changed = [
             f"{name} was {before.get(name)!r}, now {after.get(name)!r}"
             for name in sorted({*before, *after})
             if before.get(name) != after.get(name) and name not in _EXPECTED_TO_DIFFER
         ]
         if changed:
-            said.append(f"the config has changed since the checkpoint: {'; '.join(changed)}")
-    return said
+            sentences.append(f"the config has changed since the checkpoint: {'; '.join(changed)}")
+    return sentences
 
 
 @cache

@@ -102,8 +102,8 @@ class CheckpointFolder:
         """Complete checkpoints, oldest first."""
         if not self.folder.is_dir():
             return []
-        found = [(step, path) for path in self.folder.iterdir() if (step := step_of(path.name)) is not None]
-        return [path for _, path in sorted(found)]
+        checkpoints = [(step, path) for path in self.folder.iterdir() if (step := step_of(path.name)) is not None]
+        return [path for _, path in sorted(checkpoints)]
 
     def resolve(self, resume: str, field: str = "run.resume") -> Path | None:
         """The checkpoint that `run.resume` means: `never` none, `auto` the newest sound one if any, else the named folder.
@@ -145,15 +145,15 @@ class CheckpointFolder:
 
 def step_of(name: str) -> int | None:
     """The step of a checkpoint of this name; None if no complete checkpoint is called so."""
-    found = _NAME.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def best_step(evaluations: Mapping[int | None, Mapping[str, float]], figure: str) -> int | None:
     """The newest of the steps whose `figure` is best, of those that have it; None if none has."""
     sign = -1 if figure.rpartition("/")[2] in _LOWER_IS_BETTER else 1
-    found = ((step, had.get(figure)) for step, had in evaluations.items())
-    values = {step: sign * value for step, value in found if step is not None and value is not None}
+    pairs = ((step, had.get(figure)) for step, had in evaluations.items())
+    values = {step: sign * value for step, value in pairs if step is not None and value is not None}
     return max(values, key=lambda step: (values[step], step)) if values else None
 
 

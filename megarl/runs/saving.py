@@ -115,12 +115,12 @@ class Saving:
             at = self.checkpoints.temporary(step)
             why = f"'{error.filename or at}': {error.strerror}" if isinstance(error, OSError) else str(error)
             newest = ([None, *self.checkpoints.all()])[-1]
-            kept = (
+            resume_hint = (
                 f"run.resume=auto continues from {newest}"
                 if newest is not None
                 else "there is no earlier checkpoint to resume from"
             )
-            raise CheckpointError(f"the checkpoint of step {step} was not saved: {why}; {kept}") from None
+            raise CheckpointError(f"the checkpoint of step {step} was not saved: {why}; {resume_hint}") from None
 
 
 def unwritable(folder: Path) -> str | None:

@@ -61,11 +61,11 @@ def throughput(operations: UpdateFlops, ranks: Sequence[RankRecord], peak_flops:
     if not operations.total or not seconds:
         return {}
     per_gpu = operations.total / len(ranks) / seconds
-    found = {"policy/tflops_per_gpu": per_gpu / 1e12} | ({"policy/mfu": per_gpu / peak_flops} if peak_flops else {})
+    metrics = {"policy/tflops_per_gpu": per_gpu / 1e12} | ({"policy/mfu": per_gpu / peak_flops} if peak_flops else {})
     if operations.tokens:
-        found["policy/computed_tokens"] = operations.tokens
-        found["policy/shared_tokens"] = 1 - operations.tokens / operations.apart
+        metrics["policy/computed_tokens"] = operations.tokens
+        metrics["policy/shared_tokens"] = 1 - operations.tokens / operations.apart
     if operations.tower:
-        found["policy/tower_flops_share"] = operations.tower / operations.total
-        found["policy/tower_forward_s"] = max(record.tower_s for record in ranks)
-    return found
+        metrics["policy/tower_flops_share"] = operations.tower / operations.total
+        metrics["policy/tower_forward_s"] = max(record.tower_s for record in ranks)
+    return metrics

@@ -56,7 +56,7 @@ class _Watch:
     def end(self, work: _Work) -> None:
         """Nothing is raised in the work's thread from here on."""
         with self._changed:
-            self._works = [one for one in self._works if one is not work]
+            self._works = [other for other in self._works if other is not work]
             if work.bound:
                 _raise_in(work.thread, None)
 
@@ -82,16 +82,16 @@ def bounded(work: Callable[[], T], *, time_s: float, more_bytes: int) -> T:
     Raises:
         BoundReachedError: it took more than `time_s` seconds, or this process grew by more than `more_bytes` meanwhile.
     """
-    mine = _Work(threading.get_ident(), time.monotonic() + time_s, _resident_bytes() + more_bytes)
+    watched = _Work(threading.get_ident(), time.monotonic() + time_s, _resident_bytes() + more_bytes)
     try:
-        _WATCH.begin(mine)
+        _WATCH.begin(watched)
         try:
             return work()
         finally:
-            _WATCH.end(mine)
+            _WATCH.end(watched)
     except _Ended:
-        _WATCH.end(mine)
-        unit = f"{time_s:g} s" if mine.bound == "time" else f"{more_bytes >> 20} MiB of memory"
+        _WATCH.end(watched)
+        unit = f"{time_s:g} s" if watched.bound == "time" else f"{more_bytes >> 20} MiB of memory"
         raise BoundReachedError(f"took more than {unit}") from None
 
 

@@ -38,12 +38,12 @@ class HubRepo:
         A local file or folder of that name wins, and so does a local folder `ORG`: then the name inside it is misspelled.
         With `hf://` in front the hub is meant, whatever is here.
         """
-        found = _NAME.fullmatch(path)
-        if found is None or (found["scheme"] is None and (Path(path).exists() or Path(path).parts[0] in (".", "..", "~"))):
+        match = _NAME.fullmatch(path)
+        if match is None or (match["scheme"] is None and (Path(path).exists() or Path(path).parts[0] in (".", "..", "~"))):
             return None
-        if found["scheme"] is None and Path(found["repo"]).parent.is_dir():
+        if match["scheme"] is None and Path(match["repo"]).parent.is_dir():
             return None
-        return cls(kind, found["repo"], found["revision"])
+        return cls(kind, match["repo"], match["revision"])
 
     def download(self, files: Sequence[str], without: Sequence[str] = (), *, error: type[MegarlError], named: str) -> Path:
         """The folder in the cache that has the `files` (patterns) of the repository but those of `without`.
@@ -133,8 +133,8 @@ class CachedModel:
     @classmethod
     def at(cls, folder: str) -> CachedModel | None:
         """The model in `folder`, if that is in such a cache."""
-        found = _SNAPSHOT.fullmatch(str(Path(folder).absolute()))
-        return cls(found[0], f"{found['owner']}/{found['name']}", found["commit"], found["cache"]) if found else None
+        match = _SNAPSHOT.fullmatch(str(Path(folder).absolute()))
+        return cls(match[0], f"{match['owner']}/{match['name']}", match["commit"], match["cache"]) if match else None
 
     def download(self, endpoint: str, token: str | None) -> None:
         """Have the same files in the same folder on the machine that calls this.

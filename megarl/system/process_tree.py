@@ -28,13 +28,13 @@ def end_tree(root_pid: int, *, spare_root: bool = False, caretakers_s: float = 5
 def end_session(session: int) -> None:
     """Kill every process in the session, those that have lost their parents too."""
     for _ in range(SESSION_TRIES):
-        found = [process for process in psutil.process_iter() if _lives_in(process, session)]
-        if not found:
+        processes = [process for process in psutil.process_iter() if _lives_in(process, session)]
+        if not processes:
             return
-        for process in found:
+        for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(found, timeout=1)
+        psutil.wait_procs(processes, timeout=1)
 
 
 def _lives_in(process: psutil.Process, session: int) -> bool:

@@ -34,6 +34,6 @@ def socket_names(pid: int) -> dict[int, tuple[str, str]]:
     with contextlib.suppress(OSError):
         for file in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
-                if (found := _NAME.fullmatch(os.readlink(file))) is not None:
-                    named[int(found[1])] = (found[2], found[3])
+                if (match := _NAME.fullmatch(os.readlink(file))) is not None:
+                    named[int(match[1])] = (match[2], match[3])
     return named

@@ -32,8 +32,8 @@ Error = Callable[[str], MegarlError]
 
 def load_user_function(name: str, error: Error) -> Callable[..., Any]:
     """Import the function or class called `name`; see `load_user_object`."""
-    found: Callable[..., Any] = load_user_object(name, error, "function", callable)
-    return found
+    function: Callable[..., Any] = load_user_object(name, error, "function", callable)
+    return function
 
 
 def give(function: Callable[..., Any]) -> str:
@@ -67,12 +67,12 @@ def load_user_object(name: str, error: Error, what: str, is_wanted: Callable[[An
         raise
     except (Exception, SystemExit) as cause:
         raise error(f"'{name}': {where} cannot be imported: {describe(cause)}") from cause
-    found = getattr(module, attribute, None)
-    if not is_wanted(found):
+    loaded = getattr(module, attribute, None)
+    if not is_wanted(loaded):
         names = sorted(key for key, value in vars(module).items() if is_wanted(value) and not key.startswith("_"))
         has = f"it has {', '.join(names[:10])}" if names else "it has none"
         raise error(f"'{name}': {where} has no {what} '{attribute}'{nearest(attribute, names)}; {has}")
-    return found
+    return loaded
 
 
 def why_not_called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> str | None:
@@ -95,9 +95,9 @@ def absolute_name(name: str) -> str:
 def describe(cause: BaseException) -> str:
     """`ValueError: text (file.py line 12)`: what was raised, and the innermost line that raised it."""
     frames = traceback.extract_tb(cause.__traceback__)
-    place = f" ({frames[-1].filename} line {frames[-1].lineno})" if frames else ""
+    location = f" ({frames[-1].filename} line {frames[-1].lineno})" if frames else ""
     text = str(cause)
-    return f"{type(cause).__name__}{': ' if text else ''}{text}{place}"
+    return f"{type(cause).__name__}{': ' if text else ''}{text}{location}"
 
 
 def _load_module(where: str) -> ModuleType:

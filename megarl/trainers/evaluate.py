@@ -57,15 +57,15 @@ class Answering:
         """
         started = time.perf_counter()
         figures: dict[str, float] = {}
-        kept = judged if judged is not None else []
+        judged_samples = judged if judged is not None else []
         if self.inputs.held_out:
             samples = self.rollouts.generate(self.inputs.held_out, greedy=True)
-            kept += [("data.eval", sample) for sample in samples]
+            judged_samples += [("data.eval", sample) for sample in samples]
             figures |= evaluation(samples, self.inputs.rewards.score(samples))
 
         def sample(prompts: Sequence[Prompt], settings: EvaluationConfig) -> list[Sample]:
             samples = self.rollouts.sample(prompts, settings)
-            kept.extend((settings.name, one) for one in samples)
+            judged_samples.extend((settings.name, answered) for answered in samples)
             return samples
 
         figures |= self.inputs.measure_sets(sample)
@@ -75,10 +75,12 @@ class Answering:
     def asked(self) -> str:
         """The sets that `measure` asks, with their numbers of rows and answers to each."""
         sets = [f"data.eval ({len(self.inputs.held_out)} rows, greedy)"] if self.inputs.held_out else []
-        for one in self.inputs.evaluations:
-            settings = one.settings
+        for evaluation_set in self.inputs.evaluations:
+            settings = evaluation_set.settings
             how = f"temperature {settings.temperature:g}" if settings.temperature else "greedy"
-            sets.append(f"{settings.name} ({len(one.prompts)} rows, {settings.samples_per_prompt} answers each, {how})")
+            sets.append(
+                f"{settings.name} ({len(evaluation_set.prompts)} rows, {settings.samples_per_prompt} answers each, {how})"
+            )
         return ", ".join(sets)
 
 
@@ -121,8 +123,8 @@ def _telling(rollouts: Rollouts, tell: Callable[[str], None], every_s: float = T
 
     def work() -> None:
         while not is_over.wait(every_s):
-            done, wanted = rollouts.answered
-            tell(f"{done} of {wanted} prompts answered" if done < wanted else "judging")
+            done, total = rollouts.answered
+            tell(f"{done} of {total} prompts answered" if done < total else "judging")
 
     thread = threading.Thread(target=work, name="progress of an evaluation", daemon=True)
     thread.start()

@@ -46,17 +46,17 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
         builder = PromptBuilder(tokenizer, data, tools, media)
         held_out = builder.build(rows_of(data.eval), prefix="eval") if data.eval is not None else []
         parts = build_parts(builder, data.train, prefix="train") if train else []
-        evaluations = [_evaluation_set(config, one, builder) for one in config.evaluations]
-        all_held_out = [*held_out, *(prompt for one in evaluations for prompt in one.prompts)]
+        evaluations = [_evaluation_set(config, evaluation, builder) for evaluation in config.evaluations]
+        all_held_out = [*held_out, *(prompt for evaluation in evaluations for prompt in evaluation.prompts)]
         kept = [drop_eval_overlap(prompts, all_held_out) for prompts in parts]
         rewards = build_rewards(config.rewards, data)
         rewards.check([*(prompt for part in kept for prompt in part), *held_out])
         if not is_restart():  # they judged before, and a server that is lost may be a while in coming back
             is_single = kind.kind == "single"
             rewards.try_sources([*(prompt for part in kept for prompt in part[:1]), *held_out[:1]], functions=is_single)
-            for one in evaluations:
-                if one.settings.rewards is not None:
-                    one.rewards.try_sources(one.prompts, functions=is_single)
+            for evaluation in evaluations:
+                if evaluation.settings.rewards is not None:
+                    evaluation.rewards.try_sources(evaluation.prompts, functions=is_single)
         parts_of_step = open_parts(config, tokenizer) if train else []
         for part in parts_of_step:
             part.check(tokenizer, (prompt for prompts in kept for prompt in prompts))
@@ -68,9 +68,9 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
 def _evaluation_set(config: Config, one: EvaluationConfig, builder: PromptBuilder) -> EvaluationSet:
     keys = {"prompt_key": one.prompt_key, "answer_key": one.answer_key}
     data = config.data.model_copy(update={"eval": one.rows} | {key: value for key, value in keys.items() if value is not None})
-    place = config.evaluations.index(one)
+    index = config.evaluations.index(one)
     prompts = builder.of_rows_like(data).build(
-        rows_of(one.rows), prefix="eval", origin=Origin(f"evaluations[{place}].rows", one.rows)
+        rows_of(one.rows), prefix="eval", origin=Origin(f"evaluations[{index}].rows", one.rows)
     )
     rewards = build_rewards(config.rewards if one.rewards is None else one.rewards, data)
     rewards.check(prompts)

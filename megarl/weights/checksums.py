@@ -101,12 +101,12 @@ class EngineLayout:
 
     def _slices_of(self, weight_map: WeightMap) -> dict[str, list[SliceKey]]:
         tensors = TensorTable.of(weight_map, 1)
-        found: dict[str, list[SliceKey]] = {name: [] for name in tensors.names}
-        held = engine_slices(tensors, self.target, weight_map.num_experts)
-        columns = (held.tensor, held.engine_rank, held.rows, held.row, held.col, held.rows, held.cols)
+        keys_by_tensor: dict[str, list[SliceKey]] = {name: [] for name in tensors.names}
+        slices = engine_slices(tensors, self.target, weight_map.num_experts)
+        columns = (slices.tensor, slices.engine_rank, slices.rows, slices.row, slices.col, slices.rows, slices.cols)
         for tensor, *box in zip(*(column.tolist() for column in columns), strict=True):
-            found[tensors.names[tensor]].append(SliceKey(tensors.names[tensor], *box))
-        return found
+            keys_by_tensor[tensors.names[tensor]].append(SliceKey(tensors.names[tensor], *box))
+        return keys_by_tensor
 
     def pieces(self, name: str, weight: torch.Tensor) -> list[WeightSlice]:
         """The pieces that each rank is to be sent of a whole tensor, as views.
@@ -117,15 +117,15 @@ class EngineLayout:
         slices = self.adapter_slices if is_adapter_tensor(name) else self.slices
         if name not in slices:
             raise EngineError(f"the engine's model has no tensor {name} of its own; leave it out")
-        found = []
-        for held in slices[name]:
+        pieces = []
+        for key in slices[name]:
             # `row, col` are where the slice lies in the whole tensor
-            rows = weight[held.row : held.row + held.rows]
-            part = rows if weight.ndim == 1 else rows.flatten(1)[:, held.col : held.col + held.cols]
-            if part.numel() != held.rows * held.cols:
+            rows = weight[key.row : key.row + key.rows]
+            part = rows if weight.ndim == 1 else rows.flatten(1)[:, key.col : key.col + key.cols]
+            if part.numel() != key.rows * key.cols:
                 raise EngineError(f"{name} was sent as {list(weight.shape)}, which is not the shape of the engine's")
-            found.append(WeightSlice(held._replace(row=0, col=0), part))
-        return found
+            pieces.append(WeightSlice(key._replace(row=0, col=0), part))
+        return pieces
 
     def missing(self, sent: Collection[SliceKey], *, adapters_alone: bool = False) -> list[SliceKey]:
         """The slices of which not every element is in `sent`, boxes that do not overlap."""
@@ -134,11 +134,11 @@ class EngineLayout:
             key = box.tensor, box.engine_rank
             elements[key] = elements.get(key, 0) + box.rows * box.cols
         tensors = self.adapter_slices if adapters_alone else self.slices | self.adapter_slices
-        wanted = (held for of_tensor in tensors.values() for held in of_tensor)
+        expected = (slice_key for of_tensor in tensors.values() for slice_key in of_tensor)
         return [
-            held._replace(row=0, col=0)
-            for held in wanted
-            if elements.get((held.tensor, held.engine_rank)) != held.rows * held.cols
+            slice_key._replace(row=0, col=0)
+            for slice_key in expected
+            if elements.get((slice_key.tensor, slice_key.engine_rank)) != slice_key.rows * slice_key.cols
         ]
 
 
@@ -208,7 +208,7 @@ def compare(sent: Mapping[Any, str], held: Mapping[Any, str]) -> None:
         ("nobody sent", missing),
         ("the engine has no parameter for", unknown),
     ]
-    found = [f"{what} {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" for what, names in problems if names]
-    if found:
+    faults = [f"{what} {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" for what, names in problems if names]
+    if faults:
         counts = f"{len(differ)} differ, {len(missing)} missing, {len(unknown)} unknown of {len(held)}"
-        raise EngineError(f"weight update failed its check ({counts}): " + "; ".join(found))
+        raise EngineError(f"weight update failed its check ({counts}): " + "; ".join(faults))

@@ -51,11 +51,11 @@ def check_communicators(config: Config, plan: ReshardPlan) -> None:
     """
     if config.rollout.weight_transport != "process_group":
         return
-    found = Communicators.of(plan)
-    if (most := found.of_a_rank[1]) > MOST:
+    communicators = Communicators.of(plan)
+    if (most := communicators.of_a_rank[1]) > MOST:
         reason = (
-            f"would make rank {found.busiest} of the policy a member of {most} process groups, one for each engine that it "
-            f"sends to, more than {MOST}; fewer and larger engines (rollout.engines, rollout.tp) or more replicas "
+            f"would make rank {communicators.busiest} of the policy a member of {most} process groups, one for each engine "
+            f"that it sends to, more than {MOST}; fewer and larger engines (rollout.engines, rollout.tp) or more replicas "
             "(policy.layout.dp) make it fewer"
         )
         raise ConfigError.of("rollout.weight_transport", "process_group", reason, allowed="'shared_memory'")

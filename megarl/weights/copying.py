@@ -52,7 +52,7 @@ def in_threads(action: Callable[[int], None], tensors: Sequence[torch.Tensor]) -
                 return
             action(number)
 
-    few = any(one.is_cuda for one in tensors) or sum(one.nbytes for one in tensors) < FEW_BYTES
+    few = any(tensor.is_cuda for tensor in tensors) or sum(tensor.nbytes for tensor in tensors) < FEW_BYTES
     count = 1 if few else min(len(tensors), len(os.sched_getaffinity(0)))
     if count < 2:
         work()

@@ -53,10 +53,10 @@ class ClusterRates:
                 raise ConfigError(
                     f"{path}: {name} is not a field of a cluster{nearest(str(name), known)}; it has {', '.join(known)}"
                 )
-            wanted = int if name == "gpus_per_node" else (int, float)
+            allowed_types = int if name == "gpus_per_node" else (int, float)
             if value is None and name == "host_gb_per_s":
                 continue
-            if isinstance(value, bool) or not isinstance(value, wanted) or not 0 < value < float("inf"):
+            if isinstance(value, bool) or not isinstance(value, allowed_types) or not 0 < value < float("inf"):
                 kind = "whole number" if name == "gpus_per_node" else "number"
                 raise ConfigError(f"{path}: {name} is {describe_value(value)}; it must be a {kind} above 0")
         return cls(**tree)

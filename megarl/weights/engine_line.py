@@ -29,5 +29,5 @@ def replica_shares(engine: int, replicas: int, engines: int) -> dict[int, int]:
     """The replicas that send to an engine, and how much each: parts of `replicas` parts."""
     start = engine_position(engine, replicas, engines) * replicas
     stop = start + replicas
-    found = range(start // engines, -(-stop // engines))
-    return {replica: min(stop, (replica + 1) * engines) - max(start, replica * engines) for replica in found}
+    senders = range(start // engines, -(-stop // engines))
+    return {replica: min(stop, (replica + 1) * engines) - max(start, replica * engines) for replica in senders}

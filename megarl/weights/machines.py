@@ -35,12 +35,12 @@ class Machines:
             bundles = placement.engines[engine]
             where = [on[bundle] for of_node in placement.engine_nodes(engine) for bundle in [of_node[0]] * len(of_node)]
             others = [beside.get(number, [-1]) for number in where]
-            found = [
-                at[bundle] if on[bundle] == number and bundle in at else ranks[place % len(ranks)]
-                for place, (bundle, number, ranks) in enumerate(zip(bundles, where, others, strict=True))
+            nearest_ranks = [
+                at[bundle] if on[bundle] == number and bundle in at else ranks[position % len(ranks)]
+                for position, (bundle, number, ranks) in enumerate(zip(bundles, where, others, strict=True))
             ]
             engines.append(tuple(where))
-            nearest.append(tuple(found))
+            nearest.append(tuple(nearest_ranks))
         return cls(of_ranks, tuple(engines), tuple(nearest))
 
     def beside(self, rank: int, engine: int, engine_rank: int) -> bool:

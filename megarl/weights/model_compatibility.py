@@ -71,14 +71,17 @@ class ServedModel:
 
 def check_same_model(engine: ServedModel, trainer: ServedModel) -> None:
     """Raise EngineError, naming the first difference, unless every weight of the trainer is one of the engine, and the same."""
-    ours, theirs = trainer.shapes(), engine.shapes()
-    rows = [shapes.get(EMBEDDING, (0,))[0] for shapes in (theirs, ours)]
+    trainer_shapes, engine_shapes = trainer.shapes(), engine.shapes()
+    rows = [shapes.get(EMBEDDING, (0,))[0] for shapes in (engine_shapes, trainer_shapes)]
     facts: list[tuple[str, Any, Any]] = [
         ("architecture ", _architecture(engine), _architecture(trainer)),
         ("dtype ", engine.dtype, trainer.dtype),
         ("adapters ", engine.lora, trainer.lora),
         ("a vocabulary of ", rows[0], rows[1]),
-        *((f"{name} ", _shape(theirs.get(name)), _shape(ours.get(name))) for name in sorted(ours.keys() | theirs.keys())),
+        *(
+            (f"{name} ", _shape(engine_shapes.get(name)), _shape(trainer_shapes.get(name)))
+            for name in sorted(trainer_shapes.keys() | engine_shapes.keys())
+        ),
     ]
     for what, of_engine, of_trainer in facts:
         if of_engine != of_trainer:

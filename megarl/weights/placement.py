@@ -94,8 +94,8 @@ class Placement:
 
     def gpus(self, bundles: Iterable[int]) -> tuple[int, ...]:
         """The GPUs of bundles of one node, by their numbers there; none on a cluster without GPUs."""
-        found = (self.bundles[bundle].gpu for bundle in bundles)
-        return tuple(gpu for gpu in found if gpu is not None)
+        numbers = (self.bundles[bundle].gpu for bundle in bundles)
+        return tuple(gpu for gpu in numbers if gpu is not None)
 
     @property
     def gpu_count(self) -> int:
@@ -132,26 +132,28 @@ class Placement:
         """One line for the start of a run."""
         sizes = Counter(bundle.node for bundle in self.bundles)
         kind = "GPUs" if any(bundle.gpu is not None for bundle in self.bundles) else "CPU places"
-        held = [f"{name} {ranges(self._numbers_of_nodes(bundles))}" for name, bundles in self.ranks.items()]
+        group_nodes = [f"{name} {ranges(self._numbers_of_nodes(bundles))}" for name, bundles in self.ranks.items()]
         inside = [bundle for bundles in self.engines for bundle in bundles]
         if inside:
-            held.append(f"engines {ranges(self._numbers_of_nodes(inside))}")
+            group_nodes.append(f"engines {ranges(self._numbers_of_nodes(inside))}")
         each = ranges(sizes.values(), " to ")
         nodes = f"1 node with {each} {kind}" if len(sizes) == 1 else f"{len(sizes)} nodes with {each} {kind} each"
-        return f"{nodes}; by node: {', '.join(held)}"
+        return f"{nodes}; by node: {', '.join(group_nodes)}"
 
     def rows(self) -> list[tuple[str, str, dict[str, str]]]:
         """(node, its GPUs, the ranks or engines there by group) of every node, as ranges."""
-        found = []
+        rows = []
         for node, bundles in _by_node(self.bundles).items():
             here, gpus = set(bundles), [self.bundles[bundle].gpu for bundle in bundles]
-            held = {
+            numbers_by_group = {
                 name: ranges(rank for rank, bundle in enumerate(places) if bundle in here)
                 for name, places in self.ranks.items()
             }
-            held["engines"] = ranges(number for number, places in enumerate(self.engines) if here.intersection(places))
-            found.append((node, ranges(gpu for gpu in gpus if gpu is not None), held))
-        return found
+            numbers_by_group["engines"] = ranges(
+                number for number, places in enumerate(self.engines) if here.intersection(places)
+            )
+            rows.append((node, ranges(gpu for gpu in gpus if gpu is not None), numbers_by_group))
+        return rows
 
     def _numbers_of_nodes(self, bundles: Iterable[int]) -> list[int]:
         number = {node: at for at, node in enumerate(self.nodes)}
@@ -186,14 +188,14 @@ def place(request: PlacementRequest, bundles: Sequence[Bundle]) -> Placement:
 
 def _place(request: PlacementRequest, nodes: _Nodes, *, experts_together: bool) -> Placement:
     """Place large blocks first where nothing is shared: what is left on a node then has room for smaller ones."""
-    wanted = [(name, nodes.block_of(layout, experts_together=experts_together)) for name, layout in request.groups.items()]
-    wanted += [(_ENGINES, nodes.shares_of_engine(request)[0])] if request.engines and request.engine_tp else []
+    blocks = [(name, nodes.block_of(layout, experts_together=experts_together)) for name, layout in request.groups.items()]
+    blocks += [(_ENGINES, nodes.shares_of_engine(request)[0])] if request.engines and request.engine_tp else []
     if not request.colocated:
-        wanted.sort(key=lambda block: -block[1])
+        blocks.sort(key=lambda block: -block[1])
     ranks: dict[str, tuple[int, ...]] = {}
     engines: tuple[tuple[int, ...], ...] = ((),) * request.engines
     left = nodes.all()
-    for name, size in wanted:
+    for name, size in blocks:
         free = nodes.all() if request.colocated else left
         if name == _ENGINES:
             engines = _place_engines(request, nodes, free, ranks)
@@ -308,8 +310,10 @@ def _place_engines(
 
 def _place_lent(request: PlacementRequest, nodes: _Nodes, ranks: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """Bundles of the engines that GPUs of ranks are lent to, near the ranks that send to them."""
-    held, size = {bundle for bundles in ranks.values() for bundle in bundles}, request.engine_tp
-    slots = [slot for node in nodes.all() for slot in _slots([one for one in node if one in held], size, nodes)]
+    rank_bundles, size = {bundle for bundles in ranks.values() for bundle in bundles}, request.engine_tp
+    slots = [
+        slot for node in nodes.all() for slot in _slots([number for number in node if number in rank_bundles], size, nodes)
+    ]
     if len(slots) < request.lent:
         reason = f"of {size} neighbouring GPUs each have no room on the trainer's, where {len(slots)} fit"
         raise ClusterError.of(
@@ -328,23 +332,23 @@ def _over_nodes(slots: Sequence[list[tuple[int, ...]]], count: int) -> list[tupl
     """Slots of one node after the other, or, with `count` > 1, joined from so many nodes each: those that have most left."""
     if count == 1:
         return [slot for of_node in slots for slot in of_node]
-    left, found = [list(of_node) for of_node in slots], list[tuple[int, ...]]()
+    left, joined = [list(of_node) for of_node in slots], list[tuple[int, ...]]()
     while True:
         fullest = sorted((node for node in range(len(left)) if left[node]), key=lambda node: -len(left[node]))[:count]
         if len(fullest) < count:
-            return found
-        found.append(tuple(bundle for node in sorted(fullest) for bundle in left[node].pop(0)))
+            return joined
+        joined.append(tuple(bundle for node in sorted(fullest) for bundle in left[node].pop(0)))
 
 
 def _slots(node: Sequence[int], size: int, nodes: _Nodes) -> list[tuple[int, ...]]:
     """Blocks of `size` neighbours on a node."""
-    found, at = [], 0
+    blocks, at = [], 0
     while at + size <= len(node):
         block = tuple(node[at : at + size])
         fits = nodes.evenly_spaced(block)
-        found += [block] if fits else []
+        blocks += [block] if fits else []
         at += size if fits else 1
-    return found
+    return blocks
 
 
 def _nearest(
@@ -382,12 +386,12 @@ def machine(node: str) -> str:
 
 def _by_node(bundles: Sequence[Bundle]) -> dict[str, list[int]]:
     """Numbers of the bundles by node, fullest node first, then by the node's name; within a node by GPU."""
-    found: dict[str, list[int]] = {}
+    bundles_by_node: dict[str, list[int]] = {}
     for number, bundle in enumerate(bundles):
-        found.setdefault(bundle.node, []).append(number)
-    for numbers in found.values():
+        bundles_by_node.setdefault(bundle.node, []).append(number)
+    for numbers in bundles_by_node.values():
         numbers.sort(key=lambda number: (bundles[number].gpu or 0, number))
-    return dict(sorted(found.items(), key=lambda item: (-len(item[1]), _natural(item[0]))))
+    return dict(sorted(bundles_by_node.items(), key=lambda item: (-len(item[1]), _natural(item[0]))))
 
 
 def _natural(name: str) -> list[str | int]:

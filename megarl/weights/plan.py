@@ -121,23 +121,23 @@ class ReshardPlan:
     def slices(self, engine_rank: int) -> dict[str, tuple[int, int, int, int]]:
         """The slices that a rank of an engine receives: name -> (row, rows, col, cols) of the whole tensor, without
         vocabulary padding."""
-        held = self.all_slices
-        found = {}
-        for at in np.flatnonzero(_is_for(held.engine_rank, engine_rank)).tolist():
-            box = (int(held.row[at]), int(held.rows[at]), int(held.col[at]), int(held.cols[at]))
-            found[self.tensors.names[held.tensor[at]]] = box
-        return found
+        slices = self.all_slices
+        boxes = {}
+        for at in np.flatnonzero(_is_for(slices.engine_rank, engine_rank)).tolist():
+            box = (int(slices.row[at]), int(slices.rows[at]), int(slices.col[at]), int(slices.cols[at]))
+            boxes[self.tensors.names[slices.tensor[at]]] = box
+        return boxes
 
     @property
     def taken_whole(self) -> list[str]:
         """The tensors that every rank of an engine is sent whole although it holds no more than a part of them."""
-        found = set()
+        whole_parts = set()
         for number, rule in enumerate(self.tensors.rules):
             for part in range(len(rule.hf_names)):
                 if self.target.takes_whole(rule) and self.target.holds_part(rule, part):
-                    found.add((number, part))
+                    whole_parts.add((number, part))
         where = zip(self.tensors.rule.tolist(), self.tensors.part.tolist(), strict=True)
-        return [self.tensors.names[tensor] for tensor, kind in enumerate(where) if kind in found]
+        return [self.tensors.names[tensor] for tensor, kind in enumerate(where) if kind in whole_parts]
 
     @cached_property
     def received_bytes(self) -> Ints:
@@ -149,8 +149,8 @@ class ReshardPlan:
     @cached_property
     def own_bytes(self) -> int:
         """Bytes of what all ranks of one engine hold, without vocabulary padding."""
-        held = engine_slices(self.tensors, replace(self.target, whole="none"), self.weight_map.num_experts)
-        return int((held.rows * held.cols * self.tensors.itemsize[held.tensor]).sum())
+        slices = engine_slices(self.tensors, replace(self.target, whole="none"), self.weight_map.num_experts)
+        return int((slices.rows * slices.cols * self.tensors.itemsize[slices.tensor]).sum())
 
     @cached_property
     def all_slices(self) -> Slices:
@@ -209,8 +209,8 @@ class ReshardPlan:
         it. So every replica serves as many bytes as any other, whether there are more engines or more replicas.
         """
         replicas = self.sources.replicas[self.bucket_source[bucket]]
-        place = engine_position(engine, replicas, self.target.engines) + self._middle[bucket]
-        return (place * replicas / self.target.engines).astype(np.int64)
+        position = engine_position(engine, replicas, self.target.engines) + self._middle[bucket]
+        return (position * replicas / self.target.engines).astype(np.int64)
 
     @cached_property
     def engine_order(self) -> dict[int, Ints]:
@@ -253,8 +253,8 @@ class ReshardPlan:
 
     def _bucket(self, number: int, rank: int, engines: tuple[int, ...]) -> TransferBucket:
         columns = (self.bucket_starts, self.bucket_starts[1:], self.bucket_nbytes)
-        place = (int(self.bucket_source[number]), rank, engines, int(self.bucket_engine_rank[number]))
-        return TransferBucket(number, *place, *(int(column[number]) for column in columns))
+        route = (int(self.bucket_source[number]), rank, engines, int(self.bucket_engine_rank[number]))
+        return TransferBucket(number, *route, *(int(column[number]) for column in columns))
 
 
 def _is_for(ranks: Ints, engine_rank: int) -> npt.NDArray[np.bool_]:

@@ -142,8 +142,8 @@ class Pusher:
                 pass
             return failed
         deltas = {engine for engine in lanes if bases[engine] is not None and bases[engine] == self._sent.version}
-        one = next(iter(lanes.values())).sender
-        self._staging = self._staging or one.staging(self.name)
+        sender = next(iter(lanes.values())).sender
+        self._staging = self._staging or sender.staging(self.name)
         for _, lane in sorted(lanes.items()):  # the same order in all ranks, or two could wait for each other
             lane.join()
         hashing = ThreadPoolExecutor(1, thread_name_prefix="hash", initializer=self.choose_device)
@@ -151,13 +151,13 @@ class Pusher:
         try:
             # what has changed is told load by load, while the engines read the last one
             for load in loads if version is not None else _gathered(loads, self._staging):
-                hashed = not load.relayed and (version is not None or (verify and one.is_checked))
+                hashed = not load.relayed and (version is not None or (verify and sender.is_checked))
                 staged = self._staging.stage(load.pieces, hashed=hashed)
-                staged.checked = verify and one.is_checked
+                staged.checked = verify and sender.is_checked
                 changed = self._changed(staged) if version is not None and not load.relayed else staged.pieces
                 of_lanes = [(engine, lane) for engine, lane in lanes.items() if engine in load.engines]
                 checksums = None
-                if one.is_checked and not load.relayed:
+                if sender.is_checked and not load.relayed:
                     checksums = hashing.submit(checksums_of, staged, values=verify)
                     staged.readers.append(checksums)
                 for engine, lane in of_lanes:
@@ -225,7 +225,7 @@ class _EngineQueue:
             future.result()
         if self.error is not None:
             return Pushed(error=self.error)
-        checksums = {held: checksum for of_load in self.checksums for held, checksum in of_load.result().items()}
+        checksums = {slice_key: checksum for of_load in self.checksums for slice_key, checksum in of_load.result().items()}
         return Pushed(checksums, nbytes=self.nbytes)
 
 
@@ -233,7 +233,9 @@ def merge(of_ranks: Sequence[Mapping[int, Pushed]]) -> dict[int, Pushed]:
     """The result of all ranks' pushes of one update, by engine: all checksums, or the first rank's error."""
     merged: dict[int, Pushed] = {}
     for pushed in of_ranks:
-        for engine, one in pushed.items():
+        for engine, result in pushed.items():
             before = merged.get(engine, Pushed())
-            merged[engine] = Pushed(before.checksums | one.checksums, before.error or one.error, before.nbytes + one.nbytes)
+            merged[engine] = Pushed(
+                before.checksums | result.checksums, before.error or result.error, before.nbytes + result.nbytes
+            )
     return merged

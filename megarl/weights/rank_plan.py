@@ -42,10 +42,10 @@ class SliceKey(NamedTuple):
         return range(of) if self.engine_rank == EVERY_RANK else (self.engine_rank,)
 
     def __str__(self) -> str:
-        place = self.tensor if self.engine_rank == EVERY_RANK else f"{self.tensor}@{self.engine_rank}"
+        name = self.tensor if self.engine_rank == EVERY_RANK else f"{self.tensor}@{self.engine_rank}"
         if (self.row, self.col, self.rows) == (0, 0, self.of_rows):
-            return place
-        return f"{place}[{self.row}:{self.row + self.rows}, {self.col}:{self.col + self.cols}]"
+            return name
+        return f"{name}[{self.row}:{self.row + self.rows}, {self.col}:{self.col + self.cols}]"
 
 
 class WeightSlice(NamedTuple):
@@ -76,8 +76,8 @@ class RankPlan:
         self, plan: ReshardPlan, rank: int, *, single_batch: bool = False, buckets: Iterable[TransferBucket] | None = None
     ) -> None:
         self._plan = plan
-        held = plan.all_slices
-        self._keys = held.tensor * (plan.target.ranks + 1) + held.engine_rank - EVERY_RANK
+        slices = plan.all_slices
+        self._keys = slices.tensor * (plan.target.ranks + 1) + slices.engine_rank - EVERY_RANK
         limit = math.inf if single_batch else plan.load_bytes
         batches = _batches(plan.sends(rank) if buckets is None else buckets, limit)
         self._loads = [(engines, list(self._boxes(of_batch))) for engines, of_batch in batches]
@@ -110,7 +110,7 @@ class RankPlan:
         """The pieces in buckets of any rank, with the bytes of an element."""
         sizes = self._plan.tensors.itemsize
         itemsizes = (int(size) for b in buckets for size in sizes[self._plan.transfers.tensor[b.start : b.stop]])
-        return [(held, size) for (held, *_), size in zip(self._boxes(buckets), itemsizes, strict=True)]
+        return [(key, size) for (key, *_), size in zip(self._boxes(buckets), itemsizes, strict=True)]
 
     def _boxes(self, buckets: Sequence[TransferBucket]) -> Iterator[tuple[SliceKey, str, int, int]]:
         """(what is sent, the parameter it is cut from, and the row and column where it begins there)."""
@@ -119,8 +119,8 @@ class RankPlan:
             numbers = plan.transfers.tensor[bucket.start : bucket.stop]
             at = np.searchsorted(self._keys, numbers * (plan.target.ranks + 1) + bucket.engine_rank - EVERY_RANK)
             for t, of_rows in zip(plan.contents(bucket), plan.all_slices.rows[at].tolist(), strict=True):
-                held = SliceKey(t.tensor, t.engine_rank, of_rows, t.target_row, t.target_col, t.rows, t.cols)
-                yield held, t.parameter, t.source_row, t.source_col
+                key = SliceKey(t.tensor, t.engine_rank, of_rows, t.target_row, t.target_col, t.rows, t.cols)
+                yield key, t.parameter, t.source_row, t.source_col
 
 
 def _batches(buckets: Iterable[TransferBucket], limit_bytes: float) -> Iterator[tuple[frozenset[int], list[TransferBucket]]]:

@@ -31,7 +31,7 @@ class ReceivedDigests:
 
     def boxes(self) -> dict[SliceKey, torch.Tensor]:
         """The boxes that the digests are of: to find a box among the parameters takes longer than to hash a small one."""
-        return {held: box for held, (box, _) in self._taken.items()}
+        return {key: box for key, (box, _) in self._taken.items()}
 
     def forget(self, held: SliceKey) -> None:
         """The box is written again."""
@@ -43,8 +43,8 @@ class ReceivedDigests:
 
     def take(self, boxes: Sequence[tuple[SliceKey, torch.Tensor]]) -> dict[SliceKey, str]:
         """The digests that hold of some of these boxes, which are all of an update; forgets them."""
-        known = [held for (held, _), alone in zip(boxes, _alone([to for _, to in boxes]), strict=True) if alone]
-        taken = {held: self._taken[held][1] for held in known if held in self._taken}
+        known = [key for (key, _), alone in zip(boxes, _alone([to for _, to in boxes]), strict=True) if alone]
+        taken = {key: self._taken[key][1] for key in known if key in self._taken}
         self.forget_all()
         return taken
 

@@ -207,19 +207,21 @@ def _load_draft(model: Any, parameters: ModelParameters, names: ModuleType) -> N
     """Give the draft what came for it in the call before, and answer what was asked of it."""
     global _waiting
     waiting, _waiting = _waiting, Waiting()
-    for held, values in waiting.boxes:
-        box(parameters, held._replace(tensor=names.draft_name(held.tensor))).copy_(values)
+    for slice_key, values in waiting.boxes:
+        box(parameters, slice_key._replace(tensor=names.draft_name(slice_key.tensor))).copy_(values)
     if waiting.whole:
         model.load_weights(waiting.whole)
-    if any(DERIVED_FROM in held.tensor for held, _ in waiting.boxes):
+    if any(DERIVED_FROM in slice_key.tensor for slice_key, _ in waiting.boxes):
         model.post_load_weights(is_nextn=True)
     if waiting.answer is None:
         return
     digests, uncovered, where, key = waiting.answer
-    boxes = [(tuple(held._replace(tensor=names.draft_name(held.tensor))), dtype) for _, held, dtype in waiting.asked]
-    found, missing = _digests(parameters, boxes)
-    for (place, _, _), one in zip(waiting.asked, found, strict=True):
-        digests[place] = one
+    boxes = [
+        (tuple(slice_key._replace(tensor=names.draft_name(slice_key.tensor))), dtype) for _, slice_key, dtype in waiting.asked
+    ]
+    draft_digests, missing = _digests(parameters, boxes)
+    for (index, _, _), draft_digest in zip(waiting.asked, draft_digests, strict=True):
+        digests[index] = draft_digest
     send_answer(digests, uncovered + [name for name in missing if name not in names.SHARED], where, key)
 
 
@@ -228,19 +230,19 @@ def _read(
 ) -> Whole:
     """Copy what lies in a buffer to where it belongs; gives what is whole. `checked`: its digests will be asked for."""
     whole, boxes = [], []
-    for *place, dtype, start, stop in content:
-        held = SliceKey(*place)
-        values = buffer[start:stop].view(getattr(torch, dtype)).view(held.rows, held.cols)
-        if held.tensor.startswith(parameters.of_draft):
-            if held.engine_rank == EVERY_RANK:
-                _waiting.whole.append((held.tensor, values.clone()))
+    for *key_fields, dtype, start, stop in content:
+        key = SliceKey(*key_fields)
+        values = buffer[start:stop].view(getattr(torch, dtype)).view(key.rows, key.cols)
+        if key.tensor.startswith(parameters.of_draft):
+            if key.engine_rank == EVERY_RANK:
+                _waiting.whole.append((key.tensor, values.clone()))
             else:
-                _waiting.boxes.append((held, values.clone()))
-        elif held.engine_rank == EVERY_RANK:
-            whole.append((held.tensor, values))
+                _waiting.boxes.append((key, values.clone()))
+        elif key.engine_rank == EVERY_RANK:
+            whole.append((key.tensor, values))
         else:
-            _received.forget(held)
-            boxes.append((held, box(parameters, held), values))
+            _received.forget(key)
+            boxes.append((key, box(parameters, key), values))
     in_threads(lambda number: _write(*boxes[number], checked=checked), [values for *_, values in boxes])
     return whole
 
@@ -263,13 +265,13 @@ _groups: dict[str, tuple[EngineGroup, Any, Groups]] = {}
 
 def _join(parameters: ModelParameters, group: tuple[Any, ...], rank: int) -> None:
     """Join a group in place of the last one."""
-    wanted = EngineGroup(*group)
+    new_group = EngineGroup(*group)
     while _groups:
         leave(_groups.popitem()[1][2])
-    store = wanted.store()
-    store.set(wanted.joining(rank), "")
-    joined = wanted.join(store, wanted.senders + rank, parameters.device)
-    _groups[wanted.name] = wanted, store, joined
+    store = new_group.store()
+    store.set(new_group.joining(rank), "")
+    joined = new_group.join(store, new_group.senders + rank, parameters.device)
+    _groups[new_group.name] = new_group, store, joined
 
 
 def _receive(
@@ -309,17 +311,17 @@ def _receive(
 
 
 def _held(piece: tuple[Any, ...]) -> SliceKey:
-    *place, _, _, _ = piece
-    return SliceKey(*place)
+    *key_fields, _, _, _ = piece
+    return SliceKey(*key_fields)
 
 
 def _in_place(parameters: ModelParameters, message: Any) -> torch.Tensor | None:
     """The place of a message's only piece, if it can be received there as it comes."""
     *_, dtype, _, _ = message[0]
-    held = _held(message[0])
-    if len(message) > 1 or held.engine_rank == EVERY_RANK or held.tensor.startswith(parameters.of_draft):
+    key = _held(message[0])
+    if len(message) > 1 or key.engine_rank == EVERY_RANK or key.tensor.startswith(parameters.of_draft):
         return None
-    to = box(parameters, held)
+    to = box(parameters, key)
     return to if to.is_contiguous() and to.dtype == getattr(torch, dtype) else None
 
 
@@ -333,12 +335,12 @@ def engine_name(parameters: ModelParameters, name: str) -> tuple[str, int, int]:
         name = name.replace(".attn.qkv.", ".attn.qkv_proj.")
     if expert := EXPERT.fullmatch(name):
         suffix, position, count = EXPERT_FUSED[expert["projection"]]
-        own = f"{expert['experts']}.{suffix}{expert['part'] or ''}{BIAS if expert['bias'] else ''}"
+        expert_name = f"{expert['experts']}.{suffix}{expert['part'] or ''}{BIAS if expert['bias'] else ''}"
         # SGLang has one shape for gate and up, which it does not read
-        return (own, 0, 1) if expert["part"] == "_shape" else (own, position, count)
+        return (expert_name, 0, 1) if expert["part"] == "_shape" else (expert_name, position, count)
     for suffix, (fused, position, count) in FUSED.items():
-        if f".{suffix}." in name and (found := name.replace(suffix, fused)) in parameters.tensors:
-            return found, position, count
+        if f".{suffix}." in name and (fused_name := name.replace(suffix, fused)) in parameters.tensors:
+            return fused_name, position, count
     return name, 0, 1
 
 
@@ -401,15 +403,17 @@ def _answer(
 ) -> None:
     """Answer for the policy; where boxes of the draft are asked for, too, it answers for both."""
     boxes = list(boxes)
-    of_draft = [place[0].startswith(parameters.of_draft) for place, _ in boxes]
-    own, uncovered = _digests(parameters, [one for one, others in zip(boxes, of_draft, strict=True) if not others], _received)
+    of_draft = [key_fields[0].startswith(parameters.of_draft) for key_fields, _ in boxes]
+    digests, uncovered = _digests(
+        parameters, [entry for entry, others in zip(boxes, of_draft, strict=True) if not others], _received
+    )
     if not any(of_draft):
-        send_answer(own, uncovered, where, key)
+        send_answer(digests, uncovered, where, key)
         return
-    rest = iter(own)
+    rest = iter(digests)
     _waiting.answer = ["" if others else next(rest) for others in of_draft], uncovered, where, key
     drafts = enumerate(zip(boxes, of_draft, strict=True))
-    _waiting.asked = [(number, SliceKey(*place), dtype) for number, ((place, dtype), others) in drafts if others]
+    _waiting.asked = [(number, SliceKey(*key_fields), dtype) for number, ((key_fields, dtype), others) in drafts if others]
 
 
 def _digests(
@@ -422,14 +426,14 @@ def _digests(
     boxes, tensors = list(boxes), parameters.tensors
     weights_too = not all(is_adapter_tensor(place[0]) for place, _ in boxes)
     filled: dict[str, list[torch.Tensor]] = {name: [] for name in tensors if weights_too or is_adapter_tensor(name)}
-    held = [SliceKey(*place) for place, _ in boxes]
+    keys = [SliceKey(*place) for place, _ in boxes]
     came = received.boxes() if received is not None else {}
-    read = [came[one] if one in came else box(parameters, one) for one in held]
-    for one, values in zip(held, read, strict=True):
-        filled[engine_name(parameters, one.tensor)[0]].append(values)
-    taken = received.take(list(zip(held, read, strict=True))) if received is not None else {}
-    digests = [taken.get(one, "") for one in held]
-    left = [number for number, found in enumerate(digests) if not found]
+    read = [came[key] if key in came else box(parameters, key) for key in keys]
+    for key, values in zip(keys, read, strict=True):
+        filled[engine_name(parameters, key.tensor)[0]].append(values)
+    taken = received.take(list(zip(keys, read, strict=True))) if received is not None else {}
+    digests = [taken.get(key, "") for key in keys]
+    left = [number for number, known in enumerate(digests) if not known]
 
     def take(place: int) -> None:
         number = left[place]

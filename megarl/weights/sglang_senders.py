@@ -203,22 +203,22 @@ class GroupSender(ServerSender):
         if self._groups is not None:
             return
         group, ranks = self._wanted, range(self._wanted.ranks)
-        asked = None
+        join_call = None
         if self._number == 0:
             payloads = [serialize(joining(group, rank)) for rank in ranks]
-            asked = CallUnderWay(self.endpoint, *update_request(self.endpoint, payloads), self.timeout_s)
+            join_call = CallUnderWay(self.endpoint, *update_request(self.endpoint, payloads), self.timeout_s)
         try:
-            self._wait_for([group.joining(rank) for rank in ranks], asked)
+            self._wait_for([group.joining(rank) for rank in ranks], join_call)
         except EngineError as error:
-            if asked is not None:
+            if join_call is not None:
                 self._store.set(group.failed, f"{error}")
             raise
         try:
             self._groups = group.join(self._store, self._number, self._device)
         except RuntimeError as error:
             raise EngineError(f"{self.endpoint.url} did not join the process group of its senders: {error}") from error
-        if asked is not None:
-            asked.result()
+        if join_call is not None:
+            join_call.result()
 
     def _wait_for(self, keys: Sequence[str], asked: CallUnderWay | None) -> None:
         """Wait until the engine's ranks have set `keys` in the store, in answer to this process or to another sender.
@@ -273,8 +273,8 @@ class GroupSender(ServerSender):
             ]
             for message in messages
         ]
-        told = receiving(self._wanted, self._number, self._calls, rank, content, checked=checked) if content else []
-        return serialize(told)
+        announcement = receiving(self._wanted, self._number, self._calls, rank, content, checked=checked) if content else []
+        return serialize(announcement)
 
     def _send_from_a_thread(self, of_ranks: Mapping[int, Sequence[SliceMessage]]) -> None:
         if self._device is not None and self._device.type == "cuda":
@@ -369,17 +369,17 @@ def call(server: ServerEndpoint, what: str, body: dict[str, Any], timeout_s: flo
             with open_url(request, timeout_s) as response:
                 answer = read_answer(response)
         except urllib.error.HTTPError as error:
-            said = read_answer(error)[:1000].decode(errors="replace")
-            raise EngineError(f"{url} answered {error.code}: {said}") from error
+            text = read_answer(error)[:1000].decode(errors="replace")
+            raise EngineError(f"{url} answered {error.code}: {text}") from error
     except AnswerError as error:
         raise EngineError(f"{url} {error}") from None
     except (OSError, HTTPException) as error:
         raise EngineError(f"{url} did not answer: {error}") from error
     try:
-        found = parsed(answer)
+        content = parsed(answer)
     except AnswerError:
-        found = None
-    return found if isinstance(found, dict) else {"text": answer.decode(errors="replace")}
+        content = None
+    return content if isinstance(content, dict) else {"text": answer.decode(errors="replace")}
 
 
 def in_a_thread(action: Callable[[], object]) -> Future[None]:

@@ -158,7 +158,7 @@ def check_target(hf_config: HFConfig, target: EngineTarget) -> None:
 
     def attention_fits(tp: int) -> bool:
         copied = architecture.sglang.copies_kv_heads
-        return heads % tp == 0 and all(found % tp == 0 or (copied and tp % found == 0) for found in groups)
+        return heads % tp == 0 and all(kv_heads % tp == 0 or (copied and tp % kv_heads == 0) for kv_heads in groups)
 
     def fits(tried: EngineTarget) -> bool:
         return (
@@ -183,7 +183,7 @@ def check_target(hf_config: HFConfig, target: EngineTarget) -> None:
         fit = [ep for ep in divisors(weight_map.num_experts or 1) if target.ranks % ep == 0]
         raise LayoutError(f"target ep is {target.ep}, but the model has {what}; ep must be {closest(fit, target.ep)}")
     if not fits(target):
-        shared = [f"{heads} attention heads", *(f"{found} KV heads" for found in groups)]
+        shared = [f"{heads} attention heads", *(f"{kv_heads} KV heads" for kv_heads in groups)]
         shared += [f"a feed-forward width of {width}" for width in sorted(widths)]
         shared += [f"experts of width {width} over {target.expert_tp} ranks each" for width in of_experts]
         fit = [tp for tp in divisors(heads) if tp * target.dp % target.ep == 0 and fits(replace(target, tp=tp))]

@@ -30,7 +30,7 @@ class Slices:
 
 def engine_slices(tensors: TensorTable, target: EngineTarget, num_experts: int) -> Slices:
     """The slices that each rank of an engine is sent, sorted by tensor and rank; without the vocabulary's padding."""
-    found = []
+    tables = []
     for number, rule in enumerate(tensors.rules):
         axis = rule.packing.tp_axis
         of_rule = np.flatnonzero(tensors.rule == number)
@@ -43,6 +43,6 @@ def engine_slices(tensors: TensorTable, target: EngineTarget, num_experts: int) 
             box = (*whole, *along) if axis == 1 else (*along, *whole)
             tensor = np.repeat(of_part, len(member))
             first = target.first_ranks(rule, tensors.expert[tensor], num_experts)
-            found.append(np.stack([tensor, first + np.tile(member, len(of_part)), *(np.tile(c, len(of_part)) for c in box)]))
-    columns = np.concatenate(found, axis=1)
+            tables.append(np.stack([tensor, first + np.tile(member, len(of_part)), *(np.tile(c, len(of_part)) for c in box)]))
+    columns = np.concatenate(tables, axis=1)
     return Slices(*columns[:, np.lexsort((columns[1], columns[0]))])

@@ -74,11 +74,11 @@ class Sources:
         """(source, replica) of what a rank holds: of the experts if there are any, and of the dense layers."""
         stage, within = divmod(rank, self._ranks_of_stage)
         replica, slot = divmod(within, self.layout.tp)
-        found = [(stage * self.layout.tp + slot, replica)]
+        sources = [(stage * self.layout.tp + slot, replica)]
         if self.num_experts:
             replica, slot = divmod(within, self._expert_slots)
-            found.insert(0, (self.num_dense + stage * self._expert_slots + slot, replica))
-        return found
+            sources.insert(0, (self.num_dense + stage * self._expert_slots + slot, replica))
+        return sources
 
     @property
     def _ranks_of_stage(self) -> int:
@@ -107,11 +107,11 @@ def shard_runs(rule: Rule, layout: Layout, padded_vocab: int) -> list[tuple[int,
     """
     size = layout.etp if rule.is_expert else layout.tp
     padded = padded_vocab if isinstance(rule.packing, Vocabulary) else None
-    found = []
+    runs = []
     for slot in range(size):
         offset = 0
         for part, start, stop in rule.packing.runs(slot, size, padded):
             if part is not None and stop > start:
-                found.append((slot, part, start, stop, offset))
+                runs.append((slot, part, start, stop, offset))
             offset += stop - start
-    return found
+    return runs

@@ -64,7 +64,7 @@ class StagedSlices:
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Names and values, as views of where they lie."""
-        return [(held.tensor, tensor) for held, tensor in self.pieces]
+        return [(key.tensor, tensor) for key, tensor in self.pieces]
 
     def payloads(self, ranks: int) -> list[str]:
         """One payload per rank of the engine, base64 text of about 100 bytes per piece; the values lie in the buffer once.
@@ -104,10 +104,10 @@ class SharedSlices(StagedSlices):
 
 def _specs(pieces: Sequence[WeightSlice], buffer: torch.Tensor, ranks: int) -> list[list[Spec]]:
     of_ranks: list[list[Spec]] = [[] for _ in range(ranks)]
-    for held, tensor in pieces:
+    for key, tensor in pieces:
         start = tensor.data_ptr() - buffer.data_ptr()
-        spec = (*held, dtype_name(tensor), start, start + tensor.nbytes)
-        for rank in held.ranks(ranks):
+        spec = (*key, dtype_name(tensor), start, start + tensor.nbytes)
+        for rank in key.ranks(ranks):
             of_ranks[rank].append(spec)
     return of_ranks
 
@@ -211,13 +211,13 @@ def packed_starts(pieces: Sequence[WeightSlice]) -> list[int]:
 def pack(pieces: Sequence[WeightSlice], buffer: torch.Tensor, name: str = "", *, hashed: bool = False) -> StagedSlices:
     """Copies of `pieces` in `buffer`, on a CPU with their checksums if they are wanted (`hashed`)."""
     copies, digests = [], {}
-    for start, (held, tensor) in zip(packed_starts(pieces)[:-1], pieces, strict=True):
+    for start, (key, tensor) in zip(packed_starts(pieces)[:-1], pieces, strict=True):
         to = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         if hashed and not to.is_cuda:
-            digests[held] = copy_hashed(to, tensor.detach())
+            digests[key] = copy_hashed(to, tensor.detach())
         else:
             copy(to, tensor.detach())
-        copies.append(WeightSlice(held, to))
+        copies.append(WeightSlice(key, to))
     return StagedSlices(copies, buffer, name, digests=digests)
 
 

@@ -53,7 +53,7 @@ def engine_transfers(
     Raises:
         LayoutError: a layout does not divide a parameter, or a row of a tensor is larger than a bucket.
     """
-    found: list[dict[str, Ints]] = []
+    tables: list[dict[str, Ints]] = []
     for number, rule in enumerate(tensors.rules):
         of_rule = np.flatnonzero(tensors.rule == number)
         runs = shard_runs(rule, sources.layout, padded_vocab)
@@ -62,8 +62,8 @@ def engine_transfers(
             if len(of_part):
                 boxes = _boxes(rule, part, [run for run in runs if run[1] == part], target)
                 boxes = _cut(boxes, rule, part, int(tensors.itemsize[of_part[0]]), bucket_bytes)
-                found.append(_for_all(boxes, of_part, rule, tensors, sources, target))
-    columns = {name: np.concatenate([each[name] for each in found]) for name in found[0]}
+                tables.append(_for_all(boxes, of_part, rule, tensors, sources, target))
+    columns = {name: np.concatenate([each[name] for each in tables]) for name in tables[0]}
     columns["nbytes"] = columns["rows"] * columns["cols"] * tensors.itemsize[columns["tensor"]]
     order = np.lexsort([columns[name] for name in ("col", "row", "tensor", "engine_rank", "source")])
     return Transfers(**{name: column[order] for name, column in columns.items()})
@@ -73,17 +73,17 @@ def _boxes(rule: Rule, part: int, runs: Iterable[tuple[int, int, int, int, int]]
     """The transfers of one tensor, with `slot` in place of the source and `member` for the rank, from the first holder on."""
     axis = rule.packing.tp_axis
     rows, cols = as_matrix(rule.packing.hf_shapes[part])
-    found = []
+    boxes = []
     for member, (low, high) in enumerate(target.intervals(rule, part)):
         for slot, _, start, stop, offset in runs:
             first, last = max(low, start), min(high, stop)
             if first < last:
                 along = (first, last - first, offset + first - start, first - low)
                 box = (0, rows, 0, 0, *along) if axis == 1 else (*along, 0, cols, 0, 0)
-                found.append((slot, member, *box))
+                boxes.append((slot, member, *box))
             if axis is None:
                 break  # every slot has all of it; which one sends is decided for each tensor
-    columns = np.array(found, np.int64).reshape(-1, len(_BOX)).T
+    columns = np.array(boxes, np.int64).reshape(-1, len(_BOX)).T
     return dict(zip(_BOX, columns, strict=True))
 
 

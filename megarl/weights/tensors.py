@@ -65,12 +65,12 @@ class TensorTable:
     @cached_property
     def names(self) -> list[str]:
         """The Hugging Face name of each tensor."""
-        return [self.rules[rule].hf_names[part].format(**place) for rule, part, place in self._places()]
+        return [self.rules[rule].hf_names[part].format(**indices) for rule, part, indices in self._places()]
 
     @cached_property
     def parameters(self) -> list[str]:
         """The Megatron parameter that each tensor is a part of (`WeightMap.rule_for` knows it)."""
-        return [self.rules[rule].megatron_name.format(**place) for rule, _, place in self._places()]
+        return [self.rules[rule].megatron_name.format(**indices) for rule, _, indices in self._places()]
 
     def _places(self) -> Iterator[tuple[int, int, dict[str, int]]]:
         columns = (self.rule.tolist(), self.part.tolist(), self.layer.tolist(), self.expert.tolist())

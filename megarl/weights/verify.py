@@ -46,18 +46,18 @@ def verify(plan: ReshardPlan) -> Proof:
 
 def _slice_of_transfers(plan: ReshardPlan) -> Ints:
     """For each transfer the slice that it fills, once it is sure that it lies in it, where the transfer says."""
-    t, held, ranks = plan.transfers, plan.all_slices, plan.target.ranks
-    keys = held.tensor * (ranks + 1) + held.engine_rank - EVERY_RANK
-    wanted = t.tensor * (ranks + 1) + t.engine_rank - EVERY_RANK
-    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    _none(plan, keys[at] != wanted, "is sent to a rank that holds nothing of it")
+    t, slices, ranks = plan.transfers, plan.all_slices, plan.target.ranks
+    keys = slices.tensor * (ranks + 1) + slices.engine_rank - EVERY_RANK
+    transfer_keys = t.tensor * (ranks + 1) + t.engine_rank - EVERY_RANK
+    at = np.minimum(np.searchsorted(keys, transfer_keys), len(keys) - 1)
+    _none(plan, keys[at] != transfer_keys, "is sent to a rank that holds nothing of it")
     inside = (
-        (t.row >= held.row[at])
-        & (t.row + t.rows <= held.row[at] + held.rows[at])
-        & (t.col >= held.col[at])
-        & (t.col + t.cols <= held.col[at] + held.cols[at])
-        & (t.target_row == t.row - held.row[at])
-        & (t.target_col == t.col - held.col[at])
+        (t.row >= slices.row[at])
+        & (t.row + t.rows <= slices.row[at] + slices.rows[at])
+        & (t.col >= slices.col[at])
+        & (t.col + t.cols <= slices.col[at] + slices.cols[at])
+        & (t.target_row == t.row - slices.row[at])
+        & (t.target_col == t.col - slices.col[at])
     )
     _none(plan, ~inside, "is sent to a place where the rank does not hold it")
     _none(plan, t.nbytes != t.rows * t.cols * plan.tensors.itemsize[t.tensor], "has another size than is planned")
@@ -66,7 +66,7 @@ def _slice_of_transfers(plan: ReshardPlan) -> Ints:
 
 def _check_coverage(plan: ReshardPlan, at: Ints) -> None:
     """Every slice is full, and no two transfers of it overlap."""
-    t, held = plan.transfers, plan.all_slices
+    t, slices = plan.transfers, plan.all_slices
     order = np.argsort(at, kind="stable")
     of = at[order]
     row, col = t.row[order], t.col[order]
@@ -84,14 +84,14 @@ def _check_coverage(plan: ReshardPlan, at: Ints) -> None:
             at_fault = np.argmax(overlap)
             pair = sorted((int(order[first[at_fault]]), int(order[other[at_fault]])))
             _fail(plan, pair[0], f"is sent twice, the second time by rank {_rank(plan, pair[1])}")
-    sent = np.bincount(at, weights=t.rows * t.cols, minlength=len(held)).astype(np.int64)
-    short = np.flatnonzero(sent != held.rows * held.cols)
+    sent = np.bincount(at, weights=t.rows * t.cols, minlength=len(slices)).astype(np.int64)
+    short = np.flatnonzero(sent != slices.rows * slices.cols)
     if len(short):
-        one = int(short[0])
-        name, to = plan.tensors.names[held.tensor[one]], _to(int(held.engine_rank[one]))
+        number = int(short[0])
+        name, to = plan.tensors.names[slices.tensor[number]], _to(int(slices.engine_rank[number]))
         raise LayoutError(
-            f"the reshard plan leaves a part of tensor '{name}' for {to} unsent: {sent[one]} of "
-            f"{held.rows[one] * held.cols[one]} elements come ({layouts(plan)})"
+            f"the reshard plan leaves a part of tensor '{name}' for {to} unsent: {sent[number]} of "
+            f"{slices.rows[number] * slices.cols[number]} elements come ({layouts(plan)})"
         )
 
 
@@ -113,9 +113,9 @@ def _check_owners(plan: ReshardPlan) -> None:
         of_rule = np.flatnonzero(tensors.rule[t.tensor] == number)
         runs = np.array(shard_runs(rule, layout, plan.padded_vocab), np.int64)
         rows = _Along(plan, of_rule, 1 if rule.packing.tp_axis == 1 else 0)
-        held = np.zeros(len(of_rule), np.bool_)
+        owned = np.zeros(len(of_rule), np.bool_)
         for shard, part, start, stop, offset in runs.tolist():
-            held |= (
+            owned |= (
                 (slot[of_rule] == shard)
                 & (tensors.part[t.tensor[of_rule]] == part)
                 & (rows.start >= start)
@@ -123,8 +123,8 @@ def _check_owners(plan: ReshardPlan) -> None:
                 & (rows.source - offset == rows.start - start)
                 & (rows.other_source == rows.other_start)
             )
-        if not held.all():
-            _fail(plan, int(of_rule[np.argmin(held)]), "is sent by a rank that does not have it, or not there")
+        if not owned.all():
+            _fail(plan, int(of_rule[np.argmin(owned)]), "is sent by a rank that does not have it, or not there")
 
 
 class _Along:
@@ -140,18 +140,18 @@ class _Along:
 
 def _places(plan: ReshardPlan) -> Ints:
     """`[3, sources]`: stage, shard and expert group (-1: dense) of each source, by the coordinates of all its ranks."""
-    found = np.full((3, len(plan.sources)), -2, np.int64)
+    coordinates = np.full((3, len(plan.sources)), -2, np.int64)
     for rank in range(plan.layout.world_size):
-        place = plan.layout.coords(rank)
+        rank_coords = plan.layout.coords(rank)
         for source, replica in plan.sources.of_rank(rank):
             dense = source < plan.sources.num_dense
-            said = (place.pp, place.tp, -1) if dense else (place.pp, place.etp, place.ep)
+            source_coords = (rank_coords.pp, rank_coords.tp, -1) if dense else (rank_coords.pp, rank_coords.etp, rank_coords.ep)
             if plan.sources.rank(np.array(source), np.array(replica)) != rank or (
-                found[0, source] >= 0 and tuple(found[:, source]) != said
+                coordinates[0, source] >= 0 and tuple(coordinates[:, source]) != source_coords
             ):
                 raise LayoutError(f"rank {rank} is counted as a replica of source {source}, which it is not ({layouts(plan)})")
-            found[:, source] = said
-    return found
+            coordinates[:, source] = source_coords
+    return coordinates
 
 
 def _check_buckets(plan: ReshardPlan) -> None:
@@ -178,8 +178,8 @@ def _check_assignment(plan: ReshardPlan) -> int:
             _fail(plan, int(plan.bucket_starts[first]), "does not reach every engine once")
         replica = plan.replica(order[None, :], np.arange(first, stop)[:, None])
         low, high = plan.window(source, replica)
-        place = np.arange(len(order))
-        missed = (replica < 0) | (replica >= replicas) | (place < low) | (place >= high)
+        position = np.arange(len(order))
+        missed = (replica < 0) | (replica >= replicas) | (position < low) | (position >= high)
         if missed.any():
             bucket, at = np.argwhere(missed)[0]
             _fail(plan, int(plan.bucket_starts[first + bucket]), f"is sent to engine {order[at]} by no replica")
@@ -196,8 +196,8 @@ def stated(layout: Layout | object) -> str:
     """`tp=8,pp=2`: what differs from one rank."""
     defaults = type(layout)()
     names = [field.name for field in fields(layout) if field.name not in ("engines", "whole", "sequence_parallel")]  # type: ignore[arg-type]
-    said = [f"{name}={getattr(layout, name)}" for name in names if getattr(layout, name) != getattr(defaults, name)]
-    return ",".join(said) or "one rank"
+    settings = [f"{name}={getattr(layout, name)}" for name in names if getattr(layout, name) != getattr(defaults, name)]
+    return ",".join(settings) or "one rank"
 
 
 def _none(plan: ReshardPlan, wrong: npt.NDArray[np.bool_], what: str) -> None:

@@ -31,16 +31,16 @@ def find_bundles(group: PlacementGroup, *, have_gpus: bool, deadline_s: float) -
 
 def _ask(group: PlacementGroup, bundles: int, deadline_s: float) -> list[int | None]:
     probe: Any = ray.remote(num_cpus=0, num_gpus=1, max_retries=0, runtime_env={"env_vars": SEES_ALL_GPUS})(own_gpu)
-    asked = [
+    references = [
         probe.options(
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
         ).remote()
         for number in range(bundles)
     ]  # fmt: skip
-    _, late = ray.wait(asked, num_returns=bundles, timeout=deadline_s)
+    _, late = ray.wait(references, num_returns=bundles, timeout=deadline_s)
     if late:
         raise DeadlineError(f"{len(late)} of {bundles} GPUs had not answered after {deadline_s:.0f} s; look at their nodes")
     try:
-        return ray.get(asked)
+        return ray.get(references)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error

@@ -220,8 +220,8 @@ class Cluster:
                 f"{have.get('CPU', 0):.0f} CPUs and {have.get('GPU', 0):.0f} GPUs; use smaller layouts or "
                 "resources.placement=colocated"
             )
-        found = find_bundles(self._reserved, have_gpus=have_gpus, deadline_s=self.start_deadline_s)
-        self.placement = place(self.wanted, found)
+        bundles = find_bundles(self._reserved, have_gpus=have_gpus, deadline_s=self.start_deadline_s)
+        self.placement = place(self.wanted, bundles)
 
     def _where(self, bundle: int | None, threads: int) -> dict[str, Any]:
         """Ray's options for an actor in `bundle`; with None it works elsewhere, and takes no room in the first one."""

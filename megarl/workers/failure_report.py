@@ -36,15 +36,15 @@ def examine(
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(len(actors)):
         (folder / f"{name}-{rank}.txt").unlink(missing_ok=True)
-    asked = [actor.dump_stacks.remote(str(folder)) for actor in actors]
-    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=STACKS_DEADLINE_S)
+    references = [actor.dump_stacks.remote(str(folder)) for actor in actors]
+    answered, _ = ray.wait(references, num_returns=len(references), timeout=STACKS_DEADLINE_S)
     here = ray.util.get_node_ip_address()
-    found = []
-    for rank, reference in enumerate(asked):
+    examined = []
+    for rank, reference in enumerate(references):
         at = host_and_pid[rank] if rank < len(host_and_pid) else None
         local_pid = at[1] if at is not None and at[0] == here else None
         state = _state(reference if reference in answered else None, local_pid)
-        found.append(Examined(rank, state))
+        examined.append(Examined(rank, state))
         path = folder / f"{name}-{rank}.txt"
         stacks = path.read_text() if path.exists() else _stacks_from_outside(local_pid)
         where = f"process {at[1]} on {at[0]}" if at is not None else "not known where"
@@ -52,7 +52,7 @@ def examine(
         lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else ["(none)"]
         header = f"rank {rank} of {name} ({where}) in phase '{phase}': {state or 'answers'}"
         path.write_text("\n".join([header, "", stacks, f"Last lines of {log}:", *lines, ""]))
-    return found
+    return examined
 
 
 def _state(answer: Any, local_pid: int | None) -> str:

@@ -98,7 +98,7 @@ class WorkerGroup:
 
     def submit(self, method: Callable[[RankCalls, *Ts], object], per_rank: Sequence[tuple[*Ts]]) -> list[Any]:
         """Start `method` on every rank without waiting; give the references to `wait`."""
-        return [actor.call.remote(method.__name__, *own) for actor, own in zip(self.actors, per_rank, strict=True)]
+        return [actor.call.remote(method.__name__, *arguments) for actor, arguments in zip(self.actors, per_rank, strict=True)]
 
     def per_rank(self, replicas: Sequence[Any]) -> list[Any]:
         """For every rank a reference to its data-parallel replica's value, each put once into the object store."""
@@ -123,11 +123,11 @@ class WorkerGroup:
         Every rank's stacks and last log lines are written beside the run's logs; gives up after a few seconds.
         """
         try:
-            found = examine(self.name, self.actors, self.host_and_pid, phase, self.log_folder)
+            examined = examine(self.name, self.actors, self.host_and_pid, phase, self.log_folder)
         except (ray.exceptions.RayError, OSError) as error:
             return [], f"; could not collect the ranks' stack traces ({error})"
-        silent = [f"rank {one.rank} of {self.name}" for one in found if one.state]
-        states = [self._describe(one.rank, one.state) for one in found if one.state]
+        silent = [f"rank {examined_rank.rank} of {self.name}" for examined_rank in examined if examined_rank.state]
+        states = [self._describe(examined_rank.rank, examined_rank.state) for examined_rank in examined if examined_rank.state]
         where = f"the Python stacks and last log lines of its ranks are in {self.log_folder}/stacks"
         return silent, "; " + "; ".join([*states, where])
 
@@ -146,7 +146,7 @@ def wait_for(references: Sequence[Any], *, phase: str, deadline_s: float, whose:
 
     `whose`: the group whose ranks answer, or the names of those who do.
     """
-    rank = {reference: place for place, reference in enumerate(references)}
+    rank = {reference: index for index, reference in enumerate(references)}
     results: dict[int, Any] = {}
     pending, ends_at = list(references), time.monotonic() + deadline_s
     while pending:
@@ -161,7 +161,7 @@ def wait_for(references: Sequence[Any], *, phase: str, deadline_s: float, whose:
                 raise _as_our_error(error, phase, whose, rank[reference]) from error
         if not done:
             raise _deadline_error(sorted(rank[reference] for reference in pending), phase, deadline_s, whose)
-    return [results[place] for place in range(len(references))]
+    return [results[index] for index in range(len(references))]
 
 
 def _deadline_error(missing: list[int], phase: str, deadline_s: float, whose: WorkerGroup | Sequence[str]) -> DeadlineError:
@@ -169,7 +169,7 @@ def _deadline_error(missing: list[int], phase: str, deadline_s: float, whose: Wo
         late = f"ranks of {whose.name} {missing}"
         silent, clause = whose.examine(phase)
     else:
-        late, silent, clause = ", ".join(whose[place] for place in missing), [], ""
+        late, silent, clause = ", ".join(whose[index] for index in missing), [], ""
     error = DeadlineError(f"phase '{phase}' was not done after {deadline_s:.0f} s: {late} had not answered{clause}")
     error.who = ", ".join(silent) or late
     return error

@@ -29,14 +29,14 @@ def download_on_nodes(group: PlacementGroup, bundles: Sequence[Bundle], models: 
     offline = {"HF_HUB_OFFLINE": os.environ["HF_HUB_OFFLINE"]} if "HF_HUB_OFFLINE" in os.environ else {}
     task: Any = ray.remote(num_cpus=0, max_retries=0, runtime_env={"env_vars": offline})(_why_not)
     endpoint, token = constants.ENDPOINT, get_token()  # as arguments: environments of tasks are shown in Ray's dashboard
-    asked = {
+    downloads = {
         (node, model): task.options(
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
         ).remote(model, endpoint, token)
         for node, number in first.items()
         for model in models
     }
-    for (node, model), why in zip(asked, ray.get([*asked.values()]), strict=True):
+    for (node, model), why in zip(downloads, ray.get([*downloads.values()]), strict=True):
         if why is not None:
             raise ClusterError(
                 f"node {node} has no copy of {model.repo} at {model.folder} and cannot download it ({why}); let HF_HOME be on "

@@ -18,8 +18,8 @@ SEES_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 def own_gpu() -> int | None:
     """The number of the GPU that Ray gave this process, among those that it sees; None if it gave none."""
-    given = ray.get_gpu_ids()
-    return gpu_number(given[0], os.environ.get("CUDA_VISIBLE_DEVICES")) if given else None
+    gpu_ids = ray.get_gpu_ids()
+    return gpu_number(gpu_ids[0], os.environ.get("CUDA_VISIBLE_DEVICES")) if gpu_ids else None
 
 
 def gpu_number(gpu: int | str, visible: str | None) -> int:

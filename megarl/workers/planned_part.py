@@ -52,9 +52,9 @@ class PlannedPart:
 
     def checksums(self, shards: Mapping[str, Tensor], engines: Collection[int]) -> dict[int, Pushed]:
         """By engine the checksums of what this rank would send: nothing is."""
-        found: dict[int, dict[SliceKey, str]] = {}
+        checksums_by_engine: dict[int, dict[SliceKey, str]] = {}
         for load in self._share.loads(shards, engines):
             of_load = checksums_of(StagedSlices(load.pieces))
             for engine in load.engines & frozenset(engines):
-                found.setdefault(engine, {}).update(of_load)
-        return {engine: Pushed(checksums) for engine, checksums in found.items()}
+                checksums_by_engine.setdefault(engine, {}).update(of_load)
+        return {engine: Pushed(checksums) for engine, checksums in checksums_by_engine.items()}

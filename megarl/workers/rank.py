@@ -179,11 +179,11 @@ class Rank:
             relayed = machines if transport == "shared_memory" else None  # the others reach any machine
             self._make_plans(trainer, targets, engines or len(targets), relayed)
         if self.parts:
-            mine = {engine: target for engine, target in targets.items() if engine in self.parts[-1].engines}
+            own_targets = {engine: target for engine, target in targets.items() if engine in self.parts[-1].engines}
         else:
             at, replicas = self.layout.coords(self.rank), 1 if trainer.has_experts else self.layout.dp
-            mine = {engine: target for engine, target in targets.items() if engine % replicas == at.dp and not at.cp}
-        self.engines |= mine.keys()
+            own_targets = {engine: target for engine, target in targets.items() if engine % replicas == at.dp and not at.cp}
+        self.engines |= own_targets.keys()
         if not self.parts and self.layout.coords(self.rank).tp:
             return
         if transport == "shared_memory":
@@ -191,7 +191,7 @@ class Rank:
             share(parameter for parameter in parameters if parameter.requires_grad)
         choose_device = partial(self.platform.set_device, self.gpu)
         self.pusher = self.pusher or Pusher(f"{self.name}-{self.rank}", choose_device, self.load_bytes)
-        for engine, target in mine.items():
+        for engine, target in own_targets.items():
             if (serves := senders.model_of(target)) is not None:
                 check_same_model(serves, trainer)
             member = self._membership(engine, connection)
@@ -205,10 +205,10 @@ class Rank:
 
     def _make_plans(self, trainer: ServedModel, targets: Mapping[int, Any], engines: int, machines: Machines | None) -> None:
         """Make this rank's share of the reshard plans; none if the engines take whole tensors."""
-        one = next(iter(targets.values()))
-        self.quantiser = senders.quantiser_for(one)
+        target = next(iter(targets.values()))
+        self.quantiser = senders.quantiser_for(target)
         device = self.platform.device(self.gpu)
-        plans = senders.plans_for(one, trainer, self.layout, engines, self.load_bytes)
+        plans = senders.plans_for(target, trainer, self.layout, engines, self.load_bytes)
         for plan in plans:
             if machines is not None and plan is plans[-1]:  # of the others nothing is sent
                 relayed = part("transports", "relay", "rollout.weight_transport").RelayedPart
@@ -221,7 +221,7 @@ class Rank:
     ) -> dict[int, Pushed]:
         """Send this rank's part of the weights to engines: by engine what came of it; see `Pusher.push_loads`."""
         bases = dict.fromkeys(self.engines) if bases is None else bases
-        mine = {engine: bases[engine] for engine in self.engines & bases.keys()}
+        own_bases = {engine: bases[engine] for engine in self.engines & bases.keys()}
         policy = self.roles[role]
         if self.parts and policy.options.sends_adapters:
             return self._push_adapters(policy, bases, verify=verify)
@@ -229,8 +229,8 @@ class Rank:
             assert self.pusher is not None, "who has a plan has opened senders"
             at_once = self.sends_in_place  # else a few at a time are copied into buffers
             shards = local_shards(policy.chunks, policy.options, policy.weight_map, self.quantiser, at_once=at_once)
-            return self.parts[0].push(self.pusher, shards, mine, bases, version, verify=verify)
-        if not mine and not policy.weight_map.num_experts:
+            return self.parts[0].push(self.pusher, shards, own_bases, bases, version, verify=verify)
+        if not own_bases and not policy.weight_map.num_experts:
             return {}
         replicas = (0,) if policy.weight_map.num_experts else (self.layout.coords(self.rank).dp,)
         if policy.options.sends_adapters:  # such an engine has the weights of the model's folder, and keeps them
@@ -238,7 +238,7 @@ class Rank:
         else:
             tensors = policy.export(self.quantiser, replicas, prediction=policy.options.syncs_prediction)
         if self.pusher is not None:
-            return self.pusher.push(tensors, mine, version, verify=verify)
+            return self.pusher.push(tensors, own_bases, version, verify=verify)
         for _ in tensors:  # collective: the ranks of a stage hand their shards to its leading one
             pass
         return {}
@@ -247,12 +247,12 @@ class Rank:
         """Send adapters. Engines that have none yet must hold the weights beside them: of these they are sent checksums."""
         assert self.pusher is not None, "who has a plan has opened senders"
         weights, adapters = self.parts
-        mine = dict.fromkeys(self.engines & bases.keys())
+        own_bases = dict.fromkeys(self.engines & bases.keys())
         shards = adapter_shards(policy.chunks, policy.weight_map)
-        pushed = [adapters.push(self.pusher, shards, mine, bases, None, verify=verify)]
+        pushed = [adapters.push(self.pusher, shards, own_bases, bases, None, verify=verify)]
         if new := [engine for engine, base in bases.items() if base is None]:
-            held = local_shards(policy.chunks, policy.options, policy.weight_map, at_once=False, merged=False)
-            pushed.append(weights.checksums(held, new))
+            weight_shards = local_shards(policy.chunks, policy.options, policy.weight_map, at_once=False, merged=False)
+            pushed.append(weights.checksums(weight_shards, new))
         return merge(pushed)
 
     def keep_on_device(self, what: str) -> None:

@@ -35,22 +35,22 @@ class RankWatch:
         return list(self._states)
 
     def _look(self) -> None:
-        for place, actor in enumerate(self._actors):
-            if place not in self._asked and self._states[place] != "gone":
-                self._asked[place] = (actor.progress.remote(), self._clock())
-        references = {reference: place for place, (reference, _) in self._asked.items()}
+        for rank, actor in enumerate(self._actors):
+            if rank not in self._asked and self._states[rank] != "gone":
+                self._asked[rank] = (actor.progress.remote(), self._clock())
+        references = {reference: rank for rank, (reference, _) in self._asked.items()}
         done = ray.wait([*references], num_returns=len(references), timeout=WAIT_S)[0] if references else []
         for reference in done:
-            place = references[reference]
-            del self._asked[place]
+            rank = references[reference]
+            del self._asked[rank]
             try:
                 ray.get(reference, timeout=WAIT_S)
             except ray.exceptions.RayActorError:
-                self._states[place] = "gone"
+                self._states[rank] = "gone"
             except ray.exceptions.RayError:
                 continue  # it says nothing of the rank
             else:
-                self._states[place] = "up"
-        for place, (_, since) in self._asked.items():
+                self._states[rank] = "up"
+        for rank, (_, since) in self._asked.items():
             if self._clock() - since >= SILENT_S:
-                self._states[place] = "silent"
+                self._states[rank] = "silent"

@@ -88,14 +88,14 @@ def shares_prefixes(config: AnyConfig, layer_spec: str, flops: FlopsModel) -> bo
     Raises:
         ConfigError: it is asked for under layers that need the option, which is not there.
     """
-    wanted, choices = config.policy.share_prefix, parts("attention_choice")
+    setting, choices = config.policy.share_prefix, parts("attention_choice")
     if layer_spec == "reference":
-        return wanted is not False
-    if wanted is True and not choices:
+        return setting is not False
+    if setting is True and not choices:
         lacks = "needs the option shared_prefixes, which this installation does not have"
         reason = f"under model.layer_spec = '{layer_spec}' {lacks}"
         raise ConfigError.of("policy.share_prefix", "true", reason, allowed="auto or false")
-    return any(choice.pays(config, flops) for choice in choices) if wanted == "auto" else wanted
+    return any(choice.pays(config, flops) for choice in choices) if setting == "auto" else setting
 
 
 class Roles:
@@ -173,9 +173,9 @@ class Roles:
         if spec.trained is not None:
             others = (POLICY,) if role == CRITIC else (CRITIC,)
             rules = skip_rules(config.run.guards, role, config.metric_prefix(role), others=others)
-            given = spec.trained.optimizer.model_dump()
-            given["groups"] = tuple(ParameterGroup(**group) for group in given["groups"])
-            optimizer = OptimizerOptions(**given, total_steps=self.updates, skip_rules=rules)
+            settings = spec.trained.optimizer.model_dump()
+            settings["groups"] = tuple(ParameterGroup(**group) for group in settings["groups"])
+            optimizer = OptimizerOptions(**settings, total_steps=self.updates, skip_rules=rules)
         phase, deadline_s = f"loading of {role}", self._deadlines.start_s
         answers = group.call(RankCalls.add_role, role, options, optimizer, phase=phase, deadline_s=deadline_s)
         if role == POLICY:
@@ -190,8 +190,8 @@ class Roles:
         if not self.share_prefix or self.layer_spec == "reference":
             return "spec"
         platform, megatron = self.group_of(role).platform, megatron_of(self.config, role)
-        asked = (self.specs[role].path, platform, self.config.model.dtype, megatron)
-        return next((choice.NAME for choice in parts("attention_choice") if choice.fits(*asked)), "spec")
+        arguments = (self.specs[role].path, platform, self.config.model.dtype, megatron)
+        return next((choice.NAME for choice in parts("attention_choice") if choice.fits(*arguments)), "spec")
 
     def _can_share(self, role: str) -> bool:
         """Return whether attention of `role` takes streams whose sequences share prefixes."""

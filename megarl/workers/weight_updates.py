@@ -79,7 +79,7 @@ class WeightUpdates:
         elif going:
             remembered = version if self.rollout.delta_every else None
             pushed = self.roles.push(deadline_s, going, remembered, verify=verify)
-            self._sent_bytes += sum(one.nbytes for one in pushed.values())
+            self._sent_bytes += sum(result.nbytes for result in pushed.values())
             failed |= {e: EngineError(pushed[e].error or "") for e in going if pushed[e].error is not None}
             failed |= self._end(version, {e: pushed[e].checksums for e in going if e not in failed})
         for engine, error in failed.items():
@@ -142,8 +142,8 @@ class WeightUpdates:
         deadline_s = self.rollout.deadlines.update_s
         for engine in engines:
             try:
-                asked = [self.engines[engine].endpoint.remote()]
-                [endpoint] = wait_for(asked, phase="sync", deadline_s=deadline_s, whose=[f"engine {engine}"])
+                references = [self.engines[engine].endpoint.remote()]
+                [endpoint] = wait_for(references, phase="sync", deadline_s=deadline_s, whose=[f"engine {engine}"])
                 targets[engine] = endpoint or self.engines[engine]
             except MegarlError as error:
                 failed[engine] = error

@@ -77,7 +77,7 @@ class ModelNames:
         They hold the state of delayed FP8 scaling, so None in a converted checkpoint. The modules of all specs are named;
         who loads takes those that it has.
         """
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for rule in self.weight_map.bound_rules():
             place = self.place(rule)  # the objects of a parameter in sections go by its own key
             index = ".".join(map(str, place.prefix or (0,)))
@@ -86,10 +86,10 @@ class ModelNames:
                 module, _, name = key.rpartition(".")
                 if name != "weight" or module.endswith(_WITHOUT_EXTRA_STATE) or key.startswith(TOWER):
                     continue
-                found[f"{module}._extra_state/shard_{index}_{of}"] = None
+                names[f"{module}._extra_state/shard_{index}_{of}"] = None
                 if module.endswith("self_attention.linear_proj"):
-                    found[f"{module.removesuffix('linear_proj')}core_attention._extra_state/shard_{index}_{of}"] = None
-        return list(found)
+                    names[f"{module.removesuffix('linear_proj')}core_attention._extra_state/shard_{index}_{of}"] = None
+        return list(names)
 
     def shape(self, rule: BoundRule, padded_vocab: int) -> tuple[int, ...]:
         """Shape of the parameter as one tensor-parallel rank alone would hold it."""
@@ -97,16 +97,16 @@ class ModelNames:
 
     def _spellings(self, rule: BoundRule) -> tuple[str, str]:
         """The parameter's name under Transformer Engine and under the local spec."""
-        own = rule.megatron_name
+        name = rule.megatron_name
         if rule.expert is not None:
-            return own, own
-        under_te = own
-        for of_rule in self._with_te_name.get(_LAYER.sub("decoder.layers.{layer}.", own), ()):
+            return name, name
+        under_te = name
+        for of_rule in self._with_te_name.get(_LAYER.sub("decoder.layers.{layer}.", name), ()):
             if rule.layer is None or of_rule.has_layer(rule.layer):
                 under_te = of_rule.spellings()[-1].format(layer=rule.layer)
         if _LINEAR_ATTENTION in under_te:  # which the local spec does not have
             return under_te, under_te
-        local = own
+        local = name
         for module, renamed in _LOCAL_SPEC_RENAMES:
             local = local.replace(module, renamed)
         return under_te, local
@@ -118,11 +118,11 @@ class ModelNames:
 
     @cached_property
     def _with_te_name(self) -> dict[str, list[Rule]]:
-        found: dict[str, list[Rule]] = {}
+        rules_by_name: dict[str, list[Rule]] = {}
         for rule in self.weight_map.rules:
             if rule.te_name and not rule.is_expert:
-                found.setdefault(rule.megatron_name, []).append(rule)
-        return found
+                rules_by_name.setdefault(rule.megatron_name, []).append(rule)
+        return rules_by_name
 
 
 def model_names(hf_config: HFConfig, *, prediction: bool = False) -> ModelNames:
@@ -156,13 +156,13 @@ def stored_rows(rule: BoundRule, rows: int) -> list[StoredRows]:
     order."""
     if not isinstance(rule.packing, Sections):
         return [StoredRows("", 0, rows)]
-    found: list[StoredRows] = []
+    stored: list[StoredRows] = []
     first = 0
     for section in rule.packing.sections:
         length = section.rows * rule.packing.units
-        found.append(StoredRows(f".{section.name}", first, length))
+        stored.append(StoredRows(f".{section.name}", first, length))
         first += length
-    return found
+    return stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +214,11 @@ def stage_of_layers(layout: Layout, num_layers: int) -> list[int]:
     Raises:
         LayoutError: the layers cannot be shared so.
     """
-    found = [0] * num_layers
+    stages = [0] * num_layers
     for stage, chunks in enumerate(layout.stage_layers(num_layers)):
         for layer in (layer for chunk in chunks for layer in chunk):
-            found[layer] = stage
-    return found
+            stages[layer] = stage
+    return stages
 
 
 def without_quantization(hf_config: dict[str, Any]) -> dict[str, Any]:

@@ -138,9 +138,9 @@ class _Descriptions(pickle._Unpickler):
         if (module, name) == ("torch.serialization", "_get_layout"):
             return torch.serialization._get_layout
         if module in _DESCRIPTIONS or module.startswith("megatron.core.dist_checkpointing."):
-            found = getattr(importlib.import_module(module), name, None)
-            if isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum)):
-                return found
+            candidate = getattr(importlib.import_module(module), name, None)
+            if isinstance(candidate, type) and (dataclasses.is_dataclass(candidate) or issubclass(candidate, Enum)):
+                return candidate
         raise _Refused(f"names {module}.{name}")
 
 

@@ -136,9 +136,9 @@ class _Window(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        wanted = max(0, min(len(buffer), self._length - self._at))
+        nbytes = max(0, min(len(buffer), self._length - self._at))
         self._file.seek(self._offset + self._at)
-        content = self._file.read(wanted)
+        content = self._file.read(nbytes)
         buffer[: len(content)] = content
         self._at += len(content)
         return len(content)
