@@ -12,7 +12,6 @@ from typing import Literal
 
 from megarl.config.rollout import RolloutConfig
 from megarl.errors import ConfigError
-from megarl.option_list import parts
 from megarl.system.user_code import load_user_function
 
 
@@ -64,6 +63,7 @@ class EngineCapabilities:
 
 
 DRAFTS = ("mtp", "ngram", "standalone", "eagle", "eagle3")
+_EXACT = "megarl, whose responses are distributed as without drafts"
 _SGLANG_SET_ELSEWHERE = {
     "dtype": "model.dtype",
     "tp_size": "rollout.tp",
@@ -78,9 +78,17 @@ _SGLANG_SET_ELSEWHERE = {
     "mm_process_config": "data.min_pixels and data.max_pixels",
     "port": "rollout.servers.port",
     "model_path": "rollout.servers.model_path",
+    "enable_return_routed_experts": "policy.routing.replay",
+    "speculative_algorithm": "rollout.speculative.algorithm",
+    "speculative_num_steps": "rollout.speculative.num_steps",
+    "speculative_eagle_topk": "rollout.speculative.topk",
+    "speculative_ngram_max_bfs_breadth": "rollout.speculative.topk",
+    "speculative_num_draft_tokens": "rollout.speculative.num_draft_tokens",
+    "speculative_draft_model_path": "rollout.speculative.draft_model",
+    "speculative_accept_threshold_single": _EXACT,
+    "speculative_accept_threshold_acc": _EXACT,
 }
-for _module in parts("section"):
-    _SGLANG_SET_ELSEWHERE |= getattr(_module, "SET_ELSEWHERE", {})
+"""Arguments that are refused whether or not the option is there whose field sets them."""
 
 EMBEDDED = EngineCapabilities(
     lent=True,

@@ -251,7 +251,7 @@ class Session:
     def prepare(self, batch: Batch, step: int | None = None) -> None:
         """Add the columns that the config's estimator and losses read, where the batch has none: old and reference log-probs,
         values, and those of options. `step`: the number of the step (None: that of the session)."""
-        config, parts = self.config, self.inputs.parts
+        config, parts = self.config, () if batch.has_parts else self.inputs.parts
         if config.needs_old_log_probs and "old_log_probs" not in batch.columns:
             self.old_log_probs(batch)
         for part in parts:
@@ -260,6 +260,7 @@ class Session:
             self.roles.forward(REFERENCE, batch, ["reference_log_probs", "reference_entropy"])
         for part in parts:
             part.prepare(self.roles, batch)
+        batch.has_parts = True
         if config.uses_critic and "values" not in batch.columns:
             self.roles.forward(CRITIC, batch, ["values"])
             if config.algorithm.truncated_responses == "bootstrap":
@@ -320,56 +321,68 @@ class Session:
             check_columns(batch, role)
         if loss is None and role == POLICY:
             set_token_columns(batch, chosen, self.config, rewards=self._rewards, update_number=self.step)
-        self._accumulated.discard(role)  # a pass that fails takes those before it along
         update = self.roles.start_update(role, batch, chosen, [*batch.columns], objective, applies=False)
+        self._accumulated.discard(role)  # a pass that fails takes those before it along
         (metrics,) = self.roles.finish_updates([update])
         self._accumulated.add(role)
         metrics.pop(EXPERTS, None)
         return metrics
 
     def update(
-        self,
-        batch: Batch,
-        rows: Sequence[int] | None = None,
-        *,
-        roles: Sequence[str] | None = None,
-        chosen: ChosenRows | None = None,
-        has_weights: bool = False,
-        shown_rows: int = 0,
-        without: Collection[str] = (),
-    ) -> dict[str, dict[str, Any]]:
+        self, batch: Batch, rows: Sequence[int] | None = None, *, roles: Sequence[str] | None = None
+    ) -> dict[str, dict[str, float]]:
         """Make one optimizer step of each of `roles` by the config's losses, at the same time; returns metrics by role.
 
         Args:
             batch: with the columns of `advantages`.
-            rows: of the batch; None: all.
-            roles: None: all that are trained.
-            chosen: the rows that an option trains on, if one does.
-            has_weights: the weights of the loss and the columns of `step_tokens` are those of the batch.
-            shown_rows: number of the first rows whose log-probs come with the policy's metrics, as `LOG_PROBS`.
-            without: columns that the policy's loss is not to read.
+            rows: of the batch; None: all. Of a loss that compares rows, those that it chooses among them.
+            roles: None: all that are trained, whatever `critic.warmup_steps` says.
 
         Raises:
             ConfigError: a role is not trained, the batch lacks a column, or gradients of `forward_backward` wait.
         """
-        config, parts = self.config, self.inputs.parts
-        named = (CRITIC, POLICY) if roles is None and config.uses_critic else (POLICY,) if roles is None else roles
+        config = self.config
+        named = [CRITIC, POLICY] if roles is None and config.uses_critic else [POLICY] if roles is None else [*roles]
         for role in named:
             self._check_role(role, trained=True)
             check_columns(batch, role)
             if role in self._accumulated:
                 raise ConfigError(
-                    f"update would lose the gradients of forward_backward of {role}; call optimizer_step before it"
+                    f"update would lose the gradients of {role} that forward_backward gave; call optimizer_step first"
                 )
-        trained = range(len(batch)) if rows is None else rows
-        if not has_weights:
-            set_loss_weights(batch, trained, config)
-            set_token_columns(batch, trained, config, rewards=self._rewards, update_number=self.step)
-        running = []
-        if CRITIC in named:
+        trained: Sequence[int] = range(len(batch)) if rows is None else rows
+        chosen = next(filter(None, (part.choose_rows(batch) for part in self.inputs.parts)), None)
+        if chosen is not None:
+            trained = [row for row in chosen.rows if row in {*trained}]
+        set_loss_weights(batch, trained if chosen is None else [row for row in trained if row in chosen.counted], config)
+        set_token_columns(batch, trained, config, rewards=self._rewards, update_number=self.step)
+        metrics = self.update_weighted(batch, trained, roles=named, chosen=chosen)
+        for of_role in metrics.values():
+            of_role.pop(EXPERTS, None)
+        return metrics
+
+    def update_weighted(
+        self,
+        batch: Batch,
+        rows: Sequence[int],
+        *,
+        roles: Collection[str],
+        chosen: ChosenRows | None = None,
+        shown_rows: int = 0,
+        without: Collection[str] = (),
+    ) -> dict[str, dict[str, Any]]:
+        """Make one optimizer step of each of `roles` on `rows` of a batch that has the loss's weights and token columns.
+
+        `chosen`: the rows that an option trains on. `shown_rows`: number of the first rows whose log-probs come with the
+        policy's metrics, as `LOG_PROBS`. `without`: columns that the policy's loss is not to read. Metrics have what layers
+        with experts routed under `EXPERTS`.
+        """
+        config, parts = self.config, self.inputs.parts
+        running: dict[str, Any] = {}
+        if CRITIC in roles:
             value_loss = objective_of(None, CRITIC, config, self.experience, parts)
-            running.append(self.roles.start_update(CRITIC, batch, trained, ["weights", "values", "returns"], value_loss))
-        if POLICY in named:
+            running[CRITIC] = self.roles.start_update(CRITIC, batch, rows, ["weights", "values", "returns"], value_loss)
+        if POLICY in roles:
             read = [*LOSS_COLUMNS, *TOKEN_COLUMNS, *(chosen.columns if chosen is not None else ())]
             read += [name for part in parts for name in part.loss_columns()] + [*config.algorithm.loss_needs.columns]
             columns = [name for name in dict.fromkeys(read) if name in batch.columns and name not in without]
@@ -377,12 +390,12 @@ class Session:
             loss = policy_objective(config, self.experience, parts, shown_rows=shown_rows, stream_loss=stream_loss)
             mixed_in = next(filter(None, (part.mixed_in() for part in parts)), None)
             together = chosen is not None
-            running.append(
-                self.roles.start_update(POLICY, batch, trained, columns, loss, keep_groups=together, mixed_in=mixed_in)
+            running[POLICY] = self.roles.start_update(
+                POLICY, batch, rows, columns, loss, keep_groups=together, mixed_in=mixed_in
             )
             self.rollouts.stale = True
             self.step += 1
-        return dict(zip(named, self.roles.finish_updates(running), strict=True))
+        return dict(zip(running, self.roles.finish_updates([*running.values()]), strict=True))
 
     def optimizer_step(self, role: str = POLICY) -> dict[str, float]:
         """Apply the gradients since the last step, clipped and scheduled as `<role>.optimizer` says.
@@ -465,6 +478,7 @@ class Session:
             "weight_version": self.rollouts.version,
             "engines_are_behind": self.rollouts.stale,
             "experience": self.experience.state_dict(),
+            **{part.state_name: part.state_dict() for part in self.inputs.parts if part.state_name},
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -472,6 +486,9 @@ class Session:
         if self.inputs.train and "sampler" in state:
             self.sampler.load_state_dict(state["sampler"])
         self.experience.load_state_dict(state["experience"])
+        for part in self.inputs.parts:
+            if (of_part := state.get(part.state_name)) is not None:
+                part.load_state_dict(of_part)
 
 
 def _flat(samples: Sequence[Sample | Sequence[Sample]]) -> Iterator[Sample]:

@@ -104,7 +104,6 @@ class RlRun(Run):
             "groups": self.rollouts.state(),
             "guards": self.guards.state_dict(),
             "gates": self.parity.figures(),
-            **{part.state_name: part.state_dict() for part in self.parts if part.state_name},
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -112,9 +111,6 @@ class RlRun(Run):
         self.session.load_state(state)
         self.guards.load_state_dict(state.get("guards"))
         self.parity.load(state.get("gates", {}))
-        for part in self.parts:
-            if (of_part := state.get(part.state_name)) is not None:
-                part.load_state_dict(of_part)
         if not self.was_finished:
             # weights that the engines had got already, as for an evaluation, are given to them under the same version again
             version = state["weight_version"] - (0 if state.get("engines_are_behind", True) else 1)
@@ -263,12 +259,11 @@ class RlRun(Run):
             number = self.step * config.optimizer_steps_per_step + len(self._updates)
             set_token_columns(batch, rows, config, rewards=self._scores, update_number=number)
             shown = 0 if "old_log_probs" in batch.columns else config.run.log_samples
-            updates = self.session.update(
+            updates = self.session.update_weighted(
                 batch,
                 rows,
                 roles=[*([CRITIC] if config.uses_critic else []), *([] if self._warms_up else [POLICY])],
                 chosen=self._chosen,
-                has_weights=True,
                 shown_rows=len(batch) if computes_old else shown,
                 without=["old_log_probs"] if computes_old else (),
             )

@@ -80,6 +80,8 @@ class Batch:
         self.extra: dict[str, TokenColumn] = {}
         for name in sorted({name for sample in self.samples for name in of_tokens(sample.extra)}):
             self.take_extra(name, [sample.extra.get(name) for sample in self.samples])
+        self.has_parts = False
+        """Whether options added their columns."""
         self.columns: dict[str, Tensor] = {}
         if all(sample.has_rollout for sample in self.samples):
             log_probs = (np.fromiter(s.rollout_log_probs, np.float32, len(s.rollout_log_probs)) for s in self.samples)

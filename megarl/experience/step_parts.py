@@ -67,7 +67,7 @@ class StepPart:
         return {}
 
     def behind_policy_pass(self, roles: TrainingSide, batch: Batch, step: int) -> None:
-        """Behind the policy's pass of `step`, if it has one, and before any other role's."""
+        """Behind the policy's pass of `step`, if it has one."""
 
     def prepare(self, roles: TrainingSide, batch: Batch) -> None:
         """With the policy's and the reference's log-probs there: add what else the step needs."""

@@ -211,16 +211,21 @@ def _trees() -> list[list[psutil.Process]]:
 
 
 def _seen(process: psutil.Process) -> SeenProcess | None:
-    """Facts of a process; None if it is gone, or another user's."""
+    """Facts of a process, those that can be read; None if it is gone, or another user's."""
     with contextlib.suppress(psutil.Error, OSError):
-        sockets: list[tuple[str, str, int]] = []
-        for connection in process.net_connections("inet"):
-            is_tcp = connection.type == socket.SOCK_STREAM
-            if connection.status == psutil.CONN_LISTEN if is_tcp else bool(connection.laddr and not connection.raddr):
-                sockets.append(("tcp" if is_tcp else "udp", connection.laddr.ip, connection.laddr.port))
-        ray_port, named = (_ray_port(process), socket_names(process.pid)) if sockets else (None, {})
-        words = process.name(), tuple(process.cmdline()), process.environ()
-        return SeenProcess(process.pid, *words, tuple(sockets), ray_port, named)
+        words, sockets = (process.name(), tuple(process.cmdline())), list[tuple[str, str, int]]()
+        environment: dict[str, str] = {}
+        ray_port, named = None, {}
+        with contextlib.suppress(psutil.Error, OSError):
+            for connection in process.net_connections("inet"):
+                is_tcp = connection.type == socket.SOCK_STREAM
+                if connection.status == psutil.CONN_LISTEN if is_tcp else bool(connection.laddr and not connection.raddr):
+                    sockets.append(("tcp" if is_tcp else "udp", connection.laddr.ip, connection.laddr.port))
+            environment = process.environ()
+            ray_port = _ray_port(process) if sockets else None
+        if sockets:
+            named = socket_names(process.pid)
+        return SeenProcess(process.pid, *words, environment, tuple(sockets), ray_port, named)
     return None
 
 

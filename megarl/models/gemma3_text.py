@@ -42,7 +42,8 @@ def text_config(hf_config: HFConfig) -> HFConfig:
 
 
 def _filled(hf_config: HFConfig) -> HFConfig:
-    filled = with_windows(hf_config, DEFAULTS, WINDOW, size(hf_config, "sliding_window_pattern", PATTERN))
+    pattern = PATTERN if hf_config.get("layer_types") else size(hf_config, "sliding_window_pattern", PATTERN)
+    filled = with_windows(hf_config, DEFAULTS, WINDOW, pattern)
     filled.pop("hidden_act", None)  # of which transformers takes no notice here
     return filled
 

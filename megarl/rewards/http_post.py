@@ -20,6 +20,7 @@ from megarl.errors import RewardError, RewardServerError
 from megarl.system.http_requests import AnswerError, parsed, read_unpacked, shortened
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 Body = dict[str, Any]
 _LONGEST_WAIT_S = 30.0
 
@@ -54,22 +55,29 @@ class Endpoint:
 
 
 def post_all(
-    endpoint: Endpoint, bodies: Iterable[Body], read: Callable[[Any, Body], T], *, concurrency: int, until: float
+    endpoint: Endpoint,
+    items: Iterable[Item],
+    body_of: Callable[[Item], Body],
+    read: Callable[[Any, Body], T],
+    *,
+    concurrency: int,
+    until: float,
 ) -> list[T]:
-    """Values that `read` makes of the answers to `bodies`, in order; at most `concurrency` are asked for at the same time.
+    """Values that `read` makes of the answers to the body of each item, in order, `concurrency` at most at the same time.
 
-    Raises as `post` and `read` do.
+    Raises as `body_of`, `post` and `read` do.
     """
 
     async def answers() -> list[T]:
         room = asyncio.Semaphore(concurrency)
 
-        async def answer(body: Body) -> T:
-            async with room:
+        async def answer(item: Item) -> T:
+            async with room:  # so that no more bodies are there than are asked
+                body = body_of(item)
                 return read(await post(session, endpoint, body, until), body)
 
         async with aiohttp.ClientSession() as session:
-            return list(await asyncio.gather(*map(answer, bodies)))
+            return list(await asyncio.gather(*map(answer, items)))
 
     return asyncio.run(answers())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.data.told import MediaKeeper
@@ -90,8 +90,8 @@ def _messages(given: Any, keeper: MediaKeeper | None) -> list[SessionMessage]:
         message = _message(item, f"input[{index}]", keeper)
         if messages and messages[-1].role == message.role == "assistant":
             first = messages.pop()
-            reasoning = first.reasoning + message.reasoning
-            message = SessionMessage("assistant", first.text + message.text, first.calls + message.calls, reasoning)
+            text, calls, reasoning = (getattr(first, name) + getattr(message, name) for name in ("text", "calls", "reasoning"))
+            message = replace(first, text=text, calls=calls, reasoning=reasoning)
         messages.append(message)
     return messages
 

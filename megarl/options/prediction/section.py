@@ -43,20 +43,6 @@ FIELDS = (
 )
 
 
-_EXACT = "megarl, whose responses are distributed as without drafts"
-SET_ELSEWHERE = {
-    "speculative_algorithm": "rollout.speculative.algorithm",
-    "speculative_num_steps": "rollout.speculative.num_steps",
-    "speculative_eagle_topk": "rollout.speculative.topk",
-    "speculative_ngram_max_bfs_breadth": "rollout.speculative.topk",
-    "speculative_num_draft_tokens": "rollout.speculative.num_draft_tokens",
-    "speculative_draft_model_path": "rollout.speculative.draft_model",
-    "speculative_accept_threshold_single": _EXACT,
-    "speculative_accept_threshold_acc": _EXACT,
-}
-"""Arguments of SGLang's servers that `rollout.engine_args` cannot have, and what sets them."""
-
-
 def mtp_of(policy: Section) -> MtpConfig:
     """The section `policy.mtp`."""
     return getattr(policy, "mtp")  # noqa: B009 - a field that this option adds

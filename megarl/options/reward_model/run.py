@@ -12,6 +12,7 @@ from megarl.algorithms import aggregate_steps, last_of_each_row
 from megarl.config import Config
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
+from megarl.errors import RewardError
 from megarl.experience.step_parts import StepPart
 from megarl.options.reward_model.section import RewardModelConfig, reward_model_of
 from megarl.runs.training_side import TrainingSide
@@ -51,6 +52,11 @@ class ModelRewards(StepPart):
         """
         if not self.config.per_step:
             return
+        if missing := sum(sample.sample_id not in self._steps for sample in batch.samples):
+            raise RewardError(
+                f"reward_model.per_step needs the model's rewards of every step, but {missing} of {len(batch)} samples were "
+                "not judged since the last advantages; judge them with session.reward before it"
+            )
         step_rewards, step_ends = torch.zeros(batch.mask.shape), torch.zeros(batch.mask.shape)
         for row, sample in enumerate(batch.samples):
             scores, ends = (column[: len(sample.response_ids)] for column in self._steps[sample.sample_id])

@@ -24,10 +24,6 @@ FIELDS = (
 )  # fmt: skip
 
 
-SET_ELSEWHERE = {"enable_return_routed_experts": "policy.routing.replay"}
-"""Arguments of SGLang's servers that `rollout.engine_args` cannot have, and what sets them."""
-
-
 def routing_of(policy: Section) -> RoutingConfig:
     """The section `policy.routing`."""
     return getattr(policy, "routing")  # noqa: B009 - a field that this option adds

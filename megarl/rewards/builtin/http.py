@@ -62,8 +62,8 @@ class HttpReward(Verifier):
             RewardError: the server did not give them, or not before `until`.
         """
         batches = [samples[start : start + self.batch_size] for start in range(0, len(samples), self.batch_size)]
-        bodies = map(self._body, batches)
-        return list(chain(*post_all(self.endpoint, bodies, self._rewards, concurrency=self.concurrency, until=until)))
+        rewards = post_all(self.endpoint, batches, self._body, self._rewards, concurrency=self.concurrency, until=until)
+        return list(chain(*rewards))
 
     def check(self, prompt: Prompt) -> None:
         """Refuse a row without a gold answer, unless labels are off."""

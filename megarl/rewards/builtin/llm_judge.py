@@ -83,8 +83,7 @@ class LlmJudge(Verifier):
         Raises:
             RewardError: the endpoint did not answer as it must, or not before `until`.
         """
-        bodies = map(self._body, samples)
-        return post_all(self.endpoint, bodies, self._verdict, concurrency=self.concurrency, until=until)
+        return post_all(self.endpoint, samples, self._body, self._verdict, concurrency=self.concurrency, until=until)
 
     def check(self, prompt: Prompt) -> None:
         """Refuse a row without a gold answer if the template shows it."""

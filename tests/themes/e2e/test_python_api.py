@@ -36,8 +36,8 @@ def own(config: Config) -> Iterator[dict[str, float]]:
             metrics = {"reward/mean": sum(rewards) / len(rewards), **session.advantages(batch, rewards)}
             roles = ("critic", "policy") if config.uses_critic else ("policy",)
             if step:
-                found = session.update(batch)
-                assert [*found] == [*roles]
+                found = session.update(batch, roles=[*reversed(roles)])
+                assert {*found} == {*roles}
                 assert session.step == step + 1
             else:
                 found = {role: session.forward_backward(batch, role=role) | session.optimizer_step(role) for role in roles}
