@@ -32,16 +32,25 @@ STARTED_PROCESSES = {"world", "parity_world", "warm_workers", "sglang_engine"}
 
 
 @cache
-def imported_options(file: Path) -> frozenset[str]:
-    """The options that a file of tests imports, itself or by modules of `tests` that it imports."""
-    if not file.is_file():
-        return frozenset()
-    text, names = file.read_text(), set[str]()
-    names.update(re.findall(r"\bmegarl\.options\.(\w+)", text))
+def _imports(file: Path) -> tuple[frozenset[str], frozenset[Path]]:
+    """The options that a file of tests imports, and the modules of `tests` that it imports."""
+    text = file.read_text()
+    options, files = re.findall(r"\bmegarl\.options\.(\w+)", text), set[Path]()
     for module, imported in re.findall(r"^\s*from (tests(?:\.\w+)*) import ([\w, ]+)", text, re.MULTILINE):
         for name in [module, *(f"{module}.{one.strip()}" for one in imported.split(","))]:
-            names |= imported_options(Path(__file__).parent.parent / f"{name.replace('.', '/')}.py")
-    return frozenset(names)
+            files.add(Path(__file__).parent.parent / f"{name.replace('.', '/')}.py")
+    return frozenset(options), frozenset(path for path in files if path.is_file())
+
+
+def imported_options(file: Path) -> set[str]:
+    """The options that a file of tests imports, itself or by modules of `tests`."""
+    options, seen, waiting = set[str](), {file}, [file]
+    while waiting:
+        of_file, modules = _imports(waiting.pop())
+        options |= of_file
+        waiting += modules - seen
+        seen |= modules
+    return options
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
