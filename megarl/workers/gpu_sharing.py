@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, Protocol
+from functools import partial
+from typing import Literal
 
 from megarl.config import Config
 from megarl.errors import EngineError
@@ -43,24 +44,13 @@ class Owner(Enum):
     GENERATING = "the engines"
 
 
-class Device(Protocol):
-    """Things that are moved from and to the device."""
-
-    def sleep(self) -> None:
-        """Have all engines give up their memory, and their weights with it."""
-
-    def wake(self) -> None:
-        """Have all engines that sleep take memory again; they have no weights then."""
-
-    def keep(self, what: Kept) -> None:
-        """Bring the trainer to have exactly `what` on the device."""
-
-
 class GpuSharing:
     """The state machine. A move that fails in the middle leaves it without a state: every further one is refused."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, sleep: Callable[[], None], wake: Callable[[], None], keep: Callable[[Kept], None]) -> None:
+        """`sleep` has the engines give up their memory, and their weights with it; `wake` has those that sleep take memory
+        again, without weights; `keep` has the trainer have exactly so much on the device."""
+        self._sleep, self._wake, self._keep = sleep, wake, keep
         self.now: Owner | None = Owner.SHARED
 
     def train(self) -> None:
@@ -90,51 +80,43 @@ class GpuSharing:
                 f"the GPU cannot go from {before.value} directly to {to.value}: the engines must take a weight update first"
             )
         if to is Owner.TRAINING:
-            self._device.sleep()
+            self._sleep()
             if before is not Owner.SHARED:
-                self._device.keep("all")
+                self._keep("all")
         elif to is Owner.UPDATING:
-            self._device.keep("policy")
+            self._keep("policy")
             if before is Owner.TRAINING:
-                self._device.wake()
+                self._wake()
         else:
-            self._device.keep("none")
+            self._keep("none")
         self.now = to
 
 
-class ColocatedDevice:
-    """`Device` of a run: all engines through their scheduler, and all of the trainer's ranks."""
+def put_to_sleep(scheduler: Scheduler, deadline_s: float) -> None:
+    """Put all engines to sleep: requests under way are begun anew after the next update; engines that fail are restarted
+    as ever."""
+    scheduler.stop_all()
+    scheduler.empty()
+    up = [engine.number for engine in scheduler.engines if engine.restarting is None]
+    failed = _failures(scheduler, up, lambda _, engine: engine.sleep(deadline_s=deadline_s), deadline_s)
+    for engine, error in failed.items():
+        raise EngineError(f"engine {engine} did not give up its memory: {error}")
 
-    def __init__(self, config: Config, scheduler: Scheduler, roles: Roles) -> None:
-        self._deadlines, self._scheduler, self._roles = config.rollout.deadlines, scheduler, roles
 
-    def sleep(self) -> None:
-        """Put engines to sleep: requests under way are begun anew after the next update; engines that fail are restarted
-        as ever."""
-        scheduler = self._scheduler
-        scheduler.stop_all()
-        scheduler.empty()
-        up = [engine.number for engine in scheduler.engines if engine.restarting is None]
-        failed = self._failures(up, lambda _, engine: engine.sleep(deadline_s=self._deadlines.update_s))
-        for engine, error in failed.items():
-            raise EngineError(f"engine {engine} did not give up its memory: {error}")
+def wake_up(scheduler: Scheduler, deadline_s: float) -> None:
+    """Wake all engines that have no weights; one that was restarted meanwhile does not sleep, which is as good."""
+    _failures(scheduler, scheduler.without_weights, lambda _, engine: engine.wake(deadline_s=deadline_s), deadline_s)
 
-    def wake(self) -> None:
-        """An engine that was restarted meanwhile does not sleep, which is as good."""
-        waiting = self._scheduler.without_weights
-        self._failures(waiting, lambda _, engine: engine.wake(deadline_s=self._deadlines.update_s))
 
-    def keep(self, what: Kept) -> None:
-        """All ranks of all groups move what they have; where there is no CUDA nothing is moved."""
-        self._roles.keep_on_device(what)
-
-    def _failures(self, engines: list[int], call: Callable[[int, EngineHandle], Awaitable[None]]) -> dict[int, Exception]:
-        """The engines that are well and yet did not do it, and why; the scheduler sees to those that are not well."""
-        failed = failures(self._scheduler.on_each(engines, call, self._deadlines.update_s))
-        unwell = self._scheduler.failing(failed)
-        for engine, error in unwell.items():
-            self._scheduler.fail(engine, error)
-        return {engine: error for engine, error in failed.items() if engine not in unwell}
+def _failures(
+    scheduler: Scheduler, engines: list[int], call: Callable[[int, EngineHandle], Awaitable[None]], deadline_s: float
+) -> dict[int, Exception]:
+    """The engines that are well and yet did not do it, and why; the scheduler sees to those that are not well."""
+    failed = failures(scheduler.on_each(engines, call, deadline_s))
+    unwell = scheduler.failing(failed)
+    for engine, error in unwell.items():
+        scheduler.fail(engine, error)
+    return {engine: error for engine, error in failed.items() if engine not in unwell}
 
 
 @dataclass(frozen=True)
@@ -168,5 +150,7 @@ def turns_of(
             return turns
     if not takes_turns(config, roles.groups[POLICY].platform):
         return None
-    sharing = GpuSharing(ColocatedDevice(config, scheduler, roles))
+    deadline_s = config.rollout.deadlines.update_s
+    sleep, wake = partial(put_to_sleep, scheduler, deadline_s), partial(wake_up, scheduler, deadline_s)
+    sharing = GpuSharing(sleep, wake, roles.keep_on_device)
     return GpuTurns(sharing, range(len(scheduler.engines)), sharing.train)

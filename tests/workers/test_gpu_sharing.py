@@ -78,7 +78,7 @@ HAS = {Owner.TRAINING: ("all", False), Owner.UPDATING: ("policy", True), Owner.G
 def test_every_sequence_of_calls_leaves_the_memory_that_its_turn_needs_or_is_refused_and_changes_nothing() -> None:
     for calls in itertools.product(CALLS, repeat=6):
         memory, now = Memory(), Owner.SHARED
-        turns = GpuSharing(memory)
+        turns = GpuSharing(memory.sleep, memory.wake, memory.keep)
         for call in calls:
             before = (memory.trainer, memory.awake)
             if (now, call) in WAYS:
@@ -95,7 +95,7 @@ def test_every_sequence_of_calls_leaves_the_memory_that_its_turn_needs_or_is_ref
 @pytest.mark.parametrize(("fails", "calls"), [("sleep", ["train"]), ("wake", ["train", "update"]), ("keep", ["update"])])
 def test_after_a_move_that_failed_in_the_middle_nobody_may_use_the_device(fails: str, calls: list[str]) -> None:
     memory = Memory()
-    memory.fails, turns = fails, GpuSharing(memory)
+    memory.fails, turns = fails, GpuSharing(memory.sleep, memory.wake, memory.keep)
     for call in calls[:-1]:
         getattr(turns, call)()
     with pytest.raises(EngineError, match=f"{fails} failed"):
@@ -125,7 +125,8 @@ class OneEngine:
 
 def test_an_engine_answers_in_no_turn_before_it_was_given_weights(tmp_path: Path) -> None:
     engine = EmbeddedEngine(save_tiny(tmp_path / "model", TINY), initial_version=0)
-    turns, weights = GpuSharing(OneEngine(engine)), weights_of(load(tmp_path / "model", seed=1))
+    one = OneEngine(engine)
+    turns, weights = GpuSharing(one.sleep, one.wake, one.keep), weights_of(load(tmp_path / "model", seed=1))
 
     def answers() -> set[int]:
         (group,) = asyncio.run(engine.generate(EngineRequest([[5, 6]], SamplingParams(max_new_tokens=2))))

@@ -15,7 +15,7 @@ from megarl.errors import WorkerError
 from megarl.options.lending.section import lent_engines_of
 from megarl.rollout.scheduling.engine_state import PendingResult, failures
 from megarl.rollout.scheduling.scheduler import FAILURES, Scheduler
-from megarl.workers.gpu_sharing import GpuSharing, GpuTurns, Kept
+from megarl.workers.gpu_sharing import GpuSharing, GpuTurns
 from megarl.workers.roles import Roles
 
 REST_S = 120.0
@@ -179,25 +179,6 @@ def take_turns(
         return None
     restart_s = (FAILURES + 1) * scheduler.restart_deadline_s
     engines = LentEngines(scheduler, numbers, restart_s=restart_s, call_s=rollout.deadlines.update_s)
-    sharing = GpuSharing(LentDevice(engines, roles))
+    sharing = GpuSharing(engines.rest, engines.wake, roles.keep_on_device)
     lending = Lending(engines, sharing, update)
     return GpuTurns(sharing, engines.numbers, lending.take_back, lending.wait, lending.take_figures)
-
-
-class LentDevice:
-    """`Device` of a run that lends the trainer's GPUs: the engines on them, and all of the trainer's ranks."""
-
-    def __init__(self, engines: LentEngines, roles: Roles) -> None:
-        self._engines, self._roles = engines, roles
-
-    def sleep(self) -> None:
-        """Put engines to sleep: requests under way go on on other engines, or later."""
-        self._engines.rest()
-
-    def wake(self) -> None:
-        """All of them that are well; the others are started anew."""
-        self._engines.wake()
-
-    def keep(self, what: Kept) -> None:
-        """Keep on the device as `ColocatedDevice` does."""
-        self._roles.keep_on_device(what)

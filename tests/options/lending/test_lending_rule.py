@@ -21,7 +21,7 @@ class Times:
         self.now, self.wake_s, self.rest_s, self.work, self.sampled_tokens = 100.0, 4.0, 2.0, 5, 0
         self.given: list[tuple[Sequence[int], int]] = []
         self.memory = Memory()
-        self.sharing = GpuSharing(self.memory)
+        self.sharing = GpuSharing(self.memory.sleep, self.memory.wake, self.memory.keep)
         self.lending = Lending(self, self.sharing, self.update, lambda: self.now)  # type: ignore[arg-type]
         train = self.sharing.train
 
