@@ -22,9 +22,9 @@ from megarl.planning.parameters import stage_parameters
 from megarl.weights.placement import PlacementRequest, place, planned_bundles
 from megarl.weights.run_plan import plan_of_run
 from megarl.weights.verify import verify
+from tests.example_plans import PLANS
 
 ROOT = Path(__file__).parents[2]
-PLANS = sorted(ROOT.glob("examples/plans/*.yaml"))
 BY_GROUP = "rollout.weight_transport=process_group"
 CONFIG = """
 model: {path: MODELS/llama-3.1-8b}

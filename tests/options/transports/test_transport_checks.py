@@ -17,10 +17,10 @@ from megarl.planning.gpus import gpu_named
 from megarl.planning.plan import make_plan
 from megarl.rollout.engines.registry import CLASSES, load_engine
 from tests.config.smallest import config
+from tests.example_plans import PLANS
 from tests.launch.test_rehearse import CONFIG
 
 ROOT = Path(__file__).parents[3]
-PLANS = sorted(ROOT.glob("examples/plans/*.yaml"))
 APART = ("rollout.weight_transport=rdma", "resources.placement=separate")
 
 
