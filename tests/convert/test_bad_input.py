@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from megarl import cli
 from megarl.config.layout import Layout
 from megarl.models.hf_folder import INDEX_FILE, HFFolder, write_hf_folder
+from megarl.option_list import OPTIONS
 from tests.convert.conftest import imported, tensors
 
 NORM = "model.norm.weight"
@@ -77,8 +78,8 @@ def test_commands_that_take_a_model_take_a_run_that_exported_one(
     adding = ("--adapter", tmp_path / "adapter", "--out", out)
     for named, arguments in (
         ("HF", ("import", run, out)),
-        ("HF", ("add-draft", run, out)),
-        ("--base", ("merge", "--base", run, *adding)),
+        *([("HF", ("add-draft", run, out))] if "prediction" in OPTIONS else []),
+        *([("--base", ("merge", "--base", run, *adding))] if "lora" in OPTIONS else []),
         ("--model", ("inspect", tmp_path / "rows.jsonl", "--model", run)),
     ):
         group = "data" if named == "--model" else "convert"
