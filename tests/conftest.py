@@ -65,7 +65,7 @@ def pytest_runtest_call() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        sentence = re.search(r"[\w. ]+ needs the option (\w+), which this installation does not have", str(error))
+        sentence = re.search(r"[\w.`, ]+ needs the option (\w+), which this installation does not have", str(error))
         if sentence is None or sentence[1] in OPTIONS:
             raise
         pytest.skip(sentence[0])
