@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import math
 import sys
@@ -213,7 +214,8 @@ def test_reshard(measured: Measured, tmp_path: Path) -> None:
     from tests.rollout.tiny import TINY as LLAMA
     from tests.rollout.tiny import save_tiny
 
-    pytest.importorskip("sglang")
+    if importlib.util.find_spec("sglang") is None:  # it cannot be imported in this process: it asks for triton
+        pytest.skip("sglang is not installed")
     found = measured("reshard", "--models", "135m", "--repeats", "1", REAL=save_tiny(tmp_path / "llama", LLAMA))
     assert {*SETUP, "command", "setup"} <= found.keys()
     for way in ("shared_memory", "process_group", "rdma", "rdma_over_tcp"):
