@@ -189,7 +189,7 @@ def test_faults(measured: Measured, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 @pytest.mark.exhaustive
-def test_soak(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_soak(measured: Measured, tmp_path: Path) -> None:
     """The plain run of faults.py on the embedded engine, in place of agents on SGLang."""
     module = importlib.import_module("soak")
     of_soak, of_family = module.soak_config, module.config
@@ -197,8 +197,10 @@ def test_soak(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
     def embedded(*arguments: Any) -> dict[str, Any]:
         tree = of_soak(*arguments)
         tree["rollout"]["engine"] = "embedded"
-        del tree["data"]["eval"]["args"]
+        tree["data"]["eval"] = {"source": "jsonl", "path": str(tmp_path / "held_out.jsonl")}
         return tree
+
+    (tmp_path / "held_out.jsonl").write_text('{"question": "Calculate 12 + 3.", "answer": "15"}\n')
 
     plain = {"config": lambda folder, port, steps, family: of_family(folder, port, steps, "plain"), "soak_config": embedded}
     found = measured("soak", "--minutes", "0.2", "--every-s", "0.5", **plain, numbers=("process_count:growth", "steps:1"))
