@@ -39,7 +39,7 @@ def add_tries(commands: Any) -> None:
     )
     add_config(rewards_try)
     rewards_try.add_argument("--response", metavar="TEXT", required=True, help="the response; - reads it from stdin")
-    rewards_try.add_argument("--row", metavar="N", type=int, default=0, help="row of data.train, counted from 0 (default: 0)")
+    _add_row(rewards_try)
     rewards_try.set_defaults(run=_try_rewards)
 
     episodes = commands.add_parser("episodes", help="try the tools or the environment of a config")
@@ -53,8 +53,12 @@ def add_tries(commands: Any) -> None:
     episodes_try.add_argument(
         "--say", metavar="TEXT", action="append", required=True, help="a turn of the policy; - reads it from stdin; repeatable"
     )
-    episodes_try.add_argument("--row", metavar="N", type=int, default=0, help="row of data.train, counted from 0 (default: 0)")
+    _add_row(episodes_try)
     episodes_try.set_defaults(run=_try_episode)
+
+
+def _add_row(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--row", metavar="N", type=int, default=0, help="row of data.train, counted from 0 (default: 0)")
 
 
 def _try_rewards(arguments: argparse.Namespace) -> int:

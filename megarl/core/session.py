@@ -1,4 +1,4 @@
-"""Engines and models of a config, and what a loop asks of them: users' own loops all of it, `RlRun` a part."""
+"""Engines and models of a config, and what a loop asks of them: `RlRun` and loops of users' own are written in these calls."""
 
 from __future__ import annotations
 
@@ -163,14 +163,8 @@ class Session:
             raise ConfigError(f"n is {n}; it must be at least 1")
         self._refuse_to_forget_gradients("sample")
         distinct_prompts = [self._visit(prompt if isinstance(prompt, Prompt) else self.prompt(prompt)) for prompt in prompts]
-        sampling = {
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "max_new_tokens": max_new_tokens,
-        }
-        samples = self.rollouts.answer(distinct_prompts, n, greedy=greedy, **sampling)
+        drawing = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+        samples = self.rollouts.answer(distinct_prompts, n, greedy=greedy, max_new_tokens=max_new_tokens, **drawing)
         return [samples[start : start + n] for start in range(0, len(samples), n)]
 
     def _visit(self, prompt: Prompt) -> Prompt:
@@ -353,7 +347,8 @@ class Session:
         trained: Sequence[int] = range(len(batch)) if rows is None else rows
         chosen = next(filter(None, (part.choose_rows(batch) for part in self.inputs.parts)), None)
         if chosen is not None:
-            trained = [row for row in chosen.rows if row in {*trained}]
+            among = {*trained}
+            trained = [row for row in chosen.rows if row in among]
         set_loss_weights(batch, trained if chosen is None else [row for row in trained if row in chosen.counted], config)
         set_token_columns(batch, trained, config, rewards=self._rewards, update_number=self.step)
         metrics = self.update_weighted(batch, trained, roles=named, chosen=chosen)

@@ -12,8 +12,6 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from megarl.config import AnyConfig
-from megarl.config.layout import Layout
 from megarl.data.batch import Batch
 from megarl.data.stream import TopK
 from megarl.observe.rank_record import RankRecord, UpdateFlops
@@ -28,8 +26,6 @@ JoinFiles = Callable[[Path], dict[str, FileRecord]]
 
 class Ranks(Protocol):
     """The ranks of one layout."""
-
-    layout: Layout
 
     def any_rank(self, flag: bool, /) -> bool:  # noqa: FBT001 - a question, whose subject is the flag
         """Return whether `flag` is true in any process that drives these ranks."""
@@ -48,7 +44,6 @@ class Ranks(Protocol):
 class TrainingSide(Protocol):
     """The models of a run by role: `policy`, `reference`, `critic`, and those that options add."""
 
-    config: AnyConfig
     peak_flops: float | None
     """Peak of a GPU of the policy, in operations per second; None where it is not known."""
     device: str | None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.algorithms import PREFERENCE_LOSSES, PreferenceSettings
-from megarl.runs.pairs import sides
+from megarl.experience.pairs import sides
 from megarl.trainers.supervised.objectives import PairObjective, RewardModelObjective, SupervisedObjective
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -12,6 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from megarl.config import Config, parse_config
+from megarl.core.session import Session
 from megarl.errors import EngineError
 from megarl.planning.gpus import PROCESS_BYTES
 from megarl.planning.turns import bytes_beside_engines, takes_turns
@@ -185,8 +185,7 @@ def test_engines_that_share_gpus_start_and_sleep_before_anything_is_loaded(
 
     for name in ("open_cluster", "open_roles", "Rollouts", "check_transport"):
         monkeypatch.setattr(train_module, name, lambda *_, **__: Recorded())
-    with ExitStack() as stack:
-        train_module.start_processes(config_of("colocated", "sync"), MagicMock(), stack, tmp_path)
+    Session(config_of("colocated", "sync"), MagicMock(parts=[]), train_module.start_processes).start(tmp_path)
     assert calls == (["engines", "policy"] if first == "engines" else ["policy", "engines"])
 
 

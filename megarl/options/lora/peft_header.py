@@ -95,7 +95,7 @@ def _check(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def config_of(lora: Lora, base: str, target_modules: Iterable[str], *, score: bool) -> dict[str, Any]:
-    """What `adapter_config.json` says of adapters of the model at `base`; `score`: a classifier's head is stored with them."""
+    """Contents of `adapter_config.json` for adapters of the model at `base`; `score`: its head is stored, too."""
     alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
     return {
         "peft_type": "LORA",

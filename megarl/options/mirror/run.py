@@ -126,7 +126,7 @@ class Mirroring(RunObserver):
         self._stopped.set()
 
     def _local(self, resume: str) -> tuple[Path | None, CheckpointError | None]:
-        """What `resume` means in the run's folder, or why `auto` means nothing there although there are checkpoints."""
+        """The meaning of `resume` in the run's folder, or why `auto` means nothing there although there are checkpoints."""
         try:
             return self._checkpoints.resolve(resume), None
         except CheckpointError as error:
@@ -188,7 +188,7 @@ class Mirroring(RunObserver):
 
     @contextmanager
     def _holding(self, choose: Callable[[], Path | None]) -> Iterator[Path | None]:
-        """What `choose` returns stays in the run's folder meanwhile."""
+        """Keep the choice of `choose` in the run's folder meanwhile."""
         with self._checkpoints.lock:
             self._checkpoints.held = chosen = choose()
         try:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megarl.algorithms import PreferenceSettings
 from megarl.data.stream import PackedStream
-from megarl.runs.pairs import first_of_each, pair_losses, per_response, sides
+from megarl.experience.pairs import first_of_each, pair_losses, per_response, sides
 
 
 @dataclass(frozen=True)

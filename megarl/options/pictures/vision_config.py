@@ -50,7 +50,7 @@ class TextConfig:
 
 
 def mrope_of(hf_config: dict[str, Any], *, default: tuple[int, int, int], interleaved: bool, head_dim: int) -> Mrope:
-    """What a config says of its rotary angles; `head_dim` is how many of the dimensions of a decoder's head rotate.
+    """Rotary angles of a config; `head_dim` is how many of the dimensions of a decoder's head rotate.
 
     Raises:
         ModelError: the sections are not those of half of these dimensions, or lie otherwise than the family's.

@@ -10,7 +10,7 @@ from megarl.data.columns import Column
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """What speculative decoding did for a response: passes that verified drafts, tokens drafted for them, those that stayed.
+    """Counts of speculative decoding for a response: passes that verified drafts, tokens drafted for them, those that stayed.
 
     A pass yields one token more than stayed of its draft. All zero without speculative decoding.
     """

@@ -37,17 +37,10 @@ class SpeculativeConfig(Section):
     """Folder of the draft of `standalone`, `eagle` and `eagle3`. It is read once and never trained."""
 
 
-FIELDS = (
-    AddedField("PolicyConfig", "mtp", MtpConfig, MtpConfig(), "The layer for multi-token prediction."),
-    AddedField("RolloutConfig", "speculative", SpeculativeConfig, SpeculativeConfig(), "Speculative decoding."),
-)
-
-
-def mtp_of(policy: Section) -> MtpConfig:
-    """The section `policy.mtp`."""
-    return getattr(policy, "mtp")  # noqa: B009 - a field that this option adds
-
-
-def drafts_of(rollout: Section) -> SpeculativeConfig:
-    """The section `rollout.speculative`."""
-    return getattr(rollout, "speculative")  # noqa: B009 - a field that this option adds
+MTP = AddedField("PolicyConfig", "mtp", MtpConfig, MtpConfig(), "The layer for multi-token prediction.")
+SPECULATIVE = AddedField("RolloutConfig", "speculative", SpeculativeConfig, SpeculativeConfig(), "Speculative decoding.")
+FIELDS = (MTP, SPECULATIVE)
+mtp_of = MTP.of
+"""The section `policy.mtp`."""
+drafts_of = SPECULATIVE.of
+"""The section `rollout.speculative`."""

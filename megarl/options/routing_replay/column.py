@@ -83,7 +83,7 @@ class ReplayCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordedRoutes:
-    """What the first rank of a pipeline stage recorded of its replica's responses, each behind its prompt.
+    """Records that the first rank of a pipeline stage has of its replica's responses, each behind its prompt.
 
     `rows` int64 `[R]` of the batch, `lengths` int64 `[R]` tokens of each with its prompt, `layers` which of the model's expert
     layers the stage has, `routes` `[sum of lengths, stage's layers, k]`.

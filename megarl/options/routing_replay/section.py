@@ -9,7 +9,7 @@ from megarl.config.section import Count, Section
 
 
 class RoutingConfig(Section):
-    """Which experts the policy's tokens go to (docs/rollouts.md#routing-replay)."""
+    """Choice of the experts that the policy's tokens go to (docs/rollouts.md#routing-replay)."""
 
     replay: Literal["none", "old_policy", "engine"] = "none"
     """`none`: the router chooses anew in every pass. `old_policy` (R2): as in the pass that computes the old log-probs.
@@ -19,11 +19,7 @@ class RoutingConfig(Section):
     engine's. 0: never."""
 
 
-FIELDS = (
-    AddedField("PolicyConfig", "routing", RoutingConfig, RoutingConfig(), "Routing replay, for a mixture of experts."),
-)  # fmt: skip
-
-
-def routing_of(policy: Section) -> RoutingConfig:
-    """The section `policy.routing`."""
-    return getattr(policy, "routing")  # noqa: B009 - a field that this option adds
+ROUTING = AddedField("PolicyConfig", "routing", RoutingConfig, RoutingConfig(), "Routing replay, for a mixture of experts.")
+FIELDS = (ROUTING,)
+routing_of = ROUTING.of
+"""The section `policy.routing`."""

@@ -174,7 +174,7 @@ def segment_attention(
     share: StreamShard,
     windows: Collection[int | None] = (None,),
 ) -> StreamAttention:
-    """What `SegmentAttention` needs for `share`'s tokens in layers with these windows, on the device of `share`."""
+    """Inputs of `SegmentAttention` for `share`'s tokens in layers with these windows, on the device of `share`."""
     runs = list(chain(*query_ranges(stream, len(share.layout), share.rank)))
     places = gathered_places(share)
     calls = {

@@ -40,9 +40,9 @@ def start_processes(
     stack: ExitStack,
     logs: str | Path,
     *,
-    doing: Callable[[str], None] = lambda name: None,
-    say: Callable[[str], None] | None = None,
-    placed: Callable[[Placed], None] = lambda placement: None,
+    doing: Callable[[str], None],
+    say: Callable[[str], None] | None,
+    placed: Callable[[Placed], None],
 ) -> Processes:
     """Start Ray, engines and roles, as `StartProcesses` says; the engines load while the trainer does."""
     doing("Ray")

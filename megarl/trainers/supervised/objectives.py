@@ -22,7 +22,7 @@ from megarl.algorithms import (
     process_reward_loss,
 )
 from megarl.data.stream import PackedStream
-from megarl.runs.pairs import first_of_each, pair_losses, per_response, sides
+from megarl.experience.pairs import first_of_each, pair_losses, per_response, sides
 
 Answer = tuple[Tensor, dict[str, Any]]
 """(loss, metrics), both this micro-batch's part of a sum."""
