@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count
@@ -21,6 +22,7 @@ from megarl.data.mixture import mixture_weights, place_of_row
 from megarl.data.rows import Origin
 from megarl.data.sample import Prompt, Sample
 from megarl.data.sampler import DataSampler, build_sampler, order_by
+from megarl.data.stored_batch import batch_of
 from megarl.data.tokenize import PromptBuilder
 from megarl.errors import ConfigError, nearest
 from megarl.experience.eval_figures import evaluation
@@ -213,7 +215,7 @@ class Session:
 
     def batch(self, samples: Sequence[Sample | Sequence[Sample]]) -> Batch:
         """Lay samples, or groups of them as `sample` gives them, as the rows of a `Batch`."""
-        return Batch([*_flat(samples)])
+        return batch_of([*_flat(samples)])
 
     def forward(self, batch: Batch, role: str = POLICY) -> dict[str, Tensor]:
         """Compute without gradients: `log_probs` and `entropy` of `policy` or `reference`, `values` of `critic`.
@@ -227,7 +229,7 @@ class Session:
         self._check_role(role)
         further = [*self._limited(), *(["collision"] if self.config.needs_collision else [])] if role == POLICY else []
         names = ["values"] if role == CRITIC else ["log_probs", "entropy", *further]
-        before = dict(batch.columns)
+        before = copy(batch.columns)
         self.roles.forward(role, batch, names)
         answered = {name: batch.columns[name] for name in names}
         batch.columns = before

@@ -16,6 +16,7 @@ from megarl.data.batch import Batch
 from megarl.data.branches import JoinedEpisodes, first_branches
 from megarl.data.prefills import prefill_figures
 from megarl.data.sample import Sample
+from megarl.data.stored_batch import batch_of
 from megarl.experience.eval_figures import pass_rates
 from megarl.experience.experience import (
     group_rewards,
@@ -171,7 +172,7 @@ class RlRun(Run):
 
     def prepare(self, samples: Sequence[Sample]) -> Batch:
         """The batch with whatever the step needs to know before it updates: old and reference log-probs, values."""
-        config, batch = self.config, Batch(samples)
+        config, batch = self.config, batch_of(samples)
         self.metrics |= self.rollouts.figures() | older_tokens(
             batch, self.rollouts.version, mask=config.rollout.schedule.mask_older_tokens
         )
@@ -308,9 +309,9 @@ class RlRun(Run):
             self.parity.record(self.step, metrics, self._updates[0], synced=self.metrics["rollout/weight_version"] > 0)
         self.log(metrics)
         self.samples_file.write(self.step, batch, self._scores, self._log_probs)
-        lengths, groups = [len(sample.response_ids) for sample in samples], batch.groups.tolist()
+        lengths, groups = [sample.response_length for sample in samples], batch.groups.tolist()
         version = int(self.metrics["rollout/weight_version"])
-        staleness = [version - min(sample.weight_versions, default=version) for sample in samples]
+        staleness = [version - min((sampled for sampled, _ in sample.versions), default=version) for sample in samples]
         self.distributions.log(self.step, distributions(lengths, self._scores, groups, staleness))
 
     def apply_guards(self) -> None:
@@ -341,5 +342,7 @@ class RlRun(Run):
         if not are_old:
             self._log_probs |= log_probs
             return
+        old = batch.columns["old_log_probs"]
         for row, values in log_probs.items():
-            batch.columns["old_log_probs"][row, : len(values)] = values
+            old[row, : len(values)] = values
+        batch.columns["old_log_probs"] = old

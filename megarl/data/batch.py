@@ -6,7 +6,7 @@ without padding, one sequence after another. Results return under their row inde
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 from types import MappingProxyType
@@ -64,7 +64,7 @@ class Batch:
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self.samples = list(samples)
-        self._response_ids = [_tokens(sample.response_ids) for sample in self.samples]
+        self._response_ids = [tokens_of(sample.response_ids) for sample in self.samples]
         self.lengths = torch.tensor([len(ids) for ids in self._response_ids], dtype=torch.long)
         sampled = (np.frombuffer(bytes(sample.sampled_mask), np.uint8) for sample in self.samples)
         self.mask = self._padded(sampled, torch.bool)
@@ -74,7 +74,7 @@ class Batch:
         prompts: dict[tuple[int, tuple[Media, ...], tuple[int, ...]], int] = {}
         keys = ((group, s.prompt_media, (*s.prompt_ids,)) for group, s in zip(of_group, self.samples, strict=True))
         self._prompt_of_row = np.array([prompts.setdefault(key, len(prompts)) for key in keys], dtype=np.int64)
-        self._prompt_ids = [_tokens(ids) for _, _, ids in prompts]  # each prompt of a group once
+        self._prompt_ids = [tokens_of(ids) for _, _, ids in prompts]  # each prompt of a group once
         self._media = [media for _, media, _ in prompts]
         self._told_media = [sample.response_media for sample in self.samples]
         self.extra: dict[str, TokenColumn] = {}
@@ -82,7 +82,7 @@ class Batch:
             self.take_extra(name, [sample.extra.get(name) for sample in self.samples])
         self.has_parts = False
         """Whether options added their columns."""
-        self.columns: dict[str, Tensor] = {}
+        self.columns: MutableMapping[str, Tensor] = {}
         if all(sample.has_rollout for sample in self.samples):
             log_probs = (np.fromiter(s.rollout_log_probs, np.float32, len(s.rollout_log_probs)) for s in self.samples)
             self.columns["rollout_log_probs"] = self._padded(log_probs, torch.float32)
@@ -201,41 +201,45 @@ class Batch:
         `mask` bool `[B, T]` says which tokens are scored; None: those that the policy sampled. `extra`: with the token columns
         of options.
         """
-        micro_batches = [micro_batch for share in plan for micro_batch in share]
+        laid = self._laid_prompts(units, [micro_batch for share in plan for micro_batch in share])
+        numbers, lengths = laid.rows.tolist(), laid.lengths.tolist()
+        whole = replace(
+            laid,
+            token_ids=np.concatenate([self._response_ids[row] for row in numbers]),
+            mask=laid_rows(self.mask if mask is None else mask, numbers, lengths),
+            columns={name: laid_rows(self.columns[name], numbers, lengths) for name in columns},
+        )
+        if extra and self.extra:
+            prompts = self._prompt_of_row[numbers][starts_of(laid.units)[:-1]].tolist()
+            prompt_lengths = laid.prompt_lengths.tolist()
+            of_prompts = {name: ragged.prompts.laid(prompts, prompt_lengths) for name, ragged in self.extra.items()}
+            of_responses = {name: ragged.responses.laid(numbers, lengths) for name, ragged in self.extra.items()}
+            whole = replace(whole, prompt_extra=of_prompts, extra=of_responses)
+        return whole.cut([len(share) for share in plan])
+
+    def _laid_prompts(self, units: UnitRows, micro_batches: Sequence[Sequence[UnitPart]]) -> Share:
+        """A share of these micro-batches with the prompts' tokens, and without those of responses."""
         pieces = [piece for micro_batch in micro_batches for piece in micro_batch]
         unit = _array(number for number, _ in pieces)
         responses = _array(len(places) for _, places in pieces)
         rows = units.rows[np.repeat(units.starts[unit], responses) + _array(chain(*(places for _, places in pieces)))]
-        numbers_of_prompts = self._prompt_of_row[units.rows[units.starts[unit]]].tolist()
-        prompts = [self._prompt_ids[prompt] for prompt in numbers_of_prompts]
-        lengths, numbers = self.lengths.numpy()[rows], rows.tolist()
-
-        def laid(column: Tensor) -> npt.NDArray[Any]:
-            values = column.numpy()
-            return np.concatenate([values[row, :length] for row, length in zip(numbers, lengths.tolist(), strict=True)])
-
-        whole = Share(
+        prompt_numbers = self._prompt_of_row[units.rows[units.starts[unit]]].tolist()
+        prompts = [self._prompt_ids[prompt] for prompt in prompt_numbers]
+        shares_more = any(size.common.common for size in units.sizes)
+        return Share(
             _array(map(len, micro_batches)),
             responses,
             _array(map(len, prompts)),
             rows,
-            lengths,
+            self.lengths.numpy()[rows],
             np.concatenate(prompts),
-            np.concatenate([self._response_ids[row] for row in numbers]),
-            laid(self.mask if mask is None else mask),
-            {name: laid(self.columns[name]) for name in columns},
-            tuple(self._media[prompt] for prompt in numbers_of_prompts) if any(self._media) else (),
-            tuple(self._told_media[row] for row in numbers) if any(self._told_media) else (),
+            np.zeros(0, np.int32),
+            np.zeros(0, np.bool_),
+            {},
+            tuple(self._media[prompt] for prompt in prompt_numbers) if any(self._media) else (),
+            tuple(self._told_media[row] for row in rows.tolist()) if any(self._told_media) else (),
+            repeats=tuple(units.sizes[number].common.repeats(places) for number, places in pieces) if shares_more else (),
         )
-        if any(size.common.common for size in units.sizes):
-            whole = replace(whole, repeats=tuple(units.sizes[number].common.repeats(places) for number, places in pieces))
-        if extra and self.extra:
-            of_prompts = {
-                name: ragged.prompts.laid(numbers_of_prompts, [*map(len, prompts)]) for name, ragged in self.extra.items()
-            }
-            of_responses = {name: ragged.responses.laid(numbers, lengths.tolist()) for name, ragged in self.extra.items()}
-            whole = replace(whole, prompt_extra=of_prompts, extra=of_responses)
-        return whole.cut([len(share) for share in plan])
 
     def units(
         self, rows: Sequence[int], columns: Sequence[str], *, share_prefix: bool, mask: Tensor | None = None
@@ -254,9 +258,15 @@ class Batch:
         return padded
 
 
-def _tokens(ids: Sequence[int]) -> npt.NDArray[np.int32]:
+def tokens_of(ids: Sequence[int]) -> npt.NDArray[np.int32]:
     """int32 has room for every vocabulary, and is half of what travels."""
     return np.fromiter(ids, np.int32, len(ids))
+
+
+def laid_rows(column: Tensor, rows: Sequence[int], lengths: Sequence[int]) -> npt.NDArray[Any]:
+    """The values of these `rows` of a column `[B, T, ...]`, one row behind the other without padding."""
+    values = column.numpy()
+    return np.concatenate([values[row, :length] for row, length in zip(rows, lengths, strict=True)])
 
 
 def _array(numbers: Iterable[int]) -> Integers:

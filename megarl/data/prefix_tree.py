@@ -42,6 +42,22 @@ class CommonPrefixes(NamedTuple):
                 least = _ENDLESS
         return tuple(repeated)
 
+    def among(self, members: Sequence[int]) -> CommonPrefixes:
+        """Those of the responses `members` alone, numbered by their places in it."""
+        if not self.common:
+            return NOTHING_SHARED
+        place = {member: index for index, member in enumerate(members)}
+        order: list[int] = []
+        commons: list[int] = []
+        least = _ENDLESS
+        for number, common in zip(self.order, (0, *self.common), strict=True):
+            least = min(least, common)
+            if number in place:
+                commons += [least] if order else []
+                order.append(place[number])
+                least = _ENDLESS
+        return CommonPrefixes((*order,), (*commons,)) if any(commons) else NOTHING_SHARED
+
 
 _ENDLESS = 1 << 62
 NOTHING_SHARED = CommonPrefixes((), ())

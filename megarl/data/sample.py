@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, TypeVar
 
 from megarl.data.columns import from_json, of_responses, of_tokens, to_json
@@ -137,9 +137,28 @@ class Sample:
         return len(self.rollout_log_probs) == len(self.response_ids)
 
     @property
+    def response_length(self) -> int:
+        """Tokens of the response."""
+        return len(self.response_ids)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(self.sampled_mask)
+
+    @property
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """Versions of the weights, each with the number of tokens in a row that it has, in order; empty without a rollout."""
+        return tuple((version, len([*run])) for version, run in groupby(self.weight_versions))
+
+    def loaded(self) -> Sample:
+        """The sample with its tokens in this process."""
+        return self
+
+    @property
     def total_length(self) -> int:
         """Prompt plus response length in tokens."""
-        return len(self.prompt_ids) + len(self.response_ids)
+        return len(self.prompt_ids) + self.response_length
 
     @property
     def truncated(self) -> bool:
@@ -148,11 +167,12 @@ class Sample:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serialisable form; `read_record(Sample, d)` reads it back. Counts and columns are in it if there are any."""
-        plain = asdict(replace(self, extra={}))
+        sample = self.loaded()
+        plain = asdict(replace(sample, extra={}))
         del plain["extra"]
-        if self.prefill == NO_PREFILLS:
+        if sample.prefill == NO_PREFILLS:
             del plain["prefill"]
-        return plain | to_json(self.extra)
+        return plain | to_json(sample.extra)
 
 
 PromptOrSample = TypeVar("PromptOrSample", Prompt, Sample)

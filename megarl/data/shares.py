@@ -47,6 +47,11 @@ class Share:
     extra: dict[str, TokenValues] = field(default_factory=dict)
     repeats: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def scored_tokens(self) -> int:
+        """Tokens that are scored."""
+        return int(self.mask.sum())
+
     def __iter__(self) -> Iterator[MicroBatch]:
         """The micro-batches; their tensors are views of one copy, as what came through Ray's store cannot be written to."""
         lengths = self.lengths.tolist()

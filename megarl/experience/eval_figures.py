@@ -112,7 +112,7 @@ def set_figures(
         figures |= {f"{source}/{name}": value for name, value in part.items()}
     return figures | {
         "reward": sum(rewards) / len(rewards),
-        "tokens_mean": sum(len(sample.response_ids) for sample in samples) / len(samples),
+        "tokens_mean": sum(sample.response_length for sample in samples) / len(samples),
         "truncated": sum(sample.truncated for sample in samples) / len(samples),
         "prompts": len(groups),
     }

@@ -35,7 +35,7 @@ class SamplesFile:
     def write(self, step: int, batch: Batch, rewards: Sequence[float], log_probs: Mapping[int, Tensor]) -> None:
         """Append the samples of `step`: `rewards` has one per row, `log_probs` the trainer's `[L]` where `batch` has none."""
         with self.path.open("a") as file:
-            for row, sample in enumerate(batch.samples[: self.per_step]):
+            for row, sample in enumerate(sample.loaded() for sample in batch.samples[: self.per_step]):
                 size = len(sample.response_ids)
                 known = {name: batch.columns[column] for column, name in COLUMNS.items() if column in batch.columns}
                 columns = {name: column[row, :size] for name, column in known.items()}

@@ -70,7 +70,7 @@ class DataSources:
             chosen = [samples[index] for index in places]
             source_figures = evaluation(chosen, [rewards[index] for index in places])
             source_figures |= {"samples": source_figures.pop("prompts")}
-            source_figures["tokens_mean"] = sum(len(sample.response_ids) for sample in chosen) / len(chosen)
+            source_figures["tokens_mean"] = sum(sample.response_length for sample in chosen) / len(chosen)
             metrics |= {f"source/{name}/{figure}": value for figure, value in source_figures.items()}
         return metrics
 

@@ -43,7 +43,7 @@ def update_flops(
         apart += int(prompt_of.sum() + fed.sum())
         attention -= int(flops.attention(behind, lengths).sum())
         attention += int(flops.attention(np.zeros_like(prompts), prompts).sum() + flops.attention(prompt_of, fed).sum())
-        rows += int(share.mask.sum())
+        rows += share.scored_tokens
         of_towers += sum(flops.tower(grid for _, grid in pictures) for pictures in share.pictures())
     of_decoder = flops.per_token * tokens + attention + flops.per_logit_row * rows * logits
     if flops.prediction is not None:  # its sequences begin at their second tokens, and end where the decoder's do
@@ -71,4 +71,4 @@ def _of_predicting(flops: FlopsModel, share: Share, *, shared_prompts: bool) -> 
     repeated, behind = _repeated(share, shared_prompts=shared_prompts)
     pairs -= flops.attention(np.maximum(behind - 1, 0), repeated).sum()
     tokens = int(prompts.sum() + fed.sum() - repeated.sum())
-    return flops.per_token * tokens + int(pairs) + flops.per_logit_row * int(share.mask.sum())
+    return flops.per_token * tokens + int(pairs) + flops.per_logit_row * share.scored_tokens

@@ -6,14 +6,18 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import ray
 
+from megarl.data.stored import Held, ResponseTokens, StoredGeneration, common_beginnings, version_runs
+from megarl.data.tokenize import load_tokenizer
 from megarl.errors import EngineError, MegarlError
 from megarl.models.registry import use_architecture
-from megarl.rollout.engines.protocol import Engine, EngineProcess
+from megarl.rollout.engines.protocol import Engine, EngineProcess, EngineRequest, Generation
 from megarl.rollout.engines.registry import load_engine
+from megarl.rollout.engines.stored_turns import with_tokens
 from megarl.system.process_exit import end_with_parent
 from megarl.system.user_code import describe
 from megarl.weights.model_compatibility import ServedModel
@@ -111,6 +115,7 @@ class EngineActor:
         if nodes:
             self.options = {**options, "nodes": [RemoteNode(name) for name in nodes]}
         self.engine: Engine | None = None
+        self._tokenizer: Any = None
 
     async def start(self, initial_version: int | None) -> None:
         """Start the engine; `initial_version` is that of the weights in the model folder (None: others will be sent)."""
@@ -136,6 +141,15 @@ class EngineActor:
         """The model that the engine serves; None: any weights are the right ones."""
         return self._there().served_model
 
+    async def answer(self, request: EngineRequest) -> tuple[list[list[StoredGeneration]], ResponseTokens]:
+        """`Engine.generate` with the tokens apart: the second value stays in this node's object store, and the first one's
+        handles, which are empty, are to be those to it."""
+        engine = self._there()
+        generations = await engine.generate(await asyncio.to_thread(with_tokens, request))
+        if self._tokenizer is None:
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, self.model_path)
+        return await asyncio.to_thread(kept_apart, generations, self._tokenizer)
+
     async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Await `engine.method(*arguments, **keywords)`."""
         return await getattr(self._there(), method)(*arguments, **keywords)
@@ -149,3 +163,37 @@ class EngineActor:
         if self.engine is None:
             raise EngineError("the engine is gone with the process that held it; restart it and send it weights")
         return self.engine
+
+
+def kept_apart(
+    generations: Sequence[Sequence[Generation]], tokenizer: Any
+) -> tuple[list[list[StoredGeneration]], ResponseTokens]:
+    """Responses `[prompt][sample]` without their tokens, whose handles are empty, and these."""
+    flat = [generation for of_prompt in generations for generation in of_prompt]
+    tokens = ResponseTokens.of(
+        [generation.response_ids for generation in flat],
+        [generation.log_probs for generation in flat],
+        [generation.weight_versions for generation in flat],
+    )
+    nowhere, places = Held(None), count()
+    summaries = []
+    for of_prompt in generations:
+        common = common_beginnings([generation.response_ids for generation in of_prompt])
+        summaries.append(
+            [
+                StoredGeneration(
+                    nowhere,
+                    next(places),
+                    generation.tokens,
+                    version_runs(generation.weight_versions),
+                    generation.finish_reason,
+                    tokenizer.decode(generation.response_ids, skip_special_tokens=True),
+                    generation.extra,
+                    generation.prefill,
+                    common,
+                    member,
+                )
+                for member, generation in enumerate(of_prompt)
+            ]
+        )
+    return summaries, tokens

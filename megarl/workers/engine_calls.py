@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec
 
 import ray
 
+from megarl.data.stored import StoredGeneration
 from megarl.errors import DeadlineError, MegarlError, WorkerError
-from megarl.rollout.engines.protocol import Engine, EngineRequest, Generation
+from megarl.rollout.engines.protocol import Engine, EngineRequest
+from megarl.rollout.engines.stored_turns import Turn
+from megarl.workers.object_store import RayObject
 
 P = ParamSpec("P")
 
@@ -64,9 +68,15 @@ class EngineCalls:
     def __init__(self, actor: Any, number: int) -> None:
         self.actor, self.number = actor, number
 
-    async def generate(self, request: EngineRequest) -> list[list[Generation]]:
+    async def generate(self, request: EngineRequest) -> list[list[Turn]]:
         """The engine knows its deadline, too, and is given a moment to say itself that it has passed."""
-        return await self._answer(submit(self.actor, Engine.generate, request), "generate", request.deadline_s + GRACE_S)
+        deadline_s = request.deadline_s + GRACE_S
+        if not request.stored:
+            return await self._answer(submit(self.actor, Engine.generate, request), "generate", deadline_s)
+        summaries, tokens = self.actor.answer.options(num_returns=2).remote(request)
+        answers: list[list[StoredGeneration]] = await self._answer(summaries, "generate", deadline_s)
+        stored = RayObject(tokens)
+        return [[replace(summary, stored=stored) for summary in of_prompt] for of_prompt in answers]
 
     async def cut(self, keys: Sequence[str], *, deadline_s: float) -> None:
         await self._answer(submit(self.actor, Engine.cut, keys), "cut", deadline_s + GRACE_S)

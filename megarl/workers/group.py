@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 import ray
 
 from megarl.config.layout import Layout
+from megarl.data.shares import Share
+from megarl.data.stored import Held, Stored
+from megarl.data.stored_shares import StoredShare
 from megarl.errors import DeadlineError, MegarlError, WorkerError
 from megarl.observe.run_state import RankCondition
 from megarl.workers.failure_report import examine
+from megarl.workers.object_store import RayObject
 from megarl.workers.rank_calls import RankCalls
 from megarl.workers.rank_watch import RankWatch
 
@@ -45,8 +50,8 @@ class RankGroup(Protocol):
         """Results of what was submitted, in rank order."""
         ...
 
-    def per_rank(self, replicas: Sequence[Any]) -> list[Any]:
-        """For every rank its data-parallel replica's value, as an argument of `submit`."""
+    def per_rank(self, replicas: Sequence[Sequence[Share]]) -> list[Any]:
+        """For every rank its data-parallel replica's shares, as an argument of `submit`."""
         ...
 
     def any_rank(self, flag: bool) -> bool:
@@ -63,6 +68,19 @@ class RankGroup(Protocol):
         ...
 
 
+class StoringGroup(RankGroup, Protocol):
+    """Ranks whose answers can stay where they are computed."""
+
+    reporting: Sequence[int]
+    """By data-parallel replica the rank whose results speak for it."""
+
+    def submit_stored(
+        self, method: Callable[[RankCalls, *Ts], object], per_rank: Mapping[int, tuple[*Ts]]
+    ) -> tuple[list[Any], Mapping[int, Stored]]:
+        """Start `method`, which answers two values, on some ranks; see `WorkerGroup.submit_stored`."""
+        ...
+
+
 class WorkerGroup:
     """The Ray actors of one layout, in rank order."""
 
@@ -70,6 +88,7 @@ class WorkerGroup:
         self.name, self.layout, self.actors, self.log_folder = name, layout, list(actors), log_folder
         self.platform = platform
         self._replicas = [layout.coords(rank).dp for rank in range(layout.world_size)]
+        self.reporting: Sequence[int] = reporting_ranks(layout)
         self.states = RankWatch(self.actors).states
         self.host_and_pid: list[tuple[str, int]] = []
         """(Node IP, process id) by rank, once they have started."""
@@ -100,10 +119,36 @@ class WorkerGroup:
         """Start `method` on every rank without waiting; give the references to `wait`."""
         return [actor.call.remote(method.__name__, *arguments) for actor, arguments in zip(self.actors, per_rank, strict=True)]
 
-    def per_rank(self, replicas: Sequence[Any]) -> list[Any]:
-        """For every rank a reference to its data-parallel replica's value, each put once into the object store."""
-        references = [ray.put(value) for value in replicas]
+    def submit_stored(
+        self, method: Callable[[RankCalls, *Ts], object], per_rank: Mapping[int, tuple[*Ts]]
+    ) -> tuple[list[Any], dict[int, RayObject]]:
+        """Start `method`, which answers two values, on some ranks, with arguments of their own.
+
+        Give the first answer to `wait`, which is of the first values, in the order of `per_rank`; the second one has handles to
+        the second values by rank. These stay where they are.
+        """
+        begun = {
+            rank: self.actors[rank].call.options(num_returns=2).remote(method.__name__, *arguments)
+            for rank, arguments in per_rank.items()
+        }
+        return [first for first, _ in begun.values()], {rank: RayObject(second) for rank, (_, second) in begun.items()}
+
+    def per_rank(self, replicas: Sequence[Sequence[Share]]) -> list[Any]:
+        """For every rank a reference to its data-parallel replica's shares, each put once into the object store.
+
+        Shares whose tokens lie in a store are made whole by the replica's reporting rank, which is handed these.
+        """
+        references = [self.whole(replica, shares) for replica, shares in enumerate(replicas)]
         return [references[replica] for replica in self._replicas]
+
+    def whole(self, replica: int, shares: Sequence[Share]) -> Any:
+        """A reference to the shares of a replica with their tokens."""
+        if not any(isinstance(share, StoredShare) for share in shares):
+            return ray.put(shares)
+        stored = [entry for share in shares if isinstance(share, StoredShare) for entry in share.objects]
+        references = [entry.reference for entry in stored if isinstance(entry, RayObject)]
+        assert len(references) == len(stored), "what engines and ranks of a cluster keep is in its store"
+        return self.actors[self.reporting[replica]].call.remote("whole_shares", [*map(_without_handles, shares)], *references)
 
     def any_rank(self, flag: bool) -> bool:
         """`flag`: there is one driver."""
@@ -139,6 +184,17 @@ class WorkerGroup:
         """End the group's processes, and no others."""
         for actor in self.actors:
             ray.kill(actor, no_restart=True)
+
+
+def _without_handles(share: Share) -> Share:
+    return replace(share, objects=(Held(None),) * len(share.objects)) if isinstance(share, StoredShare) else share
+
+
+def reporting_ranks(layout: Layout) -> list[int]:
+    """By data-parallel replica the rank whose results speak for it: last stage, first tensor and context rank."""
+    at = {layout.coords(rank): rank for rank in range(layout.world_size)}
+    reporting = {c.dp: rank for c, rank in at.items() if c.pp == layout.pp - 1 and not c.tp and not c.cp}
+    return [reporting[replica] for replica in range(layout.dp)]
 
 
 def wait_for(references: Sequence[Any], *, phase: str, deadline_s: float, whose: WorkerGroup | Sequence[str]) -> list[Any]:

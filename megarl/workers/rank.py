@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import ray
@@ -24,6 +24,7 @@ from megarl.checkpoint.dist_writer import Written
 from megarl.config.layout import Layout
 from megarl.data.answers import Answers
 from megarl.data.shares import Share
+from megarl.data.stored_shares import StoredShare
 from megarl.data.stream import ScorePosition, TopK
 from megarl.megatron.build import initialize_layout
 from megarl.megatron.hf_export import write_role
@@ -127,6 +128,19 @@ class Rank:
             model = self.roles[role if begun is None or begun.begins is None else begun.begins]
             with nullcontext() if begun is None else model.as_begun(begun):
                 return model.forward([*chain(*shares)], position=position, top_k=top_k) or None
+
+    def whole_shares(self, shares: Sequence[Share], *values: Any) -> list[Share]:
+        """The `shares` with their tokens; `values` are the objects of those that are stored, one share behind the other."""
+        left = iter(values)
+        return [
+            share.whole([*islice(left, len(share.objects))]) if isinstance(share, StoredShare) else share for share in shares
+        ]
+
+    def forward_stored(
+        self, role: str, shares: Sequence[Share], position: ScorePosition, top_k: TopK | None = None
+    ) -> tuple[None, Answers | None]:
+        """`forward` with the answers apart: the second value."""
+        return None, self.forward(role, shares, position, top_k)
 
     def ask(self, role: str, question: Callable[[Any], Any]) -> Any:
         """Answer an option's `question` about the role's model (`RankModel`) on this rank; collective if the question is."""

@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from importlib.metadata import version
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import Tensor
 
@@ -27,6 +27,8 @@ from megarl.data.answers import Answers
 from megarl.data.batch import Batch
 from megarl.data.micro_batches import plan_micro_batches
 from megarl.data.shares import Share
+from megarl.data.stored import Stored
+from megarl.data.stored_batch import StoredBatch
 from megarl.data.stream import ScorePosition, TopK
 from megarl.errors import ConfigError
 from megarl.megatron.options import (
@@ -49,7 +51,7 @@ from megarl.runs.update_metrics import combine
 from megarl.weights.machines import Machines
 from megarl.weights.pusher import Pushed, merge
 from megarl.workers.cluster import GroupRequest
-from megarl.workers.group import RankGroup
+from megarl.workers.group import RankGroup, StoringGroup
 from megarl.workers.rank_calls import RankCalls
 
 
@@ -255,7 +257,11 @@ class Roles:
         of_role = range(len(batch)) if rows is None else rows
         rows_of = {role: of_role} if isinstance(role, str) else role
         self.before_use()
-        position, running = ScorePosition.of(at), []
+        position = ScorePosition.of(at)
+        running: list[tuple[str, Sequence[int] | None, list[Any]]] = []
+        keeps = isinstance(batch, StoredBatch) and not wide  # of several numbers per token the driver makes columns
+        stored: list[tuple[Stored, list[int]]] = []
+        wanted = {name: {*its} for name, its in rows_of.items()}
         for name, its in rows_of.items():
             group = self.group_of(name)
             # No replica may be without work: rows of others fill up, and nobody reads what is answered to them.
@@ -264,13 +270,23 @@ class Roles:
             of_policy = extra and name == POLICY
             replicas = [[share] for share in self._shares(name, batch, [*its, *filling], columns, at=at, extra=of_policy)]
             arguments = [(name, shares, position, top_k) for shares in group.per_rank(replicas)]
+            if keeps:
+                storing = cast(StoringGroup, group)
+                submitted, kept = storing.submit_stored(RankCalls.forward_stored, dict(enumerate(arguments)))
+                for [share], rank in zip(replicas, storing.reporting, strict=True):
+                    stored.append((kept[rank], [row for row in share.rows.tolist() if row in wanted[name]]))
+                running.append((name, None, submitted))
+                continue
             running.append((name, its if filling else None, group.submit(RankCalls.forward, arguments)))
         answers: list[Answers | None] = []
         for name, read, submitted in running:
             phase, deadline_s = f"{name} forward", self._deadlines.step_s
             answered = self.group_of(name).wait(submitted, phase=phase, deadline_s=deadline_s)
             answers += answered if read is None else [answer and answer.of_rows(read) for answer in answered]
-        batch.gather(names, answers, wide, asked=rows)
+        if isinstance(batch, StoredBatch) and keeps:
+            batch.take(names, stored)
+        else:
+            batch.gather(names, answers, wide, asked=rows)
 
     def ask(self, role: str, question: Callable[[Any], Answer]) -> list[Answer]:
         """The answers of all ranks of `role` to an option's `question`, which gets the role's `RankModel`."""

@@ -14,7 +14,7 @@ from megarl.config.evaluations import EvaluationConfig
 from megarl.core.protocols import NextPrompts
 from megarl.core.staleness_manager import StalenessManager
 from megarl.data.branches import first_branches
-from megarl.data.columns import asked_columns
+from megarl.data.columns import asked_columns, columns
 from megarl.data.sample import Prompt, RolloutBatch, Sample
 from megarl.errors import EngineError, WorkerError
 from megarl.experience.inputs import OpenedEpisodes
@@ -310,4 +310,5 @@ class Rollouts:
         deadline_s = self.config.rollout.deadlines.generate_s
         if self.episodes is not None:
             return episode_groups(self.episodes, params, n, deadline_s)
-        return single_turns(params, n, deadline_s, self.tokenizer)
+        stored = not any(columns()[name].tokens for name in params.extra)  # token columns travel with their responses
+        return single_turns(params, n, deadline_s, self.tokenizer, stored=stored)

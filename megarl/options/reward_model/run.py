@@ -64,7 +64,7 @@ class ModelRewards(StepPart):
             step_ends[row, : len(ends)] = ends.float()
             if ends.any():
                 step_rewards[row, ends.nonzero()[-1]] += rewards[row] - self.config.weight * sample.rewards["reward_model"]
-        batch.columns |= {"step_rewards": step_rewards, "step_ends": step_ends}
+        batch.columns.update(step_rewards=step_rewards, step_ends=step_ends)
         self._steps = {}
 
     def _step_ends(self, batch: Batch) -> Tensor:

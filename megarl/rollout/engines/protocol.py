@@ -82,6 +82,11 @@ class Generation:
         if len(lengths) != 1:
             raise EngineError(f"the engine answered ids, log-probs and versions of different lengths: {sorted(lengths)}")
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.response_ids)
+
 
 def behind(begun: Generation, generation: Generation) -> Generation:
     """The whole response: `generation` goes on from the tokens of `begun`."""
@@ -96,8 +101,9 @@ def behind(begun: Generation, generation: Generation) -> Generation:
     )
 
 
-Begun = Sequence[Sequence[Generation | None]]
-"""By prompt and sample, a response that there is something of; None: there is nothing."""
+Begun = Sequence[Sequence[Any]]
+"""By prompt and sample, the `Generation` that there is something of; None: there is nothing. Before a request reaches the
+engine's process it may be a handle to it (`stored_turns.Turn`)."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,9 @@ class EngineRequest:
     begun: Begun | None = None
     """`[P][n]`: responses to go on with under the present weights, where they ended with `abort`; others are given back. None:
     all begin anew, as they always do on engines whose capabilities do not say `continues`."""
+    stored: bool = False
+    """Whether tokens are to stay where they are sampled: answers are `StoredGeneration`s then (`data/stored.py`), if the engine
+    has a process that stores them."""
     conversation: str | None = None
     """The name of the conversation that a single prompt goes on with; None: the prompts stand for themselves. An engine whose
     capabilities say `keeps_turns` may keep what it computed for the next turn; others ignore the name."""

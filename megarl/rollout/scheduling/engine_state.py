@@ -12,7 +12,8 @@ from megarl.data.sample import Prompt, Sample
 from megarl.errors import DeadlineError, EngineError, WorkerError
 from megarl.observe.run_state import EngineCondition, EngineStatus
 from megarl.observe.trace import BusySpans
-from megarl.rollout.engines.protocol import EngineRequest, Generation
+from megarl.rollout.engines.protocol import EngineRequest
+from megarl.rollout.engines.stored_turns import Turn
 from megarl.rollout.scheduling.partial_groups import PartialGroup
 
 CUT_POLL_S = 0.02
@@ -31,7 +32,7 @@ class EngineHandle(Protocol):
     Every method raises what the engine raised, WorkerError if its process is gone, or DeadlineError.
     """
 
-    async def generate(self, request: EngineRequest) -> list[list[Generation]]: ...
+    async def generate(self, request: EngineRequest) -> list[list[Turn]]: ...
 
     async def cut(self, keys: Sequence[str], *, deadline_s: float) -> None: ...
 
@@ -146,12 +147,12 @@ class EngineState:
             return "waiting"
         return "up" if self.is_open.is_set() else "updating"
 
-    async def generate(self, request: EngineRequest) -> list[list[Generation]]:
+    async def generate(self, request: EngineRequest) -> list[list[Turn]]:
         """`Engine.generate`; notes when the engine was busy with it, and how many tokens it sampled."""
         with self.busy:
             answers = await self.handle.generate(request)
-        had = sum(len(turn.response_ids) for of_prompt in request.begun or () for turn in of_prompt if turn is not None)
-        self.sampled_tokens += sum(len(turn.response_ids) for of_prompt in answers for turn in of_prompt) - had
+        had = sum(turn.tokens for of_prompt in request.begun or () for turn in of_prompt if turn is not None)
+        self.sampled_tokens += sum(turn.tokens for of_prompt in answers for turn in of_prompt) - had
         return answers
 
     async def wait_until_open(self, deadline_s: float) -> None:
@@ -200,7 +201,7 @@ class AskedGroups:
 
     async def generate(
         self, request: EngineRequest, *, names: Sequence[Sequence[str]], groups: Sequence[int]
-    ) -> list[list[Generation]]:
+    ) -> list[list[Turn]]:
         """`Engine.generate` under the engine's next open moment; what was sampled before is not asked for again.
 
         `names` `[prompt][sample]` are the turns (`turn_name`), and `groups` the places of the prompts' groups. Responses that

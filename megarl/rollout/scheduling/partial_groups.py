@@ -13,6 +13,7 @@ from megarl.data.columns import from_json, of_responses, to_json
 from megarl.data.prefills import PrefillCounts
 from megarl.data.sample import Sample
 from megarl.rollout.engines.protocol import Generation
+from megarl.rollout.engines.stored_turns import Turn, loaded
 
 
 class PartialGroup:
@@ -23,21 +24,21 @@ class PartialGroup:
     """
 
     def __init__(self) -> None:
-        self._turns: dict[str, Generation] = {}
+        self._turns: dict[str, Turn] = {}
 
-    def turn(self, name: str) -> Generation | None:
+    def turn(self, name: str) -> Turn | None:
         """The kept part of a turn."""
         return self._turns.get(name)
 
-    def keep(self, name: str, generation: Generation) -> None:
+    def keep(self, name: str, generation: Turn) -> None:
         """Take over what there is of a turn by now."""
-        if generation.response_ids or generation.finish_reason != "abort":
+        if generation.tokens or generation.finish_reason != "abort":
             self._turns[name] = generation
 
     @property
     def tokens(self) -> int:
         """Tokens that were sampled."""
-        return sum(len(turn.response_ids) for turn in self._turns.values())
+        return sum(turn.tokens for turn in self._turns.values())
 
     def empty(self) -> int:
         """Forget all turns; returns how many tokens they had."""
@@ -49,6 +50,7 @@ class PartialGroup:
         """A JSON-serialisable form, which `of_dict` reads."""
         record: dict[str, Any] = {}
         for name, turn in self._turns.items():
+            turn = loaded(turn)
             plain = asdict(replace(turn, extra={}))
             del plain["extra"]
             # the tokens of a turn that was cut are computed anew
@@ -98,7 +100,7 @@ class PartialGroups:
         """The group was made into `samples`: what is in none of them was thrown away."""
         group = self._groups.pop(number, None)
         if group is not None:
-            self.aborted_tokens += group.tokens - sum(sum(sample.sampled_mask) for sample in samples)
+            self.aborted_tokens += group.tokens - sum(sample.sampled_tokens for sample in samples)
 
     def state_dict(self, finished: Container[int]) -> dict[str, Any]:
         """The kept part of groups that are not `finished` and will go on, JSON-able."""

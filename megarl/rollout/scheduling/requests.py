@@ -10,16 +10,18 @@ from typing import Any
 
 from megarl.data.media import Media
 from megarl.data.sample import Prompt, Sample
+from megarl.data.stored import StoredGeneration, StoredSample
 from megarl.experience.inputs import OpenedEpisodes
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
+from megarl.rollout.engines.stored_turns import Turn, loaded
 from megarl.rollout.episodes import SampleTokens
 from megarl.rollout.episodes.single import single_sample
 from megarl.rollout.scheduling.engine_state import AskedGroups, GenerateGroups
 from megarl.rollout.scheduling.partial_groups import turn_name
 
 
-def single_turns(params: SamplingParams, n: int, deadline_s: float, tokenizer: Any) -> GenerateGroups:
-    """`n` responses to each prompt."""
+def single_turns(params: SamplingParams, n: int, deadline_s: float, tokenizer: Any, *, stored: bool = False) -> GenerateGroups:
+    """`n` responses to each prompt. `stored`: engines are asked to keep the tokens where they are."""
 
     async def generate_groups(groups: AskedGroups) -> list[list[Sample]]:
         prompts = groups.prompts
@@ -30,11 +32,12 @@ def single_turns(params: SamplingParams, n: int, deadline_s: float, tokenizer: A
             keys=[_key(prompt) for prompt in prompts],
             deadline_s=deadline_s,
             media=[prompt.media for prompt in prompts],
+            stored=stored,
         )
         names = [[turn_name(number, prompt.prompt_ids) for number in range(n)] for prompt in prompts]
         answers = await groups.generate(request, names=names, groups=range(len(prompts)))
         return [
-            [single_sample(prompt, number, generation, tokenizer) for number, generation in enumerate(group)]
+            [_sample(prompt, number, turn, tokenizer) for number, turn in enumerate(group)]
             for prompt, group in zip(prompts, answers, strict=True)
         ]
 
@@ -67,7 +70,7 @@ def episode_groups(kind: OpenedEpisodes, params: SamplingParams, n: int, deadlin
                 of_length.discard(ordinal)  # whoever asks again for what has not come draws the same
                 of_same.discard(again)
                 raise
-            return answer[0][0]
+            return loaded(answer[0][0])
 
         return sample
 
@@ -90,6 +93,12 @@ def episode_groups(kind: OpenedEpisodes, params: SamplingParams, n: int, deadlin
         return [[branch for branches in group for branch in branches] for group in of_groups]
 
     return generate_groups
+
+
+def _sample(prompt: Prompt, number: int, turn: Turn, tokenizer: Any) -> Sample:
+    if isinstance(turn, StoredGeneration):
+        return StoredSample(prompt, number, turn)
+    return single_sample(prompt, number, turn, tokenizer)
 
 
 def _taken(numbers: set[int]) -> int:
