@@ -27,7 +27,7 @@ class Meeting:
     """Where the shards of one batch exchange what is one number per row, or counts."""
 
     def __init__(self, rows: Sequence[Tensor]) -> None:
-        self._rows, self._order = rows, torch.cat([*rows]).argsort()
+        self.row_numbers, self._order = rows, torch.cat([*rows]).argsort()
         self._brought: list[Tensor] = [torch.zeros(0)] * len(rows)
         self._barrier = threading.Barrier(len(rows))
         self.most_numbers = 0
@@ -44,7 +44,7 @@ class Meeting:
             return brought
 
         def rows(x: Tensor) -> Tensor:
-            assert len(x) == len(self._rows[part])
+            assert len(x) == len(self.row_numbers[part])
             self.most_numbers = max(self.most_numbers, x[:1].numel())
             return torch.cat(everyone(x))[self._order]
 
@@ -53,20 +53,20 @@ class Meeting:
             assert not x.is_floating_point(), "only counts have a sum that does not depend on the split"
             return torch.stack(everyone(x)).sum(0)
 
-        return Shard(rows, lambda x: x[self._rows[part]], total)
+        return Shard(rows, lambda x: x[self.row_numbers[part]], total)
 
     def run(self, one: Callable[[Tensor, Shard], Answer]) -> list[Answer]:
         """The answer of `one` for each shard, given its rows int64 `[b]` and the way to the others."""
 
         def guarded(part: int) -> Answer:
             try:
-                return one(self._rows[part], self.shard(part))
+                return one(self.row_numbers[part], self.shard(part))
             except BaseException:
                 self._barrier.abort()
                 raise
 
-        with ThreadPoolExecutor(len(self._rows)) as threads:
-            running = [threads.submit(guarded, part) for part in range(len(self._rows))]
+        with ThreadPoolExecutor(len(self.row_numbers)) as threads:
+            running = [threads.submit(guarded, part) for part in range(len(self.row_numbers))]
         failed = [done.exception() for done in running if done.exception() is not None]
         if failed:
             raise next((error for error in failed if not isinstance(error, threading.BrokenBarrierError)), failed[0])
