@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         token_rewards,
         turn_numbers,
     )
-    from megarl.algorithms.aggregation import AGGREGATIONS, token_weights
+    from megarl.algorithms.aggregation import AGGREGATIONS, row_weights, token_weights
     from megarl.algorithms.distillation import DIVERGENCES, DistillationTerm, distillation_advantages, vocabulary_divergence
     from megarl.algorithms.entropy import AdaptiveEntropy
     from megarl.algorithms.kl import (
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from megarl.algorithms.registry import Registry
     from megarl.algorithms.reward_model import pairwise_reward_loss, process_reward_loss
     from megarl.algorithms.shaping import RewardNormaliser, aggregate_steps, clip_rewards, length_penalty, overlong_penalty
+    from megarl.algorithms.shard import WHOLE, Shard
     from megarl.algorithms.token_choice import CHOICES, covariance, top_entropies
     from megarl.algorithms.token_losses import dft_loss, value_loss
     from megarl.algorithms.turn_advantages import rewards_of_turns
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 _MODULES = (
     "advantages", "token_advantages", "group_advantages", "subset_advantages", "token_baseline", "turn_advantages",
     "aggregation", "distillation", "entropy", "kl", "off_policy", "policy_losses", "preference", "registry", "reward_model",
-    "shaping", "token_choice", "token_losses",
+    "shaping", "shard", "token_choice", "token_losses",
 )  # fmt: skip
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "LOG_RATIO_LIMIT",
     "POLICY_LOSSES",
     "PREFERENCE_LOSSES",
+    "WHOLE",
     "AdaptiveEntropy",
     "AdaptiveKl",
     "AdaptivePenalty",
@@ -84,6 +86,7 @@ __all__ = [
     "Registry",
     "RewardNormaliser",
     "RunningMean",
+    "Shard",
     "aggregate_steps",
     "bco",
     "clip_rewards",
@@ -106,6 +109,7 @@ __all__ = [
     "pairwise_reward_loss",
     "process_reward_loss",
     "rewards_of_turns",
+    "row_weights",
     "token_rewards",
     "token_weights",
     "top_entropies",

@@ -6,6 +6,9 @@ Rows are responses, columns response tokens. Only tokens in the mask (sampled by
 skipped by every recursion, mean and standard deviation, and their advantage is 0. A row without sampled tokens takes
 part in nothing, so its score counts in no mean either. Sums run in float64, a block of columns at a time, so that no
 `[B, T]` tensor is ever held in float64; results have the dtype of the scores.
+
+The rows may be a shard of the batch (`inputs.shard`): what an estimator answers for a row then is, bit for bit, what it
+answers where all rows are in one place.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch import Tensor
 
 from megarl.algorithms.catalogue import ESTIMATORS, EstimatorNeeds
 from megarl.algorithms.registry import Registry
+from megarl.algorithms.shard import WHOLE, Shard, sum_of_blocks
 from megarl.algorithms.user_algorithms import load_estimator
 
 COLUMNS = 128
@@ -103,6 +107,8 @@ class AdvantageInputs:
     """float `[B, T]`: the reference's log-probs of the sampled tokens."""
     teacher_log_probs: Tensor | None = None
     """float `[B, T]`: the teacher's."""
+    shard: Shard = WHOLE
+    """The way to the rows of other processes: the tensors above are of whole groups, here."""
 
 
 @dataclass(kw_only=True)
@@ -171,43 +177,48 @@ def masked_whiten(
     eps: float = 1e-6,
     groups: Tensor | None = None,
     centre: bool = True,
+    shard: Shard = WHOLE,
 ) -> Tensor:
     """(x − mean) / (std + eps) with mean and std over all tokens in `mask`; 0 outside it and where all values are equal.
 
     Args:
-        x: float `[B, T]`, of the whole global batch.
+        x: float `[B, T]`.
         mask: bool `[B, T]`.
         unbiased: n−1 (true) or n (false) in the variance's denominator.
         eps: added to the standard deviation.
         groups: int64 `[B]`; mean and std are over the tokens of the rows with one number. None: over those of all rows.
         centre: false: x / (rms + eps), with rms the root of the mean of squares, so that zeros stay 0.
+        shard: the way to the other rows of the global batch; with `groups` nothing of them is asked.
 
     Returns:
         `[B, T]` in the dtype of `x`.
     """
     out = torch.zeros_like(x)
-    if not mask.any():
-        return out
-    index = torch.zeros(len(x), dtype=torch.long) if groups is None else groups.unique(return_inverse=True)[1]
-    count = int(index.max()) + 1
     spans = [slice(start, start + COLUMNS) for start in range(0, x.shape[1], COLUMNS)]
-    in_rows = torch.stack([mask[:, span].sum(1) for span in spans]).sum(0)  # of the whole mask it would be held as int64
-    tokens = group_total(in_rows, index, count)
+    in_rows = torch.zeros(len(x), dtype=torch.long)
+    for span in spans:  # of the whole mask it would be held as int64
+        in_rows += mask[:, span].sum(1)
+    if groups is None:
+        tokens_of_all = shard.rows(in_rows)
+        index = torch.zeros_like(tokens_of_all)
+    else:
+        shard, tokens_of_all = WHOLE, in_rows
+        index = groups.unique(return_inverse=True)[1]
+    count = int(index.max()) + 1 if len(index) else 0
+    tokens = shard.own(group_total(tokens_of_all, index, count))
 
     def apart(span: slice, origin: Tensor) -> Tensor:
         return x[:, span].to(torch.float64, copy=True).sub_(origin[:, None]).masked_fill_(~mask[:, span], 0)
 
     def total(power: int, origin: Tensor) -> Tensor:
-        rows = torch.zeros(len(x), dtype=torch.float64)
-        for span in spans:
-            rows += apart(span, origin).pow_(power).sum(1)
-        return group_total(rows, index, count)
+        of_rows = sum_of_blocks((apart(span, origin).pow_(power) for span in spans), *x.shape)
+        return shard.own(group_total(shard.rows(of_rows), index, count))
 
     origin = torch.zeros(len(x), dtype=torch.float64)
     if centre:
-        first = x.gather(1, mask.to(torch.uint8).argmax(1, keepdim=True)).squeeze(1).double()
-        first = torch.where(mask.any(1), first, torch.inf)
-        origin = first.new_zeros(count).scatter_reduce(0, index, first, "amin", include_self=False)[index]
+        first = shard.rows(torch.where(in_rows > 0, at_first(x, mask).double(), torch.inf))
+        lowest = first.new_zeros(count).scatter_reduce(0, index, first, "amin", include_self=False)
+        origin = shard.own(lowest[index])
         origin = torch.where(origin.isfinite(), origin, 0)
         origin += total(1, origin) / tokens.clamp(min=1)  # exact where all are equal, so that the squares are 0
     squares = total(2, origin)
@@ -216,6 +227,13 @@ def masked_whiten(
     for span in spans:
         out[:, span] = apart(span, origin).div_(deviation[:, None])
     return out
+
+
+def at_first(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` `[B, T]` at the first place of each row in `mask` bool `[B, T]`, `[B]`; anything in a row without one."""
+    if not x.shape[1]:
+        return x.new_zeros(len(x))
+    return x.gather(1, mask.to(torch.uint8).argmax(1, keepdim=True)).squeeze(1)
 
 
 def group_total(x: Tensor, index: Tensor, count: int) -> Tensor:
@@ -234,12 +252,17 @@ def normalised(outputs: AdvantageOutputs, inputs: AdvantageInputs, needed: Estim
     if mode == "none":
         return outputs
     kept = inputs.mask if outputs.dropped is None else inputs.mask & ~outputs.dropped[:, None]
-    how: dict[str, Any] = {"unbiased": inputs.unbiased, "eps": inputs.eps, "centre": not mode.endswith("_rms")}
-    groups = inputs.groups if mode.startswith("group") else None
+    how: dict[str, Any] = {
+        "unbiased": inputs.unbiased,
+        "eps": inputs.eps,
+        "groups": inputs.groups if mode.startswith("group") else None,
+        "centre": not mode.endswith("_rms"),
+        "shard": inputs.shard,
+    }
     if not needed.per_response:
-        return replace(outputs, advantages=masked_whiten(outputs.advantages, kept, groups=groups, **how))
-    of_row = outputs.advantages.gather(1, kept.to(torch.uint8).argmax(1, keepdim=True)) if kept.shape[1] else kept.float()
-    scaled = masked_whiten(of_row, kept.any(1, keepdim=True), groups=groups, **how)
+        return replace(outputs, advantages=masked_whiten(outputs.advantages, kept, **how))
+    of_row = at_first(outputs.advantages, kept)[:, None]
+    scaled = masked_whiten(of_row, kept.any(1, keepdim=True), **how)
     return replace(outputs, advantages=torch.where(kept, scaled, 0))
 
 

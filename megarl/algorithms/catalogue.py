@@ -78,6 +78,8 @@ class EstimatorNeeds:
     """Reads `reference_log_probs`, so the reference is loaded whatever `algorithm.kl.coef` is."""
     teacher_log_probs: bool = False
     """Reads `teacher_log_probs`, so `teacher.path` must be set."""
+    whole_batch: bool = False
+    """A user's own estimator that must be given all rows of the batch at once, as it does not use `inputs.shard`."""
     sources: bool = False
     """Reads each source of reward and its weight in place of their sum, so nothing may be shaped."""
     turn_rewards: bool = False
@@ -245,6 +247,7 @@ def needs(
     teacher_log_probs: bool = False,
     entropy: bool = False,
     collision: bool = False,
+    whole_batch: bool = False,
 ) -> Callable[[F], F]:
     """Decorator by which a user's own function says what it needs: see `EstimatorNeeds` and `LossNeeds`.
 

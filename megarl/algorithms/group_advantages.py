@@ -111,8 +111,9 @@ def gpg(inputs: AdvantageInputs) -> AdvantageOutputs:
     """
     group = response_statistics(inputs)
     compared = inputs.mask.any(1) & ~group.alone
-    live = int((compared & ~group.tied).sum())
-    alpha = int(compared.sum()) / max(live, 1)
+    counts = torch.stack([compared.sum(), (compared & ~group.tied).sum()])
+    responses, live = inputs.shard.total(counts).tolist()
+    alpha = responses / max(live, 1)
     return AdvantageOutputs(advantages=per_token(inputs, alpha * group.centred), dropped=group.alone)
 
 

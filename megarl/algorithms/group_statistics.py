@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import AdvantageInputs, group_total
+from megarl.algorithms.shard import row_sums
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class GroupStatistics:
 def response_statistics(inputs: AdvantageInputs, values: Tensor | None = None) -> GroupStatistics:
     """Statistics of `values` float64 `[B]` by `inputs.groups` (None: of R); responses without sampled tokens are no members."""
     if values is None:
-        values = inputs.scores.double() + torch.where(inputs.mask, inputs.token_penalty, 0).sum(1, dtype=torch.float64)
+        values = inputs.scores.double() + row_sums(inputs.token_penalty, inputs.mask)
     _, index = inputs.groups.unique(return_inverse=True)
     count = int(index.max()) + 1 if len(index) else 0
     return GroupStatistics.of(values, index, count, inputs.mask.any(1))

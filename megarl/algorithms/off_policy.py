@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megarl.algorithms.catalogue import CORRECTION_BOUNDS
 from megarl.algorithms.kl import kl_per_token
+from megarl.algorithms.shard import WHOLE, Shard, batch_total, row_sums
 from megarl.errors import ConfigError, nearest
 
 CORRECTIONS = tuple(CORRECTION_BOUNDS)
@@ -32,7 +33,11 @@ class Correction:
 
 
 def correction(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, corrections: Sequence[Correction]
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    corrections: Sequence[Correction],
+    shard: Shard = WHOLE,
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
     """Weights and mask that correct for tokens sampled from the engine's distribution; of several their product and meet.
 
@@ -54,6 +59,7 @@ def correction(
         rollout_log_probs: float `[B, T]`, the engine's; neither is read outside the mask.
         mask: bool `[B, T]`, sampled tokens of whole responses.
         corrections: any number; each is computed for itself from all of `mask`.
+        shard: the way to the other rows of the batch, over which means and shares are.
 
     Returns:
         Weights `[B, T]` in the dtype of `old_log_probs`, 0 outside the kept mask; the kept mask, bool `[B, T]`; and
@@ -65,24 +71,27 @@ def correction(
     """
     weights, kept, changed = mask.to(old_log_probs.dtype), mask, torch.zeros_like(mask)
     for rule in corrections:
-        rule_weights, cut = _corrected(old_log_probs, rollout_log_probs, mask, rule)
+        rule_weights, cut = _corrected(old_log_probs, rollout_log_probs, mask, rule, shard)
         weights *= rule_weights
         changed |= cut
         if rule.mode == "reject_sequence":
             kept = kept & ~cut
-    tokens, responses = max(int(torch.count_nonzero(mask)), 1), max(int(mask.any(1).sum()), 1)
+    counts = torch.stack([mask.sum(), mask.any(1).sum(), torch.count_nonzero(changed), changed.any(1).sum()])
+    tokens, responses, changed_tokens, changed_responses = shard.total(counts).tolist()
     return (
         weights,
         kept,
         {
-            "weight_mean": float(weights.sum(dtype=torch.float64)) / tokens,
-            "changed_tokens": float(torch.count_nonzero(changed)) / tokens,
-            "changed_responses": float(changed.any(1).sum()) / responses,
+            "weight_mean": float(batch_total(row_sums(weights), shard)) / max(tokens, 1),
+            "changed_tokens": changed_tokens / max(tokens, 1),
+            "changed_responses": changed_responses / max(responses, 1),
         },
     )
 
 
-def _corrected(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, one: Correction) -> tuple[Tensor, Tensor]:
+def _corrected(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, one: Correction, shard: Shard
+) -> tuple[Tensor, Tensor]:
     """Weights `[B, T]` of one correction, 0 outside the mask, and the tokens that it changes, bool `[B, T]`."""
     mode, low, high = one.mode, one.low, one.high
     if mode not in CORRECTIONS:
@@ -94,7 +103,7 @@ def _corrected(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, o
     difference = torch.where(mask, old_log_probs - rollout_log_probs, 0).detach()
     is_mean = mode in ("mask_sequence", "reject_sequence")
     if mode.endswith("_sequence"):
-        total = difference.double().sum(1, keepdim=True)
+        total = row_sums(difference)[:, None]
         if is_mean:
             total = total / mask.sum(1, keepdim=True).clamp(min=1)
         difference = total.to(difference.dtype)
@@ -105,10 +114,11 @@ def _corrected(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, o
     else:
         weights = torch.where(mask & ~changed, 1 if is_mean else ratio, 0)
     if one.normalise:
-        shares = mask.double()
+        of_rows, shares = row_sums(weights), mask.sum(1).double()
         if mode.endswith("_sequence"):
-            shares /= shares.sum(1, keepdim=True).clamp(min=1)
-        mean = float((weights * shares).sum() / shares.sum().clamp(min=1))
+            of_rows, shares = of_rows / shares.clamp(min=1), shares.clamp(max=1)
+        total, share = batch_total(torch.stack([of_rows, shares], 1), shard)
+        mean = float(total / share.clamp(min=1))
         weights = weights / mean if mean else weights
     return weights, changed
 

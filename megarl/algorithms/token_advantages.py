@@ -19,6 +19,7 @@ from megarl.algorithms.advantages import (
     per_token,
     token_rewards,
 )
+from megarl.algorithms.shard import row_sums
 
 
 def _rewards(inputs: AdvantageInputs) -> Tensor:
@@ -100,10 +101,10 @@ def reinforce_moving_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     """
     if inputs.baseline is None:
         raise ValueError("reinforce_moving_baseline needs baseline, the state of its running mean; the first is RunningMean()")
-    rewards = _rewards(inputs).sum(1, dtype=torch.float64)
-    sampled = inputs.mask.any(1)
+    rewards, shard = row_sums(_rewards(inputs)), inputs.shard
+    of_all = shard.rows(rewards)[shard.rows(inputs.mask.any(1))]
     return AdvantageOutputs(
-        advantages=per_token(inputs, rewards - inputs.baseline.mean), baseline=inputs.baseline.update(rewards[sampled])
+        advantages=per_token(inputs, rewards - inputs.baseline.mean), baseline=inputs.baseline.update(of_all)
     )
 
 

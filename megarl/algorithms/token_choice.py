@@ -3,7 +3,8 @@
 Formulas and sources: docs/methods.md#covariance-of-a-token and docs/methods.md#loss-on-the-top-share-of-entropies.
 
 A choice is made over all sampled tokens of the step and before its first backward pass, so that it is the same for every
-micro-batch size and layout.
+micro-batch size and layout. Where the rows of the step are in several shards, these count their tokens by value, a few bits
+of it at a time, until the last value that is picked is known: exactly the picks of one place.
 """
 
 from __future__ import annotations
@@ -15,28 +16,33 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.catalogue import COVARIANCE_BOUNDS
+from megarl.algorithms.shard import WHOLE, Shard, batch_total, before_each_row, row_sums
 
 PER_NAT = 10_000
 """Largest values are told apart to 1/`PER_NAT`: the same token after the same prompt, in several responses, has the same value
 but for rounding, which is another in another layout."""
 
 
-def covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+DIGIT_BITS = 12
+"""Bits of a value by which tokens are counted at a time."""
+
+
+def covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor, shard: Shard = WHOLE) -> Tensor:
     """(logp − mean logp)·(A − mean A) at every token in `mask`, with means over all of them (arXiv 2505.22617).
 
     Args:
         log_probs: float `[B, T]`, before the update.
         advantages: float `[B, T]`.
         mask: bool `[B, T]`, N sampled tokens of the optimizer step.
+        shard: the way to the other rows of the step, whose tokens count in the means.
 
     Returns:
         float64 `[N]`, in the order of `tensor[mask]`; its mean is the covariance of the two.
     """
-    of_log_probs = log_probs[mask].double()
-    of_log_probs -= of_log_probs.mean()
-    of_advantages = advantages[mask].double()
-    of_advantages -= of_advantages.mean()
-    return of_log_probs.mul_(of_advantages)
+    tokens = int(shard.total(mask.sum()[None]))
+    totals = batch_total(torch.stack([row_sums(log_probs, mask), row_sums(advantages, mask)], 1), shard)
+    of_log_probs, of_advantages = totals / max(tokens, 1)
+    return (log_probs[mask].double() - of_log_probs).mul_(advantages[mask].double().sub_(of_advantages))
 
 
 def tokens_within_covariances(
@@ -44,6 +50,7 @@ def tokens_within_covariances(
     advantages: Tensor,
     mask: Tensor,
     seeds: Sequence[int],
+    shard: Shard = WHOLE,
     *,
     share: float = 2e-4,
     low: float = COVARIANCE_BOUNDS[0],
@@ -56,7 +63,7 @@ def tokens_within_covariances(
     pick, not all.
 
     Args:
-        log_probs, advantages, mask: as `covariance` takes them.
+        log_probs, advantages, mask, shard: as `covariance` takes them.
         seeds: of every response's draw, B numbers below 2³²; so a token's number does not depend on the order of responses.
         share: above 0 and at most 1.
         low: lower bound, which a covariance must exceed.
@@ -65,45 +72,42 @@ def tokens_within_covariances(
     Returns:
         bool `[B, T]`.
     """
-    covariances = covariance(log_probs, advantages, mask)
+    covariances = covariance(log_probs, advantages, mask, shard)
     eligible = (covariances > low) & (covariances < high)
-    count = min(_count(share, len(covariances)), int(eligible.sum()))
-    return _at(_drawn(seeds, mask).masked_fill_(~eligible, 2.0).topk(count, largest=False).indices, mask)
+    tokens, number = shard.total(torch.stack([mask.sum(), eligible.sum()])).tolist()
+    among = torch.zeros_like(mask)
+    among[mask] = eligible
+    return _of_largest(_drawn(seeds, mask).neg_()[eligible], min(_count(share, tokens), number), among, shard)
 
 
 def tokens_of_largest_covariance(
-    log_probs: Tensor, advantages: Tensor, mask: Tensor, seeds: Sequence[int], *, share: float = 2e-4
+    log_probs: Tensor, advantages: Tensor, mask: Tensor, seeds: Sequence[int], shard: Shard = WHOLE, *, share: float = 2e-4
 ) -> Tensor:
     """The tokens of the largest `covariance`: `share` of all, rounded down and at least 1 (KL-Cov, arXiv 2505.22617).
 
     Of those that are equal to 1/`PER_NAT` the first in the batch.
 
     Args:
-        log_probs, advantages, mask: as `covariance` takes them.
+        log_probs, advantages, mask, shard: as `covariance` takes them.
         seeds: not used; every choice is given them.
         share: above 0 and at most 1.
 
     Returns:
         bool `[B, T]`.
     """
-    covariances = covariance(log_probs, advantages, mask)
-    if not len(covariances):
-        return mask
-    count, rounded = _count(share, len(covariances)), covariances.mul_(PER_NAT).round_()
-    threshold = _largest(rounded, count)
-    above = rounded > threshold
-    level = (rounded == threshold).nonzero().squeeze(1)[: count - int(above.sum())]
-    return _at(torch.cat([above.nonzero().squeeze(1), level]), mask)
+    rounded = covariance(log_probs, advantages, mask, shard).mul_(PER_NAT).round_()
+    return _of_largest(rounded, _count(share, int(shard.total(mask.sum()[None]))), mask, shard)
 
 
 CHOICES: dict[str, Callable[..., Tensor]] = {
     "clip_cov": tokens_within_covariances,
     "kl_cov": tokens_of_largest_covariance,
 }
-"""By policy loss, how its `chosen` tokens are picked: (log_probs, advantages, mask, seeds, numbers by name) → bool."""
+"""By policy loss, how its `chosen` tokens are picked: (log_probs, advantages, mask, seeds, shard, numbers by name) →
+bool `[B, T]`."""
 
 
-def top_entropies(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
+def top_entropies(entropy: Tensor, mask: Tensor, share: float, shard: Shard = WHOLE) -> Tensor:
     """The tokens in `mask` of the largest entropy: `share` of all, rounded down and at least 1, and those that equal the last
     to 1/`PER_NAT` nats.
 
@@ -111,14 +115,13 @@ def top_entropies(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
         entropy: float `[B, T]`, in nats, before the update.
         mask: bool `[B, T]`, the sampled tokens of the optimizer step.
         share: ρ, above 0 and at most 1.
+        shard: the way to the other rows of the step.
 
     Returns:
         bool `[B, T]` (arXiv 2506.01939).
     """
-    rounded = entropy[mask].mul_(PER_NAT).round_()
-    if not len(rounded):
-        return mask
-    threshold = _largest(rounded, _count(share, len(rounded)))
+    count = _count(share, int(shard.total(mask.sum()[None])))
+    threshold = _largest(entropy[mask].mul_(PER_NAT).round_(), count, shard)
     return mask & (entropy.mul(PER_NAT).round_() >= threshold)
 
 
@@ -134,15 +137,35 @@ def _count(share: float, tokens: int) -> int:
     return min(max(math.floor(share * tokens + 1e-9), 1), tokens)
 
 
-def _largest(values: Tensor, count: int) -> Tensor:
-    """The `count`-th largest of `values` `[N]`."""
-    return values.kthvalue(len(values) - count + 1).values
+def _of_largest(values: Tensor, count: int, among: Tensor, shard: Shard) -> Tensor:
+    """The tokens of the `count` largest `values` `[n]` of all shards, which are those of the n tokens in `among` bool `[B, T]`,
+    as bool `[B, T]`; of equal ones the first in the batch."""
+    threshold = _largest(values, count, shard)
+    above, level = torch.zeros_like(among), torch.zeros_like(among)
+    above[among], level[among] = values > threshold, values == threshold
+    left = count - int(shard.total(above.sum()[None]))
+    before = before_each_row(level.sum(1), shard)[:, None] + level.cumsum(1)  # counts this token
+    return above | (level & (before <= left))
 
 
-def _at(places: Tensor, mask: Tensor) -> Tensor:
-    """bool `[B, T]`, true at the tokens in `mask` with these numbers, int64 `[k]`."""
-    picked = torch.zeros(int(mask.sum()), dtype=torch.bool)
-    picked[places] = True
-    chosen = torch.zeros_like(mask)
-    chosen[mask] = picked
-    return chosen
+def _largest(values: Tensor, count: int, shard: Shard) -> Tensor:
+    """The `count`-th largest of the `values` `[n]` of all shards, by its bits from the first on; infinity if `count` is 0."""
+    bits = 8 * values.element_size()
+    keys = values.view(torch.int32 if bits == 32 else torch.int64)
+    keys = keys ^ ((keys >> (bits - 1)) & torch.iinfo(keys.dtype).max)  # in the order of the values
+    found, below = 0, bits
+    while count and below:
+        width = min(DIGIT_BITS, below)
+        below -= width
+        lowest = -(1 << (width - 1)) if below + width == bits else 0  # the first digit has the sign
+        digits = (keys >> below) - (found << width)
+        of_digits = shard.total(torch.bincount(digits - lowest, minlength=1 << width))
+        at_least = of_digits.flip(0).cumsum(0).flip(0)
+        place = int((at_least >= count).sum()) - 1
+        count -= int(at_least[place] - of_digits[place])
+        found = (found << width) + place + lowest
+        keys = keys[digits == place + lowest]
+    if not count:
+        return values.new_tensor(torch.inf)
+    key = torch.tensor([found], dtype=keys.dtype)
+    return (key ^ ((key >> (bits - 1)) & torch.iinfo(keys.dtype).max)).view(values.dtype)[0]

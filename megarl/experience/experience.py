@@ -1,8 +1,9 @@
-"""From rewards and log-probs to advantages, returns and loss weights: docs/methods.md on the driver, over the whole batch."""
+"""From rewards to advantages and loss weights: the driver's part of docs/methods.md, one number per row, and what a run
+remembers of it. The part of the tokens is `experience/estimation.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,42 +11,23 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import (
-    ADVANTAGES,
     AdaptiveEntropy,
     AdaptiveKl,
     AdaptivePenalty,
-    AdvantageInputs,
-    AdvantageOutputs,
-    Correction,
     RewardNormaliser,
     RunningMean,
     clip_rewards,
-    correction,
-    kl_per_token,
-    last_of_each_row,
     length_penalty,
-    normalised,
     overlong_penalty,
-    rewards_of_turns,
-    token_weights,
-    turn_numbers,
+    row_weights,
 )
-from megarl.algorithms.catalogue import ESTIMATORS, EstimatorNeeds
+from megarl.algorithms.catalogue import EstimatorNeeds
 from megarl.config import Config
 from megarl.data.batch import Batch
 from megarl.data.sample import EPISODE_REWARD, Sample
-from megarl.errors import ConfigError, MegarlError
+from megarl.experience.estimation import RowInputs, TokenOutcome, estimate_tokens, kl_is_in_reward, mean_entropy
 from megarl.experience.step_parts import StepPart
-from megarl.system.user_code import describe
-
-COLUMNS_READ = {
-    "old_log_probs": "old_log_probs",
-    "entropy": "old_entropy",
-    "collision": "old_collision",
-    "reference_log_probs": "reference_log_probs",
-    "teacher_log_probs": "teacher_log_probs",
-}
-"""Needs of an estimator, and the column of the batch that it is given for each."""
+from megarl.system.user_code import absolute_name
 
 
 @dataclass(frozen=True)
@@ -59,8 +41,11 @@ class RewardStatistics:
 
 def reward_statistics(scores: Tensor, groups: Tensor) -> RewardStatistics:
     """`scores` float `[B]`, `groups` int64 `[B]`."""
-    spreads = [scores[groups == group].max() - scores[groups == group].min() for group in groups.unique()]
-    tied = sum(float(spread == 0) for spread in spreads) / max(len(spreads), 1)
+    numbers, index = groups.unique(return_inverse=True)
+    highest, lowest = (
+        scores.new_zeros(len(numbers)).scatter_reduce(0, index, scores, which, include_self=False) for which in ("amax", "amin")
+    )
+    tied = float((highest == lowest).sum()) / max(len(numbers), 1)
     return RewardStatistics(float(scores.mean()), float(scores.std(correction=0)), tied)
 
 
@@ -87,6 +72,39 @@ def is_tied(group: Sequence[tuple[Sample, float]], needed: EstimatorNeeds | None
     return len(compared) == 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowFacts:
+    """What is known of the responses of a batch, an episode's branches as one, without their tokens."""
+
+    lengths: Tensor
+    """int64 `[B]`: tokens of each."""
+    sampled: Tensor
+    """int64 `[B]`: those that the policy sampled."""
+    truncated: Tensor
+    """bool `[B]`: cut by the length limit."""
+    group_ids: Sequence[str]
+    rewards: Sequence[Mapping[str, float]]
+    """By label of a source, what it gave, without weight and shaping."""
+    turn_rewards: Sequence[Sequence[float]]
+    """What the environment gave each turn, without weight; empty where it gave nothing by turn."""
+    turn_states: Sequence[Sequence[str]]
+    """The key of the state before each turn; empty where nobody named them."""
+
+    @classmethod
+    def of(cls, batch: Batch) -> RowFacts:
+        """Those of a batch that is here."""
+        samples = batch.samples
+        return cls(
+            lengths=batch.lengths,
+            sampled=batch.mask.sum(1),
+            truncated=batch.truncated,
+            group_ids=[sample.group_id for sample in samples],
+            rewards=[sample.rewards for sample in samples],
+            turn_rewards=[sample.turn_rewards for sample in samples],
+            turn_states=[sample.turn_states for sample in samples],
+        )
+
+
 class Experience:
     """Turns rewards into advantages, and remembers what must outlive a step: baseline, reward scale, KL and entropy weights."""
 
@@ -107,90 +125,61 @@ class Experience:
         if entropy.target is not None:
             self.entropy = AdaptiveEntropy(entropy.coef, entropy.target, entropy.delta, entropy.max_coef)
 
-    def estimate(
-        self, batch: Batch, rewards: Sequence[float], greedy: Sequence[tuple[Sample, float]] | None = None
-    ) -> dict[str, float]:
-        """Add the columns `advantages`, for a critic `returns` and with a correction `correction` to `batch`; returns metrics.
-
-        A response that is alone in its group under a group estimator, that was rejected by the correction, or that was
-        truncated where `truncated_responses` is 'mask', leaves the mask, and so every denominator; where it is 'exclude', every
-        baseline and running mean too. Tokens that the column `older` names leave the mask once the advantages are there.
+    def row_inputs(
+        self,
+        known: RowFacts,
+        rewards: Sequence[float],
+        greedy: tuple[RowFacts, Sequence[float]] | None = None,
+    ) -> RowInputs:
+        """The driver's part of an estimate over a batch; the scale of rewards takes it in.
 
         Args:
-            batch: with `old_log_probs` where they are needed, `reference_log_probs` where KL is in the reward, `values`
-                and `values_after` for a critic, `step_rewards` and `step_ends` for process rewards.
+            known: what is known of its rows.
             rewards: one per row, unshaped.
             greedy: greedy responses, one to every prompt, with their unshaped rewards, for an estimator that needs them.
         """
-        algorithm, needed = self.config.algorithm, self.config.algorithm.estimator_needs
-        metrics: dict[str, float] = {}
-        turns = turn_numbers(batch.mask)
-        if algorithm.truncated_responses == "exclude":
-            batch.mask[batch.truncated] = False
-        unshaped = torch.tensor(rewards, dtype=torch.float32)
-        scores = self._shape(unshaped, batch)
-        if "step_rewards" in batch.columns:  # what shaping took off or added stands at the last step
-            last = last_of_each_row(batch.columns["step_ends"].bool() & batch.mask)
-            batch.columns["step_rewards"] += torch.where(last, (scores - unshaped)[:, None], 0)
-        if algorithm.rollout_correction and not algorithm.bypasses_old_log_probs:
-            metrics |= self._correct(batch)
-        read = {name: batch.columns[column] for name, column in COLUMNS_READ.items() if getattr(needed, name)}
-        outputs = self._estimated(
-            needed,
-            AdvantageInputs(
-                scores=scores,
-                token_penalty=self._kl_penalty(batch, metrics),
-                mask=batch.mask,
-                groups=batch.groups,
-                values=batch.columns.get("values"),
-                truncated=batch.truncated,
-                gamma=algorithm.gamma,
-                lam=algorithm.gae_lambda,
-                eps=algorithm.advantage_eps,
-                unbiased=algorithm.unbiased_std,
-                normalisation=algorithm.advantage_normalisation,
-                bootstrap_truncated=algorithm.truncated_responses == "bootstrap",
-                bootstrap_values=batch.columns["values_after"].sum(1) if "values_after" in batch.columns else None,
-                baseline=self.baseline,
-                greedy_scores=self._greedy_scores(greedy, batch),
-                step_rewards=batch.columns.get("step_rewards"),
-                step_ends=batch.columns["step_ends"].bool() if "step_ends" in batch.columns else None,
-                rewards_by_source=rewards_by_source(batch.samples),
-                reward_weights=self.config.reward_weights,
-                turns=turns,
-                turn_rewards=self._turn_rewards(scores, turns, batch),
-                states=state_numbers(batch.samples, turns),
-                rollout_log_probs=batch.columns["rollout_log_probs"],
-                **read,
-            ),
-        )
-        advantages = outputs.advantages
-        for part in self.parts:
-            advantages = part.shape_advantages(advantages, lambda: self._sampled_log_probs(batch), batch)
-        batch.columns["advantages"] = advantages
-        if outputs.returns is not None:
-            batch.columns["returns"] = outputs.returns
-            metrics |= _explained(outputs.returns, batch)
-        self.baseline = outputs.baseline or self.baseline
-        if outputs.dropped is not None:
-            batch.mask[outputs.dropped] = False
-            metrics["reward/lone_responses"] = float(outputs.dropped.sum())
-        if algorithm.truncated_responses == "mask":
-            batch.mask[batch.truncated] = False
-        if "older" in batch.columns:
-            batch.mask = batch.mask & (batch.columns["older"] == 0)
-        return metrics | {"reward/shaped_mean": float(scores.mean())}
-
-    def _estimated(self, needed: EstimatorNeeds, inputs: AdvantageInputs) -> AdvantageOutputs:
-        """The estimator's answer; zeros where rewards are only logged."""
         algorithm = self.config.algorithm
-        if not all(part.rewards_are_read for part in self.parts):
-            return AdvantageOutputs(advantages=torch.zeros(inputs.mask.shape))
-        return estimated(algorithm.advantage, needed, inputs, algorithm.advantage_args)
+        unshaped = torch.tensor(rewards, dtype=torch.float32)
+        sampled = known.sampled
+        if algorithm.truncated_responses == "exclude":
+            sampled = torch.where(known.truncated, 0, sampled)
+        return RowInputs(
+            unshaped=unshaped,
+            scores=self._shape(unshaped, known.lengths, sampled),
+            greedy_scores=None if greedy is None else self._greedy_scores(*greedy, known),
+            rewards_by_source=rewards_by_source(known.rewards),
+            turn_rewards=self._weighted(known.turn_rewards),
+            turn_states=state_numbers(known.turn_states),
+            estimator=absolute_name(algorithm.advantage),
+            needed=algorithm.estimator_needs,
+            baseline=self.baseline,
+            kl_coef=algorithm.kl.coef if self.kl is None else self.kl.coef,
+            terms=tuple(filter(None, (part.advantage_term() for part in self.parts))),
+            rewards_are_read=all(part.rewards_are_read for part in self.parts),
+        )
 
-    def _sampled_log_probs(self, batch: Batch) -> Tensor:
-        """The policy's at the start of the step; the engine's where no pass computes them (`bypass`)."""
-        return batch.columns["rollout_log_probs" if self.config.algorithm.bypasses_old_log_probs else "old_log_probs"]
+    def take_outcome(self, rows: RowInputs, outcome: TokenOutcome) -> dict[str, float]:
+        """Remember what an estimate over `rows`, all those of the batch, measured; returns metrics."""
+        self.baseline = outcome.baseline
+        metrics = outcome.metrics | {"reward/shaped_mean": float(rows.scores.mean())}
+        if self.kl is not None and kl_is_in_reward(self.config):
+            metrics["kl/coef"] = rows.kl_coef
+            if outcome.kl is not None:
+                self.kl.update(outcome.kl, outcome.kl_rows)
+        return metrics
+
+    def estimate(
+        self, batch: Batch, rewards: Sequence[float], greedy: Sequence[tuple[Sample, float]] | None = None
+    ) -> dict[str, float]:
+        """Estimate advantages of a whole batch in this process (`estimate_tokens`); returns metrics.
+
+        `rewards` and `greedy` are as `row_inputs` takes them, the greedy responses as samples with their rewards.
+        """
+        of_greedy = None
+        if greedy is not None:
+            of_greedy = RowFacts.of(Batch([sample for sample, _ in greedy])), [reward for _, reward in greedy]
+        rows = self.row_inputs(RowFacts.of(batch), rewards, of_greedy)
+        return self.take_outcome(rows, estimate_tokens(self.config, batch, rows))
 
     def steer_old_policy_kl(self, kl: float | None) -> dict[str, float]:
         """Move β of the penalty to the old policy by the KL of a step's last update; returns what that step used, as a metric.
@@ -208,9 +197,13 @@ class Experience:
 
         `batch` has `old_entropy`. Without a token in the mask nothing is steered.
         """
-        if self.entropy is None or not batch.mask.any():
+        return self.steer_entropy_by(mean_entropy(self.config, batch))
+
+    def steer_entropy_by(self, entropy: float | None) -> dict[str, float]:
+        """Set `entropy_coef` by this mean entropy per token (None: nothing measured it), where it is steered; a metric."""
+        if self.entropy is None or entropy is None:
             return {}
-        self.entropy_coef = self.entropy.update(float(batch.columns["old_entropy"][batch.mask].double().mean()))
+        self.entropy_coef = self.entropy.update(entropy)
         return {"policy/entropy_coef": self.entropy_coef}
 
     def state_dict(self) -> dict[str, Any]:
@@ -235,111 +228,44 @@ class Experience:
         if self.entropy is not None and state.get("entropy") is not None:
             self.entropy.load_state_dict(state["entropy"])
 
-    def _shape(self, scores: Tensor, batch: Batch, *, counted: bool = True) -> Tensor:
-        """Penalties, then normalisation, then clipping (docs/methods.md#reward-shaping).
+    def _shape(self, scores: Tensor, lengths: Tensor, sampled: Tensor, *, counted: bool = True) -> Tensor:
+        """Penalties, then normalisation, then clipping (docs/methods.md#reward-shaping); all `[B]`.
 
         Of responses without sampled tokens, and of all unless `counted`, the running mean takes in nothing.
         """
         shaping = self.config.algorithm.shaping
         if shaping.overlong_tokens:
-            scores = scores + overlong_penalty(batch.lengths, self.config.rollout.max_new_tokens, shaping.overlong_tokens)
+            scores = scores + overlong_penalty(lengths, self.config.rollout.max_new_tokens, shaping.overlong_tokens)
         if shaping.length_penalty:
-            scores = scores + length_penalty(batch.mask.sum(1), shaping.length_penalty)  # what a tool said costs nothing
+            scores = scores + length_penalty(sampled, shaping.length_penalty)  # what a tool said costs nothing
         if shaping.normalise:
-            scores = self.normaliser.normalise(scores, batch.mask.any(1) & counted)
+            scores = self.normaliser.normalise(scores, (sampled > 0) & counted)
         return scores if shaping.clip is None else clip_rewards(scores, -shaping.clip, shaping.clip)
 
-    def _turn_rewards(self, scores: Tensor, turns: Tensor, batch: Batch) -> Tensor:
-        """The reward that each turn was given, at its last token `[B, T]`: by the environment, with its weight; all else
-        is the last's."""
+    def _weighted(self, turn_rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+        """What the environment gave each turn, with its weight; all else that a response got is its last turn's."""
         weights = self.config.reward_weights
         weight = sum(value for label, value in weights.items() if label.partition("#")[0] == EPISODE_REWARD)
-        weighted = [[weight * gained for gained in sample.turn_rewards] if weight else [] for sample in batch.samples]
-        return rewards_of_turns(scores, turns, weighted)
+        return [[weight * gained for gained in of_row] if weight else [] for of_row in turn_rewards]
 
-    def _greedy_scores(self, greedy: Sequence[tuple[Sample, float]] | None, batch: Batch) -> Tensor | None:
+    def _greedy_scores(self, greedy: RowFacts, rewards: Sequence[float], known: RowFacts) -> Tensor:
         """The reward of the greedy response to each row's prompt, float `[B]`, shaped as those of the rows were."""
-        if greedy is None:
-            return None
-        rewards = torch.tensor([reward for _, reward in greedy], dtype=torch.float32)
-        scores = self._shape(rewards, Batch([sample for sample, _ in greedy]), counted=False).tolist()
-        of_group = {sample.group_id: score for (sample, _), score in zip(greedy, scores, strict=True)}
-        return torch.tensor([of_group[sample.group_id] for sample in batch.samples])
-
-    def _correct(self, batch: Batch) -> dict[str, float]:
-        columns = batch.columns
-        settings = [Correction(**setting.model_dump()) for setting in self.config.algorithm.rollout_correction]
-        weights, kept, statistics = correction(columns["old_log_probs"], columns["rollout_log_probs"], batch.mask, settings)
-        columns["correction"] = weights
-        batch.mask = kept
-        return {f"correction/{name}": value for name, value in statistics.items()}
-
-    def _kl_penalty(self, batch: Batch, metrics: dict[str, float]) -> Tensor:
-        """−β·KL of every token where KL belongs to the reward, else zeros; moves an adaptive β afterwards."""
-        settings = self.config.algorithm.kl
-        if not settings.coef or settings.apply_to != "reward":
-            return torch.zeros(batch.mask.shape)
-        kl = kl_per_token(self._sampled_log_probs(batch), batch.columns["reference_log_probs"], settings.estimator) * batch.mask
-        coef = settings.coef if self.kl is None else self.kl.coef
-        if self.kl is not None:
-            nonempty = batch.mask.any(1)
-            if nonempty.any():
-                self.kl.update(float(kl.sum(1)[nonempty].mean()), int(nonempty.sum()))
-            metrics["kl/coef"] = coef
-        return -coef * kl
+        unshaped = torch.tensor(rewards, dtype=torch.float32)
+        scores = self._shape(unshaped, greedy.lengths, greedy.sampled, counted=False).tolist()
+        of_group = dict(zip(greedy.group_ids, scores, strict=True))
+        return torch.tensor([of_group[group] for group in known.group_ids])
 
 
-def rewards_by_source(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """By label of a source that judged all `samples`, what it gave them, float `[B]`, without weight and shaping."""
-    labels = [label for label in samples[0].rewards if all(label in sample.rewards for sample in samples)] if samples else []
-    return {label: torch.tensor([sample.rewards[label] for sample in samples]) for label in labels}
+def rewards_by_source(rewards: Sequence[Mapping[str, float]]) -> dict[str, Tensor]:
+    """By label of a source that judged all responses, what it gave them, float `[B]`, without weight and shaping."""
+    labels = [label for label in rewards[0] if all(label in of_row for of_row in rewards)] if rewards else []
+    return {label: torch.tensor([of_row[label] for of_row in rewards]) for label in labels}
 
 
-def state_numbers(samples: Sequence[Sample], turns: Tensor) -> Tensor:
-    """Number of the state before the turn of each sampled token, int64 `[B, T]` as `turns`; −1 where none is named."""
+def state_numbers(turn_states: Sequence[Sequence[str]]) -> list[list[int]]:
+    """Numbers from 0 in place of the keys of states, equal for equal ones."""
     numbers: dict[str, int] = {}
-    states = torch.full(turns.shape, -1)
-    for row, sample in enumerate(samples):
-        if sample.turn_states:
-            of_turns = torch.tensor([numbers.setdefault(state, len(numbers)) for state in sample.turn_states])
-            states[row] = torch.where(turns[row] >= 0, of_turns[turns[row].clamp(min=0)], -1)
-    return states
-
-
-def estimated(
-    name: str, needed: EstimatorNeeds, inputs: AdvantageInputs, arguments: Mapping[str, Any] | None = None
-) -> AdvantageOutputs:
-    """Call the estimator `name` and give its answer to `inputs` and `arguments` of the config.
-
-    A user's own may be wrong in ways that nothing later would name.
-
-    Raises:
-        ConfigError: it raised, or answered something else than advantages and, with a critic, returns for every token.
-    """
-    arguments = arguments or {}
-    estimator: Callable[..., AdvantageOutputs] = ADVANTAGES.resolve(name, arguments)
-    try:
-        outputs = estimator(inputs, **arguments)
-    except Exception as error:
-        if name in ESTIMATORS or isinstance(error, MegarlError):
-            raise
-        raise ConfigError(f"algorithm.advantage: '{name}' raised {describe(error)}") from error
-    if not isinstance(outputs, AdvantageOutputs):
-        raise ConfigError(f"algorithm.advantage: '{name}' must return AdvantageOutputs, but returned {type(outputs).__name__}")
-    shape = inputs.mask.shape
-    required = ("advantages", "returns") if needed.values else ("advantages",)
-    for field, expected_shape in {"advantages": shape, "returns": shape, "dropped": shape[:1]}.items():
-        value = getattr(outputs, field)
-        if value is None and field not in required:
-            continue
-        if not isinstance(value, Tensor) or value.shape != expected_shape:
-            actual = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            why = ", as the critic is trained on them" if field == "returns" else ""
-            raise ConfigError(
-                f"algorithm.advantage: '{name}' must return {field} as a tensor of shape {list(expected_shape)}{why}, "
-                f"but gave {actual}"
-            )
-    return outputs if name in ESTIMATORS else normalised(outputs, inputs, needed)
+    return [[numbers.setdefault(state, len(numbers)) for state in of_row] for of_row in turn_states]
 
 
 def mini_batch_rows(batch: Batch, mini_batches: int, seed: int, of: Sequence[int] | None = None) -> list[list[int]]:
@@ -354,21 +280,29 @@ def mini_batch_rows(batch: Batch, mini_batches: int, seed: int, of: Sequence[int
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
+def loss_row_weights(sampled: Tensor, rows: Sequence[int], config: Config, aggregation: str | None = None) -> Tensor:
+    """The weight of each sampled token of a response in one optimizer step over `rows`, float32 `[B]`; 0 for other rows.
+
+    Args:
+        sampled: int64 `[B]`, tokens in the mask of each row: of whole episodes, whose branches have one weight.
+        rows: those of the optimizer step.
+        config: the run's.
+        aggregation: None: `algorithm.aggregation`.
+    """
+    norm_length = config.algorithm.norm_length or config.rollout.max_new_tokens
+    counts = torch.zeros_like(sampled)
+    counts[list(rows)] = sampled[list(rows)]
+    return row_weights(counts, aggregation or config.algorithm.aggregation, norm_length=norm_length)
+
+
 def set_loss_weights(batch: Batch, rows: Sequence[int], config: Config, aggregation: str | None = None) -> None:
     """Column `weights`: the global denominators of one optimizer step over `rows` (docs/methods.md#aggregation).
 
     `aggregation`: None: `algorithm.aggregation`.
     """
-    norm_length = config.algorithm.norm_length or config.rollout.max_new_tokens
-    mask = torch.zeros_like(batch.mask)
-    mask[list(rows)] = batch.mask[list(rows)]
-    batch.columns["weights"] = token_weights(mask, aggregation or config.algorithm.aggregation, norm_length=norm_length)
+    lay_loss_weights(batch, loss_row_weights(batch.mask.sum(1), rows, config, aggregation))
 
 
-def _explained(returns: Tensor, batch: Batch) -> dict[str, float]:
-    """`critic/explained_variance`: 1 - Var(returns - values) / Var(returns) over the sampled tokens; none of equal returns."""
-    if "values" not in batch.columns:
-        return {}
-    targets, errors = returns[batch.mask].double(), (returns - batch.columns["values"])[batch.mask].double()
-    spread = float(targets.var(correction=0)) if targets.numel() else 0.0
-    return {"critic/explained_variance": 1 - float(errors.var(correction=0)) / spread} if spread > 0 else {}
+def lay_loss_weights(batch: Batch, of_rows: Tensor) -> None:
+    """Column `weights`: `of_rows` float32 `[b]` at the tokens in the mask of each of these rows, some of a batch or all."""
+    batch.columns["weights"] = torch.where(batch.mask, of_rows[:, None], 0)

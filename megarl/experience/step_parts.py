@@ -29,6 +29,14 @@ class TokenTerm(Protocol):
         sums), and sums for metrics by their whole names."""
 
 
+class AdvantageTerm(Protocol):
+    """What an option makes of the advantages of rewards; processes that have the tokens of some rows get it as a value."""
+
+    def __call__(self, advantages: Tensor, sampled: Callable[[], Tensor], batch: Batch) -> Tensor:
+        """Advantages `[b, T]` → those that are trained on, which nothing normalises; `sampled` gives the policy's log-probs
+        `[b, T]`."""
+
+
 class MixedLoss(Protocol):
     """The loss of streams that are mixed into an update; ranks get it as a value."""
 
@@ -79,12 +87,9 @@ class StepPart:
     def take_rewards(self, batch: Batch, rewards: Sequence[float]) -> None:
         """Before advantages are estimated: add columns of rewards, one per row `rewards` in all."""
 
-    def shape_advantages(self, advantages: Tensor, sampled: Callable[[], Tensor], batch: Batch) -> Tensor:
-        """The advantages `[B, T]` of rewards, with what the option adds; `sampled` gives the policy's log-probs `[B, T]`.
-
-        Nothing is normalised after this.
-        """
-        return advantages
+    def advantage_term(self) -> AdvantageTerm | None:
+        """What it makes of the advantages of rewards."""
+        return None
 
     def loss_columns(self) -> Sequence[str]:
         """Columns that its terms of the policy's loss read, where a step has them."""

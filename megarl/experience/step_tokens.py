@@ -1,4 +1,5 @@
-"""Tokens that an optimizer step treats apart: columns that the driver makes over the whole step, before its backward passes."""
+"""Tokens that an optimizer step treats apart: columns that are made over the whole step, before its backward passes, where the
+tokens of some of its rows are."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from zlib import crc32
 
 import torch
 
-from megarl.algorithms import CHOICES, token_weights, top_entropies
+from megarl.algorithms import CHOICES, WHOLE, Shard, token_weights, top_entropies
 from megarl.config import Config
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.data.batch import Batch
@@ -18,7 +19,13 @@ TOKEN_COLUMNS = ("chosen", "top_entropy", "nll_weights")
 
 
 def set_token_columns(
-    batch: Batch, rows: Sequence[int], config: Config, *, rewards: Sequence[float], update_number: int
+    batch: Batch,
+    rows: Sequence[int],
+    config: Config,
+    *,
+    rewards: Sequence[float],
+    update_number: int,
+    shard: Shard = WHOLE,
 ) -> None:
     """Set the columns `TOKEN_COLUMNS` of one optimizer step over `rows`; those of other rows are 0.
 
@@ -33,26 +40,28 @@ def set_token_columns(
         rewards: one per row of the batch, unshaped.
         update_number: optimizer steps of the run before this one. With the run's seed and the id of a sample it makes the
             sample's draw: the same in every layout and order of rows, and after a resume.
+        shard: the way to the rows of others, where `batch` has some rows of the step's batch; `rows` and `rewards` are theirs.
     """
     algorithm, columns = config.algorithm, batch.columns
     mask = torch.zeros_like(batch.mask)
     mask[list(rows)] = batch.mask[list(rows)]
-    if algorithm.loss_needs.choice:
+    if algorithm.policy_loss in CHOICES:
         seeds = [crc32(f"{config.run.seed} {update_number} {sample.sample_id}".encode()) for sample in batch.samples]
         log_probs = columns["rollout_log_probs" if algorithm.bypasses_old_log_probs else "old_log_probs"]
         names = {argument.name for argument in algorithm.loss_needs.choice}
         arguments = {name: value for name, value in algorithm.policy_loss_args.items() if name in names}
-        columns["chosen"] = CHOICES[algorithm.policy_loss](log_probs, columns["advantages"], mask, seeds, **arguments).float()
+        choose = CHOICES[algorithm.policy_loss]
+        columns["chosen"] = choose(log_probs, columns["advantages"], mask, seeds, shard, **arguments).float()
     if algorithm.entropy.top_share < 1:
-        columns["top_entropy"] = top_entropies(columns["old_entropy"], mask, algorithm.entropy.top_share).float()
+        columns["top_entropy"] = top_entropies(columns["old_entropy"], mask, algorithm.entropy.top_share, shard).float()
     if algorithm.positive_nll.coef:
         is_right = torch.tensor(rewards, dtype=torch.float64) > algorithm.positive_nll.threshold
-        columns["nll_weights"] = token_weights(mask & is_right[:, None], "token_mean")
+        columns["nll_weights"] = token_weights(mask & is_right[:, None], "token_mean", shard=shard)
 
 
-def older_tokens(batch: Batch, version: int, *, mask: bool) -> dict[str, float]:
+def older_tokens(batch: Batch, version: int, *, mask: bool, shard: Shard = WHOLE) -> dict[str, float]:
     """Metrics of the tokens that weights before `version` sampled. `mask`: they get the column `older`, 1 where they are, and
-    the losses leave them out."""
+    the losses leave them out. `shard`: the way to the rows of others, whose tokens count too."""
     older = torch.zeros(batch.mask.shape)
     for row, sample in enumerate(batch.samples):
         versions = torch.tensor(sample.weight_versions or [version] * len(sample.response_ids))
@@ -60,7 +69,7 @@ def older_tokens(batch: Batch, version: int, *, mask: bool) -> dict[str, float]:
     older = older * batch.mask
     if mask:
         batch.columns["older"] = older
-    return {"rollout/older_tokens": float(older.sum())}
+    return {"rollout/older_tokens": float(shard.total(older.count_nonzero()[None]))}
 
 
 def loss_arguments(algorithm: AlgorithmConfig) -> dict[str, Any]:

@@ -6,6 +6,7 @@ They answer with log-probs of sampled tokens, and of the likeliest ones, which t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +29,26 @@ SCORED = "teacher_scored_log_probs"
 """The column `[B, T, k]` of the teacher's log-probs of the tokens in `SCORED_IDS`."""
 COLUMNS = ("teacher_log_probs", SCORED_IDS, SCORED)
 """Those that the policy's update reads, where a step has them."""
+
+
+@dataclass(frozen=True)
+class TeacherAdvantages:
+    """`reward_coef` times the advantages of rewards, and `coef` times those of the teacher, discounted by `gamma`.
+
+    With a `coef` of 0 the teacher's log-probs are not read.
+    """
+
+    reward_coef: float
+    coef: float
+    gamma: float
+
+    def __call__(self, advantages: Tensor, sampled: Callable[[], Tensor], batch: Batch) -> Tensor:
+        """The weighted sum `[b, T]`."""
+        weighted = self.reward_coef * advantages
+        if not self.coef:
+            return weighted
+        of_teacher = batch.columns["teacher_log_probs"]
+        return weighted + self.coef * distillation_advantages(sampled(), of_teacher, batch.mask, self.gamma)
 
 
 class Teachers(StepPart):
@@ -81,14 +102,10 @@ class Teachers(StepPart):
             more = {"top_k": self.top_k, "wide": {SCORED_IDS: self.top_k.k, SCORED: self.top_k.k}}
         roles.forward(rows_of, batch, ["teacher_log_probs", "teacher_entropy"], **more)
 
-    def shape_advantages(self, advantages: Tensor, sampled: Callable[[], Tensor], batch: Batch) -> Tensor:
-        """The advantages of the rewards and those of the teacher, weighted; nothing is normalised after this."""
+    def advantage_term(self) -> TeacherAdvantages:
+        """The advantages of the rewards and those of the teacher, weighted."""
         settings = self.distillation
-        weighted = settings.reward_coef * advantages
-        if not settings.in_advantage:
-            return weighted
-        of_teacher = batch.columns["teacher_log_probs"]
-        return weighted + settings.coef * distillation_advantages(sampled(), of_teacher, batch.mask, settings.gamma)
+        return TeacherAdvantages(settings.reward_coef, settings.coef if settings.in_advantage else 0.0, settings.gamma)
 
     def loss_columns(self) -> tuple[str, ...]:
         """The teacher's, if the policy is distilled."""
