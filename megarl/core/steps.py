@@ -30,7 +30,7 @@ from megarl.experience.parity_checks import ParityChecks, bounds
 from megarl.experience.samples_file import SamplesFile
 from megarl.experience.source_figures import DataSources
 from megarl.experience.step_parts import ChosenRows
-from megarl.experience.step_tokens import older_tokens, set_token_columns
+from megarl.experience.step_tokens import count_older_tokens, older_part
 from megarl.observe import MetricsFile, distributions
 from megarl.observe.progress import SHOWN, rows_line
 from megarl.runs.training_side import CRITIC, POLICY, REFERENCE
@@ -173,9 +173,12 @@ class RlRun(Run):
     def prepare(self, samples: Sequence[Sample]) -> Batch:
         """The batch with whatever the step needs to know before it updates: old and reference log-probs, values."""
         config, batch = self.config, batch_of(samples)
-        self.metrics |= self.rollouts.figures() | older_tokens(
-            batch, self.rollouts.version, mask=config.rollout.schedule.mask_older_tokens
-        )
+        version = self.rollouts.version
+        self.metrics |= self.rollouts.figures()
+        if config.rollout.schedule.mask_older_tokens:
+            self.metrics |= self.roles.compute(batch, older_part, common=[version], columns=())[0]
+        else:
+            self.metrics |= count_older_tokens(batch, version)
         with self.phases("log_probs"):
             if self._first_update_is_a_pass:
                 self._forward_later_rows(batch)
@@ -190,7 +193,7 @@ class RlRun(Run):
         return batch
 
     def estimate_advantages(self, batch: Batch, rewards: Sequence[float]) -> None:
-        """Advantages and returns over the whole batch, on the driver: of episodes, whose branches get theirs."""
+        """Advantages and returns over the whole batch, where the tokens are: of episodes, whose branches get theirs."""
         self._scores, self._log_probs = list(rewards), {}
         with self.phases("advantages"):
             for part in self.parts:
@@ -198,8 +201,8 @@ class RlRun(Run):
             self._episodes = episodes = JoinedEpisodes(batch, apart=self.config.rewards_by_branch)
             of_episodes = [rewards[rows[0]] for rows in episodes.rows]
             statistics = reward_statistics(torch.tensor(of_episodes), episodes.batch.groups)
-            self.metrics |= self.experience.estimate(episodes.batch, of_episodes, self._scored_greedy())
-            self.metrics |= self.experience.steer_entropy(episodes.batch)
+            metrics, entropy = self.session.estimate(episodes.batch, of_episodes, self._scored_greedy())
+            self.metrics |= metrics | self.experience.steer_entropy_by(entropy)
             episodes.split()
             self._chosen = next(filter(None, (part.choose_rows(batch) for part in self.parts)), None)
             if self._chosen is not None:
@@ -238,10 +241,11 @@ class RlRun(Run):
         """Old log-probs of the rows that the first update does not see; `update` adds those that it computes."""
         first = {*self._mini_batches_of(0, JoinedEpisodes(batch, apart=self.config.rewards_by_branch))[0]}
         later = [row for row in range(len(batch)) if row not in first]
-        batch.columns["old_log_probs"] = torch.zeros(batch.mask.shape)
         if later:
             self.roles.forward(POLICY, batch, ["old_log_probs", "old_entropy"], rows=later)
             del batch.columns["old_entropy"]  # of some rows
+        else:
+            batch.set_zeros("old_log_probs")
 
     def update(self, batch: Batch, rows: Sequence[int]) -> None:
         """One optimizer step of the critic, and of the policy once the critic is warmed up, at the same time."""
@@ -258,7 +262,7 @@ class RlRun(Run):
             set_loss_weights(self._episodes.batch, self._episodes.of_rows(counted), config)
             self._episodes.split(["weights"])
             number = self.step * config.optimizer_steps_per_step + len(self._updates)
-            set_token_columns(batch, rows, config, rewards=self._scores, update_number=number)
+            self.session.set_token_columns(batch, rows, self._scores, number)
             shown = 0 if "old_log_probs" in batch.columns else config.run.log_samples
             updates = self.session.update_weighted(
                 batch,
@@ -266,6 +270,7 @@ class RlRun(Run):
                 roles=[*([CRITIC] if config.uses_critic else []), *([] if self._warms_up else [POLICY])],
                 chosen=self._chosen,
                 shown_rows=len(batch) if computes_old else shown,
+                shown_as="old_log_probs" if computes_old else None,
                 without=["old_log_probs"] if computes_old else (),
             )
             merged: dict[str, float] = {}
@@ -342,7 +347,5 @@ class RlRun(Run):
         if not are_old:
             self._log_probs |= log_probs
             return
-        old = batch.columns["old_log_probs"]
         for row, values in log_probs.items():
-            old[row, : len(values)] = values
-        batch.columns["old_log_probs"] = old
+            batch.columns["old_log_probs"][row, : len(values)] = values

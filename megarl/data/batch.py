@@ -91,8 +91,39 @@ class Batch:
             labels = self.columns["labels"] = torch.zeros(self.mask.shape)
             labels[self.mask] = torch.tensor(known)
 
+    @classmethod
+    def of_share(cls, samples: Sequence[Sample], share: Share) -> Batch:
+        """Lay the rows of a share, whose `samples` need no tokens; its ids and token columns are left out."""
+        batch = cls.__new__(cls)
+        batch.samples, batch.has_parts, batch.extra = list(samples), True, {}
+        batch.lengths = torch.from_numpy(share.lengths)
+        numbers: dict[str, int] = {}
+        batch.groups = torch.tensor([numbers.setdefault(sample.group_id, len(numbers)) for sample in samples])
+        places = [slice(*ends) for ends in pairwise(starts_of(share.lengths).tolist())]
+        batch.mask = batch._padded((share.mask[place] for place in places), torch.bool)
+        laid = {name: (column[place] for place in places) for name, column in share.columns.items()}
+        batch.columns = {name: batch._padded(column, torch.float32) for name, column in laid.items()}
+        return batch
+
     def __len__(self) -> int:
         return len(self.samples)
+
+    @property
+    def counts(self) -> Tensor:
+        """int64 `[B]`: tokens of each response in the mask."""
+        return self.mask.sum(1)
+
+    def set_rows(self, name: str, numbers: Tensor) -> None:
+        """Set a column to one number per row, float32 `[B]`, at its tokens in the mask."""
+        self.columns[name] = torch.where(self.mask, numbers[:, None], 0)
+
+    def set_zeros(self, name: str) -> None:
+        """Set a column to zeros."""
+        self.columns[name] = torch.zeros(self.mask.shape)
+
+    def values(self, name: str, row: int) -> Tensor:
+        """A column of one row, float32 `[L]`."""
+        return self.columns[name][row, : int(self.lengths[row])]
 
     @property
     def prompts_show_pictures(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,10 @@ class StoredColumns(MutableMapping[str, Tensor]):
     def here(self) -> Mapping[str, Tensor]:
         """Columns that were set in this process, `[B, T]` or `[B, T, k]`."""
         return self._here
+
+    def lies_beside_tokens(self, name: str) -> bool:
+        """Return whether a stored column is in the objects of the tokens."""
+        return name == ROLLOUT and not self.at[name].objects
 
     def store(self, name: str, column: StoredColumn) -> None:
         """Take over a column that lies in a store."""
@@ -85,7 +89,7 @@ class StoredColumns(MutableMapping[str, Tensor]):
 class StoredBatch(Batch):
     """B samples whose tokens, log-probs and further columns lie in a store.
 
-    `counts` int64 `[B]`: tokens of each response in the mask. Reading the mask or a column fetches it: whoever can work on
+    Reading the mask or a column fetches it: whoever can work on
     shards does that (`TrainingSide.compute`).
     """
 
@@ -95,7 +99,7 @@ class StoredBatch(Batch):
     def __init__(self, samples: Sequence[StoredSample]) -> None:  # the tokens that `Batch` lays are not here
         self.samples = list(samples)
         self.lengths = torch.tensor([sample.response_length for sample in self.samples], dtype=torch.long)
-        self.counts = self.lengths.clone()
+        self._counts = self.lengths.clone()
         numbers: dict[str, int] = {}
         of_group = [numbers.setdefault(sample.group_id, len(numbers)) for sample in self.samples]
         self.groups = torch.tensor(of_group, dtype=torch.long)
@@ -138,12 +142,34 @@ class StoredBatch(Batch):
 
     @mask.setter
     def mask(self, mask: Tensor) -> None:
-        self._mask, self.counts = mask, mask.sum(1)
+        self._mask, self._counts = mask, mask.sum(1)
 
-    def store_mask(self, column: StoredColumn, counts: Tensor) -> None:
-        """Take over a mask that lies in a store, and how many tokens of each row are in it, int64 `[B]`."""
-        self._mask, self.counts = None, counts
-        self.columns.at[MASK] = column
+    @property
+    def counts(self) -> Tensor:
+        """int64 `[B]`: tokens of each response in the mask."""
+        return self._counts
+
+    def set_rows(self, name: str, numbers: Tensor) -> None:
+        """Set a column to one number per row, float32 `[B]`, at its tokens in the mask."""
+        self.columns.set_rows(name, numbers)
+
+    def set_zeros(self, name: str) -> None:
+        """Set a column to zeros."""
+        self.take([name], [])
+
+    def values(self, name: str, row: int) -> Tensor:
+        """A column of one row, float32 `[L]`; what lies in a store is fetched for this row alone."""
+        if name not in self.columns.at:
+            return super().values(name, row)
+        if self.columns.lies_beside_tokens(name):
+            tokens: ResponseTokens = self._tokens[self._tokens_in[row]].get()
+            return torch.tensor(tokens.log_probs[tokens.place(int(self._tokens_at[row]))])
+        column = self.columns.at[name]
+        number = int(column.of_row[row])
+        if number < 0:
+            return torch.zeros(int(self.lengths[row]))
+        answers: Answers = column.objects[number].get()
+        return torch.tensor(answers.columns[column.index, answers.places[row]])
 
     @property
     def longest(self) -> int:
@@ -153,7 +179,7 @@ class StoredBatch(Batch):
     @property
     def response_tokens(self) -> int:
         """Tokens that the policy sampled and are in the mask."""
-        return int(self.counts.sum())
+        return int(self._counts.sum())
 
     @property
     def last_tokens(self) -> Tensor:
@@ -164,7 +190,7 @@ class StoredBatch(Batch):
         """A column as float32 `[B, T]` in this process."""
         values = torch.zeros(len(self), self.longest)
         rows = values.numpy()
-        if name == ROLLOUT:
+        if self.columns.lies_beside_tokens(name):
             for row, (number, place) in enumerate(zip(self._tokens_in.tolist(), self._tokens_at.tolist(), strict=True)):
                 tokens: ResponseTokens = self._tokens[number].get()
                 rows[row, : self.lengths[row]] = tokens.log_probs[tokens.place(place)]
@@ -187,6 +213,28 @@ class StoredBatch(Batch):
                 self.columns.at[MASK] = column
             else:
                 self.columns.store(name, column)
+
+    def take_mask(self, answers: Sequence[tuple[Stored, Sequence[int]]], index: int, counts: Tensor) -> None:
+        """Take over the mask, the `index`-th column of the stored `Answers`, and the numbers of tokens in it, int64 `[B]`."""
+        self.take([MASK], answers)
+        self.columns.at[MASK] = replace(self.columns.at[MASK], index=index)
+        self._mask, self._counts = None, counts
+
+    def take_further(self, name: str, answers: Sequence[tuple[Stored, Sequence[int]]]) -> None:
+        """Take over the first column of the stored `Answers` for further rows of a column that others have."""
+        known = self.columns.at[name]
+        of_row = known.of_row.copy()
+        for number, (_, rows) in enumerate(answers, start=len(known.objects)):
+            of_row[[*rows]] = number
+        self.columns.at[name] = StoredColumn((*known.objects, *(stored for stored, _ in answers)), of_row, known.index)
+
+    def lone_rows(self, rows: Sequence[int], columns: Sequence[str]) -> StoredShare:
+        """A share of these rows, in their order, with `columns` and without prompts."""
+        ordered = np.array(rows, np.int64)
+        ones, nothing = np.ones(len(rows), np.int64), np.zeros(len(rows), np.int64)
+        no_ids, no_mask = np.zeros(0, np.int32), np.zeros(0, np.bool_)
+        bare = Share(ones, ones, nothing, ordered, self.lengths.numpy()[ordered], no_ids, no_ids, no_mask, {})
+        return self._share(bare, columns, None)
 
     def _common(self, rows: Sequence[int]) -> CommonPrefixes:
         generations = [self.samples[row].generation for row in rows]
@@ -216,7 +264,7 @@ class StoredBatch(Batch):
         names = [name for name in columns if name in known.at] + ([MASK] if of_mask else [])
         stored = {
             name: (renumbered(known.at[name].of_row[laid.rows], known.at[name].objects), known.at[name].index)
-            if name != ROLLOUT
+            if not known.lies_beside_tokens(name)
             else (np.zeros(0, np.int64), 0)
             for name in names
         }
@@ -230,7 +278,7 @@ class StoredBatch(Batch):
             stored=stored,
             of_rows={name: known.of_rows[name].numpy()[laid.rows] for name in columns if name in known.of_rows},
             masked=of_mask,
-            scored=int(flat.sum()) if local_mask is not None else int(self.counts[laid.rows].sum()),
+            scored=int(flat.sum()) if local_mask is not None else int(self._counts[laid.rows].sum()),
             objects=tuple(objects),
         )
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
+from megarl.algorithms.shard import Shard
 from megarl.data.answers import Answers
+from megarl.data.batch import Batch
 from megarl.data.shares import Integers, Share, starts_of
 from megarl.data.stored import ResponseTokens, Stored
 
@@ -29,6 +32,24 @@ class StoredColumn:
     index: int
 
 
+class RowWork(Protocol):
+    """A function of a batch's rows, which processes that have their tokens get as a value."""
+
+    def __call__(self, batch: Batch, shard: Shard, /, *arguments: Any) -> Any:
+        """Set columns of `batch`, which has rows of whole groups, and its mask; `shard` is the way to the other rows."""
+        ...
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What is told of a `RowWork` on some rows: its answer, the names of the columns that it set, and how many tokens of each
+    row are in the mask, int64 `[b]` (None: as many as before)."""
+
+    answer: Any
+    names: list[str]
+    counts: Tensor | None
+
+
 @dataclass(frozen=True, eq=False)
 class StoredShare(Share):
     """A share with the places of its R responses' values in place of these: `token_ids` and `mask` are empty, `columns` has
@@ -36,8 +57,9 @@ class StoredShare(Share):
 
     `objects` are what the numbers below count. `tokens_in` int64 `[R]`: the `ResponseTokens` that have each response, and
     `tokens_at` int64 `[R]` its place there. `stored`: by column the number of each response's `Answers` (−1: 0s), int64 `[R]`,
-    and the index of the column in them. `of_rows`: columns that have one number per response, float32 `[R]`, for its tokens in
-    the mask. `masked`: the tokens in the mask are the stored column `MASK`; else all. `scored`: how many are.
+    and the index of the column in them; without numbers it lies beside the tokens. `of_rows`: columns that have one number per
+    response, float32 `[R]`, for its tokens in the mask. `masked`: the tokens in the mask are the stored column `MASK`; else
+    all. `scored`: how many are.
     """
 
     objects: tuple[Stored, ...] = ()
@@ -86,7 +108,7 @@ class StoredShare(Share):
             mask = laid(answered(MASK), np.float32) > 0 if self.masked else np.ones(len(ids), np.bool_)
         columns = dict(self.columns)
         for name in self.stored:
-            if name == ROLLOUT:
+            if name == ROLLOUT and not len(self.stored[name][0]):
                 columns[name] = laid((of.log_probs[place] for of, place in zip(tokens, places, strict=True)), np.float32)
             elif name != MASK:
                 columns[name] = laid(answered(name), np.float32)

@@ -187,6 +187,11 @@ def estimate_tokens(config: Config, batch: Batch, rows: RowInputs, shard: Shard 
     )
 
 
+def estimate_part(batch: Batch, shard: Shard, config: Config, rows: RowInputs) -> TokenOutcome:
+    """`estimate_tokens` as a `RowWork`."""
+    return estimate_tokens(config, batch, rows, shard)
+
+
 def kl_is_in_reward(config: Config) -> bool:
     """Whether each token's reward has −β·KL to the reference."""
     return bool(config.algorithm.kl.coef) and config.algorithm.kl.apply_to == "reward"

@@ -96,7 +96,7 @@ class RowFacts:
         samples = batch.samples
         return cls(
             lengths=batch.lengths,
-            sampled=batch.mask.sum(1),
+            sampled=batch.counts,
             truncated=batch.truncated,
             group_ids=[sample.group_id for sample in samples],
             rewards=[sample.rewards for sample in samples],
@@ -300,9 +300,9 @@ def set_loss_weights(batch: Batch, rows: Sequence[int], config: Config, aggregat
 
     `aggregation`: None: `algorithm.aggregation`.
     """
-    lay_loss_weights(batch, loss_row_weights(batch.mask.sum(1), rows, config, aggregation))
+    lay_loss_weights(batch, loss_row_weights(batch.counts, rows, config, aggregation))
 
 
 def lay_loss_weights(batch: Batch, of_rows: Tensor) -> None:
     """Column `weights`: `of_rows` float32 `[b]` at the tokens in the mask of each of these rows, some of a batch or all."""
-    batch.columns["weights"] = torch.where(batch.mask, of_rows[:, None], 0)
+    batch.set_rows("weights", of_rows)

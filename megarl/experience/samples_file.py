@@ -36,11 +36,9 @@ class SamplesFile:
         """Append the samples of `step`: `rewards` has one per row, `log_probs` the trainer's `[L]` where `batch` has none."""
         with self.path.open("a") as file:
             for row, sample in enumerate(sample.loaded() for sample in batch.samples[: self.per_step]):
-                size = len(sample.response_ids)
-                known = {name: batch.columns[column] for column, name in COLUMNS.items() if column in batch.columns}
-                columns = {name: column[row, :size] for name, column in known.items()}
+                columns = {name: batch.values(column, row) for column, name in COLUMNS.items() if column in batch.columns}
                 if "kept_log_probability" in batch.columns:  # over all tokens, as the engine's are
-                    columns["log_probs"] = columns["log_probs"] + batch.columns["kept_log_probability"][row, :size]
+                    columns["log_probs"] = columns["log_probs"] + batch.values("kept_log_probability", row)
                 if "log_probs" not in columns and row in log_probs:
                     columns["log_probs"] = log_probs[row]
                 training = {"reward": rewards[row], "pieces": pieces(sample.response_ids, self._tokenizer)}

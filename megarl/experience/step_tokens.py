@@ -13,6 +13,7 @@ from megarl.algorithms import CHOICES, WHOLE, Shard, token_weights, top_entropie
 from megarl.config import Config
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.data.batch import Batch
+from megarl.data.stored_batch import StoredBatch
 
 TOKEN_COLUMNS = ("chosen", "top_entropy", "nll_weights")
 """The columns that `set_token_columns` makes, each where the config asks for it."""
@@ -59,13 +60,46 @@ def set_token_columns(
         columns["nll_weights"] = token_weights(mask & is_right[:, None], "token_mean", shard=shard)
 
 
+def makes_token_columns(config: Config) -> bool:
+    """Return whether `set_token_columns` makes any."""
+    algorithm = config.algorithm
+    return algorithm.policy_loss in CHOICES or algorithm.entropy.top_share < 1 or bool(algorithm.positive_nll.coef)
+
+
+def token_columns_part(
+    batch: Batch, shard: Shard, config: Config, update_number: int, rows: Sequence[int], rewards: Sequence[float]
+) -> None:
+    """`set_token_columns` as a `RowWork`."""
+    set_token_columns(batch, rows, config, rewards=rewards, update_number=update_number, shard=shard)
+
+
+def count_older_tokens(batch: Batch, version: int) -> dict[str, float]:
+    """The metrics of `older_tokens` for a batch whose tokens may be elsewhere."""
+    if not isinstance(batch, StoredBatch):
+        return older_tokens(batch, version, mask=False)
+    older = sum(tokens for sample in batch.samples for sampled_by, tokens in sample.versions if sampled_by < version)
+    return {"rollout/older_tokens": float(older)}
+
+
+def older_part(batch: Batch, shard: Shard, version: int) -> dict[str, float]:
+    """`older_tokens` with their column, as a `RowWork`."""
+    return older_tokens(batch, version, mask=True, shard=shard)
+
+
+def kept_part(batch: Batch, shard: Shard, name: str) -> None:
+    """Make the engine's log-probs those under the limits of sampling, by the column `name`, as a `RowWork`."""
+    batch.columns["rollout_log_probs"] = batch.columns["rollout_log_probs"] - batch.columns[name]
+
+
 def older_tokens(batch: Batch, version: int, *, mask: bool, shard: Shard = WHOLE) -> dict[str, float]:
     """Metrics of the tokens that weights before `version` sampled. `mask`: they get the column `older`, 1 where they are, and
     the losses leave them out. `shard`: the way to the rows of others, whose tokens count too."""
     older = torch.zeros(batch.mask.shape)
     for row, sample in enumerate(batch.samples):
-        versions = torch.tensor(sample.weight_versions or [version] * len(sample.response_ids))
-        older[row, : len(versions)] = (versions < version).float()
+        start = 0
+        for sampled_by, tokens in sample.versions:
+            older[row, start : start + tokens] = float(sampled_by < version)
+            start += tokens
     older = older * batch.mask
     if mask:
         batch.columns["older"] = older

@@ -13,7 +13,7 @@ import ray
 from megarl.data.stored import StoredGeneration
 from megarl.errors import DeadlineError, MegarlError, WorkerError
 from megarl.rollout.engines.protocol import Engine, EngineRequest
-from megarl.rollout.engines.stored_turns import Turn
+from megarl.rollout.engines.stored_turns import SampledTurn
 from megarl.workers.object_store import RayObject
 
 P = ParamSpec("P")
@@ -68,7 +68,7 @@ class EngineCalls:
     def __init__(self, actor: Any, number: int) -> None:
         self.actor, self.number = actor, number
 
-    async def generate(self, request: EngineRequest) -> list[list[Turn]]:
+    async def generate(self, request: EngineRequest) -> list[list[SampledTurn]]:
         """The engine knows its deadline, too, and is given a moment to say itself that it has passed."""
         deadline_s = request.deadline_s + GRACE_S
         if not request.stored:

@@ -74,6 +74,14 @@ class StoringGroup(RankGroup, Protocol):
     reporting: Sequence[int]
     """By data-parallel replica the rank whose results speak for it."""
 
+    def shared(self, value: Any) -> Any:
+        """An argument that many ranks are sent, kept once."""
+        ...
+
+    def whole(self, replica: int, shares: Sequence[Share]) -> Any:
+        """The shares of a replica with their tokens, as an argument of its ranks."""
+        ...
+
     def submit_stored(
         self, method: Callable[[RankCalls, *Ts], object], per_rank: Mapping[int, tuple[*Ts]]
     ) -> tuple[list[Any], Mapping[int, Stored]]:
@@ -140,6 +148,10 @@ class WorkerGroup:
         """
         references = [self.whole(replica, shares) for replica, shares in enumerate(replicas)]
         return [references[replica] for replica in self._replicas]
+
+    def shared(self, value: Any) -> Any:
+        """A reference to a value that many ranks are sent."""
+        return ray.put(value)
 
     def whole(self, replica: int, shares: Sequence[Share]) -> Any:
         """A reference to the shares of a replica with their tokens."""

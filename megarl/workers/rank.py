@@ -15,16 +15,21 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any
 
+import numpy as np
 import ray
 import torch
+from torch import Tensor
 from torch.profiler import record_function
 
+from megarl.algorithms import WHOLE
 from megarl.checkpoint.background import BackgroundWriter
 from megarl.checkpoint.dist_writer import Written
 from megarl.config.layout import Layout
 from megarl.data.answers import Answers
+from megarl.data.batch import Batch, laid_rows
+from megarl.data.sample import Sample
 from megarl.data.shares import Share
-from megarl.data.stored_shares import StoredShare
+from megarl.data.stored_shares import Computed, RowWork, StoredShare
 from megarl.data.stream import ScorePosition, TopK
 from megarl.megatron.build import initialize_layout
 from megarl.megatron.hf_export import write_role
@@ -32,6 +37,7 @@ from megarl.megatron.offload import Offload
 from megarl.megatron.optimizer import describe_optimizer
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.megatron.rank_model import RankModel
+from megarl.megatron.row_shard import shard_of_replica
 from megarl.megatron.weights import Quantiser, adapter_shards, local_shards
 from megarl.models.registry import load_hf_config
 from megarl.observe.rank_record import RankRecord
@@ -39,6 +45,7 @@ from megarl.observe.trace import take_spans, timed
 from megarl.option_list import part
 from megarl.platform.base import Platform
 from megarl.platform.shared_memory import share
+from megarl.runs.update_metrics import LOG_PROBS
 from megarl.weights.machines import Machines
 from megarl.weights.model_compatibility import ServedModel, check_same_model
 from megarl.weights.plan import LOAD_BYTES
@@ -141,6 +148,44 @@ class Rank:
     ) -> tuple[None, Answers | None]:
         """`forward` with the answers apart: the second value."""
         return None, self.forward(role, shares, position, top_k)
+
+    def compute(
+        self,
+        shared: tuple[RowWork, Any],
+        shares: Sequence[Share],
+        samples: Sequence[Sample],
+        arguments: Sequence[Any],
+        alone: bool,
+    ) -> tuple[Computed, Answers]:
+        """Do work on the rows of a share, `alone` or while the other replicas do it on theirs; `shared` are the function and
+        the arguments that all get.
+
+        The second value has the columns that it set, and the mask if it changed it.
+        """
+        [share], (work, *common) = shares, shared
+        batch = Batch.of_share(samples, share)
+        here = torch.device("cpu") if alone else torch.device(self.platform.device(self.gpu))
+        shard = WHOLE if alone else shard_of_replica(torch.from_numpy(share.rows), here)
+        before, mask = dict(batch.columns), batch.mask.clone()
+        answer = work(batch, shard, *common, *arguments)
+        names = [name for name, column in batch.columns.items() if column is not before.get(name)]
+        is_changed = torch.tensor([int(not torch.equal(batch.mask, mask))])
+        changed = bool(shard.total(is_changed))
+        columns = [batch.columns[name] for name in names] + ([batch.mask.float()] if changed else [])
+        rows, lengths = [*range(len(batch))], share.lengths.tolist()
+        laid = [laid_rows(column.float(), rows, lengths) for column in columns]
+        values = np.stack(laid) if laid else np.zeros((0, sum(lengths)), np.float32)
+        return Computed(answer, names, batch.counts if changed else None), Answers(share.rows, share.lengths, values)
+
+    def update_stored(
+        self, role: str, shares: Sequence[Share], loss_function: Any, position: ScorePosition, applies: bool = True
+    ) -> tuple[dict[str, float], Answers]:
+        """`update` with the log-probs that it shows apart: the second value."""
+        metrics: dict[str, Any] = self.update(role, shares, loss_function, position, applies)
+        shown: dict[int, Tensor] = metrics.pop(LOG_PROBS, {})
+        lengths = np.array([len(values) for values in shown.values()], np.int64)
+        values = np.concatenate([np.zeros(0, np.float32), *(of_row.numpy() for of_row in shown.values())], dtype=np.float32)
+        return metrics, Answers(np.array([*shown], np.int64), lengths, values[None])
 
     def ask(self, role: str, question: Callable[[Any], Any]) -> Any:
         """Answer an option's `question` about the role's model (`RankModel`) on this rank; collective if the question is."""

@@ -5,9 +5,11 @@ Data-parallel ranks get their share once, through Ray's object store; all ranks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from heapq import heapreplace
 from importlib.metadata import version
 from itertools import chain
 from types import MappingProxyType
@@ -15,6 +17,7 @@ from typing import Any, Literal, cast
 
 from torch import Tensor
 
+from megarl.algorithms import WHOLE
 from megarl.checkpoint.dist_writer import Written, join_roles
 from megarl.checkpoint.format.safe_pickle import check_pickles
 from megarl.config import AnyConfig
@@ -29,6 +32,7 @@ from megarl.data.micro_batches import plan_micro_batches
 from megarl.data.shares import Share
 from megarl.data.stored import Stored
 from megarl.data.stored_batch import StoredBatch
+from megarl.data.stored_shares import Computed, RowWork
 from megarl.data.stream import ScorePosition, TopK
 from megarl.errors import ConfigError
 from megarl.megatron.options import (
@@ -62,6 +66,26 @@ def group_requests(config: AnyConfig) -> list[GroupRequest]:
         for role in config.roles
         if role.layout is not None
     ]
+
+
+def row_parts(groups: Sequence[int], lengths: Sequence[int], parts: int) -> list[list[int]]:
+    """The rows of each of `parts` parts, in order: whole groups, about as many tokens each.
+
+    One part has all rows where there are fewer groups than parts.
+    """
+    tokens, rows = Counter[int](), dict[int, list[int]]()
+    for row, (group, length) in enumerate(zip(groups, lengths, strict=True)):
+        tokens[group] += length
+        rows.setdefault(group, []).append(row)
+    if len(rows) < parts:
+        return [[*range(len(groups))]]
+    heap = [(0, 0, part) for part in range(parts)]
+    of_parts: list[list[int]] = [[] for _ in heap]
+    for group, count in tokens.most_common():
+        load, groups_there, part = heap[0]
+        of_parts[part] += rows[group]
+        heapreplace(heap, (load + count, groups_there + 1, part))
+    return [sorted(part) for part in of_parts]
 
 
 @dataclass(frozen=True)
@@ -288,6 +312,50 @@ class Roles:
         else:
             batch.gather(names, answers, wide, asked=rows)
 
+    def compute(
+        self,
+        batch: Batch,
+        work: RowWork,
+        arguments: Callable[[Sequence[int]], Sequence[Any]] = lambda rows: (),
+        common: Sequence[Any] = (),
+        columns: Collection[str] | None = None,
+        *,
+        apart: bool = True,
+    ) -> list[Any]:
+        """Have `work` done on a batch where its tokens are (`TrainingSide.compute`).
+
+        Tokens of this process are worked on here, by one part; those in a store by the ranks that report for the policy's
+        replicas, each on whole groups; by one of them where there are fewer groups than replicas.
+        """
+        if not isinstance(batch, StoredBatch):
+            return [work(batch, WHOLE, *common, *arguments(range(len(batch))))]
+        self.before_use()
+        group = cast(StoringGroup, self.group_of(POLICY))
+        parts = row_parts(batch.groups.tolist(), batch.lengths.tolist(), group.layout.dp if apart else 1)
+        read = [name for name in batch.columns if columns is None or name in columns]
+        calls: dict[int, Any] = {}
+        shared = group.shared((work, *common))
+        for replica, rows in enumerate(parts):
+            light = [batch.samples[row].without_text() for row in rows]
+            whole = group.whole(replica, [batch.lone_rows(rows, read)])
+            calls[group.reporting[replica]] = (shared, whole, light, arguments(rows), len(parts) == 1)
+        submitted, kept = group.submit_stored(RankCalls.compute, calls)
+        phase = f"{getattr(work, '__name__', 'work').replace('_', ' ')} on rows"
+        told: list[Computed] = group.wait(submitted, phase=phase, deadline_s=self._deadlines.step_s)
+        answers = [*zip(kept.values(), parts, strict=True)]
+        batch.take(told[0].names, answers)
+        if any(part.counts is not None for part in told):
+            self._take_mask(batch, told, answers)
+        return [part.answer for part in told]
+
+    @staticmethod
+    def _take_mask(batch: StoredBatch, told: Sequence[Computed], answers: Sequence[tuple[Stored, Sequence[int]]]) -> None:
+        counts = batch.counts.clone()
+        for part, (_, rows) in zip(told, answers, strict=True):
+            assert part.counts is not None, "who works on rows tells of its mask where any part changed it"
+            counts[[*rows]] = part.counts
+        batch.take_mask(answers, len(told[0].names), counts)
+
     def ask(self, role: str, question: Callable[[Any], Answer]) -> list[Answer]:
         """The answers of all ranks of `role` to an option's `question`, which gets the role's `RankModel`."""
         phase = f"{question.__name__.replace('_', ' ')} of {role}"
@@ -305,12 +373,15 @@ class Roles:
         keep_groups: bool = False,
         mixed_in: tuple[Batch, Sequence[str]] | None = None,
         applies: bool = True,
+        shown_as: str | None = None,
     ) -> Any:
         """Begin one optimizer step of `role` on `rows`; give the result to `finish_updates`.
 
         Unless it `applies`, it gathers gradients alone, for `optimizer_step`. `at` is as in `forward`. `keep_groups`: no group
         is split over micro-batches, since the loss compares its members.
         `mixed_in`: a further batch, all of whose rows join the step in micro-batches of their own, and its columns.
+        `shown_as`: the column of a batch in a store that the log-probs which the loss shows go into; of other batches they come
+        with the metrics.
         """
         self.before_use()
         group = self.group_of(role)
@@ -329,6 +400,12 @@ class Roles:
                 tower_passes=1 if "vision" in self.config.policy.freeze else PASSES,
             )
         arguments = [(role, shares, loss, position, applies) for shares in group.per_rank(replicas)]
+        if isinstance(batch, StoredBatch) and shown_as is not None:
+            storing = cast(StoringGroup, group)
+            submitted, kept = storing.submit_stored(RankCalls.update_stored, dict(enumerate(arguments)))
+            shown = [(kept[rank], shares[0].rows.tolist()) for rank, shares in zip(storing.reporting, replicas, strict=True)]
+            batch.take_further(shown_as, shown)
+            return group, submitted
         return group, group.submit(RankCalls.update, arguments)
 
     def finish_updates(self, updates: Sequence[Any]) -> list[dict[str, Any]]:

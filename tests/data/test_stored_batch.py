@@ -18,7 +18,7 @@ from megarl.data.sample import Prompt, Sample
 from megarl.data.shares import Share
 from megarl.data.stored import Held, ResponseTokens, StoredGeneration, StoredSample, common_beginnings, version_runs
 from megarl.data.stored_batch import StoredBatch, batch_of
-from megarl.data.stored_shares import MASK, StoredShare
+from megarl.data.stored_shares import StoredShare
 from megarl.models.flops import FlopsModel
 
 FLOPS = FlopsModel(per_token=100, per_logit_row=10, per_pair=1)
@@ -144,8 +144,7 @@ def test_a_mask_that_lies_in_the_store() -> None:
     here.mask = torch.zeros_like(here.mask)
     for row, place in value.places.items():
         here.mask[row, : here.lengths[row]] = torch.tensor(value.columns[0, place]) > 0
-    there.take([MASK], [(Held(value), rows)])
-    there.counts = here.mask.sum(1)
+    there.take_mask([(Held(value), rows)], 0, here.mask.sum(1))
     assert torch.equal(there.mask, here.mask)
     assert there.response_tokens == here.response_tokens
     there.columns.set_rows("weights", torch.arange(len(plain)))

@@ -7,11 +7,11 @@ from dataclasses import replace
 from megarl.data.stored import ResponseTokens, StoredGeneration
 from megarl.rollout.engines.protocol import EngineRequest, Generation
 
-Turn = Generation | StoredGeneration
+SampledTurn = Generation | StoredGeneration
 """A response as an engine's caller has it: with its tokens, or with a handle to them."""
 
 
-def loaded(turn: Turn) -> Generation:
+def loaded(turn: SampledTurn) -> Generation:
     """The turn with its tokens, which are fetched if they are elsewhere."""
     if isinstance(turn, Generation):
         return turn

@@ -13,7 +13,7 @@ from megarl.errors import DeadlineError, EngineError, WorkerError
 from megarl.observe.run_state import EngineCondition, EngineStatus
 from megarl.observe.trace import BusySpans
 from megarl.rollout.engines.protocol import EngineRequest
-from megarl.rollout.engines.stored_turns import Turn
+from megarl.rollout.engines.stored_turns import SampledTurn
 from megarl.rollout.scheduling.partial_groups import PartialGroup
 
 CUT_POLL_S = 0.02
@@ -32,7 +32,7 @@ class EngineHandle(Protocol):
     Every method raises what the engine raised, WorkerError if its process is gone, or DeadlineError.
     """
 
-    async def generate(self, request: EngineRequest) -> list[list[Turn]]: ...
+    async def generate(self, request: EngineRequest) -> list[list[SampledTurn]]: ...
 
     async def cut(self, keys: Sequence[str], *, deadline_s: float) -> None: ...
 
@@ -147,7 +147,7 @@ class EngineState:
             return "waiting"
         return "up" if self.is_open.is_set() else "updating"
 
-    async def generate(self, request: EngineRequest) -> list[list[Turn]]:
+    async def generate(self, request: EngineRequest) -> list[list[SampledTurn]]:
         """`Engine.generate`; notes when the engine was busy with it, and how many tokens it sampled."""
         with self.busy:
             answers = await self.handle.generate(request)
@@ -201,7 +201,7 @@ class AskedGroups:
 
     async def generate(
         self, request: EngineRequest, *, names: Sequence[Sequence[str]], groups: Sequence[int]
-    ) -> list[list[Turn]]:
+    ) -> list[list[SampledTurn]]:
         """`Engine.generate` under the engine's next open moment; what was sampled before is not asked for again.
 
         `names` `[prompt][sample]` are the turns (`turn_name`), and `groups` the places of the prompts' groups. Responses that

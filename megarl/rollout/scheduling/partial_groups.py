@@ -13,7 +13,7 @@ from megarl.data.columns import from_json, of_responses, to_json
 from megarl.data.prefills import PrefillCounts
 from megarl.data.sample import Sample
 from megarl.rollout.engines.protocol import Generation
-from megarl.rollout.engines.stored_turns import Turn, loaded
+from megarl.rollout.engines.stored_turns import SampledTurn, loaded
 
 
 class PartialGroup:
@@ -24,13 +24,13 @@ class PartialGroup:
     """
 
     def __init__(self) -> None:
-        self._turns: dict[str, Turn] = {}
+        self._turns: dict[str, SampledTurn] = {}
 
-    def turn(self, name: str) -> Turn | None:
+    def turn(self, name: str) -> SampledTurn | None:
         """The kept part of a turn."""
         return self._turns.get(name)
 
-    def keep(self, name: str, generation: Turn) -> None:
+    def keep(self, name: str, generation: SampledTurn) -> None:
         """Take over what there is of a turn by now."""
         if generation.tokens or generation.finish_reason != "abort":
             self._turns[name] = generation

@@ -13,7 +13,7 @@ from megarl.data.sample import Prompt, Sample
 from megarl.data.stored import StoredGeneration, StoredSample
 from megarl.experience.inputs import OpenedEpisodes
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
-from megarl.rollout.engines.stored_turns import Turn, loaded
+from megarl.rollout.engines.stored_turns import SampledTurn, loaded
 from megarl.rollout.episodes import SampleTokens
 from megarl.rollout.episodes.single import single_sample
 from megarl.rollout.scheduling.engine_state import AskedGroups, GenerateGroups
@@ -95,7 +95,7 @@ def episode_groups(kind: OpenedEpisodes, params: SamplingParams, n: int, deadlin
     return generate_groups
 
 
-def _sample(prompt: Prompt, number: int, turn: Turn, tokenizer: Any) -> Sample:
+def _sample(prompt: Prompt, number: int, turn: SampledTurn, tokenizer: Any) -> Sample:
     if isinstance(turn, StoredGeneration):
         return StoredSample(prompt, number, turn)
     return single_sample(prompt, number, turn, tokenizer)
