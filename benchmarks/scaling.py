@@ -1,26 +1,25 @@
-"""What a step costs the driver as workers are added: planning, packing, dispatch, collection, for 16 to 4,096 of them.
+"""What a step costs the driver at 16 to 10,240 ranks: responses taken over, planning, sharing, statistics, dispatch, collection.
 
-    python benchmarks/scaling.py --out benchmarks/results/scaling.json            # simulated workers, one process
-    python benchmarks/scaling.py --ray 16 32 64 --out benchmarks/results/scaling_ray.json   # real Ray actors that do nothing
+    python benchmarks/scaling.py --out benchmarks/results/scaling.json
 
-The driver's own code runs on a GRPO step whose batch grows with the workers (`PER_REPLICA` sequences for each data-parallel
-replica): two passes for log-probs and one update. Simulated workers are answers that were pickled before; what a network and a
-remote machine add is not in it. Seconds are of the driver's CPU, one thread. With --ray, real actors take the calls and answer
-with as many bytes; seconds are wall time.
+The driver's own code runs on a GRPO step with KL to a reference, whose tokens lie in a store: 8 responses of 8,000 tokens on
+average for each GPU (`WORLDS`), two passes for log-probs, advantages and one update. Ranks are simulated: what they are sent is
+pickled as Ray would pickle it, and they answer nothing. Calls of Ray itself are in `benchmarks/rank_calls.py`. Seconds are of
+the driver's CPU, one thread; bytes are those of all arguments, and those of tokens and token columns among them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import pickle
 import platform
+import resource
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -31,25 +30,32 @@ from unittest import mock
 import numpy as np
 import torch
 
+from megarl.algorithms import LossSettings, RunningMean
 from megarl.config import Layout, parse_config
-from megarl.data.answers import Answers
-from megarl.data.batch import Batch
-from megarl.data.sample import Sample
-from megarl.experience.experience import Experience, set_loss_weights
+from megarl.data.prefix_tree import NOTHING_SHARED
+from megarl.data.sample import Prompt
+from megarl.data.shares import Share
+from megarl.data.stored import Held, StoredGeneration, StoredSample
+from megarl.data.stored_batch import StoredBatch
+from megarl.data.stored_shares import Computed
+from megarl.experience.estimation import TokenOutcome, estimate_part
+from megarl.experience.experience import Experience, RowFacts, set_loss_weights
 from megarl.experience.objectives import PolicyObjective
+from megarl.experience.step_tokens import count_older_tokens
 from megarl.models.flops import FlopsModel
 from megarl.models.shape import ModelShape
-from megarl.planning.lengths import Lengths
 from megarl.runs.training_side import POLICY, REFERENCE
 from megarl.workers import roles as roles_module
 from megarl.workers.roles import Roles, role_specs
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples/models/llama-3.1-70b"
-TP, PP, PER_REPLICA, GROUP = 4, 2, 16, 8
-PROMPT, LENGTHS = 128, Lengths(128, 384, 1024)
-WORLDS = (16, 64, 256, 1024, 4096)
-PARTS = ("batch", "advantages", "packing", "planning", "serialising", "dispatch", "collection")
+TP, PP, GROUP, PROMPT = 4, 2, 8, 512
+LONGEST, MEAN, SPREAD = 32_768, 8000, 0.9
+CHARACTERS_PER_TOKEN = 4
+WORLDS = {16: 128, 256: 2048, 1024: 8192, 4096: 32_768, 10_240: 65_536}
+"""Ranks, and responses of a step."""
+PARTS = ("responses", "batch", "planning", "shares", "advantages", "serialising", "collection")
 
 
 class Clock:
@@ -78,80 +84,113 @@ class Clock:
 
 
 class SimulatedGroup:
-    """Ranks that answer at once with what was made for them before: `answers` by data-parallel replica, pickled."""
+    """Ranks that are sent what Ray would send them, and answer what the driver needs of them, without doing anything."""
 
     name, platform = POLICY, "cpu"
 
     def __init__(self, layout: Layout, clock: Clock) -> None:
         self.layout, self.clock = layout, clock
-        self.coords = [layout.coords(rank) for rank in range(layout.world_size)]
-        self.answers: dict[str, list[bytes]] = {}
-        self._nothing = {"forward": pickle.dumps(None), "update": pickle.dumps({})}
+        self.reporting = [rank for rank in range(layout.world_size) if self._reports(rank)]
+        self.sent_bytes = self.token_bytes = self.calls = 0
 
-    def per_rank(self, replicas: Sequence[Any]) -> list[Any]:
-        """Every replica's micro-batches, pickled once, as `ray.put` does."""
+    def _reports(self, rank: int) -> bool:
+        at = self.layout.coords(rank)
+        return at.tp == 0 and at.cp == 0 and at.pp == self.layout.pp - 1
+
+    def shared(self, value: Any) -> str:
+        """Pickle a value once."""
         with self.clock("serialising"):
-            pickled = [pickle.dumps(value, protocol=5) for value in replicas]
-            return [pickled[at.dp] for at in self.coords]
+            self.sent_bytes += len(pickle.dumps(value, protocol=5))
+        return "reference"
 
-    def submit(self, method: Callable[..., Any], arguments: Any) -> list[bytes]:
-        """One answer per rank; only reporting ranks have one that is not empty."""
-        with self.clock("dispatch"):
-            found = []
-            for at, _ in zip(self.coords, arguments, strict=True):
-                reports = at.tp == 0 and at.cp == 0 and at.pp == self.layout.pp - 1
-                found.append(self.answers[method.__name__][at.dp] if reports else self._nothing[method.__name__])
-            return found
+    def whole(self, replica: int, shares: Sequence[Share]) -> str:
+        """Pickle a replica's shares, without the handles, which are arguments of their own."""
+        for share in shares:
+            columns = (*share.columns.values(), share.mask, share.token_ids)
+            self.token_bytes += sum(column.nbytes for column in columns)
+        self.calls += 1
+        return self.shared([{**vars(share), "objects": len(getattr(share, "objects", ()))} for share in shares])
+
+    def per_rank(self, replicas: Sequence[Sequence[Share]]) -> list[str]:
+        """One reference per rank."""
+        references = [self.whole(replica, shares) for replica, shares in enumerate(replicas)]
+        return [references[self.layout.coords(rank).dp] for rank in range(self.layout.world_size)]
+
+    def submit(self, method: Callable[..., Any], per_rank: Sequence[Any]) -> list[Any]:
+        """Pickle each rank's arguments; the answer to an update is its metrics."""
+        return [self._answer(method.__name__, rank, arguments) for rank, arguments in enumerate(per_rank)]
+
+    def submit_stored(self, method: Callable[..., Any], per_rank: Mapping[int, Any]) -> tuple[list[Any], dict[int, Held]]:
+        """The same for some ranks, whose second values stay where they are."""
+        answers = [self._answer(method.__name__, rank, arguments) for rank, arguments in per_rank.items()]
+        return answers, {rank: Held(None) for rank in per_rank}
+
+    def _answer(self, method: str, rank: int, arguments: Sequence[Any]) -> bytes:
+        with self.clock("serialising"):
+            self.calls += 1
+            self.sent_bytes += len(pickle.dumps((method, *arguments), protocol=5))
+        if method == "compute":
+            lengths = [sample.response_length for sample in arguments[2]]
+            outcome = TokenOutcome(
+                metrics={}, sampled=torch.tensor(lengths), baseline=RunningMean(), kl=None, kl_rows=0, entropy=None
+            )
+            return pickle.dumps(Computed(outcome, ["advantages"], None))
+        if method == "update":
+            return pickle.dumps(dict.fromkeys(map(str, range(20)), 0.0) if self._reports(rank) else {})
+        return pickle.dumps(None)
 
     def wait(self, submitted: Sequence[bytes], *, phase: str, deadline_s: float) -> list[Any]:
         """The answers, unpickled."""
         with self.clock("collection"):
             return [pickle.loads(answer) for answer in submitted]
 
-    def call(self, method: Callable[..., Any], *arguments: Any, phase: str, deadline_s: float) -> list[Any]:
-        """As `submit` and `wait`."""
-        per_rank = [arguments] * self.layout.world_size
-        return self.wait(self.submit(method, per_rank), phase=phase, deadline_s=deadline_s)
 
-
-def run_config(world: int) -> Any:
-    """A GRPO run of so many ranks, whose batch grows with them."""
-    dp = world // (TP * PP)
+def run_config(world: int, responses: int) -> Any:
+    """A GRPO run of so many ranks and responses."""
     return parse_config(
         {
             "model": {"path": str(MODEL)},
-            "policy": {"layout": {"tp": TP, "pp": PP, "dp": dp}, "max_tokens_per_micro_batch": 8192},
-            "algorithm": {"name": "grpo"},
+            "policy": {
+                "layout": {"tp": TP, "pp": PP, "dp": world // (TP * PP)},
+                "max_tokens_per_micro_batch": LONGEST + PROMPT,
+            },
+            "algorithm": {"name": "grpo", "kl": {"coef": 0.04}},
             "data": {"train": {"source": "reasoning_gym", "name": "chain_sum"}, "max_prompt_tokens": PROMPT},
             "rollout": {
-                "engines": max(1, world // 8), "tp": 8, "prompts_per_step": dp * PER_REPLICA // GROUP,
-                "samples_per_prompt": GROUP, "max_new_tokens": LENGTHS.longest,
+                "engines": max(1, world // 8), "tp": 8, "prompts_per_step": responses // GROUP,
+                "samples_per_prompt": GROUP, "max_new_tokens": LONGEST,
             },
             "rewards": [{"name": "exact_number"}],
         }
     )  # fmt: skip
 
 
-def samples_of(count: int) -> list[Sample]:
-    """A step's samples, with the planner's spread of lengths."""
+def answers_of(responses: int, mean: int) -> list[bytes]:
+    """The pickled answers of engines, one for each group, with lognormal lengths and texts as long."""
     chance = np.random.default_rng(0)
-    lengths = chance.choice(LENGTHS.responses, count).astype(int)
-    found = []
-    for row, length in enumerate(lengths.tolist()):
-        group = str(row // GROUP)
-        ones = [1] * length
-        found.append(
-            Sample(str(row), group, group, [row // GROUP] * PROMPT, list(range(length)), ones, [-1.0] * length, ones, "stop")
-        )
-    return found
+    drawn = chance.lognormal(np.log(mean) - SPREAD**2 / 2, SPREAD, responses)
+    lengths = np.clip(drawn, 1, LONGEST).astype(int).reshape(-1, GROUP)
+    letters = "x" * (CHARACTERS_PER_TOKEN * LONGEST)
+    answers = []
+    for of_group in lengths.tolist():
+        summaries = [
+            StoredGeneration(
+                Held(None), place, length, ((0, length),), "stop", letters[: CHARACTERS_PER_TOKEN * length], {},
+                common=NOTHING_SHARED, member=place,
+            )
+            for place, length in enumerate(of_group)
+        ]  # fmt: skip
+        answers.append(pickle.dumps(summaries, protocol=5))
+    return answers
 
 
-def step_seconds(world: int) -> dict[str, float]:
-    """Seconds of one step's driver by part."""
-    config, clock = run_config(world), Clock()
+def step_figures(world: int, responses: int, mean: int = MEAN) -> dict[str, float]:
+    """Seconds of one step's driver by part, bytes and calls."""
+    config, clock = run_config(world, responses), Clock()
     group = SimulatedGroup(config.policy.layout, clock)
     flops = FlopsModel.of(ModelShape.read(MODEL))
-    samples = samples_of(config.policy.layout.dp * PER_REPLICA)
+    answers = answers_of(responses, mean)
+    prompts = [Prompt(str(number), str(number), [number] * PROMPT, "") for number in range(len(answers))]
     planner = roles_module.plan_micro_batches
 
     def planned(*arguments: Any, **settings: Any) -> Any:
@@ -160,108 +199,43 @@ def step_seconds(world: int) -> dict[str, float]:
 
     with mock.patch.object(roles_module, "plan_micro_batches", planned):
         roles = Roles(config, role_specs(config), {POLICY: group}, "transformer_engine", flops, sampling=None, updates=1)
+        experience, samples = Experience(config), []
+        with clock("responses"):
+            for prompt, answer in zip(prompts, answers, strict=True):
+                turns = pickle.loads(answer)
+                samples += [StoredSample(prompt, number, turn) for number, turn in enumerate(turns)]
+        del answers
         with clock("batch"):
-            batch = Batch(samples)
-        group.answers = _answers(batch, config.policy.layout.dp)
+            batch = StoredBatch(samples)
+            count_older_tokens(batch, 0)
         for role, names in (
             (POLICY, ["old_log_probs", "old_entropy"]),
             (REFERENCE, ["reference_log_probs", "reference_entropy"]),
         ):
-            with clock("packing"):
-                answers = _forward(roles, role, batch)
-            with clock("collection"):
-                batch.gather(names, answers)
+            with clock("shares"):
+                roles.forward(role, batch, names)
         with clock("advantages"):
-            Experience(config).estimate(batch, [float(row % 2) for row in range(len(batch))])
+            rows = experience.row_inputs(RowFacts.of(batch), [float(row % 2) for row in range(len(batch))])
+            outcome = roles.compute(batch, estimate_part, lambda part: [rows.of_rows(part)], [config])[0]
+            experience.take_outcome(rows, outcome)
             set_loss_weights(batch, range(len(batch)), config)
-        with clock("packing"):
-            started = roles.start_update(
-                POLICY,
-                batch,
-                range(len(batch)),
-                ["weights", "advantages", "old_log_probs", "reference_log_probs"],
-                _objective(),
-            )
+        read = ["weights", "advantages", "rollout_log_probs", "old_log_probs", "reference_log_probs"]
+        with clock("shares"):
+            objective = PolicyObjective("clip", LossSettings(), kl_coef=0.04)
+            started = roles.start_update(POLICY, batch, range(len(batch)), read, objective)
         with clock("collection"):
             roles.finish_updates([started])
-    return clock.seconds
-
-
-def _forward(roles: Roles, role: str, batch: Batch) -> list[Any]:
-    """`Roles.forward` without its last line, which is timed by itself."""
-    found: list[Any] = []
-    with mock.patch.object(batch, "gather", lambda names, answers, wide, *, asked: found.extend(answers)):
-        roles.forward(role, batch, [])
-    return found
-
-
-def _objective() -> Any:
-    from megarl.algorithms import LossSettings
-
-    return PolicyObjective("clip", LossSettings(), kl_coef=0.04)
-
-
-def _answers(batch: Batch, replicas: int) -> dict[str, list[bytes]]:
-    rows = np.array_split(np.arange(len(batch)), replicas)
-    lengths = batch.lengths.numpy()
-    passes = [Answers(some, lengths[some], np.zeros((2, lengths[some].sum()), np.float32)) for some in rows]
-    return {
-        "forward": [pickle.dumps(one, protocol=5) for one in passes],
-        "update": [pickle.dumps({"policy/loss": 0.0})] * replicas,
-    }
-
-
-def ray_seconds(actors: int, calls: int) -> dict[str, float]:
-    """Seconds of one call of real actors, and of waiting for 4,096 answers that are there."""
-    import ray
-
-    from megarl.workers.group import WorkerGroup, wait_for
-
-    # Without torch in the actors: what is shared reaches them as a reference that they do not open.
-    actor = ray.remote(num_cpus=0)(_Idle)
-    group = WorkerGroup(POLICY, Layout(dp=actors), [actor.remote() for _ in range(actors)], "logs")
-    began = time.perf_counter()
-    answer: Any = _Idle.answer
-    group.call(answer, [], 0, phase="start", deadline_s=300)
-    found: dict[str, list[float]] = {"start": [time.perf_counter() - began]}
-    values = [b"x" * 200_000] * actors
-    for _ in range(calls):
-        marks = [time.perf_counter()]
-        shared = group.per_rank(values)
-        marks.append(time.perf_counter())
-        submitted = group.submit(answer, [([reference], 50_000) for reference in shared])
-        marks.append(time.perf_counter())
-        group.wait(submitted, phase="answer", deadline_s=300)
-        marks.append(time.perf_counter())
-        for name, first, last in zip(("serialising", "dispatch", "collection"), marks, marks[1:], strict=False):
-            found.setdefault(name, []).append(last - first)
-    waits = {}
-    for count in WORLDS:
-        references = [ray.put(b"x") for _ in range(count)]
-        began = time.perf_counter()
-        wait_for(references, phase="wait", deadline_s=300, whose=[f"value {number}" for number in range(count)])
-        waits[f"wait_for_{count}"] = time.perf_counter() - began
-    group.kill()
-    return {name: statistics.median(each) for name, each in found.items()} | waits
-
-
-class _Idle:
-    def call(self, method: str, *arguments: Any) -> Any:
-        """As `RankProcess.call`."""
-        return getattr(self, method)(*arguments)
-
-    def answer(self, shared: list[Any], nbytes: int) -> bytes:
-        """As many bytes as asked for."""
-        return b"y" * nbytes
+    figures: dict[str, float] = dict(clock.seconds)
+    figures |= {"all": sum(clock.seconds.values()), "sent_bytes": group.sent_bytes, "token_bytes": group.token_bytes}
+    return figures | {"calls": group.calls, "tokens": int(batch.lengths.sum())}
 
 
 def main() -> None:
     """Measure, show and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS, help="numbers of simulated workers")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[*WORLDS], choices=WORLDS, help="numbers of ranks")
     parser.add_argument("--rounds", type=int, default=3, help="steps of each, of which the median is told (default: 3)")
-    parser.add_argument("--ray", type=int, nargs="+", help="numbers of real actors, instead of simulated workers")
     arguments = parser.parse_args()
     from workload import machine
 
@@ -270,33 +244,19 @@ def main() -> None:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": shlex.join(["python", *sys.argv]),
         "machine": machine(),
-        "versions": {"python": platform.python_version(), "ray": version("ray"), "torch": version("torch")},
-        "sequences_per_replica": PER_REPLICA,
+        "versions": {"python": platform.python_version(), "torch": version("torch")},
+        "responses": {"mean_tokens": MEAN, "longest": LONGEST, "spread": SPREAD, "prompt": PROMPT, "group": GROUP},
+        "layout": {"tp": TP, "pp": PP},
         "worlds": {},
     }
-    if arguments.ray:
-        import ray
-
-        ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=512 * 2**20, log_to_driver=False)
-        for actors in arguments.ray:
-            report["worlds"][str(actors)] = found = ray_seconds(actors, 10)
-            print(actors, {name: round(seconds, 4) for name, seconds in found.items()}, flush=True)
-        ray.shutdown()
-    else:
-        for world in arguments.worlds:
-            rounds = [step_seconds(world) for _ in range(arguments.rounds)]
-            found = {part: statistics.median(each[part] for each in rounds) for part in PARTS}
-            found["all"] = statistics.median(sum(each.values()) for each in rounds)
-            report["worlds"][str(world)] = found | {"sequences": world // (TP * PP) * PER_REPLICA}
-            print(world, {name: round(seconds, 4) for name, seconds in found.items()}, flush=True)
-        sizes, seconds = (list(map(float, each)) for each in zip(*_totals(report), strict=True))
-        report["growth"] = math.log(seconds[-1] / seconds[0]) / math.log(sizes[-1] / sizes[0]) if len(sizes) > 1 else None
+    for world in arguments.worlds:
+        rounds = [step_figures(world, WORLDS[world]) for _ in range(arguments.rounds)]
+        figures = {name: statistics.median(of_round[name] for of_round in rounds) for name in rounds[0]}
+        figures |= {"responses": WORLDS[world], "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+        report["worlds"][str(world)] = figures
+        print(world, {name: round(figure, 4) for name, figure in figures.items()}, flush=True)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def _totals(report: dict[str, Any]) -> list[tuple[str, float]]:
-    return [(world, found["all"]) for world, found in report["worlds"].items()]
 
 
 if __name__ == "__main__":

@@ -203,13 +203,14 @@ class Batch:
             ordered, counts = ordered[np.argsort(first[unit], kind="stable")], counts[by_first]
         lengths, starts = self.lengths.numpy()[ordered].tolist(), starts_of(counts)
         prompts, ends = self._prompt_of_row[ordered[starts[:-1]]].tolist(), pairwise(starts.tolist())
+        told_media = any(self._told_media)
         sizes = (
             UnitSize(
                 len(self._prompt_ids[prompt]),
                 tuple(lengths[a:b]),
                 tuple(shown.grid for shown in self._media[prompt]),
                 tuple(tuple(shown.grid for shown in self._told_media[row]) for row in ordered[a:b].tolist())
-                if any(self._told_media)
+                if told_media
                 else (),
                 self._common(ordered[a:b].tolist()) if share_turns and b - a > 1 else NOTHING_SHARED,
             )
@@ -256,7 +257,9 @@ class Batch:
         rows = units.rows[np.repeat(units.starts[unit], responses) + _array(chain(*(places for _, places in pieces)))]
         prompt_numbers = self._prompt_of_row[units.rows[units.starts[unit]]].tolist()
         prompts = [self._prompt_ids[prompt] for prompt in prompt_numbers]
-        shares_more = any(size.common.common for size in units.sizes)
+        media = tuple(self._media[prompt] for prompt in prompt_numbers)
+        told_media = tuple(self._told_media[row] for row in rows.tolist())
+        repeats = tuple(units.sizes[number].common.repeats(places) for number, places in pieces)
         return Share(
             _array(map(len, micro_batches)),
             responses,
@@ -267,9 +270,9 @@ class Batch:
             np.zeros(0, np.int32),
             np.zeros(0, np.bool_),
             {},
-            tuple(self._media[prompt] for prompt in prompt_numbers) if any(self._media) else (),
-            tuple(self._told_media[row] for row in rows.tolist()) if any(self._told_media) else (),
-            repeats=tuple(units.sizes[number].common.repeats(places) for number, places in pieces) if shares_more else (),
+            media if any(media) else (),
+            told_media if any(told_media) else (),
+            repeats=repeats if any(repeats) else (),
         )
 
     def units(

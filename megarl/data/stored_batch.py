@@ -83,7 +83,7 @@ class StoredColumns(MutableMapping[str, Tensor]):
         yield from (name for name in (*self.at, *self.of_rows, *self._here) if name != MASK)
 
     def __len__(self) -> int:
-        return len([*self])
+        return sum(1 for _ in self)
 
 
 class StoredBatch(Batch):
