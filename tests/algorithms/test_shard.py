@@ -40,11 +40,11 @@ B, T = 23, 150
 
 def batch(seed: int, **changes: Any) -> AdvantageInputs:
     """Groups of one to five responses in mixed order, of very different lengths and with tool tokens between turns; some
-    scores are tied, some rows empty, and everything has many decimals, so that an order of additions shows."""
+    groups are tied and some rows empty. Every second batch is in float64, where an order of additions shows."""
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(*shape: int) -> Tensor:
-        return torch.rand(*shape, generator=generator)
+        return torch.rand(*shape, generator=generator, dtype=torch.float64 if seed % 2 else torch.float32)
 
     lengths = (T * uniform(B) ** 3).long() + 1
     lengths[:2] = torch.tensor([0, T])
@@ -54,6 +54,8 @@ def batch(seed: int, **changes: Any) -> AdvantageInputs:
     groups[6:9] = 51  # tied
     scores = torch.randint(0, 3, (B,), generator=generator) / 3 + (uniform(B) < 0.3) * uniform(B)
     scores[6:9] = 1 / 3
+    token_penalty = -0.1 * uniform(B, T) * mask
+    token_penalty[6:9] = 0
     turns = turn_numbers(mask)
     given = (torch.randint(0, 3, (B, T), generator=generator) / 7).tolist()
     states = torch.randint(0, 3, (B, T), generator=generator)
@@ -61,7 +63,7 @@ def batch(seed: int, **changes: Any) -> AdvantageInputs:
     ends = (uniform(B, T) < 0.2) | (torch.arange(T) == lengths[:, None] - 1)
     inputs = AdvantageInputs(
         scores=scores,
-        token_penalty=-0.1 * uniform(B, T) * mask,
+        token_penalty=token_penalty,
         mask=mask,
         groups=groups,
         values=uniform(B, T),
@@ -251,11 +253,11 @@ def test_loss_weights_have_the_denominators_of_all_shards_and_need_numbers_of_to
 @pytest.mark.parametrize("width", [0, 1, 2, 5, 127, 128, 129, 400])
 def test_row_sums_are_sums_and_know_nothing_of_padding_and_other_rows(width: int) -> None:
     generator = torch.Generator().manual_seed(width)
-    x = torch.randn(7, width, generator=generator)
+    x = torch.randn(7, width, generator=generator, dtype=torch.float64)
     mask = torch.rand(7, width, generator=generator) < 0.7
     sums = row_sums(x, mask)
     torch.testing.assert_close(sums, torch.where(mask, x, 0).double().sum(1), rtol=1e-12, atol=1e-12)
-    wide = torch.cat([torch.where(mask, x, 0), torch.zeros(7, 131)], 1)
+    wide = torch.cat([torch.where(mask, x, 0), x.new_zeros(7, 131)], 1)
     assert torch.equal(row_sums(wide), sums)
     assert all(torch.equal(row_sums(x[row : row + 1], mask[row : row + 1]), sums[row : row + 1]) for row in range(7))
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms import Shard
+from megarl.algorithms import Shard, token_weights
 from megarl.config import Config
 from megarl.data.batch import Batch
 from megarl.data.branches import JoinedEpisodes
@@ -262,6 +262,10 @@ def test_loss_weights_and_tokens_of_a_mini_batch_are_those_of_the_whole(case: st
             set_loss_weights(episodes.batch, chosen, settings)
             episodes.split(["weights"])
             set_token_columns(whole, rows, settings, rewards=rewards_of(whole), update_number=number)
+            in_step = torch.isin(torch.arange(len(episodes.batch)), torch.tensor(chosen))
+            aggregation, most = settings.algorithm.aggregation, settings.rollout.max_new_tokens
+            wanted = token_weights(episodes.batch.mask & in_step[:, None], aggregation, norm_length=most)
+            assert torch.equal(episodes.batch.columns["weights"], wanted)
             weights = loss_row_weights(left, chosen, settings)
             of_rows = torch.zeros(len(whole))
             for episode, places in enumerate(episodes.rows):
