@@ -1,4 +1,4 @@
-"""What a step costs the driver at 16 to 10,240 ranks: responses taken over, planning, sharing, statistics, dispatch, collection.
+"""What a step costs the driver at 16 to 10,240 ranks: its CPU seconds, the bytes that it sends, and its memory.
 
     python benchmarks/scaling.py --out benchmarks/results/scaling.json
 

@@ -100,9 +100,10 @@ class Batch:
         numbers: dict[str, int] = {}
         batch.groups = torch.tensor([numbers.setdefault(sample.group_id, len(numbers)) for sample in samples])
         places = [slice(*ends) for ends in pairwise(starts_of(share.lengths).tolist())]
-        batch.mask = batch._padded((share.mask[place] for place in places), torch.bool)
-        laid = {name: (column[place] for place in places) for name, column in share.columns.items()}
-        batch.columns = {name: batch._padded(column, torch.float32) for name, column in laid.items()}
+        batch.mask = batch._padded([share.mask[place] for place in places], torch.bool)
+        batch.columns = {
+            name: batch._padded([column[place] for place in places], torch.float32) for name, column in share.columns.items()
+        }
         return batch
 
     def __len__(self) -> int:

@@ -7,7 +7,7 @@ A handle gives what it stands for to whoever asks (`Stored.get`). Processes that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain, groupby
 from typing import Any, Literal, Protocol
@@ -117,8 +117,15 @@ class StoredSample(Sample):
     """A single turn that answers `prompt`, its tokens in a store.
 
     `response_ids` and the other columns are fetched when they are read. What a step decides by is here: lengths, versions,
-    rewards, text.
+    rewards, text. Copies with other fields (`dataclasses.replace`), and what other processes are sent, are `Sample`s with their
+    tokens.
     """
+
+    _is_light = False
+
+    def __new__(cls, *made_of: Any, **named: Any) -> Any:
+        """`named` are fields of a `Sample`, which is made then."""
+        return Sample(**named) if named else super().__new__(cls)
 
     def __init__(self, prompt: Prompt, number: int, generation: StoredGeneration) -> None:
         """Make sample `number` of the group that `prompt` names."""
@@ -186,6 +193,11 @@ class StoredSample(Sample):
         """An engine sampled it."""
         return True
 
+    def __reduce__(self) -> Any:
+        if self._is_light:
+            return super().__reduce__()
+        return Sample, tuple(getattr(self.loaded(), entry.name) for entry in fields(Sample))
+
     def loaded(self) -> Sample:
         """The same sample with its tokens."""
         names = ("sample_id", "group_id", "row_id", "prompt_ids", "response_ids", "sampled_mask", "rollout_log_probs",
@@ -197,6 +209,7 @@ class StoredSample(Sample):
         """A copy for processes that compute: with neither texts, row nor handle."""
         light = StoredSample.__new__(StoredSample)
         light.__dict__ |= {name: value for name, value in self.__dict__.items() if name != "_columns"}
+        light._is_light = True
         light.prompt = Prompt(self.row_id, self.group_id, [], "")
         light.row, light.response_text, light.media = {}, "", []
         light.generation = StoredGeneration(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,14 @@ def test_samples_read_the_same() -> None:
         )
         assert other.total_length == one.total_length
         assert other.truncated == one.truncated
-        light = other.without_text()
+        changed = replace(other, response_text="another")
+        assert type(changed) is Sample
+        assert changed == replace(one, response_text="another")
+        sent = pickle.loads(pickle.dumps(other))
+        assert type(sent) is Sample
+        assert sent == one
+        light = pickle.loads(pickle.dumps(other.without_text()))
+        assert isinstance(light, StoredSample)
         assert (light.sample_id, light.group_id, light.response_length) == (one.sample_id, one.group_id, one.response_length)
 
 
@@ -164,6 +172,26 @@ def test_a_mask_and_marked_tokens_of_the_driver() -> None:
     [one], [other] = (batch.shares(units, plan, [], mask=here.last_tokens) for batch in (here, there))
     assert_equal_shares(whole(other), one)
     assert other.scored_tokens == 3
+
+
+def test_the_rows_of_a_share_as_a_batch() -> None:
+    plain, stored = made(random.Random(7))
+    here, there = Batch(plain), StoredBatch(stored)
+    rows = [*range(len(plain))]
+    value = answers(here, rows, 2, 0)
+    here.gather(["values", "returns"], [value])
+    there.take(["values", "returns"], [(Held(value), rows)])
+    chosen = [1, 4, 5, 10]
+    part = Batch.of_share(
+        [there.samples[row].without_text() for row in chosen], whole(there.lone_rows(chosen, [*there.columns]))
+    )
+    width = part.mask.shape[1]
+    assert torch.equal(part.mask, here.mask[chosen, :width])
+    assert torch.equal(part.truncated, here.truncated[chosen])
+    assert part.groups.tolist() == [0, 1, 1, 2]
+    assert {*part.columns} == {*here.columns} == {"rollout_log_probs", "values", "returns"}
+    for name, column in part.columns.items():
+        assert torch.equal(column, here.columns[name][chosen, :width]), name
 
 
 def test_a_column_of_another_length_is_refused() -> None:
