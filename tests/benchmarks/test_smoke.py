@@ -40,12 +40,14 @@ def test_algorithms(measured: Measured) -> None:
 
 def test_scaling(measured: Measured) -> None:
     found = measured("scaling", "--worlds", "16", "--rounds", "1")
-    assert {*SETUP, "sequences_per_replica", "growth"} <= found.keys()
-    parts = {"batch", "planning", "packing", "serialising", "dispatch", "collection", "advantages", "all"}
-    assert found["worlds"].keys() == {"16", "32"}
-    for seconds in found["worlds"].values():
-        assert parts <= seconds.keys()
-        assert all(seconds[part] > 0 for part in parts)
+    assert {*SETUP, "responses", "layout"} <= found.keys()
+    parts = {"responses", "batch", "planning", "shares", "advantages", "serialising", "collection", "all"}
+    assert found["worlds"].keys() == {"16"}
+    for figures in found["worlds"].values():
+        assert all(figures[part] > 0 for part in parts)
+        assert figures["tokens"] > 100_000
+        assert figures["token_bytes"] == 0
+        assert 0 < figures["sent_bytes"] < 10_000 * figures["responses"]
 
 
 def test_planner(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:

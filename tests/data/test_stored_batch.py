@@ -182,9 +182,8 @@ def test_the_rows_of_a_share_as_a_batch() -> None:
     here.gather(["values", "returns"], [value])
     there.take(["values", "returns"], [(Held(value), rows)])
     chosen = [1, 4, 5, 10]
-    part = Batch.of_share(
-        [there.samples[row].without_text() for row in chosen], whole(there.lone_rows(chosen, [*there.columns]))
-    )
+    share = whole(there.lone_rows(chosen, [*there.columns]))
+    part = Batch.of_share([there.samples[row].without_text() for row in chosen], share)
     width = part.mask.shape[1]
     assert torch.equal(part.mask, here.mask[chosen, :width])
     assert torch.equal(part.truncated, here.truncated[chosen])
