@@ -37,7 +37,7 @@ from megarl.data.sample import Prompt
 from megarl.data.shares import Share
 from megarl.data.stored import Held, StoredGeneration, StoredSample
 from megarl.data.stored_batch import StoredBatch
-from megarl.data.stored_shares import Computed
+from megarl.data.stored_shares import Computed, RowTask
 from megarl.experience.estimation import TokenOutcome, estimate_part
 from megarl.experience.experience import Experience, RowFacts, set_loss_weights
 from megarl.experience.objectives import PolicyObjective
@@ -46,7 +46,8 @@ from megarl.models.flops import FlopsModel
 from megarl.models.shape import ModelShape
 from megarl.runs.training_side import POLICY, REFERENCE
 from megarl.workers import roles as roles_module
-from megarl.workers.roles import Roles, role_specs
+from megarl.workers.role_specs import role_specs
+from megarl.workers.roles import Roles
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples/models/llama-3.1-70b"
@@ -216,7 +217,7 @@ def step_figures(world: int, responses: int, mean: int = MEAN) -> dict[str, floa
                 roles.forward(role, batch, names)
         with clock("advantages"):
             rows = experience.row_inputs(RowFacts.of(batch), [float(row % 2) for row in range(len(batch))])
-            outcome = roles.compute(batch, estimate_part, lambda part: [rows.of_rows(part)], [config])[0]
+            outcome = roles.compute(batch, RowTask(estimate_part, [config], lambda part: [rows.of_rows(part)]))[0]
             experience.take_outcome(rows, outcome)
             set_loss_weights(batch, range(len(batch)), config)
         read = ["weights", "advantages", "rollout_log_probs", "old_log_probs", "reference_log_probs"]

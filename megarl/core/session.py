@@ -23,16 +23,17 @@ from megarl.data.rows import Origin
 from megarl.data.sample import Prompt, Sample
 from megarl.data.sampler import DataSampler, build_sampler, order_by
 from megarl.data.stored_batch import batch_of
+from megarl.data.stored_shares import RowTask
 from megarl.data.tokenize import PromptBuilder
 from megarl.errors import ConfigError, nearest
-from megarl.experience.estimation import estimate_part
 from megarl.experience.eval_figures import evaluation
-from megarl.experience.experience import Experience, RowFacts, set_loss_weights
+from megarl.experience.experience import Experience, set_loss_weights
 from megarl.experience.inputs import RlInputs
 from megarl.experience.losses_of_config import check_columns, objective_of, of_tokens, policy_objective
 from megarl.experience.objectives import OwnLoss, TokenFunction
 from megarl.experience.step_parts import ChosenRows
-from megarl.experience.step_tokens import TOKEN_COLUMNS, kept_part, makes_token_columns, token_columns_part
+from megarl.experience.step_tokens import TOKEN_COLUMNS, kept_part
+from megarl.experience.step_work import estimate, make_token_columns
 from megarl.observe.expert_load import EXPERTS
 from megarl.runs.provenance import provenance
 from megarl.runs.run_checkpoint import CheckpointFolder, read_state
@@ -243,7 +244,7 @@ class Session:
         more = {name: value for part in self.inputs.parts for name, value in part.asked_of_policy().items()}
         self.roles.forward(POLICY, batch, names, **more)
         for name in limited:  # the engine's are over all tokens
-            self.roles.compute(batch, kept_part, common=[name], columns=["rollout_log_probs", name])
+            self.roles.compute(batch, RowTask(kept_part, [name], columns=["rollout_log_probs", name]))
 
     def prepare(self, batch: Batch, step: int | None = None) -> None:
         """Add the columns that the config's estimator and losses read, where the batch has none: old and reference log-probs,
@@ -274,40 +275,8 @@ class Session:
         for part in self.inputs.parts:
             part.take_rewards(batch, rewards)
         self._rewards = list(rewards)
-        metrics, _ = self.estimate(batch, rewards)
+        metrics, _ = estimate(self.roles, self.experience, batch, rewards)
         return metrics
-
-    def estimate(
-        self, batch: Batch, rewards: Sequence[float], greedy: Sequence[tuple[Sample, float]] | None = None
-    ) -> tuple[dict[str, float], float | None]:
-        """Estimate advantages where the tokens are, on a batch that has what the estimator reads; metrics, and the mean entropy
-        where it steers the entropy bonus.
-
-        `greedy`: greedy responses, one to every prompt, with their rewards, for an estimator that needs them.
-        """
-        experience, of_greedy = self.experience, None
-        if greedy is not None:
-            of_greedy = RowFacts.of(batch_of([sample for sample, _ in greedy])), [reward for _, reward in greedy]
-        rows = experience.row_inputs(RowFacts.of(batch), rewards, of_greedy)
-
-        def inputs(part: Sequence[int]) -> Sequence[Any]:
-            return [rows.of_rows(part)]
-
-        apart = not rows.needed.whole_batch
-        outcome = self.roles.compute(batch, estimate_part, inputs, [self.config], apart=apart)[0]
-        return experience.take_outcome(rows, outcome), outcome.entropy
-
-    def set_token_columns(self, batch: Batch, rows: Sequence[int], rewards: Sequence[float], update_number: int) -> None:
-        """Set the columns of tokens that an optimizer step over `rows` treats apart (`experience/step_tokens.py`)."""
-        if not makes_token_columns(self.config):
-            return
-        chosen = {*rows}
-
-        def inputs(part: Sequence[int]) -> Sequence[Any]:
-            its_rewards = [rewards[row] for row in part] if rewards else []
-            return [place for place, row in enumerate(part) if row in chosen], its_rewards
-
-        self.roles.compute(batch, token_columns_part, inputs, [self.config, update_number])
 
     def forward_backward(
         self,
@@ -350,7 +319,7 @@ class Session:
         if not isinstance(objective, OwnLoss):
             check_columns(batch, role)
         if loss is None and role == POLICY:
-            self.set_token_columns(batch, chosen, self._rewards, self.step)
+            make_token_columns(self.roles, self.config, batch, chosen, self._rewards, self.step)
         update = self.roles.start_update(role, batch, chosen, [*batch.columns], objective, applies=False)
         self._accumulated.discard(role)  # a pass that fails takes those before it along
         (metrics,) = self.roles.finish_updates([update])
@@ -386,7 +355,7 @@ class Session:
             among = {*trained}
             trained = [row for row in chosen.rows if row in among]
         set_loss_weights(batch, trained if chosen is None else [row for row in trained if row in chosen.counted], config)
-        self.set_token_columns(batch, trained, self._rewards, self.step)
+        make_token_columns(self.roles, config, batch, trained, self._rewards, self.step)
         metrics = self.update_weighted(batch, trained, roles=named, chosen=chosen)
         for of_role in metrics.values():
             of_role.pop(EXPERTS, None)

@@ -17,6 +17,7 @@ from megarl.data.branches import JoinedEpisodes, first_branches
 from megarl.data.prefills import prefill_figures
 from megarl.data.sample import Sample
 from megarl.data.stored_batch import batch_of
+from megarl.data.stored_shares import RowTask
 from megarl.experience.eval_figures import pass_rates
 from megarl.experience.experience import (
     group_rewards,
@@ -31,6 +32,7 @@ from megarl.experience.samples_file import SamplesFile
 from megarl.experience.source_figures import DataSources
 from megarl.experience.step_parts import ChosenRows
 from megarl.experience.step_tokens import count_older_tokens, older_part
+from megarl.experience.step_work import estimate, make_token_columns
 from megarl.observe import MetricsFile, distributions
 from megarl.observe.progress import SHOWN, rows_line
 from megarl.runs.training_side import CRITIC, POLICY, REFERENCE
@@ -176,7 +178,7 @@ class RlRun(Run):
         version = self.rollouts.version
         self.metrics |= self.rollouts.figures()
         if config.rollout.schedule.mask_older_tokens:
-            self.metrics |= self.roles.compute(batch, older_part, common=[version], columns=())[0]
+            self.metrics |= self.roles.compute(batch, RowTask(older_part, [version], columns=()))[0]
         else:
             self.metrics |= count_older_tokens(batch, version)
         with self.phases("log_probs"):
@@ -201,7 +203,8 @@ class RlRun(Run):
             self._episodes = episodes = JoinedEpisodes(batch, apart=self.config.rewards_by_branch)
             of_episodes = [rewards[rows[0]] for rows in episodes.rows]
             statistics = reward_statistics(torch.tensor(of_episodes), episodes.batch.groups)
-            metrics, entropy = self.session.estimate(episodes.batch, of_episodes, self._scored_greedy())
+            batch_of_episodes, greedy = episodes.batch, self._scored_greedy()
+            metrics, entropy = estimate(self.roles, self.experience, batch_of_episodes, of_episodes, greedy)
             self.metrics |= metrics | self.experience.steer_entropy_by(entropy)
             episodes.split()
             self._chosen = next(filter(None, (part.choose_rows(batch) for part in self.parts)), None)
@@ -262,7 +265,7 @@ class RlRun(Run):
             set_loss_weights(self._episodes.batch, self._episodes.of_rows(counted), config)
             self._episodes.split(["weights"])
             number = self.step * config.optimizer_steps_per_step + len(self._updates)
-            self.session.set_token_columns(batch, rows, self._scores, number)
+            make_token_columns(self.roles, config, batch, rows, self._scores, number)
             shown = 0 if "old_log_probs" in batch.columns else config.run.log_samples
             updates = self.session.update_weighted(
                 batch,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -38,6 +38,22 @@ class RowWork(Protocol):
     def __call__(self, batch: Batch, shard: Shard, /, *arguments: Any) -> Any:
         """Set columns of `batch`, which has rows of whole groups, and its mask; `shard` is the way to the other rows."""
         ...
+
+
+@dataclass(frozen=True)
+class RowTask:
+    """Work that is done where a batch's tokens are, in parts of whole groups.
+
+    `work` is called as `work(batch, shard, *common, *arguments(rows))` for the part that has these rows of the batch; every
+    part calls its shard equally often. `columns` are those that it reads, of those that there are (None: all). Unless it may
+    be done `apart`, one part has all rows.
+    """
+
+    work: RowWork
+    common: Sequence[Any] = ()
+    arguments: Callable[[Sequence[int]], Sequence[Any]] = lambda rows: ()
+    columns: Collection[str] | None = None
+    apart: bool = True
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from megarl.data.batch import Batch
-from megarl.data.stored_shares import RowWork
+from megarl.data.stored_shares import RowTask
 from megarl.data.stream import TopK
 from megarl.observe.rank_record import RankRecord, UpdateFlops
 from megarl.observe.run_state import RankCondition
@@ -83,25 +83,10 @@ class TrainingSide(Protocol):
         """Add the role's outputs to `batch` as columns `names`, computed without gradients; see `workers/roles.py`."""
         ...
 
-    def compute(
-        self,
-        batch: Batch,
-        work: RowWork,
-        arguments: Callable[[Sequence[int]], Sequence[Any]] = lambda rows: (),
-        common: Sequence[Any] = (),
-        columns: Collection[str] | None = None,
-        *,
-        apart: bool = True,
-    ) -> list[Any]:
-        """Have `work` done on a batch where its tokens are, in parts of whole groups; the answers of these parts.
+    def compute(self, batch: Batch, task: RowTask) -> list[Any]:
+        """Have a task done on a batch where its tokens are; the batch gets the columns and the mask that it sets.
 
-        Args:
-            batch: gets the columns and the mask that `work` sets.
-            work: a function that other processes can be sent. Every part calls its `Shard` equally often.
-            arguments: further arguments of `work` for the part that has these rows.
-            common: its arguments before these, the same for all parts.
-            columns: those that `work` reads, of those that there are; None: all.
-            apart: false: one part has all rows.
+        The answers of the parts in which it was done.
         """
         ...
 

@@ -20,7 +20,8 @@ from megarl.system.user_code import absolute_name
 from megarl.weights.placement import Placement
 from megarl.workers.cluster import Cluster, GroupRequest
 from megarl.workers.group import RankGroup
-from megarl.workers.roles import Roles, group_requests, role_specs
+from megarl.workers.role_specs import role_specs
+from megarl.workers.roles import Roles, group_requests
 from megarl.workers.spmd import SpmdGroup
 
 

@@ -5,15 +5,12 @@ Data-parallel ranks get their share once, through Ray's object store; all ranks 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from heapq import heapreplace
 from importlib.metadata import version
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -25,14 +22,13 @@ from megarl.config.fp8 import token_multiple
 from megarl.config.guard_rules import skip_rules
 from megarl.config.megatron_options import megatron_of
 from megarl.config.rollout import RolloutConfig
-from megarl.config.sections import TrainedRole
 from megarl.data.answers import Answers
 from megarl.data.batch import Batch
 from megarl.data.micro_batches import plan_micro_batches
 from megarl.data.shares import Share
 from megarl.data.stored import Stored
 from megarl.data.stored_batch import StoredBatch
-from megarl.data.stored_shares import Computed, RowWork
+from megarl.data.stored_shares import RowTask
 from megarl.data.stream import ScorePosition, TopK
 from megarl.errors import ConfigError
 from megarl.megatron.options import (
@@ -57,6 +53,8 @@ from megarl.weights.pusher import Pushed, merge
 from megarl.workers.cluster import GroupRequest
 from megarl.workers.group import RankGroup, StoringGroup
 from megarl.workers.rank_calls import RankCalls
+from megarl.workers.role_specs import RoleSpec
+from megarl.workers.row_work import compute_on_ranks
 
 
 def group_requests(config: AnyConfig) -> list[GroupRequest]:
@@ -66,46 +64,6 @@ def group_requests(config: AnyConfig) -> list[GroupRequest]:
         for role in config.roles
         if role.layout is not None
     ]
-
-
-def row_parts(groups: Sequence[int], lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """The rows of each of `parts` parts, in order: whole groups, about as many tokens each.
-
-    One part has all rows where there are fewer groups than parts.
-    """
-    tokens, rows = Counter[int](), dict[int, list[int]]()
-    for row, (group, length) in enumerate(zip(groups, lengths, strict=True)):
-        tokens[group] += length
-        rows.setdefault(group, []).append(row)
-    if len(rows) < parts:
-        return [[*range(len(groups))]]
-    heap = [(0, 0, part) for part in range(parts)]
-    of_parts: list[list[int]] = [[] for _ in heap]
-    for group, count in tokens.most_common():
-        load, groups_there, part = heap[0]
-        of_parts[part] += rows[group]
-        heapreplace(heap, (load + count, groups_there + 1, part))
-    return [sorted(part) for part in of_parts]
-
-
-@dataclass(frozen=True)
-class RoleSpec:
-    """The model of a role: its Hugging Face folder, its head, and how it is trained (None: it only answers)."""
-
-    path: str
-    head: Literal["log_probs", "value"]
-    trained: TrainedRole | None = None
-    section: str = ""
-    """Section of the config, where it is not the role's name."""
-
-
-def role_specs(config: AnyConfig) -> dict[str, RoleSpec]:
-    """The roles that a run may load: those of its config, and the reference, which a first step compares with."""
-    specs = {
-        role.name: RoleSpec(role.folder, "value" if role.value_head else "log_probs", role.trained, role.section)
-        for role in config.roles
-    }
-    return {REFERENCE: RoleSpec(config.reference.path or config.model.path, "log_probs")} | specs
 
 
 def shares_prefixes(config: AnyConfig, layer_spec: str, flops: FlopsModel) -> bool:
@@ -312,49 +270,13 @@ class Roles:
         else:
             batch.gather(names, answers, wide, asked=rows)
 
-    def compute(
-        self,
-        batch: Batch,
-        work: RowWork,
-        arguments: Callable[[Sequence[int]], Sequence[Any]] = lambda rows: (),
-        common: Sequence[Any] = (),
-        columns: Collection[str] | None = None,
-        *,
-        apart: bool = True,
-    ) -> list[Any]:
-        """Have `work` done on a batch where its tokens are (`TrainingSide.compute`).
-
-        Tokens of this process are worked on here, by one part; those in a store by the ranks that report for the policy's
-        replicas, each on whole groups; by one of them where there are fewer groups than replicas.
-        """
+    def compute(self, batch: Batch, task: RowTask) -> list[Any]:
+        """Have a task done where a batch's tokens are (`TrainingSide.compute`): here, or by ranks of the policy, one of each
+        replica; by a single one where there are fewer groups than replicas."""
         if not isinstance(batch, StoredBatch):
-            return [work(batch, WHOLE, *common, *arguments(range(len(batch))))]
+            return [task.work(batch, WHOLE, *task.common, *task.arguments(range(len(batch))))]
         self.before_use()
-        group = cast(StoringGroup, self.group_of(POLICY))
-        parts = row_parts(batch.groups.tolist(), batch.lengths.tolist(), group.layout.dp if apart else 1)
-        read = [name for name in batch.columns if columns is None or name in columns]
-        calls: dict[int, Any] = {}
-        shared = group.shared((work, *common))
-        for replica, rows in enumerate(parts):
-            light = [batch.samples[row].without_text() for row in rows]
-            whole = group.whole(replica, [batch.lone_rows(rows, read)])
-            calls[group.reporting[replica]] = (shared, whole, light, arguments(rows), len(parts) == 1)
-        submitted, kept = group.submit_stored(RankCalls.compute, calls)
-        phase = f"{getattr(work, '__name__', 'work').replace('_', ' ')} on rows"
-        told: list[Computed] = group.wait(submitted, phase=phase, deadline_s=self._deadlines.step_s)
-        answers = [*zip(kept.values(), parts, strict=True)]
-        batch.take(told[0].names, answers)
-        if any(part.counts is not None for part in told):
-            self._take_mask(batch, told, answers)
-        return [part.answer for part in told]
-
-    @staticmethod
-    def _take_mask(batch: StoredBatch, told: Sequence[Computed], answers: Sequence[tuple[Stored, Sequence[int]]]) -> None:
-        counts = batch.counts.clone()
-        for part, (_, rows) in zip(told, answers, strict=True):
-            assert part.counts is not None, "who works on rows tells of its mask where any part changed it"
-            counts[[*rows]] = part.counts
-        batch.take_mask(answers, len(told[0].names), counts)
+        return compute_on_ranks(cast(StoringGroup, self.group_of(POLICY)), batch, task, self._deadlines.step_s)
 
     def ask(self, role: str, question: Callable[[Any], Answer]) -> list[Answer]:
         """The answers of all ranks of `role` to an option's `question`, which gets the role's `RankModel`."""

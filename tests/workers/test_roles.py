@@ -20,7 +20,8 @@ from megarl.data.sample import Sample
 from megarl.models.flops import FlopsModel
 from megarl.runs.training_side import POLICY, REFERENCE
 from megarl.workers import roles as roles_module
-from megarl.workers.roles import Roles, role_specs
+from megarl.workers.role_specs import role_specs
+from megarl.workers.roles import Roles
 
 MODEL = Path(__file__).resolve().parents[2] / "examples/models/llama-3.1-70b"
 
