@@ -135,7 +135,7 @@ class RecordingGroup:
 @pytest.mark.parametrize(("recipe", "multiple"), [("tensorwise", 16), ("mxfp8", 32), ("blockwise", 128)])
 def test_the_ranks_are_told_the_recipe_and_its_padding(recipe: str, multiple: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.workers.role_specs import role_specs
-from megarl.workers.roles import Roles
+    from megarl.workers.roles import Roles
 
     group: Any = RecordingGroup()
     overrides = [f"model.fp8_recipe={recipe}", "model.fp8_bf16_layers=[1, 1]", "policy.optimizer.offload_fraction=0.25"]

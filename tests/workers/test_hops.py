@@ -34,7 +34,7 @@ def calls(rank: int, world_size: int, folder: Path) -> dict[str, list[str]]:
     from megarl.workers.rank import Rank
     from megarl.workers.rank_actor import RankProcess
     from megarl.workers.role_specs import role_specs
-from megarl.workers.roles import Roles
+    from megarl.workers.roles import Roles
 
     initialize_layout(Layout(), seed=1)
     of_rank = Rank("policy", 0, Layout(), 1, platform.detect())
