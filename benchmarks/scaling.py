@@ -54,7 +54,7 @@ MODEL = ROOT / "examples/models/llama-3.1-70b"
 TP, PP, GROUP, PROMPT = 4, 2, 8, 512
 LONGEST, MEAN, SPREAD = 32_768, 8000, 0.9
 CHARACTERS_PER_TOKEN = 4
-WORLDS = {16: 128, 256: 2048, 1024: 8192, 4096: 32_768, 10_240: 65_536}
+WORLDS = {16: 128, 256: 2048, 1024: 8192, 4096: 32_768, 10_240: 65_280}
 """Ranks, and responses of a step."""
 PARTS = ("responses", "batch", "planning", "shares", "advantages", "serialising", "collection")
 
