@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -41,7 +41,8 @@ from megarl.platform.shared_memory import share
 from megarl.weights.machines import Machines
 from megarl.weights.model_compatibility import ServedModel, check_same_model
 from megarl.weights.plan import LOAD_BYTES
-from megarl.weights.pusher import Pushed, Pusher, merge
+from megarl.weights.pusher import Pushed, Pusher, PushSummary, merge
+from megarl.weights.rank_plan import SliceKey
 from megarl.workers import senders
 from megarl.workers.planned_part import PlannedPart
 from megarl.workers.profiling import Profile
@@ -77,6 +78,7 @@ class Rank:
         self.quantiser: Quantiser | None = None
         self.sends_in_place = False
         self.engines: set[int] = set()
+        self.pushed: dict[int, Pushed] = {}  # by the last update
         self.writer: BackgroundWriter | None = None
         self.profile: Profile | None = None
 
@@ -215,6 +217,22 @@ class Rank:
                 self.parts.append(relayed(plan, self.rank, machines, device))
             else:
                 self.parts.append(PlannedPart(plan, self.rank, single_batch=self.sends_in_place))
+
+    def update_engines(
+        self, role: str, bases: Mapping[int, int | None] | None = None, version: int | None = None, verify: bool = True
+    ) -> PushSummary:
+        """Send this rank's part of the weights to engines; see `push_weights`. `sent_checksums` tells the rest of what came of
+        it."""
+        self.pushed = self.push_weights(role, bases, version, verify)
+        return PushSummary.of(self.pushed)
+
+    def sent_checksums(self, asked: Mapping[int, Collection[int]]) -> dict[int, dict[SliceKey, str]]:
+        """By engine the checksums of what the last update sent to those of its ranks that are asked for, box by box."""
+        return {
+            engine: {box: checksum for box, checksum in self.pushed[engine].checksums.items() if box.engine_rank in ranks}
+            for engine, ranks in asked.items()
+            if engine in self.pushed
+        }
 
     def push_weights(
         self, role: str, bases: Mapping[int, int | None] | None = None, version: int | None = None, verify: bool = True

@@ -5,7 +5,7 @@ Data-parallel ranks get their share once, through Ray's object store; all ranks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.metadata import version
@@ -47,7 +47,8 @@ from megarl.planning.gpus import gpu_called
 from megarl.runs.training_side import CRITIC, POLICY, REFERENCE, Answer, JoinFiles
 from megarl.runs.update_metrics import combine
 from megarl.weights.machines import Machines
-from megarl.weights.pusher import Pushed, merge
+from megarl.weights.pusher import UpdateSummary
+from megarl.weights.rank_plan import SliceKey
 from megarl.workers.cluster import GroupRequest
 from megarl.workers.group import RankGroup
 from megarl.workers.rank_calls import RankCalls
@@ -370,17 +371,27 @@ class Roles:
         version: int | None = None,
         *,
         verify: bool = True,
-    ) -> dict[int, Pushed]:
-        """Send the policy to the engines in `bases` (None: all); by engine the checksums sent, or why it failed.
+    ) -> UpdateSummary:
+        """Send the policy to the engines in `bases` (None: all).
 
         `bases[engine]` is the version whose weights the engine has and which only the changes since are sent to, or None.
         `version` is that of the weights now, for later changes to be told from; without it nothing is remembered. Without
         `verify` no checksums are taken.
         """
-        pushed = self.groups[POLICY].call(
-            RankCalls.push_weights, POLICY, bases, version, verify, phase="weight sync", deadline_s=deadline_s
+        return UpdateSummary.of(
+            self.groups[POLICY].call(
+                RankCalls.update_engines, POLICY, bases, version, verify, phase="weight sync", deadline_s=deadline_s
+            )
         )
-        return merge(pushed)
+
+    def sent_checksums(self, asked: Mapping[int, Collection[int]], deadline_s: float) -> dict[int, dict[SliceKey, str]]:
+        """By engine the checksums of what the last push sent to those of its ranks that are asked for, box by box."""
+        answers = self.groups[POLICY].call(RankCalls.sent_checksums, asked, phase="weight sync", deadline_s=deadline_s)
+        sent: dict[int, dict[SliceKey, str]] = {engine: {} for engine in asked}
+        for answer in answers:
+            for engine, checksums in answer.items():
+                sent[engine] |= checksums
+        return sent
 
     def start_profile(self, folder: str, ranks: Sequence[int]) -> None:
         """Have these ranks of every group record what they compute, into `<folder>/<group>-<rank>.*`."""
