@@ -115,12 +115,6 @@ class Rank:
         self.roles[role] = RankModel(options, optimizer)
         return describe_optimizer(optimizer) if optimizer is not None else None
 
-    def drop_role(self, role: str) -> None:
-        """Free a role that is no longer needed."""
-        if self.beginnings.pop(role, None) is None:
-            del self.roles[role]
-            self.offloads.pop(role, None)
-
     def forward(self, role: str, shares: Sequence[Share], position: ScorePosition, top_k: TopK | None = None) -> Answers | None:
         """`{response index: float32 [L, C]}` for the micro-batches of all `shares` (see `step.forward`); None where this rank
         does not report."""

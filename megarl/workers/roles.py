@@ -75,12 +75,11 @@ class RoleSpec:
 
 
 def role_specs(config: AnyConfig) -> dict[str, RoleSpec]:
-    """The roles that a run may load: those of its config, and the reference, which a first step compares with."""
-    specs = {
+    """The roles that a run may load: those of its config, which plans count, and no others."""
+    return {
         role.name: RoleSpec(role.folder, "value" if role.value_head else "log_probs", role.trained, role.section)
         for role in config.roles
     }
-    return {REFERENCE: RoleSpec(config.reference.path or config.model.path, "log_probs")} | specs
 
 
 def shares_prefixes(config: AnyConfig, layer_spec: str, flops: FlopsModel) -> bool:
@@ -223,12 +222,6 @@ class Roles:
         warning = f" (warning: {untested})" if untested is not None else ""
         shared = "computed once" if self.share_prefix and self._can_share(POLICY) else "computed for each response"
         return f"layer spec {self.layer_spec}{in_fp8}{warning}, optimizer {self.optimizer}, shared prefixes {shared}"
-
-    def drop(self, role: str) -> None:
-        """Free a role's memory."""
-        group, phase = self.group_of(role), f"dropping of {role}"
-        group.call(RankCalls.drop_role, role, phase=phase, deadline_s=self._deadlines.step_s)
-        self._loaded.remove(role)
 
     def forward(
         self,
