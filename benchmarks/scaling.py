@@ -121,10 +121,14 @@ class SimulatedGroup:
         """Pickle each rank's arguments; the answer to an update is its metrics."""
         return [self._answer(method.__name__, rank, arguments) for rank, arguments in enumerate(per_rank)]
 
-    def submit_stored(self, method: Callable[..., Any], per_rank: Mapping[int, Any]) -> tuple[list[Any], dict[int, Held]]:
+    def submit_stored(self, method: Callable[..., Any], per_rank: Mapping[int, Any]) -> dict[int, bytes]:
         """The same for some ranks, whose second values stay where they are."""
-        answers = [self._answer(method.__name__, rank, arguments) for rank, arguments in per_rank.items()]
-        return answers, {rank: Held(None) for rank in per_rank}
+        return {rank: self._answer(method.__name__, rank, arguments) for rank, arguments in per_rank.items()}
+
+    def wait_stored(self, submitted: Mapping[int, bytes], *, phase: str, deadline_s: float) -> dict[int, tuple[Any, Held]]:
+        """The first values, unpickled, with handles to nothing."""
+        with self.clock("collection"):
+            return {rank: (pickle.loads(answer), Held(None)) for rank, answer in submitted.items()}
 
     def _answer(self, method: str, rank: int, arguments: Sequence[Any]) -> bytes:
         with self.clock("serialising"):

@@ -90,10 +90,10 @@ class Config(Questions):
 
     @property
     def model_folders(self) -> dict[str, str]:
-        """A reference is read for the first step's comparison even where no KL penalty is computed."""
+        """The folders of models that the run reads, by the field that names each."""
         critic = self.critic.init_from if self.uses_critic else None
         paths = {
-            "reference.path": self.reference.path,
+            "reference.path": self.reference.path if self.uses_reference else None,
             "critic.init_from": critic,
         }
         folders = {"model.path": self.model.path} | {field: path for field, path in paths.items() if path is not None}

@@ -35,7 +35,7 @@ from megarl.experience.step_tokens import count_older_tokens, older_part
 from megarl.experience.step_work import estimate, make_token_columns
 from megarl.observe import MetricsFile, distributions
 from megarl.observe.progress import SHOWN, rows_line
-from megarl.runs.training_side import CRITIC, POLICY, REFERENCE
+from megarl.runs.training_side import CRITIC, POLICY
 from megarl.runs.update_metrics import LOG_PROBS
 
 TRAINING = ("log_probs", "update", "sync")
@@ -60,7 +60,7 @@ class RlRun(Run):
         self.sources = DataSources.of(self.inputs.train, config.data.source_key)
         self.session = Session(config, self.inputs, start_processes)
         self.sampler, self.experience, self.parts = self.session.sampler, self.session.experience, self.inputs.parts
-        self.parity = ParityChecks()
+        self.parity = ParityChecks(has_reference=config.uses_reference)
         self._updates: list[dict[str, float]] = []
         self._chosen: ChosenRows | None = None
         self._scores: list[float] = []
@@ -186,11 +186,6 @@ class RlRun(Run):
                 self._forward_later_rows(batch)
             if config.uses_reference:
                 self.reset_reference_if_due()
-            elif self.step == 0:
-                # No KL term, but the policy must still start out as the reference: loaded, compared once, dropped.
-                self.roles.load(REFERENCE)
-                self.roles.forward(REFERENCE, batch, ["reference_log_probs", "reference_entropy"])
-                self.roles.drop(REFERENCE)
             self.session.prepare(batch, self.step)
         return batch
 

@@ -15,11 +15,11 @@ FLOAT32_DIFFERENCE = 1e-3
 def bounds(config: Config) -> dict[str, float]:
     """The greatest sound value of each figure that has one.
 
-    The KL has one unless the reference is another model. Of engines it takes float32 on both sides and responses of the newest
-    weights: how far bfloat16 or weights in fewer bits move a log-prob depends on the model.
+    The KL has one where there is a reference, unless that is another model. Of engines it takes float32 on both sides and
+    responses of the newest weights: how far bfloat16 or weights in fewer bits move a log-prob depends on the model.
     """
     limits = {}
-    if config.reference.path in (None, config.model.path):
+    if config.uses_reference and config.reference.path in (None, config.model.path):
         limits["kl_to_reference_at_first_step"] = KL_TO_ITSELF
     model, schedule, arguments = config.model, config.rollout.schedule, config.rollout.engine_args
     is_float32 = model.dtype == "float32" and model.fp8 == "none" and not model.int4_experts
@@ -33,7 +33,9 @@ def bounds(config: Config) -> dict[str, float]:
 class ParityChecks:
     """Collects the parity figures over a run; `None` where a run had no occasion to measure one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_reference: bool) -> None:
+        """`has_reference`: the run has one, to compare the policy with; none is loaded for that alone."""
+        self._has_reference = has_reference
         self._first_kl: float | None = None
         self._before_sync: float | None = None
         self._after_sync: float | None = None
@@ -60,10 +62,9 @@ class ParityChecks:
         self._after_sync = figures.get("log_prob_max_difference_after_sync")
 
     def figures(self) -> dict[str, float | None]:
-        """`kl_to_reference_at_first_step` (k3, nats per token) and the largest |Δ log-prob| of trainer against engine, for
-        the weights that the engine loaded itself and for weights that were pushed to it."""
-        return {
-            "kl_to_reference_at_first_step": self._first_kl,
+        """`kl_to_reference_at_first_step` (k3, nats per token), if there is one, and the largest |Δ log-prob| of trainer
+        against engine, for the weights that the engine loaded itself and for weights that were pushed to it."""
+        return ({"kl_to_reference_at_first_step": self._first_kl} if self._has_reference else {}) | {
             "log_prob_max_difference_as_loaded": self._before_sync,
             "log_prob_max_difference_after_sync": self._after_sync,
         }

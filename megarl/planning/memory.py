@@ -26,9 +26,8 @@ from megarl.planning.schedules import in_flight
 from megarl.planning.turns import (
     ALL_AT_ONCE,
     ASLEEP_BYTES,
-    GENERATING,
-    TRAINING,
-    UPDATING,
+    RESIDENT,
+    Kept,
     lends,
     reserve_bytes,
     static_bytes,
@@ -392,12 +391,15 @@ def _gpu(
     host = sum(memory.host for memory in memories)
     if in_turns or lending:
         host += sum(memory.moved for memory in memories)
-    if in_turns or (lending and ("lent", 0) in held):
-        policy = {("policy", "parameters"): sum(memory.weights for memory in memories if memory.role == "policy")}
-        asleep = {("process", "contexts"): processes * PROCESS_BYTES, ("engine", "asleep"): has_engine * ASLEEP_BYTES}
-        turns = {TRAINING: trainer | asleep, UPDATING: policy | engine | sent | contexts, GENERATING: engine | contexts}
-    else:
-        turns = {ALL_AT_ONCE: trainer | engine | contexts | sent}
+    takes_some = in_turns or (lending and ("lent", 0) in held)
+    policy = {("policy", "parameters"): sum(memory.weights for memory in memories if memory.role == "policy")}
+    kept: Mapping[Kept, dict[tuple[str, str], float]] = {"all": trainer, "policy": policy, "none": {}}
+    asleep = {("process", "contexts"): processes * PROCESS_BYTES, ("engine", "asleep"): has_engine * ASLEEP_BYTES}
+    turns = {
+        turn: kept[there.trainer] | (engine | contexts if there.engines_awake else asleep) | (sent if there.sends else {})
+        for turn, there in RESIDENT.items()
+        if (turn == ALL_AT_ONCE) != takes_some
+    }
     filled = {turn: {name: size for name, size in parts.items() if size} for turn, parts in turns.items()}
     return GpuMemory(numbers[0].start, sum(map(len, numbers)), filled, host)
 

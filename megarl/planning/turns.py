@@ -1,10 +1,13 @@
 """The turns of trainer and engines on a GPU that they share: everything at once, or in turns, the fullest of which must fit.
 
 Where they take turns (workers/gpu_sharing.py), engines sleep while the trainer works. While they are given weights the
-trainer keeps the policy's weights alone; while they generate, nothing but its processes.
+trainer keeps the policy's weights alone; while they generate, nothing but its processes: `RESIDENT` says so for plans and runs.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 from megarl.config import AnyConfig
 from megarl.config.engine_kinds import capabilities_of
@@ -24,6 +27,26 @@ STATED = {
     GENERATING: " while the engines generate",
 }
 """A turn as the end of a sentence."""
+Kept = Literal["all", "policy", "none"]
+"""Parts of the trainer on the device: everything, the policy's weights alone, or nothing."""
+
+
+class Resident(NamedTuple):
+    """What is on a GPU in a turn: parts of the trainer, whether engines are awake, and whether weights are sent to them."""
+
+    trainer: Kept
+    engines_awake: bool
+    sends: bool
+
+
+RESIDENT: Mapping[str, Resident] = {
+    ALL_AT_ONCE: Resident("all", engines_awake=True, sends=True),
+    TRAINING: Resident("all", engines_awake=False, sends=False),
+    UPDATING: Resident("policy", engines_awake=True, sends=True),
+    GENERATING: Resident("none", engines_awake=True, sends=False),
+}
+"""The one list that plans count by and that runs keep to (`workers/gpu_sharing.py`). `all` is every role of the config
+(`config.roles`), which are those that a run loads (`workers/roles.py`: `role_specs`)."""
 ASLEEP_BYTES = 1.9e9
 """Bytes that a sleeping server keeps of a GPU, its context included: measured on an H100 (docs/gpu.md)."""
 STAGING_BYTES = STAGED_LOADS * LOAD_BYTES["cuda"]

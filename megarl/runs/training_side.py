@@ -63,10 +63,6 @@ class TrainingSide(Protocol):
         """Build `role` on its ranks and load its weights."""
         ...
 
-    def drop(self, role: str) -> None:
-        """Free a role's memory."""
-        ...
-
     def forward(
         self,
         role: str | Mapping[str, Sequence[int]],

@@ -8,7 +8,7 @@ reads its parameters back and takes them again (`sglang_loader.py`). Models of w
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from megarl.models.adapters import AdapterSpec, is_adapter_tensor
 from megarl.models.architecture import HFConfig
 from megarl.models.registry import architecture_for
 from megarl.models.weight_map import WeightMap
-from megarl.weights.cuda_ipc import checksum
+from megarl.weights.cuda_ipc import checksums
 from megarl.weights.model_compatibility import ServedModel
 from megarl.weights.rank_plan import SliceKey, WeightSlice
 from megarl.weights.sglang_targets import EngineTarget
@@ -127,18 +127,24 @@ class EngineLayout:
             pieces.append(WeightSlice(key._replace(row=0, col=0), part))
         return pieces
 
-    def missing(self, sent: Collection[SliceKey], *, adapters_alone: bool = False) -> list[SliceKey]:
-        """The slices of which not every element is in `sent`, boxes that do not overlap."""
+    def expected(self, *, adapters_alone: bool = False) -> Iterator[SliceKey]:
+        """The slices that all ranks hold of weights and adapters, or of adapters alone."""
+        tensors = self.adapter_slices if adapters_alone else self.slices | self.adapter_slices
+        return (slice_key for of_tensor in tensors.values() for slice_key in of_tensor)
+
+    def missing(
+        self, sent: Collection[SliceKey], *, adapters_alone: bool = False, of_ranks: Collection[int] | None = None
+    ) -> list[SliceKey]:
+        """The slices of which not every element is in `sent`, boxes that do not overlap; those `of_ranks` (None: of all)."""
         elements: dict[tuple[str, int], int] = {}
         for box in sent:
             key = box.tensor, box.engine_rank
             elements[key] = elements.get(key, 0) + box.rows * box.cols
-        tensors = self.adapter_slices if adapters_alone else self.slices | self.adapter_slices
-        expected = (slice_key for of_tensor in tensors.values() for slice_key in of_tensor)
         return [
             slice_key._replace(row=0, col=0)
-            for slice_key in expected
-            if elements.get((slice_key.tensor, slice_key.engine_rank)) != slice_key.rows * slice_key.cols
+            for slice_key in self.expected(adapters_alone=adapters_alone)
+            if (of_ranks is None or slice_key.engine_rank in of_ranks)
+            and elements.get((slice_key.tensor, slice_key.engine_rank)) != slice_key.rows * slice_key.cols
         ]
 
 
@@ -181,16 +187,23 @@ RunningDigest = xxhash.xxh3_128
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """A checksum of a tensor's bits: XXH3 with 128 bits on a CPU (15 GiB/s a core), `cuda_ipc.checksum` on CUDA.
+    """A checksum of a tensor's bits: XXH3 with 128 bits on a CPU (15 GiB/s a core), `cuda_ipc.checksums` on CUDA.
 
     It tells damage and mistakes, not malice.
     """
     tensor = tensor.detach().contiguous()
     if tensor.is_cuda:
-        return checksum(tensor)
+        return checksums([tensor])[0]
     running = RunningDigest()
     running.update(tensor.reshape(-1).view(torch.uint8).numpy().data)  # which, unlike `RunningDigest(...)`, releases the GIL
     return running.hexdigest()
+
+
+def digests(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """The checksum of each of these tensors, of one device; on CUDA the host waits once for all of them."""
+    if tensors and tensors[0].is_cuda:
+        return checksums([tensor.detach() for tensor in tensors])
+    return [digest(tensor) for tensor in tensors]
 
 
 def compare(sent: Mapping[Any, str], held: Mapping[Any, str]) -> None:

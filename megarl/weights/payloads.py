@@ -18,7 +18,7 @@ from megarl.weights.rank_plan import SliceKey
 SELECTORS = {False: "target", True: "all"}
 """Which of a server's models an update is for (SGLang's `selector`), by whether it drafts with a layer that is trained: any
 other draft keeps its weights."""
-OPEN, JOIN, RECEIVE, READ, CHECK = "open", "join", "receive", "read", "check"
+OPEN, JOIN, RECEIVE, READ, CHECK, SUM = "open", "join", "receive", "read", "check", "sum"
 
 
 def opening(shared: Sequence[Any], pieces: Iterable[Any]) -> list[tuple[Any, Any]]:
@@ -60,12 +60,18 @@ def checking(boxes: Iterable[tuple[SliceKey, str]], where: tuple[str, int], key:
     return [((CHECK, ([(tuple(box), dtype) for box, dtype in boxes], where, key)), NoTensor())]
 
 
-def read_answer(answer: bytes) -> tuple[list[str], list[str]]:
-    """Read a rank's answer: the digests, and the parameters that the boxes do not cover."""
+def summing(where: tuple[str, int], key: str, *, since_base: bool) -> list[tuple[Any, Any]]:
+    """The payload that asks a rank for the sums (`digests.combined`) of all boxes that came in this update; with `since_base`
+    in those before it, too. It answers as to `checking`."""
+    return [((SUM, (since_base, where, key)), NoTensor())]
+
+
+def read_answer(answer: bytes) -> tuple[list[Any], list[str]]:
+    """Read a rank's answer: the digests of boxes or their sums, and the parameters that the boxes do not cover."""
     digests, uncovered = json.loads(answer)
     return digests, uncovered
 
 
-def send_answer(digests: list[str], uncovered: list[str], where: tuple[str, int], key: str) -> None:
+def send_answer(digests: Sequence[Any], uncovered: list[str], where: tuple[str, int], key: str) -> None:
     """Answer as `key` in the store at `where`; see `read_answer`."""
     torch.distributed.TCPStore(*where, is_master=False).set(key, json.dumps([digests, uncovered[:NAMED]]))

@@ -112,9 +112,16 @@ class Placement:
         """The nodes that have bundles, in the order in which they are filled."""
         return list(_by_node(self.bundles))
 
+    def ranks_by_node(self, group: str) -> list[list[int]]:
+        """The ranks of a group on each node that has some."""
+        of_nodes: dict[str, list[int]] = {}
+        for rank, bundle in enumerate(self.ranks[group]):
+            of_nodes.setdefault(self.bundles[bundle].node, []).append(rank)
+        return [*of_nodes.values()]
+
     def ranks_per_node(self, group: str) -> int:
         """Ranks of a group on the node that has most of them."""
-        return max(Counter(self.bundles[bundle].node for bundle in self.ranks[group]).values())
+        return max(map(len, self.ranks_by_node(group)))
 
     def as_json(self) -> dict[str, Any]:
         """All of it, for `placement.json`."""

@@ -15,11 +15,13 @@ from functools import partial
 from itertools import groupby
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from megarl.errors import EngineError
 from megarl.models.weight_tensors import gathered
 from megarl.weights.delta import SentWeights
+from megarl.weights.digests import SentDigests, Table, by_engine, sums_by_rank
 from megarl.weights.plan import LOAD_BYTES
 from megarl.weights.rank_plan import SendBatch, SliceKey, WeightSlice
 from megarl.weights.sglang_senders import checksums_of
@@ -177,6 +179,7 @@ class Pusher:
 
     def _changed(self, staged: StagedSlices) -> list[WeightSlice]:
         """The pieces whose bits are not those of the last push; remembers what they are."""
+        staged.take_digests(staged.pieces)
         return [piece for piece in staged.pieces if self._sent.changed(piece.held, staged.digest(piece))]
 
 
@@ -227,6 +230,40 @@ class _EngineQueue:
             return Pushed(error=self.error)
         checksums = {slice_key: checksum for of_load in self.checksums for slice_key, checksum in of_load.result().items()}
         return Pushed(checksums, nbytes=self.nbytes)
+
+
+@dataclass(frozen=True)
+class PushSummary:
+    """What came of pushes to several engines, in a few bytes for each rank of an engine: what was sent, why some failed."""
+
+    sent: Table
+    errors: dict[int, str] = field(default_factory=dict)
+    nbytes: int = 0
+
+    @classmethod
+    def of(cls, pushed: Mapping[int, Pushed]) -> PushSummary:
+        """That of one training rank's pushes."""
+        errors = {engine: result.error for engine, result in pushed.items() if result.error is not None}
+        tables = [sums_by_rank(result.checksums, engine) for engine, result in pushed.items()]
+        nbytes = sum(result.nbytes for result in pushed.values())
+        return cls(np.concatenate([sums_by_rank({}), *tables]), errors, nbytes)
+
+
+@dataclass(frozen=True)
+class UpdateSummary:
+    """What all ranks sent to each engine, and why some failed: the first rank's error."""
+
+    sent: Mapping[int, SentDigests]
+    errors: Mapping[int, str]
+    nbytes: int
+
+    @classmethod
+    def of(cls, of_ranks: Sequence[PushSummary]) -> UpdateSummary:
+        """That of one update, from all ranks."""
+        errors: dict[int, str] = {}
+        for summary in of_ranks:
+            errors = summary.errors | errors if summary.errors else errors
+        return cls(by_engine([one.sent for one in of_ranks]), errors, sum(one.nbytes for one in of_ranks))
 
 
 def merge(of_ranks: Sequence[Mapping[int, Pushed]]) -> dict[int, Pushed]:

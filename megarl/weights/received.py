@@ -1,14 +1,41 @@
-"""Checksums of what an engine's rank has received into its parameters, taken while more is on its way."""
+"""What an engine's rank has received into its parameters: which boxes, and checksums taken while more is on its way."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from megarl.weights.checksums import digest
 from megarl.weights.copying import copy_hashed
 from megarl.weights.rank_plan import SliceKey
+from megarl.weights.sglang_targets import EVERY_RANK
+
+
+class ReceivedBoxes:
+    """The boxes that this rank was sent, with the dtype of each: a check of all of them need not name them.
+
+    Updates that are not checked, or broken off, leave their boxes to the next check: a plan has the same ones each time.
+    Whatever else comes between two checks only makes the sums differ, and then boxes are named.
+    """
+
+    def __init__(self) -> None:
+        self._checked: dict[SliceKey, str] = {}
+        self._came: dict[SliceKey, str] = {}
+
+    def note(self, pieces: Iterable[tuple[Any, ...]]) -> None:
+        """These came, each `(*held, dtype, start, stop)`; not what SGLang's own loader cuts."""
+        for *place, dtype, _, _ in pieces:
+            key = SliceKey(*place)
+            if key.engine_rank != EVERY_RANK:
+                self._came[key] = dtype
+
+    def take(self, *, since_base: bool) -> list[tuple[tuple[Any, ...], str]]:
+        """The boxes that came since the last call, or ever; ends what `note` is told of as one update."""
+        self._checked = self._checked | self._came if since_base else self._came
+        self._came = {}
+        return [*self._checked.items()]
 
 
 class ReceivedDigests:

@@ -1,15 +1,14 @@
 """Writes what senders have cut for this rank into the model's parameters, and reads it back; runs inside the server.
 
-SGLang calls `load` (given as `--custom-weight-loader`) in each tensor-parallel rank. SGLang fuses q, k, v and gate, up and
-the experts of a layer; where in these a tensor lies is said here. What is not cut goes through the model's own loader.
+SGLang calls `load` (given as `--custom-weight-loader`) in each tensor-parallel rank. Where a tensor lies is said in
+`sglang_places.py`. What is not cut goes through the model's own loader.
 What SGLang derives from a parameter (`DERIVED_FROM`) is made anew as soon as the parameter was written.
 """
 
 from __future__ import annotations
 
-import re
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -20,117 +19,29 @@ import torch
 import torch.distributed
 
 from megarl.models.adapters import is_adapter_tensor
-from megarl.models.transformers_names import with_prefix
-from megarl.option_list import functions, part, parts
-from megarl.weights.checksums import digest
+from megarl.option_list import part
+from megarl.weights.checksums import digests
 from megarl.weights.copying import copy, in_threads
 from megarl.weights.cuda_ipc import opened
+from megarl.weights.digests import combined
 from megarl.weights.engine_group import EngineGroup, Groups, Turns, leave, start_receiving
-from megarl.weights.payloads import CHECK, JOIN, OPEN, READ, RECEIVE, send_answer
+from megarl.weights.payloads import CHECK, JOIN, OPEN, READ, RECEIVE, SUM, send_answer
 from megarl.weights.rank_plan import SliceKey
-from megarl.weights.received import ReceivedDigests
+from megarl.weights.received import ReceivedBoxes, ReceivedDigests
+from megarl.weights.sglang_places import (
+    DERIVED_FROM,
+    EXPERTS,
+    SUMMED_BIAS,
+    TOWER,
+    VOCABULARY,
+    ModelParameters,
+    box,
+    draft_names,
+    engine_name,
+)
 from megarl.weights.sglang_targets import EVERY_RANK
 
-PARTS_OF = {
-    "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "mlp.gate_up_proj": ("gate_proj", "up_proj"),
-    "mlp.shared_experts.gate_up_proj": ("gate_proj", "up_proj"),
-    "mlp.shared_expert.gate_up_proj": ("gate_proj", "up_proj"),
-    "linear_attn.in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
-    "linear_attn.in_proj_ba": ("in_proj_b", "in_proj_a"),
-    "merger.gate_up_proj": ("gate_proj", "up_proj"),
-    "self_attn.fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
-}
-"""By the end of an engine's fused parameter, the hub's names for what it is fused of, in models that have it."""
-FUSED = {
-    f"{fused.rpartition('.')[0]}.{part}": (fused, position, len(parts))
-    for fused, parts in PARTS_OF.items()
-    for position, part in enumerate(parts)
-}
-"""Hugging Face suffix -> (engine suffix, position in the fused parameter, how many are fused there)."""
-OF_TWO_LENGTHS = (".qkv_proj.", ".fused_qkv_a_proj_with_mqa.", ".in_proj_qkvz.")
-"""Fused parameters of which the first tensor may be of another length than the others: q beside k and v, which Qwen3.5 has in
-one tensor beside the gates."""
-DERIVED_FROM = ".self_attn.kv_b_proj."
-"""Name of a parameter that latent attention does not compute with itself, but by copies of its halves (`w_kc`, `w_vc`)."""
-HUB_PREFIXES = (("model.visual.", "visual."), ("model.language_model.", "model."))
-"""Beginnings of names of some vision-language models on the hub, and in engines."""
-TOWER = "visual."
-VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
-
-EXPERT = re.compile(
-    r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\."
-    r"(?:weight(?P<part>_scale_inv|_packed|_scale|_shape)?|(?P<bias>bias))"
-)
-# projection of an expert -> (engine suffix, position among the expert's projections in it, how many); w1, w3, w2: Mixtral's
-EXPERTS, BIAS = "w13_weight", "_bias"
-SUMMED_BIAS = "w2_weight_bias"
-"""Bias of the experts' outputs, which the ranks that split an expert add up: the first has it, the others zeros."""
-EXPERT_FUSED = {
-    "gate_proj": (EXPERTS, 0, 2),
-    "w1": (EXPERTS, 0, 2),
-    "up_proj": (EXPERTS, 1, 2),
-    "w3": (EXPERTS, 1, 2),
-    "down_proj": ("w2_weight", 0, 1),
-    "w2": ("w2_weight", 0, 1),
-}
-
 Whole = list[tuple[str, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class ModelParameters:
-    """A rank's parameters and adapters by name, and of parameters of experts: in which up comes before gate, as some of
-    SGLang's kernels want it, and in which rows of both alternate, as gpt-oss has them."""
-
-    tensors: Mapping[str, torch.Tensor]
-    up_first: Collection[str] = ()
-    alternating: Collection[str] = ()
-    of_draft: tuple[str, ...] = ()
-    """Beginnings of names that are not this model's, but its draft's."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of all of them."""
-        return next(iter(self.tensors.values())).device
-
-    @classmethod
-    def of(cls, model: Any) -> ModelParameters:
-        """The parameters of a model of SGLang's (0.5.23: layers/moe/fused_moe_triton/layer.py says how its experts lie).
-
-        Raises:
-            ValueError: its experts are transposed or interleaved for the kernels that were chosen, or the shared experts among
-                them.
-        """
-        up_first, alternating = [], []
-        for name, module in model.named_modules():
-            if not (hasattr(module, EXPERTS) or hasattr(module, f"{EXPERTS}_packed")):
-                continue
-            method = getattr(module, "weight_load_method", None) or module.quant_method
-            if module.use_triton_kernels or getattr(method, "w13_swiglu_interleaved", False):
-                raise ValueError(
-                    f"SGLang holds {name} transposed or interleaved; rollout.engine_args.moe_runner_backend must "
-                    "not be 'triton_kernel', and SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED must not be set"
-                )
-            if module.num_fused_shared_experts:
-                raise ValueError(
-                    f"SGLang holds the shared experts among {name}; rollout.engine_args.disable_shared_experts_fusion must be "
-                    "true, and enforce_shared_experts_fusion must not be set"
-                )
-            if module.use_flashinfer_trtllm_moe or getattr(method, "load_up_proj_weight_first", False):
-                up_first += [f"{name}.{EXPERTS}", f"{name}.{EXPERTS}_scale_inv"]
-            if hasattr(module, EXPERTS + BIAS) and module.moe_runner_config.gemm1_alpha is not None:
-                alternating += [f"{name}.{EXPERTS}", f"{name}.{EXPERTS}{BIAS}"]
-        tensors = dict(model.named_parameters())
-        for tensors_of in functions("adapter_place", "tensors_of"):
-            tensors |= tensors_of(model)
-        of_draft = names.of_the_draft(model) if (names := _draft_names()) is not None else ()
-        return cls(tensors, frozenset(up_first), frozenset(alternating), of_draft)
-
-
-def _draft_names() -> ModuleType | None:
-    """An option's `draft_weights.py`, which knows the draft that a server has beside the policy."""
-    return next(iter(parts("draft_weights")), None)
 
 
 _kept: dict[str, torch.Tensor] = {}
@@ -140,13 +51,17 @@ _kept: dict[str, torch.Tensor] = {}
 def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
     """Take one payload: pairs of (name of a buffer, where in it what lies) and the buffer; or one of `payloads`' others."""
     parameters = ModelParameters.of(model)
-    names = _draft_names()
+    names = draft_names()
     if names is not None and names.is_draft(parameters.tensors):
         _load_draft(model, parameters, names)
         return
     for (name, content), buffer in named_tensors:
         if name == CHECK:
             _answer(parameters, *content)
+            continue
+        if name == SUM:
+            since_base, *answered_at = content
+            _answer(parameters, _boxes.take(since_base=since_base), *answered_at, summed=True)
             continue
         if name == JOIN:
             _join(parameters, *content)
@@ -163,6 +78,7 @@ def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
         else:
             _kept[name], (pieces, checked) = buffer, content
             _take(model, parameters, pieces, buffer, checked=checked)
+        _boxes.note(pieces)
         changed = {tensor for tensor, *_ in pieces if DERIVED_FROM in tensor and not tensor.startswith(parameters.of_draft)}
         if changed:
             model.post_load_weights(weight_names=changed)
@@ -185,6 +101,24 @@ def _load_whole(model: Any, whole: Whole) -> None:
 
 
 _received = ReceivedDigests()
+_boxes = ReceivedBoxes()
+
+
+@dataclass
+class HeldBoxes:
+    """Digests of boxes ("" where they are the draft's), what is not covered, and where the answer goes; `summed`: as sums."""
+
+    boxes: list[SliceKey]
+    digests: list[str]
+    uncovered: list[str]
+    where: tuple[str, int]
+    key: str
+    summed: bool
+
+    def send(self) -> None:
+        """Answer whoever asked."""
+        found = combined(zip(self.boxes, self.digests, strict=True)) if self.summed else self.digests
+        send_answer(found, self.uncovered, self.where, self.key)
 
 
 @dataclass
@@ -195,8 +129,8 @@ class Waiting:
     whole: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     asked: list[tuple[int, SliceKey, str]] = field(default_factory=list)
     """Place among all digests, box, and the dtype in which it was sent."""
-    answer: tuple[list[str], list[str], tuple[str, int], str] | None = None
-    """The digests of the policy's boxes, what is not covered, and where the answer goes."""
+    answer: HeldBoxes | None = None
+    """What is known of the policy's boxes."""
 
 
 _waiting = Waiting()
@@ -215,14 +149,15 @@ def _load_draft(model: Any, parameters: ModelParameters, names: ModuleType) -> N
         model.post_load_weights(is_nextn=True)
     if waiting.answer is None:
         return
-    digests, uncovered, where, key = waiting.answer
+    answer = waiting.answer
     boxes = [
         (tuple(slice_key._replace(tensor=names.draft_name(slice_key.tensor))), dtype) for _, slice_key, dtype in waiting.asked
     ]
     draft_digests, missing = _digests(parameters, boxes)
     for (index, _, _), draft_digest in zip(waiting.asked, draft_digests, strict=True):
-        digests[index] = draft_digest
-    send_answer(digests, uncovered + [name for name in missing if name not in names.SHARED], where, key)
+        answer.digests[index] = draft_digest
+    answer.uncovered += [name for name in missing if name not in names.SHARED]
+    answer.send()
 
 
 def _read(
@@ -325,56 +260,6 @@ def _in_place(parameters: ModelParameters, message: Any) -> torch.Tensor | None:
     return to if to.is_contiguous() and to.dtype == getattr(torch, dtype) else None
 
 
-def engine_name(parameters: ModelParameters, name: str) -> tuple[str, int, int]:
-    """(the engine's parameter, position among the tensors that it is fused of, how many these are) of a tensor.
-
-    Experts' parameters have one more axis, the first, of which the tensor is in one entry.
-    """
-    name = with_prefix(name, HUB_PREFIXES)
-    if name.startswith(TOWER):
-        name = name.replace(".attn.qkv.", ".attn.qkv_proj.")
-    if expert := EXPERT.fullmatch(name):
-        suffix, position, count = EXPERT_FUSED[expert["projection"]]
-        expert_name = f"{expert['experts']}.{suffix}{expert['part'] or ''}{BIAS if expert['bias'] else ''}"
-        # SGLang has one shape for gate and up, which it does not read
-        return (expert_name, 0, 1) if expert["part"] == "_shape" else (expert_name, position, count)
-    for suffix, (fused, position, count) in FUSED.items():
-        if f".{suffix}." in name and (fused_name := name.replace(suffix, fused)) in parameters.tensors:
-            return fused_name, position, count
-    return name, 0, 1
-
-
-def region(parameters: ModelParameters, held: SliceKey) -> torch.Tensor:
-    """The rows of a parameter in which this rank holds a tensor, as a matrix.
-
-    Raises:
-        ValueError: the parameter has no place for a tensor of so many rows and columns.
-    """
-    name, position, count = engine_name(parameters, held.tensor)
-    parameter = parameters.tensors[name].data
-    if expert := EXPERT.fullmatch(held.tensor):
-        parameter = parameter[int(expert["expert"]) % len(parameter)]
-        if parameter.ndim == 2 and getattr(parameters.tensors[name], "is_transposed", False):  # INT4
-            parameter = parameter.T
-        position = count - 1 - position if name in parameters.up_first else position
-    matrix = parameter.unsqueeze(1) if parameter.ndim == 1 else parameter.flatten(1)
-    if name in parameters.alternating:
-        matrix, position, count = matrix[position::count], 0, 1
-    first = 0 if position == 0 else len(matrix) - (count - position) * held.of_rows
-    of_one_length = count * held.of_rows == len(matrix)
-    if name.startswith(TOWER) and not of_one_length:  # padded at the end of each of its parts
-        first, of_one_length = len(matrix) // count * position, count * held.of_rows < len(matrix)
-    is_full = of_one_length or name.endswith(VOCABULARY) or any(fused in name for fused in OF_TWO_LENGTHS)
-    if not (is_full and 0 <= first <= len(matrix) - held.of_rows and held.col + held.cols <= matrix.shape[1]):
-        raise ValueError(f"{held} has {held.of_rows} rows here, which have no place in {name} {list(parameter.shape)}")
-    return matrix[first : first + held.of_rows]
-
-
-def box(parameters: ModelParameters, held: SliceKey) -> torch.Tensor:
-    """The elements of a parameter that `held` names, as a matrix; raises ValueError as `region`."""
-    return region(parameters, held)[held.row : held.row + held.rows, held.col : held.col + held.cols]
-
-
 def _covers(name: str, parameter: torch.Tensor, filled: Sequence[torch.Tensor]) -> bool:
     """Return whether these parts, views that do not overlap, are all of a parameter, but for padding."""
     count = sum(values.numel() for values in filled)
@@ -399,19 +284,26 @@ def _as_sent(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _answer(
-    parameters: ModelParameters, boxes: Iterable[tuple[tuple[Any, ...], str]], where: tuple[str, int], key: str
+    parameters: ModelParameters,
+    boxes: Iterable[tuple[tuple[Any, ...], str]],
+    where: tuple[str, int],
+    key: str,
+    *,
+    summed: bool = False,
 ) -> None:
-    """Answer for the policy; where boxes of the draft are asked for, too, it answers for both."""
+    """Answer for the policy; where boxes of the draft are asked for, too, it answers for both. `summed`: with their sums."""
     boxes = list(boxes)
+    keys = [SliceKey(*key_fields) for key_fields, _ in boxes]
     of_draft = [key_fields[0].startswith(parameters.of_draft) for key_fields, _ in boxes]
-    digests, uncovered = _digests(
+    found, uncovered = _digests(
         parameters, [entry for entry, others in zip(boxes, of_draft, strict=True) if not others], _received
     )
     if not any(of_draft):
-        send_answer(digests, uncovered, where, key)
+        HeldBoxes(keys, found, uncovered, where, key, summed).send()
         return
-    rest = iter(digests)
-    _waiting.answer = ["" if others else next(rest) for others in of_draft], uncovered, where, key
+    rest = iter(found)
+    of_policy = ["" if others else next(rest) for others in of_draft]
+    _waiting.answer = HeldBoxes(keys, of_policy, uncovered, where, key, summed)
     drafts = enumerate(zip(boxes, of_draft, strict=True))
     _waiting.asked = [(number, SliceKey(*key_fields), dtype) for number, ((key_fields, dtype), others) in drafts if others]
 
@@ -432,12 +324,17 @@ def _digests(
     for key, values in zip(keys, read, strict=True):
         filled[engine_name(parameters, key.tensor)[0]].append(values)
     taken = received.take(list(zip(keys, read, strict=True))) if received is not None else {}
-    digests = [taken.get(key, "") for key in keys]
-    left = [number for number, known in enumerate(digests) if not known]
+    found = [taken.get(key, "") for key in keys]
+    left = [number for number, known in enumerate(found) if not known]
 
-    def take(place: int) -> None:
-        number = left[place]
-        digests[number] = digest(_as_sent(read[number], getattr(torch, boxes[number][1])))
+    def take(places: Sequence[int]) -> None:
+        numbers = [left[place] for place in places]
+        values = [_as_sent(read[number], getattr(torch, boxes[number][1])) for number in numbers]
+        for number, checksum in zip(numbers, digests(values), strict=True):
+            found[number] = checksum
 
-    in_threads(take, [read[number] for number in left])
-    return digests, [name for name, values in filled.items() if not _covers(name, tensors[name].data, values)]
+    if parameters.device.type == "cuda":
+        take(range(len(left)))
+    else:
+        in_threads(lambda place: take([place]), [read[number] for number in left])
+    return found, [name for name, values in filled.items() if not _covers(name, tensors[name].data, values)]

@@ -143,10 +143,9 @@ def update_request(endpoint: ServerEndpoint, payloads: list[str]) -> tuple[str, 
 
 def checksums_of(staged: StagedSlices, *, values: bool = True) -> dict[SliceKey, str]:
     """The checksums of all pieces; without `values`, and of what SGLang's own loader cuts, that there is none."""
-    return {
-        piece.held: staged.digest(piece) if values and piece.held.engine_rank != EVERY_RANK else UNCHECKED
-        for piece in staged.pieces
-    }
+    checked = [piece for piece in staged.pieces if values and piece.held.engine_rank != EVERY_RANK]
+    staged.take_digests(checked)
+    return {piece.held: UNCHECKED for piece in staged.pieces} | {piece.held: staged.digest(piece) for piece in checked}
 
 
 class TensorSender(ServerSender):

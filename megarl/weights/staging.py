@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from copy import copy as shallow_copy
 from multiprocessing.reduction import ForkingPickler
@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 
 from megarl.platform.shared_memory import sharing_by_file
-from megarl.weights.checksums import digest
+from megarl.weights.checksums import digests
 from megarl.weights.copying import copy, copy_hashed
 from megarl.weights.cuda_ipc import shared
 from megarl.weights.payloads import opening
@@ -58,9 +58,16 @@ class StagedSlices:
 
     def digest(self, piece: WeightSlice) -> str:
         """The checksum of one of the pieces, which is taken once."""
-        if piece.held not in self._digests:
-            self._digests[piece.held] = digest(piece.tensor)
+        self.take_digests([piece])
         return self._digests[piece.held]
+
+    def take_digests(self, pieces: Iterable[WeightSlice]) -> None:
+        """Take the checksums of some of the pieces, those that are not known, at once."""
+        unknown = [piece for piece in pieces if piece.held not in self._digests]
+        if not unknown:
+            return
+        taken = digests([piece.tensor for piece in unknown])
+        self._digests |= {piece.held: checksum for piece, checksum in zip(unknown, taken, strict=True)}
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Names and values, as views of where they lie."""
@@ -210,15 +217,15 @@ def packed_starts(pieces: Sequence[WeightSlice]) -> list[int]:
 
 def pack(pieces: Sequence[WeightSlice], buffer: torch.Tensor, name: str = "", *, hashed: bool = False) -> StagedSlices:
     """Copies of `pieces` in `buffer`, on a CPU with their checksums if they are wanted (`hashed`)."""
-    copies, digests = [], {}
+    copies, taken = [], {}
     for start, (key, tensor) in zip(packed_starts(pieces)[:-1], pieces, strict=True):
         to = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         if hashed and not to.is_cuda:
-            digests[key] = copy_hashed(to, tensor.detach())
+            taken[key] = copy_hashed(to, tensor.detach())
         else:
             copy(to, tensor.detach())
         copies.append(WeightSlice(key, to))
-    return StagedSlices(copies, buffer, name, digests=digests)
+    return StagedSlices(copies, buffer, name, digests=taken)
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

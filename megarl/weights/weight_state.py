@@ -6,6 +6,7 @@ no known version, or with a mixture of two, raises instead.
                  begin              check             confirm
     EMPTY ───────────────▶ UPDATING ──────▶ CHECKING ────────▶ SERVING
       ▲ ▲                     │ fail           │ fail            │  │ begin: UPDATING again
+      │ │                     │ ◀──── doubt ───┤                 │  │
       │ └─────────────────────┴────────────────┘                 │  │
       │ wake                                sleep                 │
     ASLEEP ◀──────────────────────────────────────────────────────┘   (from EMPTY, too)
@@ -70,6 +71,12 @@ class WeightState:
         if self.now is not Weights.CHECKING:
             raise EngineError("no weight update is being checked")
         self.now, self.version, self.updating = Weights.SERVING, self.updating, None
+
+    def doubt(self) -> None:
+        """Whether the weights are what was sent takes a closer look, for which `check` is called again."""
+        if self.now is not Weights.CHECKING:
+            raise EngineError("no weight update is being checked")
+        self.now = Weights.UPDATING
 
     def fail(self) -> None:
         """The open update is given up: whatever the engine holds now, it is of no known version."""

@@ -30,6 +30,7 @@ from megarl.workers import engine_actor
 from megarl.workers.bundles import find_bundles
 from megarl.workers.group import WorkerGroup
 from megarl.workers.node_models import download_on_nodes
+from megarl.workers.node_ranks import DIRECT_RANKS, NodeHandle, NodeRanksActor
 from megarl.workers.own_gpu import SEES_ALL_GPUS
 from megarl.workers.rank_actor import RankActor
 
@@ -111,10 +112,22 @@ class Cluster:
                 )
                 for rank, bundle in enumerate(self.placement.ranks[request.name])
             ]
-            self.groups[request.name] = WorkerGroup(request.name, request.layout, actors, self.log_folder, self.platform.name)
+            nodes = self._nodes_of(request.name, actors) if len(actors) > DIRECT_RANKS else []
+            self.groups[request.name] = WorkerGroup(
+                request.name, request.layout, actors, self.log_folder, self.platform.name, nodes
+            )
         for group in self.groups.values():
             group.connect(seed=seed, deadline_s=self.start_deadline_s)
         return self.groups
+
+    def _nodes_of(self, group: str, actors: Sequence[Any]) -> list[NodeHandle]:
+        """An actor on each node that calls the group's ranks there."""
+        nodes = []
+        for ranks in self.placement.ranks_by_node(group):
+            where = self._where(self.placement.ranks[group][ranks[0]], 1) | {"num_cpus": 0, "num_gpus": 0}
+            actor = NodeRanksActor.options(**where).remote([actors[rank] for rank in ranks])
+            nodes.append(NodeHandle(actor, ranks))
+        return nodes
 
     def start_engines(self, path: str, model_path: str, options: Sequence[dict[str, Any]], threads: int) -> list[Any]:
         """Create one actor per entry of `options` for engines of the class at `path`; they start their engines when asked.

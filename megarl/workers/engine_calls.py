@@ -14,6 +14,7 @@ from megarl.data.stored import StoredGeneration
 from megarl.errors import DeadlineError, MegarlError, WorkerError
 from megarl.rollout.engines.protocol import Engine, EngineRequest
 from megarl.rollout.engines.stored_turns import SampledTurn
+from megarl.weights.digests import SentDigests
 from megarl.workers.object_store import RayObject
 
 P = ParamSpec("P")
@@ -95,6 +96,11 @@ class EngineCalls:
 
     async def end_update(self, version: int, checksums: Mapping[Any, str] | None, *, deadline_s: float) -> None:
         await self._answer(submit(self.actor, Engine.end_update, version, checksums), "end_update", deadline_s + GRACE_S)
+
+    async def end_update_by_sums(self, version: int, sent: SentDigests, *, deadline_s: float) -> Sequence[int]:
+        reference = submit(self.actor, Engine.end_update_by_sums, version, sent)
+        doubtful: Sequence[int] = await self._answer(reference, "end_update", deadline_s + GRACE_S)
+        return doubtful
 
     async def abandon_update(self, *, deadline_s: float) -> None:
         await self._answer(submit(self.actor, Engine.abandon_update), "abandon_update", deadline_s + GRACE_S)

@@ -20,19 +20,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Literal
 
 from megarl.config import Config
 from megarl.errors import EngineError
 from megarl.option_list import functions
-from megarl.planning.turns import takes_turns
+from megarl.planning.turns import GENERATING, RESIDENT, TRAINING, UPDATING, Kept, takes_turns
 from megarl.rollout.scheduling.engine_state import EngineHandle, PendingResult, failures
 from megarl.rollout.scheduling.scheduler import Scheduler
 from megarl.runs.training_side import POLICY
 from megarl.workers.roles import Roles
-
-Kept = Literal["all", "policy", "none"]
-"""Parts of the trainer on the device: everything, the policy's weights alone, or nothing."""
 
 
 class Owner(Enum):
@@ -82,13 +78,13 @@ class GpuSharing:
         if to is Owner.TRAINING:
             self._sleep()
             if before is not Owner.SHARED:
-                self._keep("all")
+                self._keep(RESIDENT[TRAINING].trainer)
         elif to is Owner.UPDATING:
-            self._keep("policy")
+            self._keep(RESIDENT[UPDATING].trainer)
             if before is Owner.TRAINING:
                 self._wake()
         else:
-            self._keep("none")
+            self._keep(RESIDENT[GENERATING].trainer)
         self.now = to
 
 

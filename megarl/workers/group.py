@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar, TypeVarTuple
+from typing import Any, NoReturn, Protocol, TypeVar, TypeVarTuple
 
 import ray
 
@@ -16,16 +15,14 @@ from megarl.data.stored_shares import StoredShare
 from megarl.errors import DeadlineError, MegarlError, WorkerError
 from megarl.observe.run_state import RankCondition
 from megarl.workers.failure_report import examine
+from megarl.workers.node_ranks import NodeHandle, RankFailure, late_ranks
 from megarl.workers.object_store import RayObject
 from megarl.workers.rank_calls import RankCalls
 from megarl.workers.rank_watch import RankWatch
+from megarl.workers.ray_answers import AnswerFailed, NotAnswered, results_of
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-FETCH_S = 60.0
-"""For a result that is there to reach this process, however little of its call's deadline is left."""
-
-
 GLANCE_S = 0.2
 """How long a look at a rank's progress may take."""
 
@@ -82,22 +79,34 @@ class StoringGroup(RankGroup, Protocol):
         """The shares of a replica with their tokens, as an argument of its ranks."""
         ...
 
-    def submit_stored(
-        self, method: Callable[[RankCalls, *Ts], object], per_rank: Mapping[int, tuple[*Ts]]
-    ) -> tuple[list[Any], Mapping[int, Stored]]:
+    def submit_stored(self, method: Callable[[RankCalls, *Ts], object], per_rank: Mapping[int, tuple[*Ts]]) -> Any:
         """Start `method`, which answers two values, on some ranks; see `WorkerGroup.submit_stored`."""
+        ...
+
+    def wait_stored(self, submitted: Any, *, phase: str, deadline_s: float) -> Mapping[int, tuple[Any, Stored]]:
+        """By rank the first value of what was submitted, and a handle to the second one, which stays where it is."""
         ...
 
 
 class WorkerGroup:
     """The Ray actors of one layout, in rank order."""
 
-    def __init__(self, name: str, layout: Layout, actors: Sequence[Any], log_folder: str, platform: str = "cpu") -> None:
+    def __init__(
+        self,
+        name: str,
+        layout: Layout,
+        actors: Sequence[Any],
+        log_folder: str,
+        platform: str = "cpu",
+        nodes: Sequence[NodeHandle] = (),
+    ) -> None:
+        """`nodes` call the ranks, each those on it; none: they are called one by one."""
         self.name, self.layout, self.actors, self.log_folder = name, layout, list(actors), log_folder
-        self.platform = platform
+        self.platform, self.nodes, self._calls = platform, list(nodes), 0
         self._replicas = [layout.coords(rank).dp for rank in range(layout.world_size)]
         self.reporting: Sequence[int] = reporting_ranks(layout)
-        self.states = RankWatch(self.actors).states
+        of_nodes = [node.actor for node in self.nodes], [node.ranks for node in self.nodes]
+        self.states = (RankWatch(of_nodes[0], of_nodes=of_nodes[1]) if self.nodes else RankWatch(self.actors)).states
         self.host_and_pid: list[tuple[str, int]] = []
         """(Node IP, process id) by rank, once they have started."""
 
@@ -105,7 +114,7 @@ class WorkerGroup:
         """Bring up the world; returns the ranks' process ids."""
         phase = f"start of {self.name}"
         started = [actor.host_and_pid.remote() for actor in self.actors]
-        self.host_and_pid = self.wait(started, phase=phase, deadline_s=deadline_s)
+        self.host_and_pid = wait_for(started, phase=phase, deadline_s=deadline_s, whose=self)
         [address] = wait_for([self.actors[0].address.remote()], phase=phase, deadline_s=deadline_s, whose=self)
         return self.call(RankCalls.connect, address, seed, deadline_s, phase=phase, deadline_s=deadline_s)
 
@@ -121,25 +130,59 @@ class WorkerGroup:
 
     def wait(self, submitted: Sequence[Any], *, phase: str, deadline_s: float) -> list[Any]:
         """Results of what was submitted, in rank order; raises as `call` does."""
-        return wait_for(submitted, phase=phase, deadline_s=deadline_s, whose=self)
+        if not self.nodes:
+            return wait_for(submitted, phase=phase, deadline_s=deadline_s, whose=self)
+        results: dict[int, Any] = {}
+        for node, answers in zip(self.nodes, self._of_nodes(submitted, phase, deadline_s), strict=True):
+            results |= zip(node.ranks, answers, strict=True)
+        return [results[rank] for rank in range(len(self.actors))]
+
+    def _of_nodes(self, submitted: Sequence[Any], phase: str, deadline_s: float) -> list[Any]:
+        try:
+            return results_of(submitted, deadline_s)
+        except NotAnswered as late:
+            raise _deadline_error(late_ranks(self.nodes, late.places, self._calls), phase, deadline_s, self) from None
+        except AnswerFailed as failure:
+            _raise_ours(failure.error, phase, self, failure.place)
 
     def submit(self, method: Callable[[RankCalls, *Ts], object], per_rank: Sequence[tuple[*Ts]]) -> list[Any]:
         """Start `method` on every rank without waiting; give the references to `wait`."""
+        if self.nodes:
+            number, self._calls, name = self._calls, self._calls + 1, method.__name__
+            return [node.actor.call.remote(number, name, [per_rank[rank] for rank in node.ranks]) for node in self.nodes]
         return [actor.call.remote(method.__name__, *arguments) for actor, arguments in zip(self.actors, per_rank, strict=True)]
 
     def submit_stored(
         self, method: Callable[[RankCalls, *Ts], object], per_rank: Mapping[int, tuple[*Ts]]
-    ) -> tuple[list[Any], dict[int, RayObject]]:
-        """Start `method`, which answers two values, on some ranks, with arguments of their own.
-
-        Give the first answer to `wait`, which is of the first values, in the order of `per_rank`; the second one has handles to
-        the second values by rank. These stay where they are.
-        """
-        begun = {
+    ) -> Mapping[int, list[Any]] | list[Any]:
+        """Start `method`, which answers two values, on some ranks, with arguments of their own; give the answer to
+        `wait_stored`."""
+        if self.nodes:
+            number, self._calls, name = self._calls, self._calls + 1, method.__name__
+            places = (
+                {place: per_rank[rank] for place, rank in enumerate(node.ranks) if rank in per_rank} for node in self.nodes
+            )
+            return [
+                node.actor.call_stored.remote(number, name, of_node) for node, of_node in zip(self.nodes, places, strict=True)
+            ]
+        return {
             rank: self.actors[rank].call.options(num_returns=2).remote(method.__name__, *arguments)
             for rank, arguments in per_rank.items()
         }
-        return [first for first, _ in begun.values()], {rank: RayObject(second) for rank, (_, second) in begun.items()}
+
+    def wait_stored(
+        self, submitted: Mapping[int, list[Any]] | list[Any], *, phase: str, deadline_s: float
+    ) -> dict[int, tuple[Any, RayObject]]:
+        """By rank the first value of what was submitted, and a handle to the second one, which stays where it is."""
+        if isinstance(submitted, Mapping):
+            firsts = [first for first, _ in submitted.values()]
+            answers = wait_for(firsts, phase=phase, deadline_s=deadline_s, whose=self, ranks=[*submitted])
+            seconds = (RayObject(second) for _, second in submitted.values())
+            return dict(zip(submitted, zip(answers, seconds, strict=True), strict=True))
+        told: dict[int, tuple[Any, RayObject]] = {}
+        for node, of_node in zip(self.nodes, self._of_nodes(submitted, phase, deadline_s), strict=True):
+            told |= {node.ranks[place]: (first, RayObject(second)) for place, (first, [second]) in of_node.items()}
+        return {rank: told[rank] for rank in sorted(told)}
 
     def per_rank(self, replicas: Sequence[Sequence[Share]]) -> list[Any]:
         """For every rank a reference to its data-parallel replica's shares, each put once into the object store.
@@ -188,13 +231,22 @@ class WorkerGroup:
         where = f"the Python stacks and last log lines of its ranks are in {self.log_folder}/stacks"
         return silent, "; " + "; ".join([*states, where])
 
+    def name_of(self, place: int, of_node: int | None) -> str:
+        """The name of who gave the answer at a place: a rank, or a node or one of its ranks."""
+        if not self.nodes:
+            return f"rank {place} of {self.name}"
+        ranks = self.nodes[place].ranks
+        if of_node is None:
+            return f"the process that calls ranks {[*ranks]} of {self.name}"
+        return f"rank {ranks[of_node]} of {self.name}"
+
     def _describe(self, rank: int, state: str) -> str:
         at = f" (process {self.host_and_pid[rank][1]} on {self.host_and_pid[rank][0]})" if self.host_and_pid else ""
         return f"rank {rank} of {self.name}{at} {state}"
 
     def kill(self) -> None:
         """End the group's processes, and no others."""
-        for actor in self.actors:
+        for actor in (*self.actors, *(node.actor for node in self.nodes)):
             ray.kill(actor, no_restart=True)
 
 
@@ -209,27 +261,25 @@ def reporting_ranks(layout: Layout) -> list[int]:
     return [reporting[replica] for replica in range(layout.dp)]
 
 
-def wait_for(references: Sequence[Any], *, phase: str, deadline_s: float, whose: WorkerGroup | Sequence[str]) -> list[Any]:
+def wait_for(
+    references: Sequence[Any],
+    *,
+    phase: str,
+    deadline_s: float,
+    whose: WorkerGroup | Sequence[str],
+    ranks: Sequence[int] | None = None,
+) -> list[Any]:
     """Results of Ray references in order; the first failure ends the wait (see `WorkerGroup.call` for what it raises).
 
-    `whose`: the group whose ranks answer, or the names of those who do.
+    `whose`: the group whose ranks answer, all or these `ranks`; or the names of those who do.
     """
-    rank = {reference: index for index, reference in enumerate(references)}
-    results: dict[int, Any] = {}
-    pending, ends_at = list(references), time.monotonic() + deadline_s
-    while pending:
-        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, ends_at - time.monotonic()))
-        if done and pending:  # all that are there at once: one at a time, looking at the others costs with their square
-            more, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
-            done += more
-        for reference in done:
-            try:
-                results[rank[reference]] = ray.get(reference, timeout=max(FETCH_S, ends_at - time.monotonic()))
-            except ray.exceptions.RayError as error:
-                raise _as_our_error(error, phase, whose, rank[reference]) from error
-        if not done:
-            raise _deadline_error(sorted(rank[reference] for reference in pending), phase, deadline_s, whose)
-    return [results[index] for index in range(len(references))]
+    try:
+        return results_of(references, deadline_s)
+    except NotAnswered as late:
+        missing = late.places if ranks is None else [ranks[place] for place in late.places]
+        raise _deadline_error(missing, phase, deadline_s, whose) from None
+    except AnswerFailed as failure:
+        _raise_ours(failure.error, phase, whose, failure.place if ranks is None else ranks[failure.place])
 
 
 def _deadline_error(missing: list[int], phase: str, deadline_s: float, whose: WorkerGroup | Sequence[str]) -> DeadlineError:
@@ -243,15 +293,17 @@ def _deadline_error(missing: list[int], phase: str, deadline_s: float, whose: Wo
     return error
 
 
-def _as_our_error(error: Exception, phase: str, whose: WorkerGroup | Sequence[str], place: int) -> MegarlError:
+def _raise_ours(error: Exception, phase: str, whose: WorkerGroup | Sequence[str], place: int) -> NoReturn:
+    """Raise what the user is told of an error of Ray's, which was the answer at a place."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, MegarlError):
-        return cause
+        raise cause from error
     if isinstance(whose, WorkerGroup):
-        name = f"rank {place} of {whose.name}"
+        name = whose.name_of(place, cause.place if isinstance(cause, RankFailure) else None)
         silent, clause = whose.examine(phase)
     else:
         name, silent, clause = whose[place], [], ""
-    ours = WorkerError(f"{name} failed in phase '{phase}'{clause}:\n{error}")
+    said = cause if isinstance(cause, RankFailure) else error
+    ours = WorkerError(f"{name} failed in phase '{phase}'{clause}:\n{said}")
     ours.who = ", ".join(silent) or name  # a rank that is gone makes others fail, which may be heard of first
-    return ours
+    raise ours from error

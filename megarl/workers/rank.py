@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -49,7 +49,8 @@ from megarl.runs.update_metrics import LOG_PROBS
 from megarl.weights.machines import Machines
 from megarl.weights.model_compatibility import ServedModel, check_same_model
 from megarl.weights.plan import LOAD_BYTES
-from megarl.weights.pusher import Pushed, Pusher, merge
+from megarl.weights.pusher import Pushed, Pusher, PushSummary, merge
+from megarl.weights.rank_plan import SliceKey
 from megarl.workers import senders
 from megarl.workers.planned_part import PlannedPart
 from megarl.workers.profiling import Profile
@@ -85,6 +86,7 @@ class Rank:
         self.quantiser: Quantiser | None = None
         self.sends_in_place = False
         self.engines: set[int] = set()
+        self.pushed: dict[int, Pushed] = {}  # by the last update
         self.writer: BackgroundWriter | None = None
         self.profile: Profile | None = None
 
@@ -120,12 +122,6 @@ class Rank:
             return None
         self.roles[role] = RankModel(options, optimizer)
         return describe_optimizer(optimizer) if optimizer is not None else None
-
-    def drop_role(self, role: str) -> None:
-        """Free a role that is no longer needed."""
-        if self.beginnings.pop(role, None) is None:
-            del self.roles[role]
-            self.offloads.pop(role, None)
 
     def forward(self, role: str, shares: Sequence[Share], position: ScorePosition, top_k: TopK | None = None) -> Answers | None:
         """`{response index: float32 [L, C]}` for the micro-batches of all `shares` (see `step.forward`); None where this rank
@@ -274,6 +270,22 @@ class Rank:
                 self.parts.append(relayed(plan, self.rank, machines, device))
             else:
                 self.parts.append(PlannedPart(plan, self.rank, single_batch=self.sends_in_place))
+
+    def update_engines(
+        self, role: str, bases: Mapping[int, int | None] | None = None, version: int | None = None, verify: bool = True
+    ) -> PushSummary:
+        """Send this rank's part of the weights to engines; see `push_weights`. `sent_checksums` tells the rest of what came of
+        it."""
+        self.pushed = self.push_weights(role, bases, version, verify)
+        return PushSummary.of(self.pushed)
+
+    def sent_checksums(self, asked: Mapping[int, Collection[int]]) -> dict[int, dict[SliceKey, str]]:
+        """By engine the checksums of what the last update sent to those of its ranks that are asked for, box by box."""
+        return {
+            engine: {box: checksum for box, checksum in self.pushed[engine].checksums.items() if box.engine_rank in ranks}
+            for engine, ranks in asked.items()
+            if engine in self.pushed
+        }
 
     def push_weights(
         self, role: str, bases: Mapping[int, int | None] | None = None, version: int | None = None, verify: bool = True

@@ -5,7 +5,7 @@ Data-parallel ranks get their share once, through Ray's object store; all ranks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from importlib.metadata import version
 from itertools import chain
@@ -30,7 +30,6 @@ from megarl.data.stored import Stored
 from megarl.data.stored_batch import StoredBatch
 from megarl.data.stored_shares import RowTask
 from megarl.data.stream import ScorePosition, TopK
-from megarl.errors import ConfigError
 from megarl.megatron.options import (
     ExpertBalance,
     ModelOptions,
@@ -49,11 +48,12 @@ from megarl.planning.gpus import gpu_called
 from megarl.runs.training_side import CRITIC, POLICY, REFERENCE, Answer, JoinFiles
 from megarl.runs.update_metrics import combine
 from megarl.weights.machines import Machines
-from megarl.weights.pusher import Pushed, merge
+from megarl.weights.pusher import UpdateSummary
+from megarl.weights.rank_plan import SliceKey
 from megarl.workers.cluster import GroupRequest
 from megarl.workers.group import RankGroup, StoringGroup
 from megarl.workers.rank_calls import RankCalls
-from megarl.workers.role_specs import RoleSpec
+from megarl.workers.role_specs import RoleSpec, shares_prefixes
 from megarl.workers.row_work import compute_on_ranks
 
 
@@ -64,22 +64,6 @@ def group_requests(config: AnyConfig) -> list[GroupRequest]:
         for role in config.roles
         if role.layout is not None
     ]
-
-
-def shares_prefixes(config: AnyConfig, layer_spec: str, flops: FlopsModel) -> bool:
-    """`policy.share_prefix`; `auto`: where attention does it by itself, or an option has one that does, and it pays.
-
-    Raises:
-        ConfigError: it is asked for under layers that need the option, which is not there.
-    """
-    setting, choices = config.policy.share_prefix, parts("attention_choice")
-    if layer_spec == "reference":
-        return setting is not False
-    if setting is True and not choices:
-        lacks = "needs the option shared_prefixes, which this installation does not have"
-        reason = f"under model.layer_spec = '{layer_spec}' {lacks}"
-        raise ConfigError.of("policy.share_prefix", "true", reason, allowed="auto or false")
-    return any(choice.pays(config, flops) for choice in choices) if setting == "auto" else setting
 
 
 class Roles:
@@ -207,12 +191,6 @@ class Roles:
         shared = "computed once" if self.share_prefix and self._can_share(POLICY) else "computed for each response"
         return f"layer spec {self.layer_spec}{in_fp8}{warning}, optimizer {self.optimizer}, shared prefixes {shared}"
 
-    def drop(self, role: str) -> None:
-        """Free a role's memory."""
-        group, phase = self.group_of(role), f"dropping of {role}"
-        group.call(RankCalls.drop_role, role, phase=phase, deadline_s=self._deadlines.step_s)
-        self._loaded.remove(role)
-
     def forward(
         self,
         role: str | Mapping[str, Sequence[int]],
@@ -240,10 +218,9 @@ class Roles:
         rows_of = {role: of_role} if isinstance(role, str) else role
         self.before_use()
         position = ScorePosition.of(at)
-        running: list[tuple[str, Sequence[int] | None, list[Any]]] = []
+        running: list[tuple[str, Sequence[int] | None, Any]] = []
         keeps = isinstance(batch, StoredBatch) and not wide  # of several numbers per token the driver makes columns
-        stored: list[tuple[Stored, list[int]]] = []
-        wanted = {name: {*its} for name, its in rows_of.items()}
+        computed: dict[str, list[list[int]]] = {}
         for name, its in rows_of.items():
             group = self.group_of(name)
             # No replica may be without work: rows of others fill up, and nobody reads what is answered to them.
@@ -253,16 +230,21 @@ class Roles:
             replicas = [[share] for share in self._shares(name, batch, [*its, *filling], columns, at=at, extra=of_policy)]
             arguments = [(name, shares, position, top_k) for shares in group.per_rank(replicas)]
             if keeps:
-                storing = cast(StoringGroup, group)
-                submitted, kept = storing.submit_stored(RankCalls.forward_stored, dict(enumerate(arguments)))
-                for [share], rank in zip(replicas, storing.reporting, strict=True):
-                    stored.append((kept[rank], [row for row in share.rows.tolist() if row in wanted[name]]))
-                running.append((name, None, submitted))
+                wanted = {*its}
+                computed[name] = [[row for row in share.rows.tolist() if row in wanted] for [share] in replicas]
+                calls = cast(StoringGroup, group).submit_stored(RankCalls.forward_stored, dict(enumerate(arguments)))
+                running.append((name, None, calls))
                 continue
             running.append((name, its if filling else None, group.submit(RankCalls.forward, arguments)))
         answers: list[Answers | None] = []
+        stored: list[tuple[Stored, list[int]]] = []
         for name, read, submitted in running:
             phase, deadline_s = f"{name} forward", self._deadlines.step_s
+            if keeps:
+                storing = cast(StoringGroup, self.group_of(name))
+                told = storing.wait_stored(submitted, phase=phase, deadline_s=deadline_s)
+                stored += [(told[rank][1], its) for rank, its in zip(storing.reporting, computed[name], strict=True)]
+                continue
             answered = self.group_of(name).wait(submitted, phase=phase, deadline_s=deadline_s)
             answers += answered if read is None else [answer and answer.of_rows(read) for answer in answered]
         if isinstance(batch, StoredBatch) and keeps:
@@ -323,19 +305,21 @@ class Roles:
             )
         arguments = [(role, shares, loss, position, applies) for shares in group.per_rank(replicas)]
         if isinstance(batch, StoredBatch) and shown_as is not None:
-            storing = cast(StoringGroup, group)
-            submitted, kept = storing.submit_stored(RankCalls.update_stored, dict(enumerate(arguments)))
-            shown = [(kept[rank], shares[0].rows.tolist()) for rank, shares in zip(storing.reporting, replicas, strict=True)]
-            batch.take_further(shown_as, shown)
-            return group, submitted
-        return group, group.submit(RankCalls.update, arguments)
+            submitted = cast(StoringGroup, group).submit_stored(RankCalls.update_stored, dict(enumerate(arguments)))
+            return group, submitted, (batch, shown_as, [shares[0].rows.tolist() for shares in replicas])
+        return group, group.submit(RankCalls.update, arguments), None
 
     def finish_updates(self, updates: Sequence[Any]) -> list[dict[str, Any]]:
         """Wait for updates and return each one's metrics (see `combine`)."""
         results = []
-        for group, references in updates:
-            answers = group.wait(references, phase=f"{group.name} update", deadline_s=self._deadlines.step_s)
-            results.append(combine(answers))
+        for group, submitted, shown in updates:
+            phase, deadline_s = f"{group.name} update", self._deadlines.step_s
+            if shown is None:
+                results.append(combine(group.wait(submitted, phase=phase, deadline_s=deadline_s)))
+                continue
+            (batch, column, rows), told = shown, group.wait_stored(submitted, phase=phase, deadline_s=deadline_s)
+            batch.take_further(column, [(told[rank][1], its) for rank, its in zip(group.reporting, rows, strict=True)])
+            results.append(combine([metrics for metrics, _ in told.values()]))
         return results
 
     def optimizer_step(self, role: str) -> dict[str, Any]:
@@ -385,17 +369,27 @@ class Roles:
         version: int | None = None,
         *,
         verify: bool = True,
-    ) -> dict[int, Pushed]:
-        """Send the policy to the engines in `bases` (None: all); by engine the checksums sent, or why it failed.
+    ) -> UpdateSummary:
+        """Send the policy to the engines in `bases` (None: all).
 
         `bases[engine]` is the version whose weights the engine has and which only the changes since are sent to, or None.
         `version` is that of the weights now, for later changes to be told from; without it nothing is remembered. Without
         `verify` no checksums are taken.
         """
-        pushed = self.groups[POLICY].call(
-            RankCalls.push_weights, POLICY, bases, version, verify, phase="weight sync", deadline_s=deadline_s
+        return UpdateSummary.of(
+            self.groups[POLICY].call(
+                RankCalls.update_engines, POLICY, bases, version, verify, phase="weight sync", deadline_s=deadline_s
+            )
         )
-        return merge(pushed)
+
+    def sent_checksums(self, asked: Mapping[int, Collection[int]], deadline_s: float) -> dict[int, dict[SliceKey, str]]:
+        """By engine the checksums of what the last push sent to those of its ranks that are asked for, box by box."""
+        answers = self.groups[POLICY].call(RankCalls.sent_checksums, asked, phase="weight sync", deadline_s=deadline_s)
+        sent: dict[int, dict[SliceKey, str]] = {engine: {} for engine in asked}
+        for answer in answers:
+            for engine, checksums in answer.items():
+                sent[engine] |= checksums
+        return sent
 
     def start_profile(self, folder: str, ranks: Sequence[int]) -> None:
         """Have these ranks of every group record what they compute, into `<folder>/<group>-<rank>.*`."""

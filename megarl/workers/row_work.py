@@ -23,10 +23,11 @@ def compute_on_ranks(group: StoringGroup, batch: StoredBatch, task: RowTask, dea
         light = [batch.samples[row].without_text() for row in rows]
         whole = group.whole(replica, [batch.lone_rows(rows, read)])
         calls[group.reporting[replica]] = (shared, whole, light, task.arguments(rows), len(parts) == 1)
-    submitted, kept = group.submit_stored(RankCalls.compute, calls)
+    submitted = group.submit_stored(RankCalls.compute, calls)
     phase = f"{getattr(task.work, '__name__', 'work').replace('_', ' ')} on rows"
-    told: list[Computed] = group.wait(submitted, phase=phase, deadline_s=deadline_s)
-    answers = [*zip(kept.values(), parts, strict=True)]
+    of_ranks = group.wait_stored(submitted, phase=phase, deadline_s=deadline_s)
+    told: list[Computed] = [of_ranks[rank][0] for rank in calls]
+    answers = [(of_ranks[rank][1], rows) for rank, rows in zip(calls, parts, strict=True)]
     batch.take(told[0].names, answers)
     if told[0].counts is not None:
         counts = batch.counts.clone()

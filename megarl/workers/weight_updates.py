@@ -10,10 +10,11 @@ from typing import Any
 from megarl.config import Config
 from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import EngineError, MegarlError
-from megarl.rollout.scheduling.engine_state import failures
+from megarl.rollout.scheduling.engine_state import EngineHandle, failures
 from megarl.rollout.scheduling.scheduler import Scheduler
 from megarl.runs.training_side import POLICY
 from megarl.weights.delta import base_for
+from megarl.weights.digests import SentDigests
 from megarl.weights.machines import Machines
 from megarl.workers.gpu_sharing import turns_of
 from megarl.workers.group import wait_for
@@ -79,9 +80,9 @@ class WeightUpdates:
         elif going:
             remembered = version if self.rollout.delta_every else None
             pushed = self.roles.push(deadline_s, going, remembered, verify=verify)
-            self._sent_bytes += sum(result.nbytes for result in pushed.values())
-            failed |= {e: EngineError(pushed[e].error or "") for e in going if pushed[e].error is not None}
-            failed |= self._end(version, {e: pushed[e].checksums for e in going if e not in failed})
+            self._sent_bytes += pushed.nbytes
+            failed |= {e: EngineError(why) for e, why in pushed.errors.items()}
+            failed |= self._end(version, {e: pushed.sent.get(e) for e in going if e not in failed})
         for engine, error in failed.items():
             self._forget(engine)
             # so that the engine, if it is well, can take another
@@ -117,14 +118,29 @@ class WeightUpdates:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _end(self, version: int, sent: Mapping[int, Mapping[Any, str] | None]) -> dict[int, Exception]:
-        """End the updates; by engine why it did not. Raises the EngineError of an engine that refuses and is well."""
+    def _end(self, version: int, sent: Mapping[int, SentDigests | None]) -> dict[int, Exception]:
+        """End the updates; by engine why it did not. Raises the EngineError of an engine that refuses and is well.
+
+        Of ranks whose sums are not those of what was sent, boxes are compared one by one, so that the error names them.
+        """
         deadline_s = self.rollout.deadlines.update_s
-        refused = failures(
-            self.scheduler.on_each(
-                sent, lambda e, engine: engine.end_update(version, sent[e], deadline_s=deadline_s), deadline_s
+
+        async def end(number: int, engine: EngineHandle) -> Sequence[int]:
+            sums = sent[number]
+            if sums is not None:
+                return await engine.end_update_by_sums(version, sums, deadline_s=deadline_s)
+            await engine.end_update(version, None, deadline_s=deadline_s)
+            return ()
+
+        answers = self.scheduler.on_each(sent, end, deadline_s)
+        refused = failures(answers)
+        if doubtful := {e: ranks for e, ranks in answers.items() if not isinstance(ranks, Exception) and ranks}:
+            boxes = self.roles.sent_checksums(doubtful, deadline_s)
+            refused |= failures(
+                self.scheduler.on_each(
+                    doubtful, lambda e, engine: engine.end_update(version, boxes[e], deadline_s=deadline_s), deadline_s
+                )
             )
-        )
         health = self.scheduler.failing(refused)
         for engine, error in refused.items():
             if engine not in health:

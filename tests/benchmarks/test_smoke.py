@@ -105,6 +105,23 @@ def test_reshard_plan(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> No
     assert {*SETUP, "command", "rounds"} <= found.keys()
 
 
+def test_update_checks(measured: Measured) -> None:
+    found = measured("update_checks", "--cases", "70b", "--worlds", "64", "--rounds", "1")
+    assert {*SETUP, "command", "date", "rounds"} <= found.keys()
+    figures = found["checks"]["70b"]["64"]
+    assert figures["engines"] == 8
+    assert figures["bytes_from_ranks"] < figures["bytes_by_box_of_all"] / 10
+    assert figures["boxes"] > figures["boxes_of_rank"] > 0
+
+
+def test_group_calls(measured: Measured) -> None:
+    found = measured("group_calls", "--ranks", "16", "--by-node", "16", "--rounds", "1")
+    assert {*SETUP, "command", "date", "calls_of_a_step"} <= found.keys()
+    for kind in ("by_rank", "by_node"):
+        assert found[kind]["16"].keys() == {"submit_s", "wait_s", "behind_s", "step_s"}
+        assert found[kind]["16"]["behind_s"] < 30
+
+
 @pytest.mark.slow
 def test_log_probs(measured: Measured) -> None:
     sizes = ["--tokens", "64", "--vocab", "512", "--hidden", "16", "--heads", "megarl"]
@@ -315,6 +332,7 @@ RUN_BY = {
     "fuzz": f"{HERE}::test_fuzz",
     "gpu": "tests/test_gpu_benchmark.py::test_without_a_gpu_nothing_runs_and_the_record_says_so",
     "gpu_colocated": f"{OF_RUNS}::test_gpu_colocated",
+    "group_calls": f"{HERE}::test_group_calls",
     "head_memory": f"{HERE}::test_head_memory",
     "learning": f"{OF_RUNS}::test_learning",
     "learning_curve": f"{HERE}::test_learning_curve",
@@ -330,6 +348,7 @@ RUN_BY = {
     "soak": f"{OF_RUNS}::test_soak",
     "speculative": f"{OF_RUNS}::test_speculative",
     "step": f"{OF_RUNS}::test_step",
+    "update_checks": f"{HERE}::test_update_checks",
 }
 PARTS = {
     "bad_input_cases": "bad_input", "engine_stand_ins": "roofline", "fault_runs": "faults", "fault_trials": "faults",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.config import parse_config
-from megarl.experience.parity_checks import bounds
+from megarl.experience.parity_checks import ParityChecks, bounds
 from megarl.observe.progress import gate_line
 
 LOG_PROBS = {"log_prob_max_difference_as_loaded", "log_prob_max_difference_after_sync"}
@@ -21,6 +21,7 @@ KL = {"kl_to_reference_at_first_step"}
         ("model", {"dtype": "bfloat16"}, KL),
         ("reference", {"path": "another/model"}, LOG_PROBS),
         ("reference", {"path": "some/model"}, KL | LOG_PROBS),
+        ("algorithm", {"kl": {"coef": 0.0}}, LOG_PROBS),
         ("rollout", {"schedule": {"mode": "async"}}, KL),
         ("rollout", {"schedule": {"over_sample": 2}}, KL),
         ("rollout", {"engine_args": {"quantization": "fp8"}}, KL),
@@ -37,6 +38,16 @@ def test_only_what_must_hold_has_a_bound(section: str, fields: dict[str, Any], b
     }
     tree[section] = tree.get(section, {}) | fields
     assert set(bounds(parse_config(tree))) == bounded
+
+
+@pytest.mark.parametrize("has_reference", [True, False])
+def test_a_run_without_a_reference_has_no_figure_of_one(has_reference: bool) -> None:
+    checks = ParityChecks(has_reference=has_reference)
+    checks.record(1, {"mismatch/log_prob_max": 1e-6}, {"kl/reference": 0.0}, synced=False)
+    assert checks.figures().keys() == LOG_PROBS | (KL if has_reference else set())
+    again = ParityChecks(has_reference=has_reference)
+    again.load(checks.figures())
+    assert again.figures() == checks.figures()
 
 
 def test_a_gate_says_that_it_is_passed_or_not() -> None:

@@ -18,6 +18,7 @@ from megarl.planning.turns import (
     ASLEEP_BYTES,
     GENERATING,
     RESERVE_BYTES,
+    RESIDENT,
     TRAINING,
     UPDATING,
     bytes_beside_engines,
@@ -90,6 +91,24 @@ def test_trainer_and_engines_that_take_turns_need_room_for_the_fullest_turn() ->
     assert list(at_once.worst.turns) == [ALL_AT_ONCE]
     assert at_once.worst.total > max(training, updating)
     assert plan.memory.host_bytes_of_a_node - at_once.host_bytes_of_a_node == 8 * (2 + 2 + 12 / 8) * OF_8B
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.04])
+def test_what_is_counted_in_each_turn_is_what_the_run_keeps_then(kl: float) -> None:
+    """`RESIDENT` is what `workers/gpu_sharing.py` keeps to; the roles are those that a run is able to load."""
+    from megarl.workers.roles import role_specs
+
+    plan = planned("policy.layout={dp: 8}", f"algorithm.kl={{coef: {kl}}}")
+    trainer = {role.name for role in plan.run.roles}
+    assert trainer == role_specs(plan.run.config).keys() == {"policy"} | ({"reference"} if kl else set())
+    turns = plan.memory.worst.turns
+    assert turns.keys() == RESIDENT.keys() - {ALL_AT_ONCE}
+    for turn, parts in turns.items():
+        there = RESIDENT[turn]
+        held = {owner for owner, part in parts if part == "parameters" and owner != "engine"}
+        assert held == {"all": trainer, "policy": {"policy"}, "none": set()}[there.trainer]
+        assert (("engine", "parameters") in parts) == there.engines_awake != (("engine", "asleep") in parts)
+        assert (("policy", "staging") in parts) == there.sends
 
 
 def test_ranks_keep_no_fp8_copies_and_no_other_role_while_engines_are_awake() -> None:

@@ -27,6 +27,7 @@ from megarl.rollout.engines.sglang.server_process import host
 from megarl.system.process_tree import tree_of
 from megarl.weights import sglang_senders, staging
 from megarl.weights.checksums import UNCHECKED
+from megarl.weights.digests import SentDigests, by_engine, sums_by_rank
 from megarl.weights.pusher import Pusher
 from megarl.weights.sglang_senders import GroupSender, TensorSender
 from tests.rollout.tiny import (
@@ -198,6 +199,24 @@ def test_sending_without_an_open_update_is_refused(sglang_engine: SglangEngine, 
                 sender.send(weights)
 
 
+def told_by_sums(checksums: Any) -> SentDigests:
+    """What the driver tells an engine of what was sent to it."""
+    return by_engine([sums_by_rank(checksums)])[0]
+
+
+def damaging(name: str, of_rank: int) -> Any:
+    """`TensorSender.deliver`, but one bit of a tensor's piece for a rank is changed on the way."""
+    deliver = TensorSender.deliver
+
+    def wrongly(sender: TensorSender, staged: staging.StagedSlices) -> None:
+        for held, values in staged.pieces:
+            if (held.tensor, held.engine_rank) == (name, of_rank):
+                values.view(-1).view(torch.uint8)[8] ^= 1
+        deliver(sender, staged)
+
+    return wrongly
+
+
 def test_a_value_damaged_on_the_way_is_named(
     sglang_engine: SglangEngine, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,15 +224,7 @@ def test_a_value_damaged_on_the_way_is_named(
 
     async def scenario() -> None:
         weights = weights_of(load(tiny_path, seed=5))
-        deliver = TensorSender.deliver
-
-        def damaging(sender: TensorSender, staged: staging.StagedSlices) -> None:
-            for name, values in staged.tensors():
-                if name == "model.layers.1.mlp.up_proj.weight":
-                    values.view(-1).view(torch.uint8)[8] ^= 1
-            deliver(sender, staged)
-
-        monkeypatch.setattr(TensorSender, "deliver", damaging)
+        monkeypatch.setattr(TensorSender, "deliver", damaging("model.layers.1.mlp.up_proj.weight", of_rank=0))
         with pytest.raises(EngineError, match=r"1 differ, 0 missing.*model\.layers\.1\.mlp\.up_proj\.weight@0$"):
             await sync(sglang_engine, weights, 20)
         assert sglang_engine.weight_version is None
@@ -310,7 +321,7 @@ def test_a_server_that_is_sent_changes_alone_holds_the_whole_new_model(
             await sglang_engine.begin_update(version, base)
             pushed = await asyncio.to_thread(pusher.push, iter(weights_of(model)), {0: base}, version)
             assert len(pushed[0].checksums) > 10
-            await sglang_engine.end_update(version, pushed[0].checksums)
+            assert not await sglang_engine.end_update_by_sums(version, told_by_sums(pushed[0].checksums))
             await holds_what_was_sent(sglang_engine, model)
 
         await update(first, None)

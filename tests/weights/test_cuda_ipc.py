@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.weights import cuda_ipc, sglang_loader
-from megarl.weights.cuda_ipc import checksum, opened, shared
+from megarl.weights.cuda_ipc import checksums, opened, shared
 from megarl.weights.rank_plan import SliceKey, WeightSlice
 from megarl.weights.staging import Staging
 
@@ -103,8 +104,12 @@ def test_every_rank_of_an_engine_takes_its_pieces_from_one_shared_buffer(
     assert synchronised == ["stream", "stream"]
 
 
+def checksum(tensor: torch.Tensor) -> str:
+    return checksums([tensor])[0]
+
+
 def reference(content: bytes) -> str:
-    """`checksum` by the formula in its docstring, in unsigned NumPy; `>>` carries the sign."""
+    """A checksum by the formula in the docstring of `checksums`, in unsigned NumPy; `>>` carries the sign."""
     words = np.frombuffer(content + bytes(8 - len(content) % 8), dtype=np.uint64)
     places = np.arange(len(words), dtype=np.uint64)
     first, second, place = (np.uint64(value) for value in (cuda_ipc._FIRST, cuda_ipc._SECOND, cuda_ipc._PLACE))
@@ -129,6 +134,36 @@ def test_the_checksum_is_its_formula_wherever_the_bytes_lie(length: int, start: 
     memory = torch.randint(0, 256, (length + 16,), dtype=torch.uint8, generator=torch.Generator().manual_seed(length))
     tensor = memory[start : start + length]
     assert checksum(tensor) == reference(tensor.numpy().tobytes())
+
+
+class Counting(TorchDispatchMode):
+    """Counts operators that compute or copy, and those for which the host waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = self.waits = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_view = func.is_view or func.overloadpacket in (torch.ops.aten._unsafe_view, torch.ops.aten.detach)
+        self.launches += not is_view
+        self.waits += func.overloadpacket is torch.ops.aten._local_scalar_dense
+        return func(*args, **kwargs or {})
+
+
+def test_checksums_of_many_tensors_are_those_of_each_and_take_a_copy_each_and_one_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_ipc, "WORDS_AT_ONCE", 4000)
+    made = torch.Generator().manual_seed(0)
+    matrix = torch.randn(64, 200, generator=made)
+    tensors = [matrix[:, 3:57], matrix.T, torch.empty(0), torch.tensor(3.0, dtype=torch.float64)]
+    tensors += [torch.randn(number % 37, generator=made).to(torch.bfloat16) for number in range(300)]
+    expected = [reference(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()) for tensor in tensors]
+    with Counting() as counting:
+        found = checksums(tensors)
+    assert found == expected
+    assert counting.launches <= len(tensors) + 100
+    assert counting.waits == 0, "one copy of all sums to the host, not one wait for each"
 
 
 def test_no_flipped_bit_swap_or_missing_end_leaves_the_checksum_as_it_was() -> None:

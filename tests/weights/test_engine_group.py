@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megarl.errors import EngineError
 from megarl.weights import sglang_loader, sglang_senders
-from megarl.weights.checksums import EngineLayout, digest
+from megarl.weights.checksums import EngineLayout, digest, digests
 from megarl.weights.engine_group import CONNECTIONS, Turns
 from megarl.weights.model_compatibility import ServedModel
 from megarl.weights.rank_plan import SliceKey, WeightSlice
@@ -173,7 +173,7 @@ def asked_after_each_update(rank: int, world_size: int) -> list[tuple[list[str],
         payload = pickle.loads(calls.get(f"call/{number + 1}"))[0]
         sglang_loader.load(model, pickle.loads(base64.b64decode(payload)))
         if number not in (0, len(CHECKED)):  # the group was joined; the model's loader has its update still to come
-            with mock.patch.object(sglang_loader, "digest", side_effect=digest) as taken:
+            with mock.patch.object(sglang_loader, "digests", side_effect=digests) as taken:
                 answers.append((asked(model, *(piece.held for piece in boxes))[0], taken.call_count))
     torch.distributed.barrier()
     return answers

@@ -256,7 +256,7 @@ HASHED = {
 def test_the_checksum_that_is_taken_while_copying_is_that_of_the_whole(name: str) -> None:
     pieces = [WeightSlice(SliceKey.whole(name, HASHED[name]), HASHED[name])]
     [copy] = (staged := Staging().stage(pieces)).pieces
-    with mock.patch("megarl.weights.staging.digest", side_effect=AssertionError("it was taken while copying")):
+    with mock.patch("megarl.weights.staging.digests", side_effect=AssertionError("it was taken while copying")):
         found = staged.digest(copy)
     assert found == digest(HASHED[name]) == digest(copy.tensor)
 

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from megarl.option_list import OPTIONS
 from megarl.weights import sglang_loader
-from megarl.weights.checksums import digest
-from megarl.weights.payloads import checking, read_answer
+from megarl.weights.checksums import digest, digests
+from megarl.weights.digests import combined
+from megarl.weights.payloads import checking, read_answer, summing
 from megarl.weights.rank_plan import SliceKey, WeightSlice
+from megarl.weights.received import ReceivedBoxes
 from megarl.weights.sglang_loader import load
 from megarl.weights.staging import Staging, serialize
 
@@ -222,7 +224,7 @@ def test_digests_of_whole_rows_are_taken_as_they_are_copied_unless_something_els
 
     def found(**given: bool) -> tuple[list[str], int]:
         send(model, *pieces, **given)
-        with mock.patch.object(sglang_loader, "digest", side_effect=digest) as read:
+        with mock.patch.object(sglang_loader, "digests", side_effect=digests) as read:
             return asked(model, *(piece.held for piece in pieces))[0], read.call_count
 
     wanted = [digest(values) for values in (q, k, norm, half.tensor, wide.tensor.float())]
@@ -243,8 +245,8 @@ def test_digests_are_of_what_the_parameters_hold_now_and_what_no_box_covers_is_n
     k, half = torch.randn(2, 6), torch.randn(2, 3)
     send(model, slice_of("x.self_attn.k_proj.weight", k), slice_of("x.norm.weight", torch.randn(4)))
     boxes = [slice_of("x.self_attn.k_proj.weight", k).held, SliceKey("x.self_attn.q_proj.weight", 0, 4, 2, 3, 2, 3)]
-    digests, uncovered = asked(model, *boxes)
-    assert digests == [digest(k), digest(torch.full((2, 3), -1.0))]
+    answered, uncovered = asked(model, *boxes)
+    assert answered == [digest(k), digest(torch.full((2, 3), -1.0))]
     # of the embedding the rows behind the last are padding, which nobody sends
     assert uncovered == ["x.self_attn.qkv_proj.weight", "x.norm.weight"]
     with torch.no_grad():
@@ -278,6 +280,7 @@ DRAFT = {
 
 
 @pytest.mark.skipif("prediction" not in OPTIONS, reason="names of drafts are the option prediction's")
+@mock.patch.object(sglang_loader, "_boxes", ReceivedBoxes())
 def test_a_layer_behind_the_decoder_goes_to_the_draft_and_is_answered_for_by_it() -> None:
     """SGLang calls the loader for both models with each payload, for the policy first."""
     policy, draft = Model(**POLICY), Model(**DRAFT)
@@ -312,8 +315,8 @@ def test_a_layer_behind_the_decoder_goes_to_the_draft_and_is_answered_for_by_it(
     for model in (policy, draft):
         assert not store.check(["both"])
         load(model, pickle.loads(base64.b64decode(serialize(question))))
-    digests, uncovered = read_answer(store.get("both"))
-    same = [held == digest(tensor) for held, tensor in zip(digests, sent.values(), strict=True)]
+    answered, uncovered = read_answer(store.get("both"))
+    same = [held == digest(tensor) for held, tensor in zip(answered, sent.values(), strict=True)]
     assert same == [True, False, True, True, True, True]
     assert uncovered == [
         "model.layers.1.self_attn.qkv_proj.weight",
@@ -321,6 +324,12 @@ def test_a_layer_behind_the_decoder_goes_to_the_draft_and_is_answered_for_by_it(
         "model.decoder.self_attn.qkv_proj.weight",
         "model.decoder.mlp.experts.w2_weight",
     ]
+    question = summing(("127.0.0.1", store.port), "sums", since_base=False)
+    for model in (policy, draft):
+        load(model, pickle.loads(base64.b64decode(serialize(question))))
+    held = {piece.held: checksum for piece, checksum in zip(pieces, answered, strict=True)}
+    assert read_answer(store.get("sums")) == ([*combined(held.items())], uncovered)
+
     send(draft, *pieces)  # nothing waits for it
     assert values["model.eh_proj.weight"][0, 0] == sent[f"{layer}eh_proj.weight"][0, 0] + 1
 

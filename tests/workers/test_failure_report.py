@@ -14,10 +14,11 @@ import pytest
 import ray
 
 from megarl.config.layout import Layout
-from megarl.errors import DeadlineError, WorkerError
+from megarl.errors import DeadlineError, ModelError, WorkerError
 from megarl.system.process_exit import log_to_file
 from megarl.workers import failure_report
 from megarl.workers.group import WorkerGroup
+from megarl.workers.node_ranks import NodeHandle, NodeRanksActor
 from megarl.workers.rank_actor import write_stacks
 from megarl.workers.rank_watch import RankWatch
 
@@ -40,6 +41,14 @@ class Sleeper:
     def progress(self) -> tuple[int, int]:
         return 0, 0
 
+    def remember(self, number: int) -> list[int]:
+        self.remembered = [*getattr(self, "remembered", []), number]
+        return self.remembered
+
+    def fail(self, error: Exception | None) -> None:
+        if error is not None:
+            raise error
+
     def sleep_in_a_named_place(self, seconds: float) -> int:
         time.sleep(seconds)
         return self.rank
@@ -53,12 +62,16 @@ SLEEP: Any = Sleeper.sleep_in_a_named_place
 """Called as the methods of `RankCalls` are."""
 
 
-@pytest.fixture
-def group(local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerGroup]:
+@pytest.fixture(params=["by rank", "by node"])
+def group(
+    request: pytest.FixtureRequest, local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[WorkerGroup]:
+    """Three ranks, called by the driver or by one process for the first two and one for the last."""
     monkeypatch.setattr(failure_report, "STACKS_DEADLINE_S", 5.0)
     sleeper: Any = ray.remote(concurrency_groups={"control": 1})(Sleeper)
     actors: list[Any] = [sleeper.options(num_cpus=0).remote(str(tmp_path), rank) for rank in range(3)]
-    group = WorkerGroup("policy", Layout(dp=3), actors, str(tmp_path))
+    nodes = [NodeHandle(NodeRanksActor.remote([actors[rank] for rank in ranks], silent_s=2), ranks) for ranks in ([0, 2], [1])]
+    group = WorkerGroup("policy", Layout(dp=3), actors, str(tmp_path), nodes=nodes if request.param == "by node" else ())
     group.host_and_pid = ray.get([actor.host_and_pid.remote() for actor in actors])
     yield group
     for _, pid in group.host_and_pid:
@@ -71,6 +84,21 @@ def test_results_come_in_rank_order(group: WorkerGroup) -> None:
     seconds = [(0.3,), (0.0,), (0.1,)]
     assert group.wait(group.submit(SLEEP, seconds), phase="sleep", deadline_s=30) == [0, 1, 2]
     assert group.call(SLEEP, 0.0, phase="sleep", deadline_s=30) == [0, 1, 2]
+
+
+def test_calls_reach_the_ranks_in_the_order_in_which_they_were_made(group: WorkerGroup) -> None:
+    remember: Any = Sleeper.remember
+    submitted = [group.submit(remember, [(number,)] * 3) for number in range(30)]
+    answers = [group.wait(one, phase="remember", deadline_s=60) for one in submitted]
+    assert answers == [[[*range(number + 1)]] * 3 for number in range(30)]
+
+
+def test_what_a_rank_raises_is_told_with_its_number_and_the_users_mistakes_as_they_are(group: WorkerGroup) -> None:
+    fail: Any = Sleeper.fail
+    with pytest.raises(WorkerError, match=r"rank 1 of policy failed in phase 'fail'; .*\n(.*\n)*.*ValueError: no such thing"):
+        group.wait(group.submit(fail, [(None,), (ValueError("no such thing"),), (None,)]), phase="fail", deadline_s=60)
+    with pytest.raises(ModelError, match=r"^the folder is empty$"):
+        group.wait(group.submit(fail, [(None,), (None,), (ModelError("the folder is empty"),)]), phase="fail", deadline_s=60)
 
 
 def test_a_rank_that_is_stopped_is_named_though_others_are_late_too(group: WorkerGroup, tmp_path: Path) -> None:
@@ -103,7 +131,11 @@ def test_a_rank_that_is_gone_is_named(group: WorkerGroup, tmp_path: Path) -> Non
 
 def test_who_watches_sees_ranks_that_are_silent_or_gone(group: WorkerGroup) -> None:
     now = [0.0]
-    states = RankWatch(group.actors, clock=lambda: now[0]).states
+    if group.nodes:
+        of_nodes = [node.ranks for node in group.nodes]
+        states = RankWatch([node.actor for node in group.nodes], clock=lambda: now[0], of_nodes=of_nodes).states
+    else:
+        states = RankWatch(group.actors, clock=lambda: now[0]).states
 
     def until(expected: list[str], step_s: float) -> None:
         ends_at = time.monotonic() + 60
@@ -120,7 +152,12 @@ def test_who_watches_sees_ranks_that_are_silent_or_gone(group: WorkerGroup) -> N
     until(["up", "silent", "gone"], 5)
     os.kill(group.host_and_pid[1][1], signal.SIGCONT)
     until(["up", "up", "gone"], 5)
-    assert ray.get(busy[:2]) == [0, 1]
+    if group.nodes:
+        assert ray.get(busy[1]) == [1]
+        with pytest.raises(ray.exceptions.RayTaskError, match="RankFailure"):
+            ray.get(busy[0])  # of the ranks 0 and 2
+    else:
+        assert ray.get(busy[:2]) == [0, 1]
 
 
 def test_a_rank_that_was_out_of_memory_is_named(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:

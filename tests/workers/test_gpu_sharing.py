@@ -14,11 +14,11 @@ from megarl.config import Config, parse_config
 from megarl.core.session import Session
 from megarl.errors import EngineError
 from megarl.planning.gpus import PROCESS_BYTES
-from megarl.planning.turns import bytes_beside_engines, takes_turns
+from megarl.planning.turns import GENERATING, RESIDENT, TRAINING, UPDATING, Kept, bytes_beside_engines, takes_turns
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from megarl.trainers.rl import train as train_module
-from megarl.workers.gpu_sharing import GpuSharing, Kept, Owner
+from megarl.workers.gpu_sharing import GpuSharing, Owner
 from tests.rollout.tiny import TINY, load, save_tiny, sync, weights_of
 
 CALLS = ("train", "update", "generate")
@@ -72,7 +72,14 @@ WAYS = {
     (Owner.GENERATING, "train"): Owner.TRAINING,
     (Owner.GENERATING, "update"): Owner.UPDATING,
 }
-HAS = {Owner.TRAINING: ("all", False), Owner.UPDATING: ("policy", True), Owner.GENERATING: ("none", True)}
+COUNTED = {Owner.TRAINING: TRAINING, Owner.UPDATING: UPDATING, Owner.GENERATING: GENERATING}
+"""The turn by whose `RESIDENT` a plan counts."""
+HAS = {owner: (RESIDENT[turn].trainer, RESIDENT[turn].engines_awake) for owner, turn in COUNTED.items()}
+
+
+def test_no_turn_has_both_of_trainer_and_engines() -> None:
+    """And a plan counts by this table, as the next test holds the run to it."""
+    assert HAS == {Owner.TRAINING: ("all", False), Owner.UPDATING: ("policy", True), Owner.GENERATING: ("none", True)}
 
 
 def test_every_sequence_of_calls_leaves_the_memory_that_its_turn_needs_or_is_refused_and_changes_nothing() -> None:

@@ -17,6 +17,7 @@ from megarl.data.columns import joined
 from megarl.data.media import Media
 from megarl.data.prefills import NO_PREFILLS, PrefillCounts
 from megarl.errors import EngineError
+from megarl.weights.digests import SentDigests
 from megarl.weights.model_compatibility import ServedModel
 from megarl.weights.sglang_senders import ServerEndpoint
 from megarl.weights.staging import NamedTensors
@@ -295,6 +296,14 @@ class Engine(ABC):
         Raises:
             EngineError: a weight is missing or differs; the engine then refuses to generate until a complete update.
         """
+
+    async def end_update_by_sums(self, version: int, sent: SentDigests) -> Sequence[int]:
+        """End the update as `end_update`, told by sums alone what others sent; asked of engines that have an `endpoint`.
+
+        Where these are not what it has, nothing is ended: it returns the ranks that are in doubt, `EVERY_RANK` perhaps among
+        them. `end_update` follows, with the checksums of their boxes.
+        """
+        raise EngineError(f"{type(self).__name__} takes no slices of weights")
 
     @abstractmethod
     async def abandon_update(self) -> None:

@@ -15,6 +15,7 @@ from megarl.observe.trace import BusySpans
 from megarl.rollout.engines.protocol import EngineRequest
 from megarl.rollout.engines.stored_turns import SampledTurn
 from megarl.rollout.scheduling.partial_groups import PartialGroup
+from megarl.weights.digests import SentDigests
 
 CUT_POLL_S = 0.02
 """Between two times that an engine is told to cut."""
@@ -45,6 +46,8 @@ class EngineHandle(Protocol):
     async def load_update(self, folder: str, *, deadline_s: float) -> None: ...
 
     async def end_update(self, version: int, checksums: Mapping[Any, str] | None, *, deadline_s: float) -> None: ...
+
+    async def end_update_by_sums(self, version: int, sent: SentDigests, *, deadline_s: float) -> Sequence[int]: ...
 
     async def abandon_update(self, *, deadline_s: float) -> None: ...
 

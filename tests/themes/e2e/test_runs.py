@@ -18,7 +18,9 @@ from megarl.errors import RewardError, WorkerError
 from megarl.observe import read_metrics
 from megarl.observe.report import page_data
 from megarl.observe.run_record import read_run
+from megarl.planning.roles import run_shape
 from megarl.trainers.rl.train import train
+from megarl.workers.roles import Roles
 from tests.themes.e2e.processes import servers
 from tests.themes.e2e.records import BY_ENGINES
 
@@ -186,6 +188,22 @@ def test_three_steps_and_three_resumed_equal_six_bit_for_bit(
     train(resumed)
     for part, reference in zip(curve(resumed), curve(whole), strict=True):
         assert part == reference
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.04])
+def test_a_run_loads_the_models_that_its_plan_counts_and_no_others(
+    tiny_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, kl: float
+) -> None:
+    loaded: list[str] = []
+    load = Roles.load
+    monkeypatch.setattr(Roles, "load", lambda roles, name: (loaded.append(name), load(roles, name)))
+    config = tiny_config(**{"algorithm": {"name": "grpo", "kl": {"coef": kl}}, "run.steps": 1, "data.eval": None})
+    gates = train(config)["gates"]
+    assert loaded == [role.name for role in run_shape(config).roles] == ["policy", "reference"][: 1 + (kl > 0)]
+    assert ("kl_to_reference_at_first_step" in gates) == (kl > 0)
+    assert gates["log_prob_max_difference_as_loaded"] < 1e-4, (
+        "the engine's copy of the folder is what the policy is compared with"
+    )
 
 
 def test_ppo_with_a_critic_of_its_own_layout_runs_and_resumes(tiny_config: Callable[..., Config]) -> None:

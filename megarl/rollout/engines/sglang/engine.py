@@ -6,7 +6,7 @@ The driver owns the server through this class; the processes that hold weights s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -28,11 +28,13 @@ from megarl.rollout.engines.sglang.served import ServedEngine
 from megarl.rollout.engines.sglang.server import NodeProcess, OtherNode, ServerOptions, SglangServer, compute_capability
 from megarl.rollout.engines.sglang.server_process import host
 from megarl.weights.checksums import UNCHECKED, EngineLayout, check_model, compare
+from megarl.weights.digests import SentDigests, coverage_by_rank
 from megarl.weights.model_compatibility import ServedModel
-from megarl.weights.payloads import SELECTORS, checking, read_answer
+from megarl.weights.payloads import SELECTORS, checking, read_answer, summing
 from megarl.weights.rank_plan import SliceKey
 from megarl.weights.run_plan import engine_target, sent_adapters
 from megarl.weights.sglang_senders import ServerEndpoint, TensorSender
+from megarl.weights.sglang_targets import EVERY_RANK
 from megarl.weights.staging import SLICED, NamedTensors, serialize
 
 MORE_TOKENS = 1024
@@ -42,6 +44,11 @@ FEWEST_REQUESTS = 64
 
 def _few_bits_served() -> ModuleType:
     return part("few_bits", "sglang", "rollout.servers.model_path")
+
+
+def _refuse_uncovered(rank: int, uncovered: Sequence[str]) -> None:
+    if uncovered:
+        raise EngineError(f"weight update failed its check: nothing fills {', '.join(uncovered[:3])} of rank {rank}")
 
 
 class SglangEngine(ServedEngine):
@@ -158,6 +165,9 @@ class SglangEngine(ServedEngine):
         where = (host(), store.port if store is not None else 0)
         self._endpoint = ServerEndpoint(server.url, layout, server.token, where)
         self._update_open = False
+        self._in_doubt: Collection[int] | None = None
+        """The ranks whose boxes are looked at one by one (None: all)."""
+        self._coverage: dict[bool, dict[int, int]] = {}
         self._sender = TensorSender(self.endpoint)
 
     @property
@@ -178,7 +188,7 @@ class SglangEngine(ServedEngine):
             if self._update_open:  # left by an update that failed
                 await self._client.control("end_weight_update", {})
             await self._client.control("begin_weight_update", {"selector": self._selector})
-            self._update_open = True
+            self._update_open, self._in_doubt = True, None
 
     async def apply_update(self, bucket: NamedTensors) -> None:
         self._weights.receive()
@@ -188,15 +198,57 @@ class SglangEngine(ServedEngine):
         self._weights.check(version)
         with self._losing_weights_on_error():
             sent: dict[SliceKey, str] = {**self._sender.checksums(), **(checksums or {})}
-            # an engine that has the weights which adapters are trained beside is sent adapters alone
-            adapters_alone = self.served_model.lora is not None and self._weights.base is not None
-            boxes = self.endpoint.layout.missing(sent, adapters_alone=adapters_alone)
+            boxes = self.endpoint.layout.missing(sent, adapters_alone=self._adapters_alone, of_ranks=self._in_doubt)
             missing: dict[SliceKey, str] = dict.fromkeys(boxes, UNCHECKED)
             read_back = dict.fromkeys(sent, UNCHECKED) if missing else await self._held(sent)
             compare(sent, read_back | missing)
-            await self._client.control("end_weight_update", {})
-            self._update_open = False
-            await self._serve(version)
+            await self._serve_update(version)
+
+    async def end_update_by_sums(self, version: int, sent: SentDigests) -> Sequence[int]:
+        self._weights.check(version)
+        with self._losing_weights_on_error():
+            self._in_doubt = await self._differing(sent)
+            if self._in_doubt:
+                self._weights.doubt()
+                return [*self._in_doubt]
+            await self._serve_update(version)
+            return ()
+
+    async def _serve_update(self, version: int) -> None:
+        await self._client.control("end_weight_update", {})
+        self._update_open = False
+        await self._serve(version)
+
+    @property
+    def _adapters_alone(self) -> bool:
+        """Return whether this update is of adapters alone: the engine has the weights which they are trained beside."""
+        return self.served_model.lora is not None and self._weights.base is not None
+
+    async def _differing(self, sent: SentDigests) -> Collection[int]:
+        """The ranks that do not hold what was sent, or were not sent all, as far as sums tell.
+
+        Raises:
+            EngineError: a rank has a parameter of which something was not sent.
+        """
+        alone = self._adapters_alone
+        if alone not in self._coverage:  # it takes a while, and is always the same
+            self._coverage[alone] = coverage_by_rank(self.endpoint.layout.expected(adapters_alone=alone))
+        covered, expected = sent.coverage, self._coverage[alone]
+        incomplete = [rank for rank in sorted(covered.keys() | expected.keys()) if covered.get(rank) != expected.get(rank)]
+        if incomplete or not sent.sums:
+            return incomplete
+        if self.served_model.lora is not None and not alone:  # the weights did not come, and are checked
+            return [EVERY_RANK, *self._ranks]
+        since_base = self._weights.base is not None and self.served_model.lora is None
+        where, keys = self.endpoint.store, self._answer_keys
+        asked = {rank: summing(where, key, since_base=since_base) for rank, key in keys.items()}
+        answers = await self._ask(asked)
+        nothing = (0, 0, 0)
+        if differing := [rank for rank, (sums, _) in answers.items() if tuple(sums) != sent.sums.get(rank, nothing)]:
+            return differing
+        for rank, (_, uncovered) in answers.items():
+            _refuse_uncovered(rank, uncovered)
+        return ()
 
     async def _held(self, sent: Mapping[SliceKey, str]) -> dict[SliceKey, str]:
         """The digests of what was sent as the server's ranks read them back from their parameters.
@@ -207,22 +259,33 @@ class SglangEngine(ServedEngine):
             EngineError: a rank has a parameter of which something was not sent.
         """
         read_back = dict.fromkeys(sent, UNCHECKED)
-        ranks = [[box for box, value in sent.items() if value != UNCHECKED and box.engine_rank == rank] for rank in self._ranks]
-        if not any(ranks):
+        checked = [box for box, value in sent.items() if value != UNCHECKED]
+        boxes = {rank: [box for box in checked if box.engine_rank == rank] for rank in self._ranks}
+        if not any(boxes.values()):
             return read_back
-        keys = [f"digests/{rank}" for rank in self._ranks]
         where, layout = self.endpoint.store, self.endpoint.layout
-        queries = [[(box, layout.sent_dtype(box.tensor)) for box in boxes] for boxes in ranks]
-        payloads = [serialize(checking(boxes, where, key)) for boxes, key in zip(queries, keys, strict=True)]
+        asked = {
+            rank: checking([(box, layout.sent_dtype(box.tensor)) for box in boxes[rank]], where, key)
+            for rank, key in self._answer_keys.items()
+            if self._in_doubt is None or rank in self._in_doubt
+        }
+        for rank, (digests, uncovered) in (await self._ask(asked)).items():
+            _refuse_uncovered(rank, uncovered)
+            read_back |= zip(boxes[rank], digests, strict=True)
+        return read_back
+
+    async def _ask(self, asked: Mapping[int, Any]) -> dict[int, tuple[list[Any], list[str]]]:
+        """The answers of these ranks to payloads that ask for digests."""
+        payloads = [serialize(asked.get(rank, [])) for rank in self._ranks]
         body = {"serialized_named_tensors": payloads, "load_format": SLICED, "flush_cache": False, "selector": self._selector}
         await self._client.control("update_weights_from_tensor", body)
         assert self._store is not None, "a server that answers was started with one"
-        for rank, (boxes, key) in enumerate(zip(ranks, keys, strict=True)):
-            digests, uncovered = read_answer(self._store.get(key))
-            if uncovered:
-                raise EngineError(f"weight update failed its check: nothing fills {', '.join(uncovered[:3])} of rank {rank}")
-            read_back |= zip(boxes, digests, strict=True)
-        return read_back
+        return {rank: read_answer(self._store.get(self._answer_keys[rank])) for rank in asked}
+
+    @property
+    def _answer_keys(self) -> dict[int, str]:
+        """The names by which the ranks answer in the store."""
+        return {rank: f"digests/{rank}" for rank in self._ranks}
 
     @property
     def _selector(self) -> str:
