@@ -14,7 +14,7 @@ from megarl.models.shape import ModelShape
 from megarl.observe.rank_record import RankRecord, UpdateFlops
 from megarl.runs.timeline import throughput
 from megarl.workers import roles
-from megarl.workers.roles import shares_prefixes
+from megarl.workers.role_specs import shares_prefixes
 
 LLAMA = Path(__file__).resolve().parents[2] / "examples/models/llama-3.1-70b"
 FLOPS = FlopsModel.of(ModelShape.read(LLAMA))

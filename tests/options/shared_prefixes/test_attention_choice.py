@@ -9,7 +9,7 @@ import pytest
 
 from megarl.models.flops import FlopsModel
 from megarl.options.shared_prefixes.attention_choice import fits, sharing_pays
-from megarl.workers.roles import shares_prefixes
+from megarl.workers.role_specs import shares_prefixes
 from tests.trainers.test_prefix_sharing import FLOPS, LLAMA, SIZES, config
 
 DEEPSEEK = LLAMA.with_name("deepseek-v3")
