@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec
 import ray
 
 from megarl.errors import DeadlineError, MegarlError, WorkerError
+from megarl.rollout.engines.capacity import EngineCapacity
 from megarl.rollout.engines.protocol import Engine, EngineRequest, Generation
 
 P = ParamSpec("P")
@@ -51,7 +52,7 @@ def submit(
 
 
 class EngineCalls:
-    """One engine actor as the rollout scheduler calls it (`rollout.scheduling.engine_state.EngineHandle`).
+    """One engine actor as the rollout scheduler calls it (`rollout.scheduling.engine_handle.EngineHandle`).
 
     Every method but `restart` and `end` is the engine's own, waited for `deadline_s` seconds.
 
@@ -73,6 +74,14 @@ class EngineCalls:
 
     async def end_conversations(self, names: Sequence[str], *, deadline_s: float) -> None:
         await self._answer(submit(self.actor, Engine.end_conversations, names), "end_conversations", deadline_s + GRACE_S)
+
+    async def capacity(self, *, deadline_s: float) -> EngineCapacity:
+        capacity: EngineCapacity = await self._answer(submit(self.actor, Engine.capacity), "capacity", deadline_s + GRACE_S)
+        return capacity
+
+    async def take_ended(self, at_least: int, *, deadline_s: float) -> list[str]:
+        ended: list[str] = await self._answer(submit(self.actor, Engine.take_ended, at_least), "take_ended", deadline_s)
+        return ended
 
     async def health(self, *, deadline_s: float) -> None:
         await self._answer(submit(self.actor, Engine.health), "health", deadline_s + GRACE_S)
