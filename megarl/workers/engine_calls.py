@@ -79,8 +79,8 @@ class EngineCalls:
         capacity: EngineCapacity = await self._answer(submit(self.actor, Engine.capacity), "capacity", deadline_s + GRACE_S)
         return capacity
 
-    async def take_ended(self, at_least: int, *, deadline_s: float) -> list[str]:
-        ended: list[str] = await self._answer(submit(self.actor, Engine.take_ended, at_least), "take_ended", deadline_s)
+    async def take_ended(self, *, deadline_s: float) -> list[str]:
+        ended: list[str] = await self._answer(submit(self.actor, Engine.take_ended), "take_ended", deadline_s)
         return ended
 
     async def health(self, *, deadline_s: float) -> None:

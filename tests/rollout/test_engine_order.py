@@ -103,6 +103,10 @@ def test_the_heaps_name_the_engine_that_looking_at_all_of_them_does(seed: int) -
             assert engine.load == sum(asked.left for asked in engine.requests.values())
             assert engine.groups == len(engine.requests)
     assert book.calls
+    for engine in book.engines * 100:  # nobody asks who is first meanwhile
+        task: Any = object()
+        book.order.take(engine, task, request())
+        book.order.drop(engine, task)
     assert all(len(heap) <= len(book.engines) * CLUTTER for heap in book.order._heaps.values())
 
 
@@ -150,8 +154,8 @@ class ReportingEngine(FakeEngine):
     async def capacity(self, *, deadline_s: float) -> EngineCapacity:
         return self.holds
 
-    async def take_ended(self, at_least: int, *, deadline_s: float) -> list[str]:
-        return await self.ended.take(at_least)
+    async def take_ended(self, *, deadline_s: float) -> list[str]:
+        return await self.ended.take()
 
     async def generate(self, request: EngineRequest) -> list[list[Generation]]:
         self.answered += request.keys or ()

@@ -39,9 +39,9 @@ class EndedResponses:
         for key in keys:
             self._ended.pop(key, None)
 
-    async def take(self, at_least: int) -> list[str]:
-        """Wait for this number of responses, and return their prompts' keys, one for each."""
-        while self._ended.total() < at_least:
+    async def take(self) -> list[str]:
+        """Wait until there is one, and return the keys of all, one for each response."""
+        while not self._ended:
             self._more = asyncio.Event()
             await self._more.wait()
         keys = [*self._ended.elements()]

@@ -245,8 +245,8 @@ class Engine(ABC):
         """What it holds at once. Asked, once, of engines whose capabilities say `reports`."""
         return EngineCapacity()
 
-    async def take_ended(self, at_least: int) -> list[str]:
-        """Wait until `at_least` responses of requests that go on have ended; their prompts' keys, one for each, told once.
+    async def take_ended(self) -> list[str]:
+        """Wait until responses of requests that go on have ended; their prompts' keys, one for each response, told once.
 
         Asked, by one caller at a time, of engines whose capabilities say `reports`.
         """

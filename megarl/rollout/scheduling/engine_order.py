@@ -21,8 +21,8 @@ CLUTTER = 4
 """Entries per engine, most of which no longer hold, that a heap may have before it is made anew."""
 REPORT_S = 600.0
 """For an engine to say that responses have ended, after which it is asked again."""
-REPORTS_PER_GROUP = 4
-"""Times that an engine says so while one group ends."""
+REPORTS_PER_S = 100.0
+"""Times in a second that engines, all together, say so: a call to one costs the driver about 0.3 ms."""
 LENGTHS = 512
 """Responses, the last ones, that the mean length is of."""
 CAPACITY_S = 20.0
@@ -171,13 +171,13 @@ class EngineOrder:
             engine.watch = asyncio.get_running_loop().create_task(self._watch(engine))
 
     async def _watch(self, engine: EngineState) -> None:
-        at_least = max(1, self._samples // REPORTS_PER_GROUP)
         try:
             while True:
                 with contextlib.suppress(DeadlineError):
-                    for key in await engine.handle.take_ended(at_least, deadline_s=REPORT_S):
+                    for key in await engine.handle.take_ended(deadline_s=REPORT_S):
                         if (of_key := self._keyed.get(key)) is not None:
                             self._end_some(*of_key, 1)
+                await asyncio.sleep(len(self._engines) / REPORTS_PER_S)
         except (EngineError, WorkerError):
             pass  # whoever waits for its answers sees to it
         finally:

@@ -52,8 +52,8 @@ class ServedEngine(Engine):
     async def capacity(self) -> EngineCapacity:
         return await self._client.capacity()
 
-    async def take_ended(self, at_least: int) -> list[str]:
-        return await self._client.ended.take(at_least)
+    async def take_ended(self) -> list[str]:
+        return await self._client.ended.take()
 
     async def abandon_update(self) -> None:
         # sampling stays paused, and an update that the server has begun stays open, until the next one
