@@ -11,6 +11,8 @@ WIDEST_SEQUENCE_CLIP = 0.02
 def doubtful_choices(config: Config) -> list[str]:
     """Doubtful choices in `config`, and what to set instead."""
     algorithm, rollout, doubts = config.algorithm, config.rollout, []
+    by, _ = rollout.schedule.continues_by
+    continues_by = f"{by} = {getattr(rollout.schedule, by)!r}"
     if rollout.schedule.mode != "sync" and not algorithm.rollout_correction and not algorithm.loss_needs.pairs:
         doubts.append(
             f"rollout.schedule.mode = '{rollout.schedule.mode}' trains tokens of older weights as if the policy had sampled "
@@ -18,7 +20,7 @@ def doubtful_choices(config: Config) -> list[str]:
         )
     elif rollout.schedule.continues and not algorithm.rollout_correction and not rollout.schedule.mask_older_tokens:
         doubts.append(
-            "rollout.schedule.partial_responses = 'continue' trains tokens of older weights as if the policy had sampled them; "
+            f"rollout.schedule.{continues_by} trains tokens of older weights as if the policy had sampled them; "
             "set algorithm.rollout_correction, such as {mode: tis_token}, or rollout.schedule.mask_older_tokens: true"
         )
     updates = config.optimizer_steps_per_step
@@ -34,7 +36,7 @@ def doubtful_choices(config: Config) -> list[str]:
         )
     limits = [f"rollout.{name} = {value}" for name, value in rollout.sampling_limits.items()]
     if limits and (rollout.schedule.mode != "sync" or rollout.schedule.continues):
-        by = "partial_responses = 'continue'" if rollout.schedule.continues else f"mode = '{rollout.schedule.mode}'"
+        by = continues_by if rollout.schedule.continues else f"mode = '{rollout.schedule.mode}'"
         doubts.append(
             f"with rollout.schedule.{by} the tokens that {' and '.join(limits)} kept are those of "
             "older weights, and log-probs are over what the trainer's own keep; leave them out, or train in turns"

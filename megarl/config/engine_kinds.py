@@ -43,6 +43,8 @@ class EngineCapabilities:
     """Says which experts each token went to, if it is asked (`SamplingParams.extra`)."""
     continues: bool = False
     """Cuts responses short when it is told to (`Engine.cut`), and goes on with those that were (`EngineRequest.begun`)."""
+    reports: bool = False
+    """Says what it holds at once (`Engine.capacity`), and which responses of a request have ended (`Engine.take_ended`)."""
     keeps_turns: bool = False
     """Keeps what it computed of a conversation until its next turn (`EngineRequest.conversation`), at most
     `rollout.episode.turn_cache_bytes` bytes."""
@@ -113,6 +115,7 @@ SGLANG = EngineCapabilities(
     sees=True,
     routes=True,
     continues=True,
+    reports=True,
     starts_elsewhere=True,
     drafts=DRAFTS,
     updates_drafts=True,
@@ -126,6 +129,7 @@ RUNNING_SGLANG = EngineCapabilities(
     weights="folder",
     in_process=False,
     continues=True,
+    reports=True,
     reads_arguments=True,
     set_elsewhere=_SGLANG_SET_ELSEWHERE,
 )

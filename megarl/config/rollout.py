@@ -21,18 +21,23 @@ class ScheduleConfig(Section):
     max_staleness: Positive = 1
     """`async` only: maximum number of weight updates between the start of a response and its training step."""
     over_sample: Count = 0
-    """Extra prompt groups started per step. The first `prompts_per_step` to finish are trained on; the rest are kept for
-    the next step."""
-    partial_responses: Literal["restart", "continue"] = "restart"
-    """What becomes of the extra groups that were not used and would be too old: they `restart`, or `continue` from the tokens
-    they have under new weights."""
+    """Extra prompt groups started per step, in the modes `sync` and `async`. The first `prompts_per_step` to finish are trained
+    on; the rest continue in the next step, from the tokens they have under new weights."""
+    partial_responses: Literal["restart", "continue"] | None = None
+    """What becomes of groups that were begun and would be too old: they `restart`, or `continue` under new weights from the
+    tokens they have. null: they `continue` with `over_sample`, else they `restart`."""
     mask_older_tokens: bool = False
     """With `continue` in `sync` mode: leave tokens that older weights sampled out of the loss."""
 
     @property
     def continues(self) -> bool:
         """Return whether what was sampled is gone on with under new weights."""
-        return self.partial_responses == "continue"
+        return self.partial_responses == "continue" or (self.partial_responses is None and self.over_sample > 0)
+
+    @property
+    def continues_by(self) -> tuple[str, str]:
+        """The field by which it is, and the value with which it would not."""
+        return ("over_sample", "0") if self.partial_responses is None else ("partial_responses", "'restart'")
 
 
 @with_options

@@ -113,13 +113,17 @@ def _check_partial_responses(config: Config, engine: EngineCapabilities) -> None
     rollout, schedule = config.rollout, config.rollout.schedule
     field, mask = "rollout.schedule.partial_responses", "rollout.schedule.mask_older_tokens"
     if schedule.continues:
-        why = ""
+        why, (by, allowed) = "", schedule.continues_by
         if not engine.continues:
             why = f"asks engines to go on from what they are given, which rollout.engine = '{rollout.engine}' cannot do"
         elif schedule.mode == "one_step_off_policy":
             why = "makes responses of several versions, and with rollout.schedule.mode = 'one_step_off_policy' they have one"
         if why:
-            raise config.refusal(field, why, allowed="'restart'")
+            raise config.refusal(f"rollout.schedule.{by}", why, allowed=allowed)
+    elif schedule.over_sample:
+        why = f"makes steps longer with rollout.schedule.over_sample = {schedule.over_sample}, never shorter: groups that were "
+        why += "passed over begin anew, and the next step waits for them"
+        raise config.refusal(field, why, allowed="'continue' or null")
     if not schedule.mask_older_tokens:
         return
     if not schedule.continues:

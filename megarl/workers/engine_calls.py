@@ -12,6 +12,7 @@ import ray
 
 from megarl.data.stored import StoredGeneration
 from megarl.errors import DeadlineError, MegarlError, WorkerError
+from megarl.rollout.engines.capacity import EngineCapacity
 from megarl.rollout.engines.protocol import Engine, EngineRequest
 from megarl.rollout.engines.stored_turns import SampledTurn
 from megarl.weights.digests import SentDigests
@@ -56,7 +57,7 @@ def submit(
 
 
 class EngineCalls:
-    """One engine actor as the rollout scheduler calls it (`rollout.scheduling.engine_state.EngineHandle`).
+    """One engine actor as the rollout scheduler calls it (`rollout.scheduling.engine_handle.EngineHandle`).
 
     Every method but `restart` and `end` is the engine's own, waited for `deadline_s` seconds.
 
@@ -84,6 +85,14 @@ class EngineCalls:
 
     async def end_conversations(self, names: Sequence[str], *, deadline_s: float) -> None:
         await self._answer(submit(self.actor, Engine.end_conversations, names), "end_conversations", deadline_s + GRACE_S)
+
+    async def capacity(self, *, deadline_s: float) -> EngineCapacity:
+        capacity: EngineCapacity = await self._answer(submit(self.actor, Engine.capacity), "capacity", deadline_s + GRACE_S)
+        return capacity
+
+    async def take_ended(self, *, deadline_s: float) -> list[str]:
+        ended: list[str] = await self._answer(submit(self.actor, Engine.take_ended), "take_ended", deadline_s)
+        return ended
 
     async def health(self, *, deadline_s: float) -> None:
         await self._answer(submit(self.actor, Engine.health), "health", deadline_s + GRACE_S)

@@ -25,8 +25,10 @@ from megarl.config import Config
 from megarl.errors import EngineError
 from megarl.option_list import functions
 from megarl.planning.turns import GENERATING, RESIDENT, TRAINING, UPDATING, Kept, takes_turns
-from megarl.rollout.scheduling.engine_state import EngineHandle, PendingResult, failures
+from megarl.rollout.scheduling.engine_handle import EngineHandle
+from megarl.rollout.scheduling.engine_state import PendingResult
 from megarl.rollout.scheduling.scheduler import Scheduler
+from megarl.rollout.scheduling.several_engines import failures
 from megarl.runs.training_side import POLICY
 from megarl.workers.roles import Roles
 

@@ -101,14 +101,17 @@ class Rollouts:
             at_once = max(1, able.batch_samples // rollout.samples_per_prompt)
             at_most = 2 * at_once
         else:
-            calls = 1 if self.episodes is None else rollout.samples_per_prompt
-            at_once, at_most = 1, min(rollout.groups_per_engine, max(1, CALLS_PER_ENGINE // calls))
+            at_once, at_most = 1, max(1, CALLS_PER_ENGINE // (1 if self.episodes is None else rollout.samples_per_prompt))
+            if not able.reports:  # then its share of all that may be under way is the only bound
+                at_most = min(at_most, (1 + staleness) * rollout.groups_per_engine)
         return Scheduler(
             [EngineCalls(engine, number) for number, engine in enumerate(self.engines)],
             StalenessManager(rollout.prompts_per_step, staleness, schedule.over_sample, continues=schedule.continues),
             self._respond(self.params(), rollout.samples_per_prompt),
             groups_per_request=at_once,
             groups_per_engine=at_most,
+            samples_per_group=rollout.samples_per_prompt,
+            reports=able.reports,
             restart_deadline_s=self.config.resources.deadlines.start_s + GRACE_S,
             cuts=able.continues,
             keeps_turns=able.keeps_turns,
@@ -144,6 +147,7 @@ class Rollouts:
                     self._say(f"engine {number}'s process was lost while it started; it is started again")
                     wait_for_actor(self.engines[number], ends_at)
                     starting[number] = self._start(number)
+        self.scheduler.thread.run(self.scheduler.order.ask_capacities())
         if self.config.other_weights:
             self.scheduler.empty()
         else:

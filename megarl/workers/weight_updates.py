@@ -10,8 +10,9 @@ from typing import Any
 from megarl.config import Config
 from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import EngineError, MegarlError
-from megarl.rollout.scheduling.engine_state import EngineHandle, failures
+from megarl.rollout.scheduling.engine_handle import EngineHandle
 from megarl.rollout.scheduling.scheduler import Scheduler
+from megarl.rollout.scheduling.several_engines import failures
 from megarl.runs.training_side import POLICY
 from megarl.weights.delta import base_for
 from megarl.weights.digests import SentDigests

@@ -82,6 +82,35 @@ def test_partial_responses(measured: Measured) -> None:
     assert found["turn_cache"]["kept"]["cached_tokens"] > found["turn_cache"]["without"]["cached_tokens"]
 
 
+def test_scheduling(measured: Measured) -> None:
+    sizes = {"ENGINES": 2, "GROUPS": 4, "SLOTS": 8, "STEPS": 4, "SEEDS": 1, "STALENESS": (2,), "MORE": (2,)}
+    names = ("sync", "one_step_off_policy", "async, staleness 2", "async, staleness 2, by share")
+    ways = ("2 of 4 more, continue", "2 of 4 more, restart")
+    found = measured(
+        "scheduling",
+        **sizes,
+        SIZES=((2, 16),),
+        LENGTHS={"32k": (8192, 0.9, 32768)},
+        numbers=(
+            "cpu:2 engines, 16 groups:cpu_s",
+            *(f"schedules:32k:{name}:of_bound" for name in names),
+            *(f"over_sampling:32k:{way}:change" for way in ways),
+        ),
+    )
+    assert {*SETUP, "command", "setup"} <= found.keys()
+    assert all(0 < found["schedules"]["32k"][name]["of_bound"] < 1.2 for name in names)
+
+
+def test_the_page_has_the_figures_of_the_scheduler_as_they_were_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    module, page = importlib.import_module("scheduling"), ROOT / "docs/evidence/rollouts.md"
+    (tmp_path / "page.md").write_text(page.read_text())
+    module.write_tables(tmp_path / "page.md", read_strictly(BENCHMARKS / "results/scheduling.json"))
+    assert (tmp_path / "page.md").read_text() == page.read_text(), "python benchmarks/scheduling.py --parts --out … --page …"
+
+
 def test_checkpoint_writing(measured: Measured) -> None:
     found = measured("checkpoint_writing", "--repeats", "1", TENSORS=2, ROWS=8, COLUMNS=64)
     assert {*SETUP, "command", "date"} <= found.keys()
@@ -345,6 +374,7 @@ RUN_BY = {
     "reshard_plan": f"{HERE}::test_reshard_plan",
     "roofline": f"{HERE}::test_roofline",
     "scaling": f"{HERE}::test_scaling",
+    "scheduling": f"{HERE}::test_scheduling",
     "soak": f"{OF_RUNS}::test_soak",
     "speculative": f"{OF_RUNS}::test_speculative",
     "step": f"{OF_RUNS}::test_step",

@@ -121,6 +121,18 @@ def test_a_wrong_field_is_named_with_what_it_may_be(override: str, parts: list[s
             ["partial_responses is 'continue'", "rollout.speculative.algorithm", "it must be 'restart'"],
         ),
         (
+            ["rollout.schedule={over_sample: 4, partial_responses: restart}"],
+            ["partial_responses is 'restart'", "longer with rollout.schedule.over_sample = 4", "must be 'continue' or null"],
+        ),
+        (
+            ["rollout.schedule={mode: one_step_off_policy, over_sample: 4}"],
+            ["over_sample is 4", "makes responses of several versions", "it must be 0"],
+        ),
+        (
+            ["rollout.schedule.over_sample=4", "rollout.speculative.algorithm=ngram"],
+            ["over_sample is 4", "rollout.speculative.algorithm", "it must be 0"],
+        ),
+        (
             ["rollout.schedule.mask_older_tokens=true"],
             ["mask_older_tokens needs rollout.schedule.partial_responses = 'continue': set", "or remove"],
         ),

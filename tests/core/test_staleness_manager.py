@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 
@@ -132,8 +133,12 @@ class Run:
             self.restore()
 
     def check(self) -> None:
-        """The two books agree, and every group is in exactly one place."""
+        """The two books agree, every group is in exactly one place, and what is counted as it happens is what there is."""
         manager = self.manager
+        counted_anew = copy.copy(manager)
+        counted_anew._last = None
+        assert manager.ready() == counted_anew.ready()
+        assert len(manager._queued) == manager.count("queued")
         assert (manager.count("in_flight"), manager.count("finished")) == (len(self.in_flight), len(self.finished))
         assert len(set(self.consumed)) == len(self.consumed)
         assert not set(self.consumed) & set(manager.unconsumed)

@@ -158,7 +158,7 @@ def test_every_token_that_was_sampled_is_trained_once_waits_or_is_counted_as_thr
     open_scheduler: Any, staleness: int, over_sample: int, seed: int, continues: bool, episodes: bool, monkeypatch: Any
 ) -> None:
     """With engines that die, checkpoints and resumes in between, in which the driver loses everything else."""
-    monkeypatch.setattr("megarl.rollout.scheduling.scheduler.FAILURES", 1000)
+    monkeypatch.setattr("megarl.rollout.scheduling.restarts.FAILURES", 1000)
     luck, book = random.Random(seed), Book()
     engines = [ContinuingEngine(number, book, lambda: luck.random() ** 3 / 20) for number in range(3)]
     ask = asking(episodes=episodes)

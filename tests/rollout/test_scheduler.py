@@ -276,7 +276,7 @@ def test_a_checkpoint_holds_every_prompt_that_was_not_consumed(open_scheduler: A
 def test_a_run_with_failing_engines_consumes_every_prompt_once_and_never_too_old(
     open_scheduler: Any, staleness: int, over_sample: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megarl.rollout.scheduling.scheduler.FAILURES", 1000)  # these engines fail all the time
+    monkeypatch.setattr("megarl.rollout.scheduling.restarts.FAILURES", 1000)  # these engines fail all the time
     luck = random.Random(seed)
     engines = [FakeEngine(number, lambda: luck.random() ** 3 / 30) for number in range(3)]
     manager = StalenessManager(6, staleness, over_sample)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from megarl.config import Config
 from megarl.errors import WorkerError
 from megarl.options.lending.section import lent_engines_of
-from megarl.rollout.scheduling.engine_state import PendingResult, failures
-from megarl.rollout.scheduling.scheduler import FAILURES, Scheduler
+from megarl.rollout.scheduling.engine_state import FAILURES, PendingResult
+from megarl.rollout.scheduling.scheduler import Scheduler
+from megarl.rollout.scheduling.several_engines import failures
 from megarl.workers.gpu_sharing import GpuSharing, GpuTurns
 from megarl.workers.roles import Roles
 
@@ -58,7 +59,7 @@ class LentEngines:
 
     async def _end(self, number: int, error: Exception) -> None:
         state = self.scheduler.engines[number]
-        self.scheduler.note_failure(state, error)
+        self.scheduler.restarts.note(state, error)
         state.fell_behind = True  # it is known to be gone when it is woken
         if not isinstance(error, WorkerError):  # else its process is gone, and its memory with it
             await state.handle.end()
@@ -85,7 +86,7 @@ class LentEngines:
         async def counted() -> int:
             scheduler = self.scheduler
             is_done = scheduler.manager.ready() if answers is None else all(answer.done() for answer in answers)
-            return 0 if is_done else scheduler.work_for(version)
+            return 0 if is_done else await scheduler.work_for(version)
 
         return self.scheduler.thread.run(counted())
 
@@ -177,7 +178,7 @@ def take_turns(
     numbers = range(rollout.engines, rollout.engines + lent_engines_of(rollout.schedule))
     if not numbers:
         return None
-    restart_s = (FAILURES + 1) * scheduler.restart_deadline_s
+    restart_s = (FAILURES + 1) * scheduler.restarts.deadline_s
     engines = LentEngines(scheduler, numbers, restart_s=restart_s, call_s=rollout.deadlines.update_s)
     sharing = GpuSharing(engines.rest, engines.wake, roles.keep_on_device)
     lending = Lending(engines, sharing, update)

@@ -25,7 +25,8 @@ def check_engines(config: Config, engine: EngineCapabilities) -> None:
         return
     if rollout.schedule.continues and not engine.in_process:
         reason = f"cannot tell which tokens of a draft an engine had looked at when it was cut ({section}.algorithm)"
-        raise config.refusal("rollout.schedule.partial_responses", reason, allowed="'restart'")
+        by, allowed = rollout.schedule.continues_by
+        raise config.refusal(f"rollout.schedule.{by}", reason, allowed=allowed)
     if drafts.algorithm not in engine.drafts:
         able = ", ".join(f"'{name}'" for name in ("none", *engine.drafts))
         reason = f"rollout.engine = '{rollout.engine}' cannot do"

@@ -17,6 +17,7 @@ from megarl.data.columns import joined
 from megarl.data.media import Media
 from megarl.data.prefills import NO_PREFILLS, PrefillCounts
 from megarl.errors import EngineError
+from megarl.rollout.engines.capacity import EngineCapacity
 from megarl.weights.digests import SentDigests
 from megarl.weights.model_compatibility import ServedModel
 from megarl.weights.sglang_senders import ServerEndpoint
@@ -249,6 +250,17 @@ class Engine(ABC):
 
     async def end_conversations(self, names: Sequence[str]) -> None:  # noqa: B027 - most keep nothing for one by name
         """These conversations have no further turn."""
+
+    async def capacity(self) -> EngineCapacity:
+        """What it holds at once. Asked, once, of engines whose capabilities say `reports`."""
+        return EngineCapacity()
+
+    async def take_ended(self) -> list[str]:
+        """Wait until responses of requests that go on have ended; their prompts' keys, one for each response, told once.
+
+        Asked, by one caller at a time, of engines whose capabilities say `reports`.
+        """
+        raise EngineError(f"{type(self).__name__} does not say which responses have ended")
 
     @abstractmethod
     async def health(self) -> None:

@@ -4,64 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import DeadlineError, EngineError, WorkerError
 from megarl.observe.run_state import EngineCondition, EngineStatus
 from megarl.observe.trace import BusySpans
+from megarl.rollout.engines.capacity import UNKNOWN, EngineCapacity
 from megarl.rollout.engines.protocol import EngineRequest
 from megarl.rollout.engines.stored_turns import SampledTurn
+from megarl.rollout.scheduling.engine_handle import EngineHandle
 from megarl.rollout.scheduling.partial_groups import PartialGroup
-from megarl.weights.digests import SentDigests
 
-CUT_POLL_S = 0.02
-"""Between two times that an engine is told to cut."""
 HEALTH_S = 10.0
 """For an engine to say that it is well."""
 FAILURES = 3
 """Failures of an engine in a row, or of a request on engines that are well, before the run ends with the last sentence."""
 END_S = 10.0
 """For an engine to free what it keeps for conversations."""
-
-
-class EngineHandle(Protocol):
-    """One engine, wherever it runs: the methods of `Engine`, each with a deadline. Cancelling a call stops the work on it.
-
-    Every method raises what the engine raised, WorkerError if its process is gone, or DeadlineError.
-    """
-
-    async def generate(self, request: EngineRequest) -> list[list[SampledTurn]]: ...
-
-    async def cut(self, keys: Sequence[str], *, deadline_s: float) -> None: ...
-
-    async def end_conversations(self, names: Sequence[str], *, deadline_s: float) -> None: ...
-
-    async def health(self, *, deadline_s: float) -> None: ...
-
-    async def begin_update(self, version: int, base: int | None, *, deadline_s: float) -> None: ...
-
-    async def load_update(self, folder: str, *, deadline_s: float) -> None: ...
-
-    async def end_update(self, version: int, checksums: Mapping[Any, str] | None, *, deadline_s: float) -> None: ...
-
-    async def end_update_by_sums(self, version: int, sent: SentDigests, *, deadline_s: float) -> Sequence[int]: ...
-
-    async def abandon_update(self, *, deadline_s: float) -> None: ...
-
-    async def sleep(self, *, deadline_s: float) -> None: ...
-
-    async def wake(self, *, deadline_s: float) -> None: ...
-
-    async def restart(self, deadline_s: float) -> None:
-        """Start the engine anew, without weights."""
-        ...
-
-    async def end(self) -> None:
-        """End the engine's process and all that it holds, whatever it is doing; `restart` makes it anew. Raises nothing."""
-        ...
 
 
 GenerateGroups = Callable[["AskedGroups"], Awaitable[list[list[Sample]]]]
@@ -81,6 +42,14 @@ class EngineState:
     is_open: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while requests may reach the engine: not during a weight update."""
     requests: dict[asyncio.Task[None], PromptRequest] = field(default_factory=dict)
+    load: int = 0
+    """Responses that it works on, as far as it is known which have ended; counted by `EngineOrder`, as are `groups`."""
+    groups: int = 0
+    prompt_tokens: int = 0
+    """Of the prompts of these groups, each counted once: its responses share it."""
+    capacity: EngineCapacity = UNKNOWN
+    watch: asyncio.Task[None] | None = None
+    """Asks which responses have ended."""
     failures: int = 0
     """In a row."""
     failed_times: int = 0
@@ -99,11 +68,6 @@ class EngineState:
     """That it has answered with so far."""
     busy: BusySpans = field(default_factory=lambda: BusySpans("generate"))
     """When it was answering requests."""
-
-    @property
-    def load(self) -> int:
-        """Groups that the engine works on."""
-        return sum(request.load for request in self.requests.values())
 
     @property
     def is_up(self) -> bool:
@@ -154,8 +118,10 @@ class EngineState:
         """`Engine.generate`; notes when the engine was busy with it, and how many tokens it sampled."""
         with self.busy:
             answers = await self.handle.generate(request)
-        had = sum(turn.tokens for of_prompt in request.begun or () for turn in of_prompt if turn is not None)
-        self.sampled_tokens += sum(turn.tokens for of_prompt in answers for turn in of_prompt) - had
+        for of_prompt in answers:
+            self.sampled_tokens += sum([turn.tokens for turn in of_prompt])
+        for begun in request.begun or ():
+            self.sampled_tokens -= sum(turn.tokens for turn in begun if turn is not None)
         return answers
 
     async def wait_until_open(self, deadline_s: float) -> None:
@@ -173,13 +139,13 @@ class EngineState:
                 await self.handle.end_conversations(names, deadline_s=END_S)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class PromptRequest:
     """Prompts that go to one engine together, and whose groups they are, by number (None: no longer wanted)."""
 
     prompts: list[Prompt]
     generate_groups: GenerateGroups
-    load: int
+    groups: int
     """As how many groups it counts."""
     numbers: list[int | None] = field(default_factory=list)
     answer: PendingResult | None = None
@@ -189,9 +155,12 @@ class PromptRequest:
     """Parts of each group that are there."""
     asked: AskedGroups | None = None
     """While an engine works on it."""
+    left: int = 0
+    """Responses that count for it there."""
+    prompt_tokens: int = 0
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
 class AskedGroups:
     """Groups as they are asked of one engine. `partial`: what there is of each; None: nothing is kept of them."""
 
@@ -201,6 +170,10 @@ class AskedGroups:
     is_cut: bool = False
     under_way: list[EngineRequest] = field(default_factory=list)
     """Requests that the engine works on now."""
+    count_ended: Callable[[int], None] = lambda responses: None
+    """Is told how many responses have ended of groups that go on."""
+    observe: Callable[..., None] = lambda prompts, request, answers: None
+    """Is told what an engine has answered to a request."""
 
     async def generate(
         self, request: EngineRequest, *, names: Sequence[Sequence[str]], groups: Sequence[int]
@@ -211,29 +184,34 @@ class AskedGroups:
         end with `abort` are gone on with; but where these groups were cut it never returns: what there is has been kept, and
         whoever waits is cancelled.
         """
-        partial = self.partial
+        partial, begun, counted = self.partial, list[list[SampledTurn | None]](), 0
         while True:
-            earlier = [
-                [partial[g].turn(name) if partial else None for name in of_group]
-                for g, of_group in zip(groups, names, strict=True)
-            ]
-            whole = [[turn for turn in of_group if turn is not None and turn.finish_reason != "abort"] for of_group in earlier]
-            if all(len(of_group) == len(of_prompt) for of_group, of_prompt in zip(whole, names, strict=True)):
-                return whole
-            await self.engine.wait_until_open(request.deadline_s)
+            if partial is not None:
+                begun = [[partial[g].turn(name) for name in of_group] for g, of_group in zip(groups, names, strict=True)]
+                whole = [
+                    [turn for turn in of_group if turn is not None and turn.finish_reason != "abort"] for of_group in begun
+                ]
+                if all(len(of_group) == len(of_prompt) for of_group, of_prompt in zip(whole, names, strict=True)):
+                    return whole
+                if request.n > 1 and not counted:
+                    self.count_ended(counted := sum(map(len, whole)))
+            if not self.engine.is_open.is_set():
+                await self.engine.wait_until_open(request.deadline_s)
             if self.is_cut:
                 await asyncio.get_running_loop().create_future()
-            begun = earlier if any(turn is not None for of_group in earlier for turn in of_group) else None
+            if any(turn is not None for of_group in begun for turn in of_group):
+                request = replace(request, begun=begun)
             self.under_way.append(request)
             try:
-                answers = await self.engine.generate(replace(request, begun=begun))
-                if partial is None:
-                    return answers
-                for group, of_group, of_prompt in zip(groups, names, answers, strict=True):
-                    for name, answer in zip(of_group, of_prompt, strict=True):
-                        partial[group].keep(name, answer)
+                answers = await self.engine.generate(request)
             finally:
                 self.under_way = [other for other in self.under_way if other is not request]
+            self.observe([self.prompts[g] for g in groups], request, answers)
+            if partial is None:
+                return answers
+            for group, of_group, of_prompt in zip(groups, names, answers, strict=True):
+                for name, answer in zip(of_group, of_prompt, strict=True):
+                    partial[group].keep(name, answer)
 
     @property
     def keys_under_way(self) -> list[str]:
@@ -241,39 +219,6 @@ class AskedGroups:
         return [key for request in self.under_way for key in request.keys or ()]
 
 
-async def cut_short(requests: Sequence[AskedGroups], deadline_s: float) -> None:
-    """Have engines end what they work on for these requests, and wait until what there is of it has been kept.
-
-    What an engine does not give in `deadline_s` seconds is lost. The requests must then be cancelled.
-    """
-    for request in requests:
-        request.is_cut = True
-    loop = asyncio.get_running_loop()
-    ends_at = loop.time() + deadline_s
-    while (working := [request for request in requests if request.under_way]) and loop.time() < ends_at:
-        calls = [pending.engine.handle.cut(pending.keys_under_way, deadline_s=deadline_s) for pending in working]
-        await asyncio.gather(*calls, return_exceptions=True)  # an engine that failed has nothing to give
-        await asyncio.sleep(CUT_POLL_S)  # again: the engine may have got the request after this
-
-
-def progress_text(engines: Sequence[EngineState]) -> str:
-    """Describe what each engine does, as the end of a sentence."""
-    does = {
-        engine.number: "sleeps" if engine.rests else "is down" if engine.version is None else f"works on {engine.load}"
-        for engine in engines
-    }
-    return ", ".join(f"engine {number} {what}" for number, what in does.items())
-
-
-def in_turn(free: Sequence[EngineState]) -> Iterator[EngineState]:
-    """Least-loaded first; after one for whose weights there was nothing to start, only those with newer ones."""
-    newest = -1
-    for engine in sorted(free, key=lambda engine: (engine.load, engine.number)):
-        if engine.version is not None and engine.version > newest:
-            yield engine
-            newest = engine.version
-
-
-def failures(answers: Mapping[int, object]) -> dict[int, Exception]:
-    """The engines that raised something, of those that `Scheduler.on_each` asked."""
-    return {engine: answer for engine, answer in answers.items() if isinstance(answer, Exception)}
+def prompt_key(prompt: Prompt) -> str:
+    """The key by which engines are asked for a prompt."""
+    return prompt.group_id or prompt.row_id

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import selectors
+import sys
+import sysconfig
 import threading
+import traceback
 from collections.abc import Callable, Coroutine
 from functools import wraps
+from pathlib import Path
+from types import FrameType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from megarl.errors import DeadlineError
@@ -13,6 +19,8 @@ from megarl.errors import DeadlineError
 T = TypeVar("T")
 P = ParamSpec("P")
 JOIN_S = 10.0
+OURS = str(Path(__file__).parents[2])
+INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 class LoopThread:
@@ -42,10 +50,8 @@ class LoopThread:
             raise
         except TimeoutError:
             future.cancel()
-            raise DeadlineError(
-                f"the rollout event loop did not answer within {deadline_s:.0f} s; an episode of your own that does long "
-                "synchronous work blocks it: await that work, or run it in a thread"
-            ) from None
+            frame = sys._current_frames().get(self._thread.ident or 0)
+            raise DeadlineError(_why_late(getattr(work, "__name__", "work"), frame, deadline_s)) from None
 
     def close(self) -> None:
         """Stop the loop, whose work must be done, and the thread."""
@@ -53,6 +59,20 @@ class LoopThread:
         self._thread.join(timeout=JOIN_S)
         if not self.loop.is_running():
             self.loop.close()
+
+
+def _why_late(work: str, frame: FrameType | None, deadline_s: float) -> str:
+    """The sentence about a loop that has not done `work`, by where its thread is now."""
+    if frame is None or frame.f_code.co_filename == selectors.__file__:
+        return f"the rollout event loop did not finish '{work}' within {deadline_s:.0f} s, and has nothing else to do"
+    late = f"the rollout event loop did not answer within {deadline_s:.0f} s: it is still in"
+    stack = [(at.filename, at.lineno, at.name) for at in reversed(traceback.extract_stack(frame))]  # innermost first
+    users = [at for at in stack if not at[0].startswith((OURS, *INSTALLED)) and not at[0].startswith("<")]
+    ours = [at for at in stack if at[0].startswith(OURS)]
+    file, line, name = (users or ours or stack)[0]
+    if users:
+        return f"{late} '{name}' ({file}, line {line}), which blocks it: await that work, or run it in a thread"
+    return f"{late} its own '{name}' ({file}, line {line}), before it came to '{work}'; no episode of yours blocks it"
 
 
 class HasLoop(Protocol):

@@ -70,8 +70,17 @@ class PartialGroup:
 
 def turn_name(number: int, ids: Sequence[int], times: int = 0) -> str:
     """The name of the turn of sample `number` that follows `ids`, which it asked for `times` times before."""
-    digest = hashlib.sha256(np.asarray(ids, np.int64).tobytes()).hexdigest()[:32]
-    return f"{number}/{digest}/{times}"
+    return f"{number}/{_digest(ids)}/{times}"
+
+
+def turn_names(n: int, ids: Sequence[int]) -> list[str]:
+    """The names of the first turns of samples 0 to `n` - 1 that follow `ids`."""
+    digest = _digest(ids)
+    return [f"{number}/{digest}/0" for number in range(n)]
+
+
+def _digest(ids: Sequence[int]) -> str:
+    return hashlib.sha256(np.asarray(ids, np.int64).tobytes()).hexdigest()[:32]
 
 
 class PartialGroups:

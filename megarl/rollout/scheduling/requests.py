@@ -16,8 +16,8 @@ from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingP
 from megarl.rollout.engines.stored_turns import SampledTurn, loaded
 from megarl.rollout.episodes import SampleTokens
 from megarl.rollout.episodes.single import single_sample
-from megarl.rollout.scheduling.engine_state import AskedGroups, GenerateGroups
-from megarl.rollout.scheduling.partial_groups import turn_name
+from megarl.rollout.scheduling.engine_state import AskedGroups, GenerateGroups, prompt_key
+from megarl.rollout.scheduling.partial_groups import turn_name, turn_names
 
 
 def single_turns(params: SamplingParams, n: int, deadline_s: float, tokenizer: Any, *, stored: bool = False) -> GenerateGroups:
@@ -29,12 +29,12 @@ def single_turns(params: SamplingParams, n: int, deadline_s: float, tokenizer: A
             [prompt.prompt_ids for prompt in prompts],
             params,
             n=n,
-            keys=[_key(prompt) for prompt in prompts],
+            keys=[prompt_key(prompt) for prompt in prompts],
             deadline_s=deadline_s,
             media=[prompt.media for prompt in prompts],
             stored=stored,
         )
-        names = [[turn_name(number, prompt.prompt_ids) for number in range(n)] for prompt in prompts]
+        names = [turn_names(n, prompt.prompt_ids) for prompt in prompts] if groups.partial is not None else []
         answers = await groups.generate(request, names=names, groups=range(len(prompts)))
         return [
             [_sample(prompt, number, turn, tokenizer) for number, turn in enumerate(group)]
@@ -60,10 +60,12 @@ def episode_groups(kind: OpenedEpisodes, params: SamplingParams, n: int, deadlin
                 request = EngineRequest(
                     [token_ids],
                     replace(params, max_new_tokens=max_new_tokens),
-                    keys=[f"{_key(prompt)}/{number}/{length}{f'/{ordinal}' if ordinal else ''}"],  # a seeded engine draws by it
+                    keys=[
+                        f"{prompt_key(prompt)}/{number}/{length}{f'/{ordinal}' if ordinal else ''}"
+                    ],  # a seeded engine draws by it
                     deadline_s=deadline_s,
                     media=[prompt.media if media is None else media],
-                    conversation=f"{_key(prompt)}/{number}",
+                    conversation=f"{prompt_key(prompt)}/{number}",
                 )
                 answer = await groups.generate(request, names=[[turn_name(number, token_ids, again)]], groups=[place])
             except BaseException:
@@ -77,7 +79,8 @@ def episode_groups(kind: OpenedEpisodes, params: SamplingParams, n: int, deadlin
     async def generate_groups(groups: AskedGroups) -> list[list[Sample]]:
         async def episode(place: int, number: int) -> list[Sample]:
             of_episode = await kind.branches(groups.prompts[place], number, sampler(groups, place, number))
-            await groups.engine.end_conversations([f"{_key(groups.prompts[place])}/{number}"])
+            await groups.engine.end_conversations([f"{prompt_key(groups.prompts[place])}/{number}"])
+            groups.count_ended(1)
             return of_episode
 
         places = [(place, number) for place in range(len(groups.prompts)) for number in range(n)]
@@ -87,7 +90,7 @@ def episode_groups(kind: OpenedEpisodes, params: SamplingParams, n: int, deadlin
         except BaseException:
             for task in tasks:
                 task.cancel()  # one failed, or nobody waits any more
-            await groups.engine.end_conversations([f"{_key(groups.prompts[place])}/{number}" for place, number in places])
+            await groups.engine.end_conversations([f"{prompt_key(groups.prompts[place])}/{number}" for place, number in places])
             raise
         of_groups = (samples[start : start + n] for start in range(0, len(samples), n))
         return [[branch for branches in group for branch in branches] for group in of_groups]
@@ -106,7 +109,3 @@ def _taken(numbers: set[int]) -> int:
     smallest = next(number for number in count() if number not in numbers)
     numbers.add(smallest)
     return smallest
-
-
-def _key(prompt: Prompt) -> str:
-    return prompt.group_id or prompt.row_id

@@ -15,34 +15,34 @@ from typing import Any, TypeVar
 
 from megarl.core.staleness_manager import StalenessManager
 from megarl.data.sample import Prompt, RolloutBatch, Sample, read_record
-from megarl.errors import DeadlineError, EngineError, MegarlError, WorkerError
+from megarl.errors import DeadlineError, EngineError, WorkerError
 from megarl.observe.trace import Span
+from megarl.rollout.scheduling.engine_handle import EngineHandle
+from megarl.rollout.scheduling.engine_order import EngineOrder
 from megarl.rollout.scheduling.engine_state import (
-    FAILURES,
     HEALTH_S,
-    AskedGroups,
-    EngineHandle,
     EngineState,
     GenerateGroups,
     PendingResult,
     PromptRequest,
-    cut_short,
-    failures,
-    in_turn,
-    progress_text,
 )
 from megarl.rollout.scheduling.loop_thread import LoopThread, in_loop
 from megarl.rollout.scheduling.partial_groups import PartialGroups
+from megarl.rollout.scheduling.restarts import EngineRestarts
+from megarl.rollout.scheduling.several_engines import all_done, cut_short, failures, progress_text
 
 T = TypeVar("T")
 CUT_S = 20.0
 """For an engine to say what it has of responses that are cut."""
+AT_ONCE = 256
+"""Requests that are started before whatever else the loop has to do has its turn."""
 
 
 class Scheduler:
     """Keeps the engines busy with what the staleness manager lets start.
 
-    The least-loaded engine is given work first; a group's samples all come from one engine.
+    The least-loaded engine that has room (`EngineOrder`) is given work first; a group's samples all come from one engine, and
+    so do the turns of its episodes.
 
     An engine that fails loses nothing: its groups go back to the manager, it is started anew if it is not well, and the
     driver finds it in `without_weights`. Without one that stands on the trainer's GPUs (`lent`) the run goes on if it fails
@@ -57,36 +57,41 @@ class Scheduler:
         *,
         groups_per_request: int = 1,
         groups_per_engine: int = 64,
+        samples_per_group: int = 1,
+        reports: bool = False,
         restart_deadline_s: float = 300.0,
         cuts: bool = False,
         keeps_turns: bool = False,
         lent: Container[int] = (),
         say: Callable[[str], None] | None = None,
+        thread: LoopThread | None = None,
     ) -> None:
         """`groups_per_request`: more than 1 for an engine that computes one request after the other.
 
-        `groups_per_engine` bounds what is sent to an engine; the rest waits here for whichever engine is free first. `cuts`:
+        `groups_per_engine`, `samples_per_group` and `reports` bound what is sent to an engine, as
+        `EngineOrder` says; the rest waits here for whichever engine is free first. `thread`: None: its own. `cuts`:
         engines that are to stop are asked for what they have (`Engine.cut`), which is counted, or kept if the manager
         `continues`, or engines are `lent`. `keeps_turns`: they are told of conversations. `say` is told in a line, from another
         thread, when an engine fails.
         """
         self.manager, self.generate_groups = manager, generate_groups
         self.groups_per_request, self.groups_per_engine = groups_per_request, groups_per_engine
-        self.restart_deadline_s, self._say = restart_deadline_s, say
+        self.restarts = EngineRestarts(restart_deadline_s, say, self._give_up, lambda: self._changed.set())
         self.cuts = cuts
         self.partial = PartialGroups(continues=manager.continues or any(n in lent for n in range(len(handles))))
         self._ending: dict[asyncio.Task[None], asyncio.Task[None]] = {}
         self._prompts: dict[int, Prompt] = {}
         self._groups: dict[int, list[Sample]] = {}
         self._asked: deque[PromptRequest] = deque()
-        self._retried: dict[int, int] = {}  # failures by group, on engines that were well
         self._error: BaseException | None = None
-        self.thread = LoopThread("rollout-scheduler")
+        self._goes_on = False  # starting was interrupted after `AT_ONCE` requests, and goes on
+        self.thread = thread or LoopThread("rollout-scheduler")
         self._loop = self.thread.loop
         self._changed, self.engines = self.thread.run(self._make(handles), 30)
 
         for engine in self.engines:
             engine.keeps_turns, engine.is_lent = keeps_turns, engine.number in lent
+        self.order = EngineOrder(self.engines, self._dispatch, groups_per_engine, samples_per_group, reports=reports)
 
     async def _make(self, handles: Sequence[EngineHandle]) -> tuple[asyncio.Event, list[EngineState]]:
         return asyncio.Event(), [EngineState(number, handle) for number, handle in enumerate(handles)]
@@ -123,7 +128,7 @@ class Scheduler:
             DeadlineError: neither, `deadline_s` seconds later.
             MegarlError: an engine failed for good, or what the user wrote for an episode did.
         """
-        done = self.manager.ready if answers is None else lambda: all(answer.done() for answer in answers)
+        done = self.manager.ready if answers is None else all_done(answers)
         return self.thread.run(self._until(done, deadline_s), deadline_s + 30)
 
     @in_loop
@@ -199,7 +204,7 @@ class Scheduler:
         for engine in (self.engines[number] for number in engines):
             if engine.version is not None:
                 engine.failures = 0  # it has kept well since the last update
-            engine.is_open.clear()
+            self._shut(engine)
             engine.fell_behind = False
 
     @in_loop
@@ -209,6 +214,8 @@ class Scheduler:
             if not engine.fell_behind:
                 engine.version = version
                 engine.is_open.set()
+                self.order.changed(engine)
+                self.order.watch(engine)
         self._dispatch()
 
     @in_loop
@@ -216,7 +223,7 @@ class Scheduler:
         """No engine has weights that are of use: each waits for an update."""
         for engine in self.engines:
             engine.version = None
-            engine.is_open.clear()
+            self._shut(engine)
 
     @in_loop
     async def fail(self, engine: int, error: Exception) -> None:
@@ -268,27 +275,42 @@ class Scheduler:
                     f"{progress_text(self.engines)}"
                 ) from None
 
+    def _shut(self, engine: EngineState) -> None:
+        engine.is_open.clear()
+        self.order.changed(engine)
+
     def _dispatch(self) -> None:
-        """Start whatever may start now, the least-loaded engine first."""
-        while self._error is None:
-            free = [engine for engine in self.engines if engine.is_open.is_set() and engine.load < self.groups_per_engine]
-            if not any(self._start_on(engine) for engine in in_turn(free)):
-                break
-        self._changed.set()
+        """Start what may start now, the least-loaded engine first.
+
+        After one for whose weights there was nothing to start, only those with newer ones.
+        """
+        newest = -1
+        for _ in range(AT_ONCE if not self._goes_on else 0):
+            has_work = self._error is None and (self._asked or self.manager.count("queued"))
+            engine = self.order.first(newest) if has_work else None
+            if engine is None:
+                return
+            if not self._start_on(engine):
+                newest = engine.version or 0
+        if not self._goes_on:
+            self._goes_on = True
+            self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._goes_on = False
+        self._dispatch()
 
     def _start_on(self, engine: EngineState) -> bool:
         if self._asked:
             request = self._asked.popleft()
         else:
             assert engine.version is not None, "only engines that serve are given work"
-            limit = min(self.groups_per_request, self.groups_per_engine - engine.load)
-            numbers = self.manager.start(engine.version, limit)
+            numbers = self.manager.start(engine.version, min(self.groups_per_request, self.groups_per_engine - engine.groups))
             if not numbers:
                 return False
             request = PromptRequest([self._prompts[n] for n in numbers], self.generate_groups, len(numbers), list(numbers))
             request.partial = [self.partial.of(number) for number in numbers] if self.cuts else None
-        request.asked = AskedGroups(engine, request.prompts, request.partial)
-        engine.requests[self._loop.create_task(self._serve(engine, request))] = request
+        self.order.take(engine, self._loop.create_task(self._serve(engine, request)), request)
         return True
 
     async def _serve(self, engine: EngineState, request: PromptRequest) -> None:
@@ -298,7 +320,7 @@ class Scheduler:
             assert request.asked is not None, "an engine works on it"
             groups = await request.generate_groups(request.asked)
         except (EngineError, WorkerError) as error:
-            if engine.requests.pop(task, None) is not None:  # else nobody waits for it any more
+            if self.order.drop(engine, task) is not None:  # else nobody waits for it any more
                 await self._retry(engine, request, error)
         except Exception as error:  # noqa: BLE001 - whatever it is, the driver must hear of it
             self._give_up(error)
@@ -307,13 +329,14 @@ class Scheduler:
                 engine.failures = 0
                 self._keep(request, groups)
         finally:
-            engine.requests.pop(task, None)
+            self.order.drop(engine, task)
             self._dispatch()
 
     def _keep(self, request: PromptRequest, groups: list[list[Sample]]) -> None:
         if request.answer is not None:
             if not request.answer.done():
                 request.answer.set_result(groups)
+            self._changed.set()
             return
         for index, (number, group) in enumerate(zip(request.numbers, groups, strict=True)):
             if number is None:
@@ -321,6 +344,8 @@ class Scheduler:
             else:
                 self._groups[number] = group
                 self.manager.finish(number)
+        if self.manager.ready():
+            self._changed.set()
 
     async def _retry(self, engine: EngineState, request: PromptRequest, error: Exception) -> None:
         """A request came to nothing: it is queued again, and its engine looked at."""
@@ -333,14 +358,7 @@ class Scheduler:
             if not engine.rests:  # else that is seen to when it is woken: its GPU is the trainer's
                 self._take_down(engine, error)
             return
-        request.failures += 1
-        failures = max([request.failures, *(self._count_failure(n) for n in request.numbers if n is not None)])
-        if failures >= FAILURES:
-            self._give_up(error)
-
-    def _count_failure(self, number: int) -> int:
-        self._retried[number] = self._retried.get(number, 0) + 1
-        return self._retried[number]
+        self.restarts.note_request(request, error)
 
     def _queue_again(self, request: PromptRequest) -> None:
         """Groups go on from what there is of them, if there is something and the manager lets them."""
@@ -357,7 +375,7 @@ class Scheduler:
     async def vacate(self, engines: Sequence[EngineState]) -> None:
         """In the loop: keep requests from these engines; what they work on goes on elsewhere. Waits for those that restart."""
         for engine in engines:
-            engine.is_open.clear()
+            self._shut(engine)
         await self._suspend(engines)
         for engine in engines:
             self._interrupt(engine, list(engine.requests))
@@ -368,8 +386,10 @@ class Scheduler:
             engine.version, engine.rests = None, True
         self._dispatch()
 
-    def work_for(self, version: int) -> int:
+    async def work_for(self, version: int) -> int:
         """In the loop: groups and asked requests that a further engine with weights of `version` could start now."""
+        while self._goes_on:
+            await asyncio.sleep(0)
         return len(self._asked) + self.manager.startable(version)
 
     async def _suspend(self, engines: Sequence[EngineState]) -> None:
@@ -384,48 +404,19 @@ class Scheduler:
     def _interrupt(self, engine: EngineState, tasks: Sequence[asyncio.Task[None]]) -> None:
         for task in tasks:
             task.cancel()
-            self._queue_again(engine.requests.pop(task))
+            request = self.order.drop(engine, task)
+            assert request is not None, "only what it works on is interrupted"
+            self._queue_again(request)
 
     def _take_down(self, engine: EngineState, error: Exception) -> None:
         """The engine failed: whatever it was working on is queued again, and it is started anew if it is not well."""
         if not engine.fell_behind:  # one death may be noticed by several requests and an update
-            self.note_failure(engine, error)
+            self.restarts.note(engine, error)
         engine.version, engine.error, engine.fell_behind = None, error, True
-        engine.is_open.clear()
+        self._shut(engine)
         self._interrupt(engine, list(engine.requests))
-        if engine.restarting is None:
-            engine.restarting = self._loop.create_task(self._restart(engine))
+        self.restarts.start(engine)
         self._dispatch()
-
-    async def _restart(self, engine: EngineState) -> None:
-        """Restart an engine. A failure that cannot be mended ends the run; but it goes on without an engine that is lent
-        GPUs."""
-        try:
-            if engine.failures > FAILURES:
-                raise EngineError(
-                    f"engine {engine.number} failed {engine.failures} times in a row, at last with: {engine.error}"
-                )
-            await engine.come_back(self.restart_deadline_s)
-        except MegarlError as error:
-            if not engine.is_lent:
-                self._give_up(error)
-                return
-            engine.is_left_out = engine.rests = True
-            self._tell(f"{error}; the run goes on without it")
-            await engine.handle.end()
-        finally:
-            engine.restarting = None
-            self._changed.set()
-
-    def note_failure(self, engine: EngineState, error: Exception) -> None:
-        """In the loop: count a failure, and say it."""
-        engine.failures += 1
-        engine.failed_times += 1
-        self._tell(f"engine {engine.number} failed: " + f"{error}".partition("\n")[0])
-
-    def _tell(self, line: str) -> None:
-        if self._say is not None:
-            self._say(line)
 
     def _discard(self, numbers: Sequence[int]) -> None:
         """These groups are queued again; what there is of their responses is thrown away."""
@@ -442,7 +433,7 @@ class Scheduler:
                 if gone & set(request.numbers):
                     request.numbers = [None if number in gone else number for number in request.numbers]
                     if set(request.numbers) == {None}:
-                        del engine.requests[task]
+                        self.order.drop(engine, task)
                         self._ending[task] = self._loop.create_task(self._end(task, request))
 
     async def _end(self, task: asyncio.Task[None], request: PromptRequest) -> None:
@@ -461,9 +452,9 @@ class Scheduler:
 
     async def _stop(self) -> None:
         for engine in self.engines:
-            engine.is_open.clear()  # whatever ends now must start nothing else
+            self._shut(engine)  # whatever ends now must start nothing else
         tasks = [task for engine in self.engines for task in engine.requests] + [*chain(*self._ending.items())]
-        tasks += [engine.restarting for engine in self.engines if engine.restarting is not None]
+        tasks += [task for engine in self.engines for task in (engine.restarting, engine.watch) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

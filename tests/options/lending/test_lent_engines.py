@@ -103,7 +103,7 @@ def test_a_run_that_lends_trains_on_every_prompt_once_never_too_old_and_throws_n
     opened: Any, staleness: int, over_sample: int, seed: int, episodes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engines die while they work, in updates and asleep; some keep their memory; the driver is lost and resumed."""
-    monkeypatch.setattr("megarl.rollout.scheduling.scheduler.FAILURES", 1000)
+    monkeypatch.setattr("megarl.rollout.scheduling.restarts.FAILURES", 1000)
     luck, book = random.Random(seed), Book()
     engines = [SleepingEngine(number, book, lambda: luck.random() ** 3 / 20) for number in range(FIXED + LENT)]
     ask = asking(episodes=episodes)

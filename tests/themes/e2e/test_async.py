@@ -31,7 +31,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "async": {"mode": "async", "max_staleness": 2},
     "sync, over-sampled": {"mode": "sync", "over_sample": 2},
 }
-STALENESS = {"one_step": 1, "async": 2, "sync, over-sampled": 0}
+STALENESS = {"one_step": 1, "async": 2, "sync, over-sampled": 1}  # what was passed over goes on under the next version
 
 
 @pytest.fixture
@@ -103,17 +103,14 @@ def test_every_schedule_trains_on_the_sampler_s_prompts_within_its_staleness(
             versions = sample["weight_versions"]
             assert versions == sorted(versions)
             assert version - STALENESS[name] <= versions[0] <= versions[-1] <= version
-            if name != "async":
+            if name == "one_step":
                 assert set(versions) == {max(0, version - STALENESS[name])}
     trained, left = groups(samples), under_way(config)
     assert sorted(trained + left) == sorted(drawn(config, len(trained + left)))
-    aborted = [row["rollout/dropped_stale"] for row in metrics]
-    if "over_sample" in SCHEDULES[name]:
-        assert all(aborted)
-    else:
+    assert not any(row["rollout/dropped_stale"] or row["rollout/aborted_tokens"] for row in metrics)
+    assert sum(row["staleness/mean"] for row in metrics) > 0
+    if "over_sample" not in SCHEDULES[name]:
         assert trained == drawn(config, len(trained))
-        assert not any(aborted)
-        assert sum(row["staleness/mean"] for row in metrics) > 0
 
 
 @pytest.mark.exhaustive  # test_rl_options.py replaces them in the other schedule, and the test above keeps to its staleness

@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {
     "rollout.engine": f"{slow_engine.__file__}:SlowEngine",
     "rollout.max_new_tokens": TOKENS,
     "rollout.ignore_eos": True,
-    "rollout.schedule": {"mode": "sync", "over_sample": 3, "partial_responses": "continue"},
+    "rollout.schedule": {"mode": "sync", "over_sample": 3},
     "algorithm.rollout_correction": {"mode": "tis_token"},
     "algorithm.kl": {"coef": 0.0},
 }

@@ -18,6 +18,7 @@ import aiohttp
 
 from megarl.data.prefills import NO_PREFILLS, PrefillCounts
 from megarl.errors import DeadlineError, EngineError
+from megarl.rollout.engines.capacity import EndedResponses, EngineCapacity
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams, behind
 from megarl.rollout.engines.sglang.answered import AnsweredColumn
 from megarl.rollout.engines.sglang.asked_prompt import AskedPrompt
@@ -65,6 +66,7 @@ class SglangClient:
         self.server, self._columns, self._adapters, self._media_folder = server, columns, adapters, media_folder
         self._request_ids = (f"{os.getpid():x}-{i:08x}" for i in itertools.count())
         self._under_way: dict[str, str] = {}  # keys of prompts by request
+        self.ended = EndedResponses()
 
     async def generate(self, request: EngineRequest, version: int) -> list[list[Generation]]:
         """`Engine.generate`; `version` is that of tokens for which the server names none."""
@@ -75,7 +77,7 @@ class SglangClient:
         under_way = {rid: key for key, group in zip(request.keys or (), ids, strict=False) for rid in group}
         self._under_way |= under_way
         async with self._session(None) as session:
-            call = _GenerateCall(session, request.params, version)
+            call = _GenerateCall(session, request.params, version, has_groups=request.n > 1)
             groups = zip(prompts, ids, begun, strict=True)
             work = asyncio.gather(*(self._group(call, prompt, group, of_group) for prompt, group, of_group in groups))
             try:
@@ -91,6 +93,7 @@ class SglangClient:
             finally:
                 for rid in under_way:
                     del self._under_way[rid]
+                self.ended.forget(under_way.values())
 
     async def cut(self, keys: Sequence[str]) -> None:
         """`Engine.cut`."""
@@ -129,6 +132,8 @@ class SglangClient:
         extra = {name: value for name, value in values.items() if value is not None}
         generation = replace(generation, extra=extra, prefill=_prefill(answer, full_prompt))
         call.answered += 1
+        if call.has_groups and rid in self._under_way:
+            self.ended.note(self._under_way[rid])
         return generation if begun is None else behind(begun, generation)
 
     async def _ask(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> dict[str, Any]:
@@ -172,6 +177,16 @@ class SglangClient:
         answer = _object(await self.control(endpoint, adapters), f"{self.server.url}/{endpoint}")
         if not answer.get("success"):
             raise EngineError(f"{self.server.url} did not make room for adapters: {answer.get('error_message')}")
+
+    async def capacity(self) -> EngineCapacity:
+        """What the server holds, all of its data-parallel ranks together; nothing is said of what it does not tell."""
+        async with self._session(CONTROL_TIMEOUT_S) as session:
+            facts = await self._request(session, "GET", "server_info", None)
+        states = facts.get("internal_states") if isinstance(facts, dict) else None
+        ranks = [state for state in states if isinstance(state, dict)] if isinstance(states, list) else []
+        most = [n for state in ranks if isinstance(n := state.get("effective_max_running_requests_per_dp"), int)]
+        tokens = facts.get("max_total_num_tokens") if ranks else None
+        return EngineCapacity(sum(most) or None, tokens * len(ranks) if isinstance(tokens, int) and tokens else None)
 
     async def resume(self) -> None:
         """Sample again."""
@@ -251,11 +266,11 @@ class _BadRequest(EngineError):
 class _GenerateCall:
     """One call of `generate`: what its requests have in common, and how many have been answered."""
 
-    def __init__(self, session: aiohttp.ClientSession, params: SamplingParams, version: int) -> None:
-        """`version` is that of tokens for which the server names none."""
+    def __init__(self, session: aiohttp.ClientSession, params: SamplingParams, version: int, *, has_groups: bool) -> None:
+        """`version` is that of tokens for which the server names none. `has_groups`: a prompt has several responses."""
         self.session, self.sampling, self.version = session, _sampling(params), version
         self.cut_token_ids, self.extra = params.cut_token_ids, params.extra
-        self.answered = 0
+        self.answered, self.has_groups = 0, has_groups
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:

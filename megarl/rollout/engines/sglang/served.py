@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.models.adapters import served_name
+from megarl.rollout.engines.capacity import EngineCapacity
 from megarl.rollout.engines.protocol import Engine, EngineRequest, Generation, check_version
 from megarl.rollout.engines.sglang.answered import AnsweredColumn
 from megarl.rollout.engines.sglang.client import AskedServer, SglangClient
@@ -47,6 +48,12 @@ class ServedEngine(Engine):
 
     async def cut(self, keys: Sequence[str]) -> None:
         await self._client.cut(keys)
+
+    async def capacity(self) -> EngineCapacity:
+        return await self._client.capacity()
+
+    async def take_ended(self) -> list[str]:
+        return await self._client.ended.take()
 
     async def abandon_update(self) -> None:
         # sampling stays paused, and an update that the server has begun stays open, until the next one
