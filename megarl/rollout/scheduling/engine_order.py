@@ -15,6 +15,7 @@ from megarl.data.sample import Prompt
 from megarl.errors import DeadlineError, EngineError, WorkerError
 from megarl.rollout.engines.capacity import EngineCapacity
 from megarl.rollout.engines.protocol import EngineRequest
+from megarl.rollout.engines.stored_turns import SampledTurn
 from megarl.rollout.scheduling.engine_state import AskedGroups, EngineState, PromptRequest, prompt_key
 
 CLUTTER = 4
