@@ -263,6 +263,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="steps of each, of which the median is told (default: 3)")
     parser.add_argument("--ray", type=int, nargs="+", help="numbers of real actors, instead of simulated workers")
     arguments = parser.parse_args()
+    from measured_code import code_of
     from workload import machine
 
     torch.set_num_threads(1)
@@ -270,6 +271,7 @@ def main() -> None:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": shlex.join(["python", *sys.argv]),
         "machine": machine(),
+        "code": code_of("scaling"),
         "versions": {"python": platform.python_version(), "ray": version("ray"), "torch": version("torch")},
         "sequences_per_replica": PER_REPLICA,
         "worlds": {},
