@@ -1,4 +1,4 @@
-"""The user's inputs for reinforcement learning, read whole before ranks or engines start: training, eval and generate read it."""
+"""The user's inputs of reinforcement learning, read whole before ranks or engines start; training and evaluation read it."""
 
 from __future__ import annotations
 

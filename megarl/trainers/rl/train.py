@@ -14,9 +14,8 @@ from megarl.core.protocols import Placed, Processes
 from megarl.core.steps import RlRun
 from megarl.experience.inputs import RlInputs
 from megarl.runs.training_side import POLICY
-from megarl.supervise.child_run import is_watched
 from megarl.trainers.inputs import read_inputs
-from megarl.trainers.start import open_cluster, open_roles
+from megarl.trainers.start import cluster_ahead, open_cluster, open_roles
 from megarl.weights.run_plan import check_transport
 from megarl.workers.cluster import Cluster
 from megarl.workers.roles import group_requests
@@ -30,26 +29,12 @@ def train(config: Config) -> dict[str, Any]:
         MegarlError: anything the user can mend, as one sentence.
     """
     with ExitStack() as stack:
-        return loop.train(open_run(config, _cluster_ahead(config, stack)))
+        return loop.train(open_run(config, cluster_ahead(config, stack)))
 
 
 def open_run(config: Config, cluster: Cluster | None = None) -> RlRun:
     """A run of `config` whose rows are read; entering it starts its processes. `cluster`: one that was begun before."""
     return RlRun(config, read_inputs, partial(start_processes, begun=cluster))
-
-
-def _cluster_ahead(config: Config, stack: ExitStack) -> Cluster | None:
-    """The run's cluster, whose Ray comes up while rows are read: each takes about 5 s.
-
-    Only in a process that is watched over, as the command starts it; and not for a run that is finished.
-    """
-    folder = Path(config.run_folder)
-    if not is_watched() or (folder / "summary.json").exists():
-        return None
-    cluster = open_cluster(config, group_requests(config), folder / "logs")
-    stack.callback(cluster.shutdown)
-    cluster.begin()
-    return cluster
 
 
 def start_processes(
@@ -63,10 +48,7 @@ def start_processes(
     placed: Callable[[Placed], None],
     begun: Cluster | None = None,
 ) -> Processes:
-    """Start Ray, engines and roles, as `StartProcesses` says; the engines load while the trainer does.
-
-    `begun`: the run's cluster, whose Ray was begun before.
-    """
+    """Start Ray, unless the cluster was `begun`, engines and roles, as `StartProcesses` says; they load at the same time."""
     doing("Ray")
     cluster = stack.enter_context(begun or open_cluster(config, group_requests(config), logs))
     placed(cluster.placement)
