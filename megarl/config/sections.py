@@ -79,8 +79,8 @@ class ModelConfig(Section):
     """Model family of your own: an `Architecture` as `package.module:NAME` or `path/to/file.py:NAME`. null: the families that
     megarl has."""
     dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
-    """Type of weights and activations. Reductions and optimizer state are in float32. `auto`: as the machine that reads the
-    config is best at: bfloat16 with a GPU or a processor with AVX512_BF16 or AMX, else float32."""
+    """Type of weights and activations; reductions and optimizer state are in float32. `auto`: bfloat16 if this machine has a
+    GPU, AVX512_BF16 or AMX, else float32."""
     layer_spec: Literal["auto", "transformer_engine", "local", "reference"] = "auto"
     """Megatron layer implementation. `auto`: transformer_engine if there is a GPU and it can be imported, else reference."""
     recompute: Literal["none", "selective", "full"] = "none"
