@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from measured_code import code_of
 from workload import MODEL, NEW_TOKENS, PROMPTS, ROOT, SAMPLES, machine, medians, run_megarl, write_prompts
 
 TRL_PACKAGES = ["trl==1.16.0", "transformers==5.19.0", "datasets==5.2.0", "accelerate==1.15.0"]
@@ -74,6 +75,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "work": f"{PROMPTS} prompts x {SAMPLES} samples x {NEW_TOKENS} new tokens, float32, one update per step",
         "machine": machine(),
+        "code": code_of("against_trl"),
     }
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measured_code import code_of
 from torch import Tensor
 from workload import machine
 
@@ -154,6 +155,7 @@ def main() -> None:
     torch.manual_seed(0)
     result: dict[str, Any] = {
         "machine": machine(),
+        "code": code_of("algorithms"),
         "setup": {
             "responses": arguments.responses,
             "tokens": arguments.tokens,

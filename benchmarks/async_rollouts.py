@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from measured_code import code_of
 from workload import ROOT, machine, versions
 
 EXAMPLES = {"sync": "tiny/grpo", "one_step": "tiny/grpo_one_step", "async": "tiny/grpo_async"}
@@ -123,7 +124,8 @@ def main() -> None:
                 print(json.dumps(runs[-1]), flush=True)
     print((lending_table if options.lending else table)(runs))
     if options.out:
-        result = {"overrides": overrides, "machine": machine(), "versions": versions(), "load": os.getloadavg(), "runs": runs}
+        setup = {"overrides": overrides, "machine": machine(), "versions": versions(), "code": code_of("async_rollouts")}
+        result = setup | {"load": os.getloadavg(), "runs": runs}
         Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -196,6 +195,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=None, help="file for the result")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="only these")
     arguments = parser.parse_args()
+    from benchmarks.measured_code import code_of
+
     warm_up()
     started = time.perf_counter()
     outcomes = measure(arguments.seed, arguments.cases, arguments.kinds)
@@ -203,9 +204,7 @@ def main() -> int:
     result = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": " ".join(["python", "benchmarks/bad_input.py", *sys.argv[1:]]),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-        ).stdout.strip(),
+        "code": code_of("bad_input"),
         "versions": _versions(),
         "cases": len(outcomes),
         "by_kind": dict(Counter(outcome.kind for outcome in outcomes)),

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from measured_code import code_of
 from workload import PROMPTS, ROOT, machine, publish, versions, write_prompts
 
 from megarl.config import Config, load_config
@@ -92,6 +93,7 @@ def main() -> None:
         "command": "python benchmarks/checkpoint_cost.py",
         "machine": machine(),
         "versions": versions(),
+        "code": code_of("checkpoint_cost"),
         "overrides": arguments.overrides,
         **figures,
     }

@@ -21,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from measured_code import code_of
 from workload import ROOT, machine, publish, versions
 
 from megarl.checkpoint.dist_writer import write_shards
@@ -80,6 +81,7 @@ def main() -> None:
         "command": "python benchmarks/checkpoint_writing.py",
         "machine": machine(),
         "versions": versions(),
+        "code": code_of("checkpoint_writing"),
         "checkpoint_bytes": shards.nbytes,
         **figures,
     }

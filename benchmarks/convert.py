@@ -31,6 +31,7 @@ from typing import Any
 
 import psutil
 import torch
+from measured_code import code_of
 from workload import machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -280,7 +281,7 @@ def main() -> None:
         results = rounds(arguments, Path(work))
     versions = {name: version(name) for name in ("torch", "safetensors", "xxhash", "megatron-core")}
     settings = {"model": arguments.model, "layout": arguments.layout, "workers": arguments.workers}
-    report = {"settings": settings, "machine": before, "versions": versions, **results}
+    report = {"settings": settings, "machine": before, "versions": versions, "code": code_of("convert"), **results}
     text = json.dumps(report, indent=1)
     if arguments.out:
         arguments.out.write_text(text + "\n")

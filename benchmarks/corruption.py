@@ -19,6 +19,7 @@ from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
+from measured_code import code_of
 from workload import ROOT, machine, publish, versions
 
 from megarl.runs.run_checkpoint import CheckpointFolder
@@ -93,6 +94,7 @@ def main() -> None:
         "command": "python benchmarks/corruption.py",
         "machine": machine(),
         "versions": versions(),
+        "code": code_of("corruption"),
         "trials": trials,
         **counts,
         "resumed_over_a_damaged_one": resumed,

@@ -21,6 +21,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from measured_code import code_of
 from workload import ROOT, machine, versions
 
 STUDENT, TEACHER = (str(ROOT / "models" / name) for name in ("tiny-arithmetic", "tiny-teacher"))
@@ -117,7 +118,8 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = [(form, seed) for form in FORMS for seed in range(arguments.seeds)]
     models = {"student": accuracy(STUDENT), "teacher": accuracy(TEACHER)}
-    setup = {"machine": machine(), "versions": versions(), "steps": arguments.steps, "margin": MARGIN, "accuracy": models}
+    setup = {"machine": machine(), "versions": versions(), "code": code_of("distillation"), "steps": arguments.steps}
+    setup |= {"margin": MARGIN, "accuracy": models}
     with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
         runs = list(pool.map(learn, rows, [arguments.steps] * len(rows)))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

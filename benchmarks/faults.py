@@ -30,6 +30,7 @@ from pathlib import Path
 
 from fault_runs import FAMILIES, Place, RewardServer, WarmWorkers
 from fault_trials import DEEDS, KINDS, TARGETS, Reference, Trial, attempt, undisturbed
+from measured_code import code_of
 from workload import machine, versions
 
 from megarl.system.atomic_files import write_text_atomically
@@ -90,6 +91,7 @@ def report(done: list[Trial], references: Mapping[str, Reference], arguments: ar
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
         "versions": versions(),
+        "code": code_of("faults"),
         "deeds": {deed: words for deed, (_, words) in DEEDS.items()},
         "targets": TARGETS,
         "families": {name: FAMILIES[name] for name in references},

@@ -122,6 +122,7 @@ def main() -> int:
     if arguments.one:
         fuzz_one(arguments.one, arguments.seconds, arguments.folder)
         return 0
+    from benchmarks.measured_code import code_of
     from tests.themes.security.fuzz.targets import TARGETS
 
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
@@ -130,6 +131,7 @@ def main() -> int:
         report = json.loads(arguments.out.read_text())
     report |= {
         "command": "python benchmarks/fuzz.py " + " ".join(sys.argv[1:]),
+        "code": code_of("fuzz"),
         "versions": {"python": platform.python_version(), **versions},
         "machine": {"system": platform.platform(terse=True), "processor": _processor(), "cores": os.cpu_count()},
     }

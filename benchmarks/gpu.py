@@ -25,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.measured_code import code_of  # noqa: E402
 from megarl.config.fp8 import RECIPES, device_problem, token_multiple  # noqa: E402
 from megarl.models.flops import FlopsModel  # noqa: E402
 from megarl.models.shape import shape_of  # noqa: E402
@@ -368,6 +369,7 @@ def main(arguments: list[str] | None = None) -> None:
         "device": device,
         "machine": machine(),
         "versions": versions(),
+        "code": code_of("gpu"),
         "works": {name: asdict(work) for name, work in WORKS.items()},
         "formula": FORMULA,
         "parts": results,

@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from gpu import WORKS, write_models  # noqa: E402
 
+from benchmarks.measured_code import code_of  # noqa: E402
 from megarl.observe.summary import machine, versions  # noqa: E402
 
 WORK = "1b, short"
@@ -190,6 +191,7 @@ def main(arguments: list[str] | None = None) -> None:
         record: dict[str, Any] = {
             "machine": machine(),
             "versions": versions(),
+            "code": code_of("gpu_colocated"),
             "work": {
                 "model": WORKS[WORK].hf_config,
                 "config": config,

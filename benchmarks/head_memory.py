@@ -41,6 +41,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from benchmarks.live_bytes import LiveBytes  # noqa: E402
 from benchmarks.log_probs import HEADS, OneRank, Outputs, megarl_head  # noqa: E402
+from benchmarks.measured_code import code_of  # noqa: E402
 from megarl import platform as megarl_platform  # noqa: E402
 from megarl.megatron.options import default_chunk_tokens  # noqa: E402
 from megarl.observe.summary import machine  # noqa: E402
@@ -222,6 +223,7 @@ def main() -> None:
     record: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
         "machine": machine() | {"load": os.getloadavg()[0]},
+        "code": code_of("head_memory"),
         "versions": {"torch": torch.__version__},
         "setup": {"tokens": TOKENS, "vocab": VOCABULARY, "timed": TIMED | {"rounds": given.rounds}},
     }

@@ -3,7 +3,7 @@
     make tiny-model && python benchmarks/learning.py --out benchmarks/results/learning.json
 
 The mean reward of the last five steps is compared with a threshold of 0.9; what misses it is written down as such.
-Writes the JSON file, the tables in docs/evidence/learning.md and their picture. Needs matplotlib (pip install matplotlib).
+Writes the JSON file and the picture of docs/evidence/learning.md, whose tables `make docs` writes. Needs matplotlib.
 Runs that the file has already are kept, each with its date: to repeat all, name a file that is not there.
 """
 
@@ -21,6 +21,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from measured_code import code_of
 from workload import ROOT, machine, versions
 
 MODEL = str(ROOT / "models/tiny-arithmetic")
@@ -192,7 +193,6 @@ def main() -> None:
     """Run every row and seed that the file lacks, two at a time, and write what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("learning.json"), help="JSON file to write")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs/evidence/learning.md", help="page whose table is written")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2)
@@ -202,17 +202,15 @@ def main() -> None:
     runs = {(run["kind"], run["name"], run["seed"]): run for run in known}
     rows = sorted((row for row in order if row not in runs), key=lambda row: row[2])
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    setup = {"machine": machine(), "versions": versions(), "steps": arguments.steps, "threshold": THRESHOLD}
+    setup = {"machine": machine(), "versions": versions(), "code": code_of("learning")}
+    setup |= {"steps": arguments.steps, "threshold": THRESHOLD}
     with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
         for row, run in zip(rows, pool.map(learn, rows, [arguments.steps] * len(rows)), strict=True):
             runs[row] = run
             arguments.out.write_text(json.dumps(setup | {"runs": [runs[row] for row in order if row in runs]}) + "\n")
     found = [runs[row] for row in order if row in runs]
     draw(found, ROOT / "docs/images/learning.png")
-    head = arguments.docs.read_text().partition("<!-- table -->")[0] if arguments.docs.exists() else ""
-    body = "\n\n".join("\n".join(table(found, kind)) for kind in ROWS)
-    arguments.docs.write_text(f"{head}<!-- table -->\n\n{body}\n\n![Reward over the steps](../images/learning.png)\n")
-    print(body)
+    print("\n\n".join("\n".join(table(found, kind)) for kind in ROWS))
 
 
 if __name__ == "__main__":

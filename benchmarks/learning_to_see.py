@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from measured_code import code_of
 from workload import ROOT, machine, versions
 
 COUNT, DIGITS = "examples/vision/count.yaml", "examples/vision/digits.yaml"
@@ -145,7 +146,8 @@ def main() -> None:
             if any((run["name"], run["seed"]) == (name, seed) for run in runs):
                 continue
             runs.append(learn(name, seed))
-            arguments.out.write_text(json.dumps({"machine": machine(), "versions": versions(), "runs": runs}) + "\n")
+            setup = {"machine": machine(), "versions": versions(), "code": code_of("learning_to_see")}
+            arguments.out.write_text(json.dumps(setup | {"runs": runs}) + "\n")
             print(name, seed, runs[-1]["held_out_accuracy"], flush=True)
     draw(runs, arguments.picture)
     print("\n".join(table(runs)))

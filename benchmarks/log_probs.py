@@ -32,6 +32,7 @@ if str(ROOT) not in sys.path:
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from benchmarks.measured_code import code_of  # noqa: E402
 from megarl import platform as megarl_platform  # noqa: E402
 from megarl.observe.summary import machine  # noqa: E402
 
@@ -208,6 +209,7 @@ def main() -> None:
             "threads": arguments.threads,
             "rounds": arguments.rounds,
         },
+        "code": code_of("log_probs"),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "heads": heads,
     }

@@ -24,6 +24,7 @@ from zlib import crc32
 
 import torch
 import transformers
+from measured_code import code_of
 from workload import ROOT, machine, versions
 
 sys.path.insert(0, str(ROOT))
@@ -154,6 +155,7 @@ def main() -> None:
         "command": "python benchmarks/partial_responses.py",
         "machine": machine(),
         "versions": versions(),
+        "code": code_of("partial_responses"),
         "partial_responses": {
             "restart": restart,
             "continue": goes_on,

@@ -1,10 +1,9 @@
 """Planned bytes of a training rank against what a real rank's tensors sum to, for the layouts of tests/planning/test_memory.py
 and, with pictures, of tests/planning/test_tower_memory.py.
 
-    python benchmarks/planning_memory.py --out benchmarks/results/planning_memory.json --docs docs/evidence/plans.md
+    python benchmarks/planning_memory.py --out benchmarks/results/planning_memory.json
 
-Real ranks are processes under Gloo. Of every stage the fullest rank is compared. --docs writes the table into the document,
-between its markers.
+Real ranks are processes under Gloo. Of every stage the fullest rank is compared. `make docs` writes the table of the figures.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from measured_code import code_of
+
 from tests.planning import test_memory, test_tower_memory
 from tests.world import World
 
 PARTS = ("parameters", "gradients", "optimizer", "activations")
-BEGIN, END = "<!-- memory: begin -->", "<!-- memory: end -->"
 
 
 def compared(world: World, most_ranks: int) -> list[dict[str, Any]]:
@@ -47,22 +47,10 @@ def compared(world: World, most_ranks: int) -> list[dict[str, Any]]:
     return found
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown: measured kB, and the plan's share of it."""
-    lines = [f"| layout | stage | {' | '.join(PARTS)} |", "|---|---|" + "---|" * len(PARTS)]
-    for row in rows:
-        cells = [
-            f"{row['measured'][part] / 1e3:,.0f} kB, {row['planned'][part] / row['measured'][part] - 1:+.1%}" for part in PARTS
-        ]
-        lines.append(f"| {row['case']} | {row['stage']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Measure, show and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--docs", type=Path, help="document that gets the table")
     parser.add_argument("--ranks", type=int, default=4, help="largest layouts that are measured (default: 4 ranks, all)")
     arguments = parser.parse_args()
     with World(arguments.ranks) as world:
@@ -70,14 +58,11 @@ def main() -> None:
     report = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": shlex.join(["python", *sys.argv]),
+        "code": code_of("planning_memory"),
         "versions": {"python": platform.python_version(), "megatron-core": version("megatron-core"), "torch": version("torch")},
         "rows": rows,
     }
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    if arguments.docs:
-        text = arguments.docs.read_text()
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        arguments.docs.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measured_code import code_of
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from workload import free_port, machine
@@ -282,6 +283,7 @@ def main() -> None:
         "command": shlex.join(["python", "benchmarks/reshard.py", *sys.argv[1:]]),
         "machine": machine(),
         "setup": {"bucket_bytes": LOAD_BYTES["cpu"], "repeats": arguments.repeats, "figures": "medians"},
+        "code": code_of("reshard"),
         "versions": {"torch": torch.__version__, "sglang": version("sglang"), "python": platform.python_version()},
         "models": results,
     }

@@ -97,11 +97,13 @@ def main() -> None:
     if arguments.case:
         print(json.dumps(measure(arguments.case, arguments.world)))
         return
+    from measured_code import code_of
     from workload import machine
 
     report: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
         "machine": machine(),
+        "code": code_of("reshard_plan"),
         "versions": {"python": platform.python_version(), "numpy": version("numpy"), "torch": version("torch")},
         "rounds": arguments.rounds,
         "plans": {},

@@ -34,6 +34,7 @@ if str(ROOT) not in sys.path:
 import torch  # noqa: E402
 
 from benchmarks.launches import Counts, counting  # noqa: E402
+from benchmarks.measured_code import code_of  # noqa: E402
 from megarl.models.flops import FlopsModel  # noqa: E402
 from megarl.models.shape import shape_of  # noqa: E402
 from megarl.models.update_flops import PASSES  # noqa: E402
@@ -328,7 +329,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.check:
         section = kept[ENGINE] if given.layers == ENGINE else kept
         sys.exit("\n".join(regressions(found, section["parts"])) or None)
-    record = {"command": [Path(sys.argv[0]).name, *sys.argv[1:]], "machine": machine(), "versions": versions(), "parts": found}
+    record = {"command": [Path(sys.argv[0]).name, *sys.argv[1:]], "machine": machine(), "versions": versions()}
+    record |= {"code": code_of("roofline"), "parts": found}
     merged = kept | {ENGINE: record} if given.layers == ENGINE else kept | record
     given.out.write_text(json.dumps(merged, indent=1) + "\n")
 

@@ -242,6 +242,7 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, nargs="+", default=[*WORLDS], choices=WORLDS, help="numbers of ranks")
     parser.add_argument("--rounds", type=int, default=3, help="steps of each, of which the median is told (default: 3)")
     arguments = parser.parse_args()
+    from measured_code import code_of
     from workload import machine
 
     torch.set_num_threads(1)
@@ -249,6 +250,7 @@ def main() -> None:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": shlex.join(["python", *sys.argv]),
         "machine": machine(),
+        "code": code_of("scaling"),
         "versions": {"python": platform.python_version(), "torch": version("torch")},
         "responses": {"mean_tokens": MEAN, "longest": LONGEST, "spread": SPREAD, "prompt": PROMPT, "group": GROUP},
         "layout": {"tp": TP, "pp": PP},

@@ -33,6 +33,7 @@ import numpy as np
 import psutil
 import yaml
 from fault_runs import LEFT_S, MEGARL, ROOT, RewardServer, config, environment, last_step
+from measured_code import code_of
 from workload import free_port, machine, publish, versions
 
 WARM_UP_SHARE = 0.2
@@ -200,7 +201,8 @@ def main() -> None:
         steps = [sample["step"] for sample in samples]
         if len(samples) < 10:
             sys.exit(f"the run gave {len(samples)} samples only; see {folder / 'output.log'}")
-        report = {"command": sys.argv[1:], "machine": machine(), "versions": versions(), "steps": [steps[0], steps[-1]]}
+        report = {"command": sys.argv[1:], "machine": machine(), "versions": versions(), "code": code_of("soak")}
+        report |= {"steps": [steps[0], steps[-1]]}
         report |= {"exit_code": code, "processes_left": len(left), "checkpoints": len(list((run / "checkpoints").glob("*")))}
         publish(report | judge(samples), arguments.out)
 

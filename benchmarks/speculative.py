@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from measured_code import code_of
 from workload import ROOT, machine, versions
 
 sys.path.insert(0, str(ROOT))
@@ -89,7 +90,8 @@ def main() -> None:
                 lengths = runs[-1]["rollout/acceptance_length"]
                 which = f"{model.name}, seed {seed}, layer {'trained' if train_layer else 'kept'}"
                 print(f"{which}: {lengths[0]:.2f} tokens a pass at first, {lengths[-1]:.2f} at the end", flush=True)
-    given.out.write_text(json.dumps({"machine": machine(), "versions": versions(), "runs": runs}, indent=1) + "\n")
+    setup = {"machine": machine(), "versions": versions(), "code": code_of("speculative")}
+    given.out.write_text(json.dumps(setup | {"runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

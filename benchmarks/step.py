@@ -17,6 +17,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from measured_code import code_of
 from transformers import AutoTokenizer
 from workload import MODEL, NEW_TOKENS, PROMPTS, SAMPLES, machine, medians, run_megarl, write_prompts
 
@@ -83,7 +84,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="rounds of generation on each side; 0: leave it out")
     arguments = parser.parse_args()
     steps = arguments.warmup_steps + arguments.steps
-    result: dict[str, Any] = {"machine": machine(), "overrides": arguments.overrides}
+    result: dict[str, Any] = {"machine": machine(), "code": code_of("step"), "overrides": arguments.overrides}
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         write_prompts(prompts, PROMPTS * max(steps, 2 * (arguments.rounds + 1)))

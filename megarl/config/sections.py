@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megarl.config.guard_rules import GuardConfig
 from megarl.config.layout_section import LayoutConfig
@@ -19,6 +19,7 @@ from megarl.config.presets import Fp8Format, Fp8RecipeName
 from megarl.config.section import ClassPath, Count, NonNegative, Positive, Seconds, Section
 from megarl.config.sources import SourceConfig, held_out_defaults
 from megarl.option_list import functions
+from megarl.system.processor import computes_bfloat16
 
 
 @with_options
@@ -77,8 +78,9 @@ class ModelConfig(Section):
     architecture: ClassPath | None = None
     """Model family of your own: an `Architecture` as `package.module:NAME` or `path/to/file.py:NAME`. null: the families that
     megarl has."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of weights and activations. Reductions and optimizer state are in float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
+    """Type of weights and activations; reductions and optimizer state are in float32. `auto`: bfloat16 if this machine has a
+    GPU, AVX512_BF16 or AMX, else float32."""
     layer_spec: Literal["auto", "transformer_engine", "local", "reference"] = "auto"
     """Megatron layer implementation. `auto`: transformer_engine if there is a GPU and it can be imported, else reference."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -96,6 +98,13 @@ class ModelConfig(Section):
     int4_experts: Literal[0, 32, 64, 128] = 0
     """Quantisation-aware training: policy and reference compute with experts' weights rounded to INT4, in groups of so many as
     the engines' folder has. 0: off."""
+
+    @field_validator("dtype")
+    @classmethod
+    def _choose_dtype(cls, dtype: str) -> str:
+        if dtype != "auto":
+            return dtype
+        return "bfloat16" if computes_bfloat16() else "float32"
 
 
 class ExpertsConfig(Section):

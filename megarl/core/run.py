@@ -60,7 +60,7 @@ class Run(ABC):
     """One run, as a context manager: entering starts its processes, leaving ends them, whatever happened.
 
     The constructor of each kind of run reads what the user gave: whatever may be wrong with it is said while nothing is
-    started or written.
+    written, and no process of the run is started but Ray's own.
     """
 
     shown: ClassVar[Mapping[str, str]]

@@ -125,7 +125,7 @@ class RlRun(Run):
 
     def gate_bounds(self) -> dict[str, float]:
         """Upper bounds of the figures, where that is known."""
-        return bounds(self.config)
+        return bounds(self.config, self.inputs.dense_layers)
 
     def sync_weights(self) -> None:
         """Give the engines the policy's weights, unless they have them already; what is under way there continues."""

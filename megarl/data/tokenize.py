@@ -18,6 +18,7 @@ from megarl.data.row_media import MediaReader
 from megarl.data.rows import Origin, Row, RowPlace, check_text, value_of
 from megarl.data.sample import Prompt
 from megarl.errors import DataError, ModelError, PictureError, nearest
+from megarl.system.hidden_imports import hidden
 
 
 def load_tokenizer(path: str) -> Any:
@@ -26,7 +27,8 @@ def load_tokenizer(path: str) -> Any:
     Raises:
         ModelError: there is no such folder, or no tokenizer that can be loaded in it.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    with hidden("sklearn"):  # transformers imports it, and scipy with it, for a curve of assisted generation
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = Path(path)
     if not folder.is_dir():

@@ -67,6 +67,8 @@ class RlInputs:
     rewards: RewardSources
     parts: list[StepPart]
     """Those that options take in a training step."""
+    dense_layers: int | None = None
+    """Layers of the policy, where it has no experts and a CPU computes it."""
 
     @property
     def overlap(self) -> int:

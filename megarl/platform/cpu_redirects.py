@@ -5,6 +5,7 @@ Line numbers are megatron-core 0.16.1's."""
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import sys
 import warnings
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 from torch.utils import _device
 
 from megarl.platform.after_import import act_after_import
@@ -53,6 +55,7 @@ def redirects() -> Iterator[Redirect]:
     yield from _rng_redirects()
     yield from _tensor_redirects()
     yield from _collective_redirects()
+    yield from _optimizer_redirects()
 
 
 # --- the current device -----------------------------------------------------------------------------------------------
@@ -196,6 +199,29 @@ def _collective_redirects() -> Iterator[Redirect]:
     # parallel_state.py makes 20 to 50 groups: with 18, their threads woke 1,630 times a second; one wakes 95 times.
     gloo = torch.distributed.ProcessGroupGloo
     yield Redirect(gloo, "__init__", on_one_device(gloo.__init__))
+
+
+# --- optimizers that nobody compiles ----------------------------------------------------------------------------------
+
+
+def _optimizer_redirects() -> Iterator[Redirect]:
+    # torch/_compile.py:40 and optim/optimizer.py:61: an optimizer's first calls import torch's compiler, a second of a core and
+    # 100 MB in every rank, to keep it from compiling them.
+    for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
+        yield Redirect(Optimizer, name, getattr(Optimizer, name).__wrapped__)
+    for kind in (torch.optim.Adam, torch.optim.SGD):
+        yield Redirect(kind, "step", _step_without_compiler(inspect.unwrap(kind.step)))
+
+
+def _step_without_compiler(step: Callable[..., Any]) -> Callable[..., Any]:
+    """What `torch.optim.optimizer._use_grad_for_differentiable` makes of a step, less the compiler."""
+
+    @functools.wraps(step)
+    def computed(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return step(self, *args, **kwargs)
+
+    return computed
 
 
 # --- names inside megatron --------------------------------------------------------------------------------------------

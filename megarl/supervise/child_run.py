@@ -38,7 +38,7 @@ TEARDOWN_S = 90.0
 """For an attempt that failed to take down its world; then it is ended."""
 SLICE_S = 0.2
 INPUTS = "inputs"
-"""Name of an attempt's work before its first phase: it reads the user's files, and nothing is begun or written."""
+"""Name of an attempt's work before its first phase: it reads the user's files, and nothing but Ray is begun or written."""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -98,6 +98,11 @@ _restarts = 0
 def is_restart() -> bool:
     """Return whether this process goes on with what another one, which failed, was doing: started again here or by torchrun."""
     return bool(_restarts or int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0))
+
+
+def is_watched() -> bool:
+    """Return whether this process is somebody's attempt: whatever it starts is seen off if it cannot do that itself."""
+    return _report is not None
 
 
 def follow(phases: Phases) -> None:

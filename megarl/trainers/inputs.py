@@ -1,4 +1,4 @@
-"""The user's inputs for reinforcement learning, read whole before anything is started: training, eval and generate read it."""
+"""The user's inputs of reinforcement learning, read whole before ranks or engines start; training and evaluation read it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from megarl.data.row_media import open_media
 from megarl.data.rows import Origin
 from megarl.data.sampler import drop_eval_overlap
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
+from megarl.errors import ModelError
 from megarl.experience.inputs import EvaluationSet, RlInputs
 from megarl.experience.step_parts import open_parts
+from megarl.models.registry import architecture_for, load_hf_config
 from megarl.rewards import build_rewards
 from megarl.rollout.engines.registry import check_engine
 from megarl.rollout.episodes import open_episodes
@@ -62,7 +64,18 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
             part.check(tokenizer, (prompt for prompts in kept for prompt in prompts))
         opened.pop_all()
     rows = sum(map(len, parts))
-    return RlInputs(tokenizer, episodes, kept, held_out, evaluations, rows, builder.dropped, rewards, parts_of_step)
+    layers = _dense_layers(config)
+    return RlInputs(tokenizer, episodes, kept, held_out, evaluations, rows, builder.dropped, rewards, parts_of_step, layers)
+
+
+def _dense_layers(config: Config) -> int | None:
+    """Layers of the policy, where it has no experts and a CPU computes it."""
+    try:
+        hf_config = load_hf_config(config.model.path)
+        weight_map = architecture_for(hf_config).weight_map(hf_config)
+    except ModelError:  # said when the policy is built
+        return None
+    return weight_map.num_layers if _platform_of(config) == "cpu" and not weight_map.num_experts else None
 
 
 def _evaluation_set(config: Config, one: EvaluationConfig, builder: PromptBuilder) -> EvaluationSet:

@@ -14,6 +14,7 @@ from megarl.models.flops import FlopsModel
 from megarl.models.registry import architecture_for, load_hf_config, use_architecture
 from megarl.planning.roles import role_shape
 from megarl.runs.training_side import POLICY
+from megarl.supervise.child_run import is_watched
 from megarl.system.hub import CachedModel
 from megarl.system.torchrun import is_torchrun
 from megarl.system.user_code import absolute_name
@@ -66,6 +67,20 @@ def open_cluster(config: AnyConfig, requests: Sequence[GroupRequest], log_folder
         architecture=own_architecture(config),
         models=[model for folder in folders if (model := CachedModel.at(folder)) is not None],
     )
+
+
+def cluster_ahead(config: AnyConfig, stack: ExitStack) -> Cluster | None:
+    """The run's cluster, whose Ray comes up while rows are read: each takes about 5 s. `stack` ends it.
+
+    Only in a process that is watched over, as the command starts it; and not for a run that is finished.
+    """
+    folder = Path(config.run_folder)
+    if not is_watched() or (folder / "summary.json").exists():
+        return None
+    cluster = open_cluster(config, group_requests(config), folder / "logs")
+    stack.callback(cluster.shutdown)
+    cluster.begin()
+    return cluster
 
 
 def open_groups(

@@ -13,6 +13,7 @@ import secrets
 import signal
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,10 +88,24 @@ class Cluster:
         self.engine_nodes: list[Any] = []
         self._reserved: PlacementGroup | None = None
         self._owns_ray = self._have_gpus = False
+        self._starter: ThreadPoolExecutor | None = None
+        self._starting: Future[None] | None = None
+
+    def begin(self) -> None:
+        """Start a Ray of the run's own while this process does something else; entering the cluster waits for it.
+
+        Where the run joins another Ray, or one is there, nothing is begun. Who begins must enter or `shutdown`.
+        """
+        if not self.address and not ray.is_initialized():
+            self._starter = ThreadPoolExecutor(1, "ray")
+            self._starting = self._starter.submit(self._join_ray)
 
     def __enter__(self) -> Cluster:
         try:
-            self._join_ray()
+            if self._starting is not None:
+                self._starting.result()
+            else:
+                self._join_ray()
             self._place()
             if self.models and self.address:  # a Ray of its own is this machine, which has them
                 download_on_nodes(self._reserved, self.placement.bundles, self.models)
@@ -151,8 +166,14 @@ class Cluster:
 
         If that is not done in time this process ends itself, with its stacks on stderr, and all of them with it.
         """
-        if not ray.is_initialized():
-            return
+        if self._starting is not None:
+            wait([self._starting])
+        if ray.is_initialized():
+            self._shutdown()
+        if self._starter is not None:  # not before: the kernel ends Ray's processes with the thread that started them
+            self._starter.shutdown()
+
+    def _shutdown(self) -> None:
         # with a Ray that is half gone some of these calls may not return
         faulthandler.dump_traceback_later(SHUTDOWN_S, exit=True, file=2)
         try:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -14,6 +11,7 @@ import ray
 from megarl import platform
 from megarl.config.layout import Layout
 from megarl.models.registry import use_architecture
+from megarl.system.hidden_imports import hidden
 from megarl.system.process_exit import end_with_parent, log_to_file
 from megarl.workers.own_gpu import own_gpu
 
@@ -64,23 +62,10 @@ def start_rank(name: str, rank: int, layout: Layout, threads: int, gpu: int = 0)
     The platform is installed first: the modules that a rank imports import megatron.
     """
     here = platform.install()
-    with _without_trackers():
+    with hidden("wandb", "torch.utils.tensorboard"):  # megatron-core imports them where it can, a fifth of a rank's start
         from megarl.workers.rank import Rank
 
     return Rank(name, rank, layout, threads, here, gpu)
-
-
-@contextmanager
-def _without_trackers() -> Iterator[None]:
-    """Spare this process the trackers' packages, a fifth of its start: megatron-core imports them where it can, and a rank
-    never uses them through it."""
-    hidden = [name for name in ("wandb", "torch.utils.tensorboard") if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: importing it is an ImportError
-    try:
-        yield
-    finally:
-        for name in hidden:
-            del sys.modules[name]
 
 
 def write_stacks(folder: str, name: str, rank: int) -> str:

@@ -185,7 +185,7 @@ class Roles:
     def describe(self) -> str:
         """Describe how the policy is computed and updated, for the start of a run."""
         model = self.config.model
-        in_fp8 = f" in FP8 ({model.fp8}, {model.fp8_recipe})" if model.fp8 != "none" else ""
+        in_fp8 = f" in FP8 ({model.fp8}, {model.fp8_recipe})" if model.fp8 != "none" else f" in {model.dtype}"
         untested = untested_pair(self.layer_spec, version("megatron-core"))
         warning = f" (warning: {untested})" if untested is not None else ""
         shared = "computed once" if self.share_prefix and self._can_share(POLICY) else "computed for each response"

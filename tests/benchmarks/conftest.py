@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.measured_code import MEASURES
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -53,6 +55,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., A
         monkeypatch.setattr(sys, "argv", [f"benchmarks/{name}.py", *arguments, out, str(file)])
         assert not module.main()
         found = read_strictly(file)
+        if name in MEASURES:
+            assert found["code"].keys() == {f"benchmarks/{name}.py", *MEASURES[name]}
         for path in numbers:
             assert math.isfinite(at(found, path)), path
         return found

@@ -1,6 +1,6 @@
 """Every benchmark runs: once, at a size that a test has time for. What it measures is not looked at, but that it writes it.
 
-`RUN_BY` names the test of each file of benchmarks/, `PARTS` the benchmark that uses it, `NOT_RUN` why nothing runs it.
+`RUN_BY` names the test of each file of benchmarks/, `PARTS` the benchmark that uses it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SETUP = {"machine", "versions"}
 
 def test_algorithms(measured: Measured) -> None:
     found = measured("algorithms", "--responses", "16", "--tokens", "16", "--rounds", "1")
-    assert {*SETUP, "setup", "functions"} == found.keys()
+    assert {*SETUP, "code", "setup", "functions"} == found.keys()
     functions = found["functions"]
     assert {"advantage/grpo", "loss/clip", "loss/clip_cov", "kl/k3", "correction/tis_token"} <= functions.keys()
     assert all(figures["ns_per_token"] > 0 and figures["over_copy"] > 0 for figures in functions.values())
@@ -199,7 +199,7 @@ def test_roofline(world: World, tmp_path: Path) -> None:
     out = tmp_path / "roofline.json"
     world.call(main_of, "roofline", ["--only", "llama", "--out", str(out)], {}, size=1)
     found = read_strictly(out)
-    assert {*SETUP, "command"} <= found.keys()
+    assert {*SETUP, "command", "code"} <= found.keys()
     one = found["parts"]["llama, reference"]
     for part in ("layer", "micro_batch"):
         assert {"launches", "waits", "copies", "flops", "bytes", "places"} <= one[part].keys()
@@ -212,7 +212,7 @@ def test_head_memory(world: World, tmp_path: Path) -> None:
     sizes["TIMED"] = {"tokens": 16, "vocab": 4096, "hidden": 16}
     world.call(main_of, "head_memory", ["--rounds", "1", "--out", str(out)], sizes, size=1)
     found = read_strictly(out)
-    assert {*SETUP, "command", "setup"} <= found.keys()
+    assert {*SETUP, "command", "code", "setup"} <= found.keys()
     heads = {"megarl on a GPU, bfloat16", "Liger on a GPU, bfloat16", "megarl on a CPU, float32", "full on a CPU, float32"}
     of_size = found["memory"]["hidden size 32"]
     assert heads <= of_size.keys()
@@ -220,20 +220,17 @@ def test_head_memory(world: World, tmp_path: Path) -> None:
     assert all(figures["ratio"] > 0 for figures in found["times"].values())
 
 
-def test_planning_memory(measured: Measured, world: World, tmp_path: Path) -> None:
+def test_planning_memory(measured: Measured, world: World) -> None:
     module = importlib.import_module("planning_memory")
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{module.BEGIN}\nold\n{module.END}\nafter\n")
     few = types.SimpleNamespace(CASES=module.test_memory.CASES[:1], measured=module.test_memory.measured)
     found = measured(
-        "planning_memory", "--ranks", "1", "--docs", str(page),
+        "planning_memory", "--ranks", "1",
         test_memory=few, test_tower_memory=types.SimpleNamespace(CASES=[], measured=None),
         World=lambda ranks: contextlib.nullcontext(world),
     )  # fmt: skip
     assert {"date", "command", "versions"} <= found.keys()
     [row] = found["rows"]
     assert row["planned"].keys() == row["measured"].keys() == {*module.PARTS}
-    assert f"| {row['case']} | 0 |" in page.read_text()
 
 
 def test_learning_curve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -281,6 +278,62 @@ def test_against_trl(measured: Measured) -> None:
     )  # fmt: skip
     assert {"work", "machine"} <= found.keys()
     assert found["megarl_over_trl"] == pytest.approx(recorded["megarl_over_trl"])
+
+
+TRL = """
+import torch
+
+
+class GRPOConfig:
+    def __init__(self, **given):
+        self.optim = "adamw_torch"
+        self.__dict__.update(given)
+
+
+class GRPOTrainer:
+    def __init__(self, model, reward_funcs, args, train_dataset, callbacks):
+        self.args, self.rows, self.callbacks = args, train_dataset, callbacks
+        self.model = torch.nn.Linear(1, 1)
+        self.num_generations, self.max_completion_length = args.num_generations, args.max_completion_length
+        self.loss_type, self.beta = "dapo", args.beta
+
+    def train(self):
+        for _ in range(self.args.max_steps):
+            for callback in self.callbacks:
+                callback.on_step_begin()
+            prompts = [[1, 2, 3]] * self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+            self._generate_single_turn(prompts)
+            for callback in self.callbacks:
+                callback.on_step_end()
+
+    def _generate_single_turn(self, prompt_ids):
+        return [[0] * self.max_completion_length] * len(prompt_ids), None
+"""
+DATASETS = """
+class Dataset(list):
+    @classmethod
+    def from_list(cls, rows):
+        return cls(rows)
+"""
+
+
+def test_trl_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With stand-ins for TRL and datasets, which have an environment of their own: they generate at once and learn nothing."""
+    (tmp_path / "trl.py").write_text(TRL)
+    (tmp_path / "datasets.py").write_text(DATASETS)
+    for name in ("trl", "datasets", "accelerate"):
+        (tmp_path / f"{name}-1.0.dist-info").mkdir()
+        (tmp_path / f"{name}-1.0.dist-info/METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out.json"
+    rows.write_text('{"prompt": [{"role": "user", "content": "1 + 2"}]}\n' * 4)
+    command = [sys.executable, str(BENCHMARKS / "trl_reference.py"), str(rows), "--model", str(tmp_path), "--out", str(out)]
+    command += ["--steps", "2", "--prompts", "2", "--samples", "2", "--new-tokens", "3", "--micro-batch", "2"]
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}, timeout=300)
+    found = read_strictly(out)
+    assert [step["response_tokens"] for step in found["steps"]] == [12, 12]
+    assert [step["prompt_tokens"] for step in found["steps"]] == [12, 12]
+    assert found["settings"]["samples_per_prompt"] == 2
+    assert found["versions"].keys() == {"trl", "transformers", "torch", "accelerate", "datasets"}
 
 
 ATHERIS = """
@@ -379,19 +432,29 @@ RUN_BY = {
     "speculative": f"{OF_RUNS}::test_speculative",
     "step": f"{OF_RUNS}::test_step",
     "update_checks": f"{HERE}::test_update_checks",
+    "trl_reference": f"{HERE}::test_trl_reference",
 }
 PARTS = {
     "bad_input_cases": "bad_input", "engine_stand_ins": "roofline", "fault_runs": "faults", "fault_trials": "faults",
-    "launches": "roofline", "learning_twice": "learning", "live_bytes": "head_memory", "paced_engine": "async_rollouts",
-    "workload": "step",
+    "launches": "roofline", "learning_twice": "learning", "live_bytes": "head_memory", "measured_code": "step",
+    "paced_engine": "async_rollouts", "workload": "step",
 }  # fmt: skip
-NOT_RUN = {"trl_reference": "it runs in an environment of its own with TRL and a second torch, which against_trl.py installs"}
+WITHOUT_FIGURES = {"learning_curve": "it draws a picture", "planner": "its tables follow from the planner, not from a machine"}
 
 
-def test_every_benchmark_is_run_or_the_reason_is_told() -> None:
+def test_every_benchmark_is_run() -> None:
     files = {path.stem for path in BENCHMARKS.glob("*.py")}
-    assert files == {*RUN_BY, *PARTS, *NOT_RUN}
+    assert files == {*RUN_BY, *PARTS}
     assert {*PARTS.values()} <= {*RUN_BY}
     for test in RUN_BY.values():
         file, name = test.split("::")
         assert f"\ndef {name}(" in (ROOT / file).read_text(), test
+
+
+def test_every_benchmark_with_figures_says_what_it_measures() -> None:
+    from benchmarks.measured_code import MEASURES
+
+    assert {*MEASURES} == {*RUN_BY} - {*WITHOUT_FIGURES, "trl_reference"}  # which is measured by against_trl
+    for places in MEASURES.values():
+        for place in places:
+            assert (ROOT / place).exists(), f"benchmarks/measured_code.py names {place}, which is not there"

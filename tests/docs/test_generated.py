@@ -1,4 +1,4 @@
-"""The pages that follow from the program are those of today's program."""
+"""The pages that follow from the program are those of today's program, and figures in pages those of benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ from megarl.config import SupervisedConfig, config_fields
 from tests.docs.pages import DOCS, ROOT
 
 COMMAND = "python tools/docs/generate.py"
+FIGURES_PAGES = (
+    "evidence/benchmarks.md", "evidence/costs.md", "evidence/faults.md", "evidence/learning.md", "evidence/plans.md",
+    "evidence/rollouts.md", "evidence/weight_updates.md",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +49,65 @@ def test_a_page_that_is_out_of_date_is_named_and_then_written(tmp_path: Path) ->
     written = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (written.returncode, written.stdout) == (0, "errors.md written\n")
     assert page.read_text() == (DOCS / "errors.md").read_text()
+
+
+@pytest.mark.parametrize("name", FIGURES_PAGES)
+def test_the_tables_are_those_of_the_figures(generate: ModuleType, name: str) -> None:
+    assert (DOCS / name).read_text() == generate.with_figures(DOCS)[name], f"docs/{name} is out of date: run `{COMMAND}`"
+
+
+def test_a_table_that_was_changed_by_hand_is_written_again(generate: ModuleType) -> None:
+    text = (DOCS / "evidence/rollouts.md").read_text()
+    by_hand = text.replace("1.78 → 2.45", "1.78 → 2.99")
+    assert by_hand != text
+    assert generate.figures.with_tables("evidence/rollouts.md", by_hand) == text
+
+
+def test_a_page_without_the_marks_of_a_table_is_named(generate: ModuleType) -> None:
+    text = (DOCS / "evidence/rollouts.md").read_text().replace("<!-- drafts: end -->", "")
+    with pytest.raises(SystemExit, match=r"docs/evidence/rollouts\.md lacks the marks of the table 'drafts'"):
+        generate.figures.with_tables("evidence/rollouts.md", text)
+
+
+def test_every_page_with_tables_of_figures_is_looked_at(generate: ModuleType) -> None:
+    assert sorted(generate.figures.TABLES) == sorted(FIGURES_PAGES)
+
+
+def test_sentences_have_the_figures_that_were_measured(generate: ModuleType) -> None:
+    import phrases
+
+    missing = {page: phrases.phrases_missing(page, (DOCS / page).read_text()) for page in phrases.PHRASES}
+    assert {page: lacks for page, lacks in missing.items() if lacks} == {}
+
+
+def test_a_figure_that_is_not_the_measured_one_is_found(generate: ModuleType) -> None:
+    import phrases
+
+    text = (DOCS / "speculative.md").read_text().replace("to 2.45 and", "to 2.54 and")
+    [phrase] = phrases.phrases_missing("speculative.md", text)
+    assert "2.45" in phrase
+
+
+def test_figures_older_than_their_code_are_named(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = generate.figures
+    monkeypatch.setattr(figures, "digest", lambda place: "of today" if place == "megarl/weights" else "as it was")
+    found = {"code": {"benchmarks/reshard.py": "as it was", "megarl/weights": "then"}}
+    monkeypatch.setattr(figures, "result", lambda name: found if name == "reshard" else {"code": {"megarl/data": "as it was"}})
+    assert figures.older_than_their_code() == ["benchmarks/results/reshard.json: measured before megarl/weights changed"]
+
+
+def test_comments_and_empty_lines_are_no_change_of_code(generate: ModuleType) -> None:
+    from measured_code import digest_of
+
+    plain = digest_of({"a.py": "x = 1\ny = 2\n"})
+    assert digest_of({"a.py": "# why\nx = 1\n\ny = 2\n"}) == plain
+    assert digest_of({"a.py": "x = 1\ny = 3\n"}) != plain
+    assert digest_of({"b.py": "x = 1\ny = 2\n"}) != plain
+
+
+def test_all_figures_say_which_code_they_measured(generate: ModuleType) -> None:
+    for path in sorted((ROOT / "benchmarks/results").glob("*.json")):
+        assert generate.figures.result(path.stem)["code"], path.name
 
 
 def test_every_field_has_a_row() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config import parse_config
+from megarl.config import Config, parse_config
 from megarl.experience.parity_checks import ParityChecks, bounds
 from megarl.observe.progress import gate_line
 
@@ -48,6 +48,30 @@ def test_a_run_without_a_reference_has_no_figure_of_one(has_reference: bool) -> 
     again = ParityChecks(has_reference=has_reference)
     again.load(checks.figures())
     assert again.figures() == checks.figures()
+
+
+def config_of(**model: Any) -> Config:
+    return parse_config(
+        {
+            "run": {"name": "x", "steps": 2},
+            "model": {"path": "some/model", **model},
+            "algorithm": {"name": "grpo"},
+            "data": {"train": {"source": "jsonl", "path": "rows.jsonl"}},
+            "rewards": [{"name": "exact_number"}],
+        }
+    )
+
+
+def test_in_bfloat16_the_bound_grows_with_the_root_of_a_dense_models_layers() -> None:
+    config = config_of(dtype="bfloat16")
+    assert {name: bounds(config, 30)[name] for name in LOG_PROBS} == dict.fromkeys(LOG_PROBS, 1.1)
+    assert {name: bounds(config, 120)[name] for name in LOG_PROBS} == dict.fromkeys(LOG_PROBS, 2.19)
+    assert not LOG_PROBS & bounds(config, None).keys()
+
+
+def test_in_float32_the_bound_does_not_know_of_layers_and_in_int4_there_is_none() -> None:
+    assert bounds(config_of(dtype="float32"), 30)["log_prob_max_difference_after_sync"] == 1e-3
+    assert not LOG_PROBS & bounds(config_of(dtype="bfloat16", int4_experts=32), 30).keys()
 
 
 def test_a_gate_says_that_it_is_passed_or_not() -> None:

@@ -138,6 +138,38 @@ def test_no_worker_starts_a_compiler(world: World) -> None:
     assert world.call(_kinds_of_fused_functions, size=1)[0] == expected
 
 
+STEPS = """
+import sys
+import torch
+if sys.argv[1] == "installed":
+    from megarl import platform
+    platform.install()
+torch.manual_seed(0)
+numbers = []
+for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
+    weight = torch.nn.Parameter(torch.randn(5))
+    optimizer = kind([weight], lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (weight ** 3).sum().backward()
+        optimizer.step()
+    other = kind([weight], lr=0.1)
+    other.load_state_dict(optimizer.state_dict())
+    other.step()
+    numbers += weight.tolist()
+print(numbers, torch.is_grad_enabled())
+print("torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_an_optimizer_steps_as_torchs_does_and_imports_no_compiler() -> None:
+    installed, plain = (_python("-c", STEPS, which) for which in ("installed", "plain"))
+    assert (installed.returncode, plain.returncode) == (0, 0), installed.stderr
+    assert installed.stdout.splitlines()[0] == plain.stdout.splitlines()[0]
+    assert (installed.stdout.splitlines()[1], plain.stdout.splitlines()[1]) == ("False", "True")
+
+
 def _clipped(rank: int, world_size: int) -> tuple[bool, bool]:
     from megatron.core.optimizer import clip_grads
     from megatron.core.utils import local_multi_tensor_scale

@@ -15,6 +15,8 @@ def snapshot() -> dict[str, object]:
     gloo = torch.distributed.ProcessGroupGloo
     owners = (torch, torch.cuda, torch.cuda.random, torch.cuda.nvtx, torch.Tensor, torch.distributed, gloo)
     attributes = {f"{owner.__name__}.{name}": getattr_static(owner, name, None) for owner in owners for name in dir(owner)}
+    for kind in (torch.optim.Optimizer, torch.optim.Adam, torch.optim.SGD):  # which inherit from each other
+        attributes |= {f"{kind.__name__}.{name}": value for name, value in vars(kind).items()}
     return attributes | {f"sys.meta_path[{i}]": finder for i, finder in enumerate(sys.meta_path)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +48,73 @@ def test_what_is_no_lack_of_time_is_raised_as_it_is(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ValueError, match="no such argument"):
         cluster(tmp_path).__enter__()
+
+
+@pytest.fixture
+def ray_of_its_own(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Stands for Ray: it comes up when `may_come_up` is set, and says what became of it."""
+    seen: dict[str, Any] = {"may_come_up": threading.Event(), "events": []}
+
+    def init(**_: Any) -> None:
+        seen["may_come_up"].wait(10)
+        seen["events"].append("up")
+
+    def shutdown() -> None:
+        seen["events"].append("down")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: seen["events"][-1:] == ["up"])
+    monkeypatch.setattr(ray, "shutdown", shutdown)
+    monkeypatch.setattr(Cluster, "_place", lambda self: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return seen
+
+
+def test_a_ray_that_was_begun_before_is_waited_for_and_ended(ray_of_its_own: dict[str, Any], tmp_path: Path) -> None:
+    one = cluster(tmp_path)
+    one.begin()
+    assert ray_of_its_own["events"] == []
+    ray_of_its_own["may_come_up"].set()
+    with one:
+        assert ray_of_its_own["events"] == ["up"]
+    assert ray_of_its_own["events"] == ["up", "down"]
+    one.shutdown()
+    assert ray_of_its_own["events"] == ["up", "down"]
+
+
+def test_a_ray_that_was_begun_for_a_run_that_never_starts_is_ended(ray_of_its_own: dict[str, Any], tmp_path: Path) -> None:
+    one = cluster(tmp_path)
+    one.begin()
+    ray_of_its_own["may_come_up"].set()
+    one.shutdown()
+    assert ray_of_its_own["events"] == ["up", "down"]
+
+
+def test_a_ray_that_is_there_or_somewhere_else_is_not_begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def init(**_: Any) -> None:
+        raise AssertionError("nobody asked for it")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    one = cluster(tmp_path)
+    one.begin()
+    assert one._starting is None
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    other = cluster(tmp_path)
+    other.begin()
+    assert other._starting is None
+
+
+def test_a_begun_ray_that_does_not_come_up_is_told_when_it_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def init(**_: Any) -> None:
+        raise Exception(f"{SENTENCE} This could happen because")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    one = cluster(tmp_path)
+    one.begin()
+    with pytest.raises(WorkerError, match=r"^Ray did not come up on this machine in its time"):
+        one.__enter__()
+    one.shutdown()

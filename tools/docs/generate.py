@@ -1,6 +1,7 @@
-"""Writes the pages of docs/ that follow from the program: the config fields, the commands and the errors.
+"""Writes what in docs/ follows from the program (config fields, commands, errors) and from benchmarks/results/ (figures.py).
 
-`python tools/docs/generate.py` (or `make docs`) rewrites them; `--check` only says which are out of date, with exit code 1.
+`python tools/docs/generate.py` (or `make docs`) rewrites it; `--check` only says which pages are out of date, with exit code 1.
+Both name the figures that are older than the code that they measure.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools/docs")]
+
+import figures  # noqa: E402
 
 from megarl import errors  # noqa: E402
 from megarl.cli import commands  # noqa: E402
@@ -32,17 +35,26 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is out of date")
     parser.add_argument("--folder", type=Path, default=ROOT / "docs", help="folder of the pages (default: docs)")
     arguments = parser.parse_args()
-    stale = {name: text for name, text in generated().items() if not _is(arguments.folder / name, text)}
+    pages = {**generated(), **with_figures(arguments.folder)}
+    stale = {name: text for name, text in pages.items() if not _is(arguments.folder / name, text)}
     for name, text in stale.items():
         if not arguments.check:
             (arguments.folder / name).write_text(text)
         print(f"{name} {'is out of date' if arguments.check else 'written'}")
+    for line in figures.older_than_their_code():
+        print(line, file=sys.stderr)
     return 1 if arguments.check and stale else 0
 
 
 def generated() -> dict[str, str]:
     """By name of the page, what it must hold."""
     return {"config.md": config_page(), "cli.md": cli_page(), "errors.md": errors_page()}
+
+
+def with_figures(folder: Path) -> dict[str, str]:
+    """By name of the page below `folder`, its text with the tables of today's figures."""
+    present = [page for page in figures.TABLES if (folder / page).is_file()]
+    return {page: figures.with_tables(page, (folder / page).read_text()) for page in present}
 
 
 def config_page() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from megarl.core.steps import RlRun
 from megarl.experience.inputs import RlInputs
 from megarl.runs.training_side import POLICY
 from megarl.trainers.inputs import read_inputs
-from megarl.trainers.start import open_cluster, open_roles
+from megarl.trainers.start import cluster_ahead, open_cluster, open_roles
 from megarl.weights.run_plan import check_transport
+from megarl.workers.cluster import Cluster
 from megarl.workers.roles import group_requests
 from megarl.workers.rollouts import Rollouts
 
@@ -26,12 +28,13 @@ def train(config: Config) -> dict[str, Any]:
     Raises:
         MegarlError: anything the user can mend, as one sentence.
     """
-    return loop.train(open_run(config))
+    with ExitStack() as stack:
+        return loop.train(open_run(config, cluster_ahead(config, stack)))
 
 
-def open_run(config: Config) -> RlRun:
-    """A run of `config` whose rows are read; entering it starts its processes."""
-    return RlRun(config, read_inputs, start_processes)
+def open_run(config: Config, cluster: Cluster | None = None) -> RlRun:
+    """A run of `config` whose rows are read; entering it starts its processes. `cluster`: one that was begun before."""
+    return RlRun(config, read_inputs, partial(start_processes, begun=cluster))
 
 
 def start_processes(
@@ -43,10 +46,11 @@ def start_processes(
     doing: Callable[[str], None],
     say: Callable[[str], None] | None,
     placed: Callable[[Placed], None],
+    begun: Cluster | None = None,
 ) -> Processes:
-    """Start Ray, engines and roles, as `StartProcesses` says; the engines load while the trainer does."""
+    """Start Ray, unless the cluster was `begun`, engines and roles, as `StartProcesses` says; they load at the same time."""
     doing("Ray")
-    cluster = stack.enter_context(open_cluster(config, group_requests(config), logs))
+    cluster = stack.enter_context(begun or open_cluster(config, group_requests(config), logs))
     placed(cluster.placement)
     check_transport(config, cluster.placement, cluster.platform.name)
     rollouts = Rollouts(config, cluster, inputs.tokenizer, inputs.episodes, say)

@@ -50,6 +50,7 @@ def _prepare_for_cpu(arguments: list[str]) -> None:
     model_path = _model_path(arguments)
     stand_ins.install(Path(sys.prefix) / "sglang-cpu")
     quick_start.import_models_of(model_path)
+    quick_start.leave_out_unused()
     quick_start.fork_children()
     attention = importlib.import_module("megarl.rollout.engines.sglang.on_cpu.attention")
     importlib.import_module("megarl.rollout.engines.sglang.on_cpu.drawing").install()

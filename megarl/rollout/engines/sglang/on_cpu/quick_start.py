@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+import sys
 from pathlib import Path
 
 from megarl.rollout.engines.sglang.repairs import architectures_of
@@ -23,6 +24,12 @@ def import_models_of(model_path: str) -> None:
     unused = [file.stem for file in files if not any(line in file.read_text() for line in class_lines)]
     if len(unused) < len(files):
         os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(unused))
+
+
+def leave_out_unused() -> None:
+    """Keep packages out of this process that transformers and accelerate import where they are, and that no server uses."""
+    for package in ("megatron", "sklearn", "wandb"):
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # importing it is an ImportError
 
 
 def fork_children() -> None:
