@@ -11,9 +11,9 @@ import ray
 from megarl.observe.run_state import RankCondition
 
 BETWEEN_S = 5.0
-"""Answers of ranks count for so long, or of so many actors that asking them takes more than a small part of a core, longer."""
+"""Answers of ranks count for so long, or longer where there are many actors to ask."""
 SECONDS_PER_ACTOR = 0.01
-"""Between two questions to all, for each: a question costs a thirtieth of that."""
+"""Between two rounds of questions, for each actor: a question costs the driver about a twentieth of that."""
 WAIT_S = 0.2
 """For answers, at a look."""
 SILENT_S = 30.0

@@ -12,6 +12,7 @@ import time
 import urllib.request
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -372,6 +373,16 @@ def test_two_ranks_hold_an_untied_model_with_biases_and_a_padded_vocabulary(tmp_
                     await asyncio.to_thread(sender.send, bucket)
                 await engine.end_update(2, sender.checksums())
             await holds_what_was_sent(engine, model)
+            wrong = "model.layers.1.mlp.up_proj.weight"
+            await engine.begin_update(3)
+            with mock.patch.object(TensorSender, "deliver", damaging(wrong, of_rank=1)):
+                sender = TensorSender(engine.endpoint)
+                await asyncio.to_thread(sender.send, weights_of(model))
+            sent = sender.checksums()
+            assert await engine.end_update_by_sums(3, told_by_sums(sent)) == [1]
+            with pytest.raises(EngineError, match=rf"1 differ, 0 missing.*{wrong}@1$"):
+                await engine.end_update(3, {box: checksum for box, checksum in sent.items() if box.engine_rank == 1})
+            assert engine.weight_version is None
         finally:
             await engine.stop()
 
