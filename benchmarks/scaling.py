@@ -32,7 +32,6 @@ import torch
 
 from megarl.algorithms import LossSettings, RunningMean
 from megarl.config import Layout, parse_config
-from megarl.data.prefix_tree import NOTHING_SHARED
 from megarl.data.sample import Prompt
 from megarl.data.shares import Share
 from megarl.data.stored import Held, StoredGeneration, StoredSample
@@ -53,10 +52,9 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples/models/llama-3.1-70b"
 TP, PP, GROUP, PROMPT = 4, 2, 8, 512
 LONGEST, MEAN, SPREAD = 32_768, 8000, 0.9
-CHARACTERS_PER_TOKEN = 4
 WORLDS = {16: 128, 256: 2048, 1024: 8192, 4096: 32_768, 10_240: 65_280}
 """Ranks, and responses of a step."""
-PARTS = ("responses", "batch", "planning", "shares", "advantages", "serialising", "collection")
+PARTS = ("taking", "batch", "planning", "shares", "advantages", "serialising", "collection")
 
 
 class Clock:
@@ -170,23 +168,21 @@ def run_config(world: int, responses: int) -> Any:
     )  # fmt: skip
 
 
-def answers_of(responses: int, mean: int) -> list[bytes]:
-    """The pickled answers of engines, one for each group, with lognormal lengths and texts as long."""
+def answers_of(responses: int, mean: int) -> Iterator[bytes]:
+    """The pickled answers of engines, one for each group, with lognormal lengths."""
     chance = np.random.default_rng(0)
     drawn = chance.lognormal(np.log(mean) - SPREAD**2 / 2, SPREAD, responses)
     lengths = np.clip(drawn, 1, LONGEST).astype(int).reshape(-1, GROUP)
-    letters = "x" * (CHARACTERS_PER_TOKEN * LONGEST)
-    answers = []
+    nowhere = Held(None)
     for of_group in lengths.tolist():
-        summaries = [
-            StoredGeneration(
-                Held(None), place, length, ((0, length),), "stop", letters[: CHARACTERS_PER_TOKEN * length], {},
-                common=NOTHING_SHARED, member=place,
-            )
-            for place, length in enumerate(of_group)
-        ]  # fmt: skip
-        answers.append(pickle.dumps(summaries, protocol=5))
-    return answers
+        places = enumerate(of_group)
+        yield pickle.dumps(
+            [
+                StoredGeneration(nowhere, nowhere, place, length, ((0, length),), "stop", {}, member=place)
+                for place, length in places
+            ],
+            protocol=5,
+        )
 
 
 def step_figures(world: int, responses: int, mean: int = MEAN) -> dict[str, float]:
@@ -194,7 +190,7 @@ def step_figures(world: int, responses: int, mean: int = MEAN) -> dict[str, floa
     config, clock = run_config(world, responses), Clock()
     group = SimulatedGroup(config.policy.layout, clock)
     flops = FlopsModel.of(ModelShape.read(MODEL))
-    answers = answers_of(responses, mean)
+    answers = [*answers_of(responses, mean)]
     prompts = [Prompt(str(number), str(number), [number] * PROMPT, "") for number in range(len(answers))]
     planner = roles_module.plan_micro_batches
 
@@ -205,7 +201,7 @@ def step_figures(world: int, responses: int, mean: int = MEAN) -> dict[str, floa
     with mock.patch.object(roles_module, "plan_micro_batches", planned):
         roles = Roles(config, role_specs(config), {POLICY: group}, "transformer_engine", flops, sampling=None, updates=1)
         experience, samples = Experience(config), []
-        with clock("responses"):
+        with clock("taking"):
             for prompt, answer in zip(prompts, answers, strict=True):
                 turns = pickle.loads(answer)
                 samples += [StoredSample(prompt, number, turn) for number, turn in enumerate(turns)]

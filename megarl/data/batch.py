@@ -257,17 +257,17 @@ class Batch:
         responses = _array(len(places) for _, places in pieces)
         rows = units.rows[np.repeat(units.starts[unit], responses) + _array(chain(*(places for _, places in pieces)))]
         prompt_numbers = self._prompt_of_row[units.rows[units.starts[unit]]].tolist()
-        prompts = [self._prompt_ids[prompt] for prompt in prompt_numbers]
+        prompts = self._ids_of(prompt_numbers)
         media = tuple(self._media[prompt] for prompt in prompt_numbers)
         told_media = tuple(self._told_media[row] for row in rows.tolist())
         repeats = tuple(units.sizes[number].common.repeats(places) for number, places in pieces)
         return Share(
             _array(map(len, micro_batches)),
             responses,
-            _array(map(len, prompts)),
+            _array(len(self._prompt_ids[prompt]) for prompt in prompt_numbers),
             rows,
             self.lengths.numpy()[rows],
-            np.concatenate(prompts),
+            np.concatenate([np.zeros(0, np.int32), *prompts]),
             np.zeros(0, np.int32),
             np.zeros(0, np.bool_),
             {},
@@ -275,6 +275,9 @@ class Batch:
             told_media if any(told_media) else (),
             repeats=repeats if any(repeats) else (),
         )
+
+    def _ids_of(self, prompts: Sequence[int]) -> list[npt.NDArray[np.int32]]:
+        return [self._prompt_ids[prompt] for prompt in prompts]
 
     def units(
         self, rows: Sequence[int], columns: Sequence[str], *, share_prefix: bool, mask: Tensor | None = None

@@ -46,44 +46,56 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class ResponseTokens:
-    """Token columns of R responses, one behind the other: response r has the places `starts[r]` to `starts[r + 1]`.
+    """Token columns of R responses to P prompts, one behind the other: response r is at `starts[r]` to `starts[r + 1]`.
 
     `starts` int64 `[R + 1]`, `token_ids` int32 `[L]`, `log_probs` float32 `[L]` in nats, `versions` int32 `[L]` of the
-    weights.
+    weights. `prompt_starts` int64 `[P + 1]` and `prompt_ids` int32 are the prompts', likewise; response r answers the prompt
+    `prompt_of[r]`, int64 `[R]`.
     """
 
     starts: npt.NDArray[np.int64]
     token_ids: npt.NDArray[np.int32]
     log_probs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
+    prompt_starts: npt.NDArray[np.int64]
+    prompt_ids: npt.NDArray[np.int32]
+    prompt_of: npt.NDArray[np.int64]
 
     @classmethod
     def of(
-        cls, ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]], versions: Sequence[Sequence[int]]
+        cls,
+        prompts: Sequence[Sequence[int]],
+        prompt_of: Sequence[int],
+        ids: Sequence[Sequence[int]],
+        log_probs: Sequence[Sequence[float]],
+        versions: Sequence[Sequence[int]],
     ) -> ResponseTokens:
-        """Lay the columns of responses, which are as long as each other."""
-        starts = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+        """Lay the columns of responses, which are as long as each other, and the ids of `prompts`."""
+        starts, prompt_starts = (np.cumsum([0, *map(len, rows)], dtype=np.int64) for rows in (ids, prompts))
         total = int(starts[-1])
         return cls(
             starts,
             np.fromiter(chain.from_iterable(ids), np.int32, total),
             np.fromiter(chain.from_iterable(log_probs), np.float32, total),
             np.fromiter(chain.from_iterable(versions), np.int32, total),
+            prompt_starts,
+            np.fromiter(chain.from_iterable(prompts), np.int32, int(prompt_starts[-1])),
+            np.array(prompt_of, np.int64),
         )
 
     def place(self, response: int) -> slice:
         """The places of a response."""
         return slice(*self.starts[response : response + 2].tolist())
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all columns."""
-        return sum(array.nbytes for array in (self.starts, self.token_ids, self.log_probs, self.versions))
+    def prompt(self, response: int) -> npt.NDArray[np.int32]:
+        """The ids of the prompt that a response answers."""
+        number = int(self.prompt_of[response])
+        return self.prompt_ids[slice(*self.prompt_starts[number : number + 2].tolist())]
 
 
 @dataclass(frozen=True, eq=False)
 class StoredGeneration:
-    """A `Generation` whose tokens are response `place` of a stored `ResponseTokens`.
+    """A `Generation` whose tokens are response `place` of a stored `ResponseTokens`, its text at this place of a stored list.
 
     `tokens`: its length. `versions`: of the weights, each with the number of tokens that it sampled, in order. `extra` are
     values of whole responses. `common` says what the responses of its answer's prompt begin with alike, if there are more
@@ -91,11 +103,11 @@ class StoredGeneration:
     """
 
     stored: Stored
+    texts: Stored
     place: int
     tokens: int
     versions: tuple[tuple[int, int], ...]
     finish_reason: Literal["stop", "length", "abort"]
-    text: str
     extra: Extra
     prefill: PrefillCounts = NO_PREFILLS
     common: CommonPrefixes = NOTHING_SHARED
@@ -116,9 +128,9 @@ def common_beginnings(ids: Sequence[Sequence[int]]) -> CommonPrefixes:
 class StoredSample(Sample):
     """A single turn that answers `prompt`, its tokens in a store.
 
-    `response_ids` and the other columns are fetched when they are read. What a step decides by is here: lengths, versions,
-    rewards, text. Copies with other fields (`dataclasses.replace`), and what other processes are sent, are `Sample`s with their
-    tokens.
+    `response_ids`, the other columns and the text are fetched when they are read. What a step decides by is here: lengths,
+    versions, rewards. Copies with other fields (`dataclasses.replace`), and what other processes are sent, are `Sample`s with
+    their tokens.
     """
 
     _is_light = False
@@ -132,7 +144,7 @@ class StoredSample(Sample):
         self.prompt, self.generation = prompt, generation
         self.group_id = prompt.group_id or prompt.row_id
         self.sample_id, self.row_id = f"{self.group_id}/{number}", prompt.row_id
-        self.finish_reason, self.response_text = generation.finish_reason, generation.text
+        self.finish_reason = generation.finish_reason
         self.rewards, self.row, self.media = {}, prompt.row, list(prompt.media)
         self.turns, self.turn_rewards, self.turn_states, self.labels = [], [], [], []
         self.branch_of, self.extra, self.prefill = "", of_responses(generation.extra), generation.prefill
@@ -152,6 +164,11 @@ class StoredSample(Sample):
     def prompt_text(self) -> str:  # type: ignore[override]
         """The prompt's."""
         return self.prompt.prompt_text
+
+    @cached_property
+    def response_text(self) -> str:  # type: ignore[override]
+        """Fetched."""
+        return str(self.generation.texts.get()[self.generation.place])
 
     @property
     def response_ids(self) -> list[int]:  # type: ignore[override]
@@ -211,10 +228,10 @@ class StoredSample(Sample):
         light.__dict__ |= {name: value for name, value in self.__dict__.items() if name != "_columns"}
         light._is_light = True
         light.prompt = Prompt(self.row_id, self.group_id, [], "")
-        light.row, light.response_text, light.media = {}, "", []
-        light.generation = StoredGeneration(
-            Held(None), 0, self.generation.tokens, self.generation.versions, self.generation.finish_reason, "", {}
-        )
+        light.row, light.media = {}, []
+        light.__dict__["response_text"] = ""
+        of = self.generation
+        light.generation = StoredGeneration(Held(None), Held(None), 0, of.tokens, of.versions, of.finish_reason, {})
         return light
 
     def __repr__(self) -> str:

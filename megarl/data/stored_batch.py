@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -235,6 +236,9 @@ class StoredBatch(Batch):
         no_ids, no_mask = np.zeros(0, np.int32), np.zeros(0, np.bool_)
         bare = Share(ones, ones, nothing, ordered, self.lengths.numpy()[ordered], no_ids, no_ids, no_mask, {})
         return self._share(bare, columns, None)
+
+    def _ids_of(self, prompts: Sequence[int]) -> list[npt.NDArray[np.int32]]:
+        return []  # they lie beside the tokens of the responses
 
     def _common(self, rows: Sequence[int]) -> CommonPrefixes:
         generations = [self.samples[row].generation for row in rows]

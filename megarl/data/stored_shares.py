@@ -68,8 +68,8 @@ class Computed:
 
 @dataclass(frozen=True, eq=False)
 class StoredShare(Share):
-    """A share with the places of its R responses' values in place of these: `token_ids` and `mask` are empty, `columns` has
-    only what the driver has.
+    """A share with the places of its R responses' values in place of these: `prompt_ids`, `token_ids` and `mask` are empty,
+    `columns` has only what the driver has.
 
     `objects` are what the numbers below count. `tokens_in` int64 `[R]`: the `ResponseTokens` that have each response, and
     `tokens_at` int64 `[R]` its place there. `stored`: by column the number of each response's `Answers` (−1: 0s), int64 `[R]`,
@@ -130,5 +130,8 @@ class StoredShare(Share):
                 columns[name] = laid(answered(name), np.float32)
         for name, numbers in self.of_rows.items():
             columns[name] = np.where(mask, np.repeat(numbers, self.lengths), np.float32(0))
+        first = starts_of(self.units)[:-1].tolist() if self.prompt_lengths.any() else []
+        prompts = [tokens[row].prompt(int(self.tokens_at[row])) for row in first]
+        whole = {"prompt_ids": np.concatenate([np.zeros(0, np.int32), *prompts]), "token_ids": ids, "mask": mask}
         kept = {entry.name: getattr(self, entry.name) for entry in fields(Share)}
-        return Share(**kept | {"token_ids": ids, "mask": mask, "columns": columns})
+        return Share(**kept | whole | {"columns": columns})

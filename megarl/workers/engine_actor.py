@@ -141,14 +141,14 @@ class EngineActor:
         """The model that the engine serves; None: any weights are the right ones."""
         return self._there().served_model
 
-    async def answer(self, request: EngineRequest) -> tuple[list[list[StoredGeneration]], ResponseTokens]:
-        """`Engine.generate` with the tokens apart: the second value stays in this node's object store, and the first one's
-        handles, which are empty, are to be those to it."""
+    async def answer(self, request: EngineRequest) -> tuple[list[list[StoredGeneration]], ResponseTokens, list[str]]:
+        """`Engine.generate` with tokens and texts apart: these two values stay in this node's object store, and the first one's
+        handles, which are empty, are to be those to them."""
         engine = self._there()
         generations = await engine.generate(await asyncio.to_thread(with_tokens, request))
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self.model_path)
-        return await asyncio.to_thread(kept_apart, generations, self._tokenizer)
+        return await asyncio.to_thread(kept_apart, request.prompts, generations, self._tokenizer)
 
     async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Await `engine.method(*arguments, **keywords)`."""
@@ -166,11 +166,13 @@ class EngineActor:
 
 
 def kept_apart(
-    generations: Sequence[Sequence[Generation]], tokenizer: Any
-) -> tuple[list[list[StoredGeneration]], ResponseTokens]:
-    """Responses `[prompt][sample]` without their tokens, whose handles are empty, and these."""
+    prompts: Sequence[Sequence[int]], generations: Sequence[Sequence[Generation]], tokenizer: Any
+) -> tuple[list[list[StoredGeneration]], ResponseTokens, list[str]]:
+    """Responses `[prompt][sample]` to `prompts` without tokens and texts, whose handles are empty, and these."""
     flat = [generation for of_prompt in generations for generation in of_prompt]
     tokens = ResponseTokens.of(
+        prompts,
+        [number for number, of_prompt in enumerate(generations) for _ in of_prompt],
         [generation.response_ids for generation in flat],
         [generation.log_probs for generation in flat],
         [generation.weight_versions for generation in flat],
@@ -183,11 +185,11 @@ def kept_apart(
             [
                 StoredGeneration(
                     nowhere,
+                    nowhere,
                     next(places),
                     generation.tokens,
                     version_runs(generation.weight_versions),
                     generation.finish_reason,
-                    tokenizer.decode(generation.response_ids, skip_special_tokens=True),
                     generation.extra,
                     generation.prefill,
                     common,
@@ -196,4 +198,5 @@ def kept_apart(
                 for member, generation in enumerate(of_prompt)
             ]
         )
-    return summaries, tokens
+    texts = [str(tokenizer.decode(generation.response_ids, skip_special_tokens=True)) for generation in flat]
+    return summaries, tokens, texts

@@ -75,10 +75,10 @@ class EngineCalls:
         deadline_s = request.deadline_s + GRACE_S
         if not request.stored:
             return await self._answer(submit(self.actor, Engine.generate, request), "generate", deadline_s)
-        summaries, tokens = self.actor.answer.options(num_returns=2).remote(request)
+        summaries, tokens, texts = self.actor.answer.options(num_returns=3).remote(request)
         answers: list[list[StoredGeneration]] = await self._answer(summaries, "generate", deadline_s)
-        stored = RayObject(tokens)
-        return [[replace(summary, stored=stored) for summary in of_prompt] for of_prompt in answers]
+        stored, said = RayObject(tokens), RayObject(texts)
+        return [[replace(summary, stored=stored, texts=said) for summary in of_prompt] for of_prompt in answers]
 
     async def cut(self, keys: Sequence[str], *, deadline_s: float) -> None:
         await self._answer(submit(self.actor, Engine.cut, keys), "cut", deadline_s + GRACE_S)

@@ -41,7 +41,7 @@ def test_algorithms(measured: Measured) -> None:
 def test_scaling(measured: Measured) -> None:
     found = measured("scaling", "--worlds", "16", "--rounds", "1")
     assert {*SETUP, "responses", "layout"} <= found.keys()
-    parts = {"responses", "batch", "planning", "shares", "advantages", "serialising", "collection", "all"}
+    parts = {"taking", "batch", "planning", "shares", "advantages", "serialising", "collection", "all"}
     assert found["worlds"].keys() == {"16"}
     for figures in found["worlds"].values():
         assert all(figures[part] > 0 for part in parts)

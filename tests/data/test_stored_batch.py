@@ -38,13 +38,12 @@ def made(rng: random.Random, groups: int = 4, n: int = 3) -> tuple[list[Sample],
         ]
         log_probs = [[float(np.float32(-rng.random())) for _ in response] for response in responses]
         versions = [sorted(rng.randrange(3) for _ in response) for response in responses]
-        tokens, common = Held(ResponseTokens.of(responses, log_probs, versions)), common_beginnings(responses)
+        said = Held([f"text {index}" for index in range(n)])
+        tokens, common = Held(ResponseTokens.of([ids], [0] * n, responses, log_probs, versions)), common_beginnings(responses)
         for index, response in enumerate(responses):
             reason = rng.choice(("stop", "length"))
             runs = version_runs(versions[index])
-            generation = StoredGeneration(
-                tokens, index, len(response), runs, reason, f"text {index}", {}, common=common, member=index
-            )
+            generation = StoredGeneration(tokens, said, index, len(response), runs, reason, {}, common=common, member=index)
             stored.append(StoredSample(prompt, index, generation))
             ids_of = {"prompt_ids": ids, "response_ids": response, "sampled_mask": [1] * len(response)}
             names = {"sample_id": f"group-{number}/{index}", "group_id": f"group-{number}", "row_id": f"row-{number}"}

@@ -133,25 +133,14 @@ def algorithms() -> list[str]:
 
 def scaling() -> list[str]:
     worlds = result("scaling")["worlds"]
-    parts = [part for part in next(iter(worlds.values())) if part != "sequences"]
-    rows = [
-        (f"{int(world):,}", f"{one['sequences']:,}", *(_two_digits(one[part]) for part in parts))
-        for world, one in worlds.items()
-    ]
-    return _table(("workers", "sequences", *parts), rows)
-
-
-def scaling_ray() -> list[str]:
-    parts = ("start", "serialising", "dispatch", "collection")
-    rows = [(actors, *(_two_digits(one[part]) for part in parts)) for actors, one in result("scaling_ray")["worlds"].items()]
-    return _table(("actors", *parts), rows)
-
-
-def waiting() -> list[str]:
-    worlds = result("scaling_ray")["worlds"]
-    answers = [int(name.rpartition("_")[2]) for name in next(iter(worlds.values())) if name.startswith("wait_for_")]
-    rows = [(actors, *(_two_digits(one[f"wait_for_{count}"]) for count in answers)) for actors, one in worlds.items()]
-    return _table(("actors", *(f"{count:,} answers" for count in answers)), rows)
+    parts = ("responses", "batch", "planning", "shares", "advantages", "serialising", "collection", "all")
+    rows = []
+    for ranks, one in worlds.items():
+        sizes = f"{int(ranks):,}", f"{one['responses']:,.0f}", f"{one['tokens'] / 1e6:,.0f} M"
+        seconds = (_two_digits(one["taking" if part == "responses" else part]) for part in parts)
+        sent = f"{one['sent_bytes'] / 1e6:,.1f} MB", f"{one['token_bytes']:,.0f}", f"{one['peak_rss_bytes'] / 1e9:.1f} GB"
+        rows.append((*sizes, *seconds, *sent))
+    return _table(("ranks", "responses", "tokens", "taking over", *parts[1:], "sent", "tokens sent", "memory"), rows)
 
 
 def launches() -> list[str]:
@@ -453,8 +442,6 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
     "evidence/benchmarks.md": {"step": step, "algorithms": algorithms, "against_trl": against_trl},
     "evidence/costs.md": {
         "scaling": scaling,
-        "scaling_ray": scaling_ray,
-        "waiting": waiting,
         "launches": launches,
         "launches_of_transformer_engine": launches_of_transformer_engine,
         "convert_1b": conversion("convert_1b"),

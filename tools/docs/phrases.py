@@ -25,12 +25,12 @@ def _range(values: Sequence[float]) -> str:
 
 def of_performance() -> list[str]:
     driver, roofline = result("scaling"), result("roofline")
-    workers, one = list(driver["worlds"].items())[-1]
+    ranks, one = list(driver["worlds"].items())[-1]
     converted, heads = result("convert_8b")["medians"], result("head_memory")["memory"]["hidden size 1024"]
     llama = roofline["parts"]["llama, reference"]["layer"], roofline["transformer_engine"]["parts"]["llama, transformer_engine"]
     return [
-        f"{one['all']:.2f} s for {one['sequences']:,} sequences on {int(workers):,} workers",
-        f"with the power {driver['growth']:.2f} of the batch",
+        f"{one['all']:.1f} s for {one['responses']:,.0f} responses on {int(ranks):,} ranks",
+        f"{one['sent_bytes'] / 1e6:,.0f} MB are sent",
         f"launches {llama[0]['launches']} kernels as a `reference` layer and {llama[1]['layer']['launches']} under Transformer",
         f"takes {converted['import']['seconds']:.0f} s and export {converted['export']['seconds']:.0f} s",
         f"{percent(heads['megarl on a GPU, bfloat16']['of float32 logits'], 1)} of their float32 size in bfloat16 on a GPU",
