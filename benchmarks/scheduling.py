@@ -48,7 +48,7 @@ T = TypeVar("T")
 ENGINES, SLOTS, GROUPS, SAMPLES, SYNC_S = 16, 64, 128, 8, 3.0
 LENGTHS = {"32k": (8192, 0.9, 32768)}
 """Mean and sigma of the lognormal, and the limit."""
-STEPS, FIRST, SEEDS = 28, 8, 2
+STEPS, FIRST, SEEDS = 44, 8, 2
 """Steps of a run, how many at its start are left out, and runs."""
 STALENESS, MORE = (1, 2, 4, 8), (0, 16, 32, 48, 64, 128)
 SIZES = ((128, 1024), (128, 8192), (1280, 8192), (128, 65536), (1280, 65536))

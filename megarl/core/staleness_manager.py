@@ -261,8 +261,6 @@ class StalenessManager:
     def _queue(self, number: int) -> None:
         """Back to its old place, as if it had not been started."""
         group = self._groups[number]
-        if group.state == "finished":
-            self._last = None
         if group.state != "queued":
             self._put(number, "queued")
             heappush(self._queued, number)

@@ -73,7 +73,7 @@ def test_a_server_s_data_parallel_ranks_hold_what_they_say_together(facts: Any, 
 
 
 def test_a_response_that_ends_before_its_group_is_told_once_and_none_of_a_request_that_is_done() -> None:
-    goes_on = asyncio.Event()
+    goes_on, noted = asyncio.Event(), list[str]()
 
     async def answer(request: web.Request) -> Any:
         body = await request.json()
@@ -97,11 +97,12 @@ def test_a_response_that_ends_before_its_group_is_told_once_and_none_of_a_reques
         goes_on.set()
         await whole
         assert not client.ended._ended, "nobody has to be told of what is done"
-        alone = EngineRequest([[1, 2]], SamplingParams(4), keys=["g5/0/2"])
-        await client.generate(alone, 0)
+        client.ended.note = noted.append  # type: ignore[method-assign]
+        await client.generate(EngineRequest([[1, 2]], SamplingParams(4), keys=["g5/0/2"]), 0)
         return told
 
     assert asked(answer, ask) == ["g5", "g5"]
+    assert noted == [], "the end of a request that has one response says it"
 
 
 def test_all_that_have_ended_are_told_to_whoever_waits() -> None:

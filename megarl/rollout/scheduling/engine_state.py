@@ -172,7 +172,7 @@ class AskedGroups:
     """Requests that the engine works on now."""
     count_ended: Callable[[int], None] = lambda responses: None
     """Is told how many responses have ended of groups that go on."""
-    observe: Callable[..., None] = lambda prompts, request, answers: None
+    observe: Callable[..., None] | None = None
     """Is told what an engine has answered to a request."""
 
     async def generate(
@@ -199,14 +199,15 @@ class AskedGroups:
                 await self.engine.wait_until_open(request.deadline_s)
             if self.is_cut:
                 await asyncio.get_running_loop().create_future()
-            if any(turn is not None for of_group in begun for turn in of_group):
+            if begun and any(turn is not None for of_group in begun for turn in of_group):
                 request = replace(request, begun=begun)
             self.under_way.append(request)
             try:
                 answers = await self.engine.generate(request)
             finally:
                 self.under_way = [other for other in self.under_way if other is not request]
-            self.observe([self.prompts[g] for g in groups], request, answers)
+            if self.observe is not None:
+                self.observe([self.prompts[g] for g in groups], request, answers)
             if partial is None:
                 return answers
             for group, of_group, of_prompt in zip(groups, names, answers, strict=True):

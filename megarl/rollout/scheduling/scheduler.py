@@ -41,8 +41,7 @@ AT_ONCE = 256
 class Scheduler:
     """Keeps the engines busy with what the staleness manager lets start.
 
-    The least-loaded engine that has room (`EngineOrder`) is given work first; a group's samples all come from one engine, and
-    so do the turns of its episodes.
+    The least-loaded engine with room (`EngineOrder`) is given work first; all turns of a group's samples come from one engine.
 
     An engine that fails loses nothing: its groups go back to the manager, it is started anew if it is not well, and the
     driver finds it in `without_weights`. Without one that stands on the trainer's GPUs (`lent`) the run goes on if it fails
