@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="calls of each, of which the median is told (default: 3)")
     arguments = parser.parse_args()
     import ray
+    from measured_code import code_of
     from workload import machine
 
     ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=256 * 2**20, log_to_driver=False)
@@ -78,6 +79,7 @@ def main() -> None:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": shlex.join(["python", *sys.argv]),
         "machine": machine(),
+        "code": code_of("group_calls"),
         "versions": {"python": platform.python_version(), "ray": version("ray")},
         "calls_of_a_step": CALLS_OF_A_STEP,
         "ranks_of_node": RANKS_OF_NODE,

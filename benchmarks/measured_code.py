@@ -27,6 +27,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "fuzz": ("megarl/checkpoint", "megarl/config", "megarl/data", "megarl/models", "megarl/options/tools", "megarl/rewards"),
     "gpu": ("megarl/megatron", "megarl/models", "megarl/platform"),
     "gpu_colocated": ("megarl/megatron", "megarl/platform", "megarl/rollout", "megarl/weights", "megarl/workers"),
+    "group_calls": ("megarl/workers",),
     "head_memory": ("megarl/megatron/heads.py",),
     "learning": ("megarl/algorithms", "megarl/experience"),
     "learning_to_see": ("megarl/megatron", "megarl/models", "megarl/options/pictures"),
@@ -37,9 +38,11 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "reshard_plan": ("megarl/weights",),
     "roofline": ("megarl/megatron", "megarl/models"),
     "scaling": ("megarl/core", "megarl/data", "megarl/experience", "megarl/workers"),
+    "scheduling": ("megarl/core", "megarl/rollout"),
     "soak": ("megarl/core", "megarl/observe", "megarl/rollout", "megarl/runs", "megarl/workers"),
     "speculative": ("megarl/megatron", "megarl/options/prediction", "megarl/rollout"),
     "step": STEP,
+    "update_checks": ("megarl/weights", "megarl/workers"),
 }
 """By benchmark, folders and files of the repository, beside the benchmark's own file."""
 

@@ -426,6 +426,7 @@ def main() -> None:
     found |= {
         "command": "python benchmarks/scheduling.py",
         "machine": machine(),
+        "code": code_of("scheduling"),
         "versions": versions(),
         "setup": {
             "engines": ENGINES, "responses at once": SLOTS, "groups": GROUPS, "samples": SAMPLES, "sync_s": SYNC_S,

@@ -43,7 +43,7 @@ class CommonPrefixes(NamedTuple):
         return tuple(repeated)
 
     def among(self, members: Sequence[int]) -> CommonPrefixes:
-        """Those of the responses `members` alone, numbered by their places in it."""
+        """Common beginnings of the responses `members` alone, numbered by their places in it."""
         if not self.common:
             return NOTHING_SHARED
         place = {member: index for index, member in enumerate(members)}

@@ -249,7 +249,7 @@ class StoredBatch(Batch):
     def shares(  # type: ignore[override]
         self, units: UnitRows, plan: Assignment, columns: Sequence[str], *, mask: Tensor | None = None, extra: bool = False
     ) -> list[StoredShare]:
-        """As `Batch.shares`, with the places of values in place of them."""
+        """Shares as `Batch.shares` makes them, with the places of values in place of them."""
         return [self._share(self._laid_prompts(units, share), columns, mask) for share in plan]
 
     def _share(self, laid: Share, columns: Sequence[str], mask: Tensor | None) -> StoredShare:

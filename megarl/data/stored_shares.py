@@ -58,7 +58,7 @@ class RowTask:
 
 @dataclass(frozen=True)
 class Computed:
-    """What is told of a `RowWork` on some rows: its answer, the names of the columns that it set, and how many tokens of each
+    """Outcome of a `RowWork` on some rows: its answer, the names of the columns that it set, and how many tokens of each
     row are in the mask, int64 `[b]` (None: as many as before)."""
 
     answer: Any

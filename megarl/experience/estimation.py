@@ -77,7 +77,7 @@ class RowInputs:
     """Whether an estimator makes advantages of rewards; if not, they start as zeros."""
 
     def of_rows(self, rows: Sequence[int]) -> RowInputs:
-        """Those of some rows, in this order: a shard's."""
+        """Restrict to some rows, in this order: a shard's."""
         places = torch.tensor([*rows], dtype=torch.long)
         return replace(
             self,
@@ -92,7 +92,7 @@ class RowInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOutcome:
-    """What the driver is told of an estimate. All but `sampled` is of the whole batch, and equal in every shard."""
+    """Outcome of an estimate, for the driver. All but `sampled` is of the whole batch, and equal in every shard."""
 
     metrics: dict[str, float]
     """By their whole names."""
@@ -193,7 +193,7 @@ def estimate_part(batch: Batch, shard: Shard, config: Config, rows: RowInputs) -
 
 
 def kl_is_in_reward(config: Config) -> bool:
-    """Whether each token's reward has −β·KL to the reference."""
+    """Return whether each token's reward has −β·KL to the reference."""
     return bool(config.algorithm.kl.coef) and config.algorithm.kl.apply_to == "reward"
 
 

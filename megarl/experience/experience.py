@@ -74,7 +74,7 @@ def is_tied(group: Sequence[tuple[Sample, float]], needed: EstimatorNeeds | None
 
 @dataclass(frozen=True, kw_only=True)
 class RowFacts:
-    """What is known of the responses of a batch, an episode's branches as one, without their tokens."""
+    """Facts that are known of the responses of a batch, an episode's branches as one, without their tokens."""
 
     lengths: Tensor
     """int64 `[B]`: tokens of each."""
@@ -92,7 +92,7 @@ class RowFacts:
 
     @classmethod
     def of(cls, batch: Batch) -> RowFacts:
-        """Those of a batch that is here."""
+        """Read those of a batch."""
         samples = batch.samples
         return cls(
             lengths=batch.lengths,
@@ -243,7 +243,7 @@ class Experience:
         return scores if shaping.clip is None else clip_rewards(scores, -shaping.clip, shaping.clip)
 
     def _weighted(self, turn_rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-        """What the environment gave each turn, with its weight; all else that a response got is its last turn's."""
+        """Rewards that the environment gave each turn, with its weight; all else that a response got is its last turn's."""
         weights = self.config.reward_weights
         weight = sum(value for label, value in weights.items() if label.partition("#")[0] == EPISODE_REWARD)
         return [[weight * gained for gained in of_row] if weight else [] for of_row in turn_rewards]

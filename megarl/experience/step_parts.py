@@ -30,7 +30,7 @@ class TokenTerm(Protocol):
 
 
 class AdvantageTerm(Protocol):
-    """What an option makes of the advantages of rewards; processes that have the tokens of some rows get it as a value."""
+    """Change that an option makes to the advantages of rewards; processes that have tokens get it as a value."""
 
     def __call__(self, advantages: Tensor, sampled: Callable[[], Tensor], batch: Batch) -> Tensor:
         """Advantages `[b, T]` → those that are trained on, which nothing normalises; `sampled` gives the policy's log-probs
@@ -88,7 +88,7 @@ class StepPart:
         """Before advantages are estimated: add columns of rewards, one per row `rewards` in all."""
 
     def advantage_term(self) -> AdvantageTerm | None:
-        """What it makes of the advantages of rewards."""
+        """Change that it makes to the advantages of rewards."""
         return None
 
     def loss_columns(self) -> Sequence[str]:

@@ -32,7 +32,7 @@ Kept = Literal["all", "policy", "none"]
 
 
 class Resident(NamedTuple):
-    """What is on a GPU in a turn: parts of the trainer, whether engines are awake, and whether weights are sent to them."""
+    """Things on a GPU in a turn: parts of the trainer, whether engines are awake, and whether weights are sent to them."""
 
     trainer: Kept
     engines_awake: bool

@@ -1,4 +1,4 @@
-"""What this machine computes on: whether it has a GPU, and whether its processor multiplies bfloat16. Without torch."""
+"""Processors of this machine: whether it has a GPU, and whether its processor multiplies bfloat16. Without torch."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_trainer_and_engines_that_take_turns_need_room_for_the_fullest_turn() ->
 @pytest.mark.parametrize("kl", [0.0, 0.04])
 def test_what_is_counted_in_each_turn_is_what_the_run_keeps_then(kl: float) -> None:
     """`RESIDENT` is what `workers/gpu_sharing.py` keeps to; the roles are those that a run is able to load."""
-    from megarl.workers.roles import role_specs
+    from megarl.workers.role_specs import role_specs
 
     plan = planned("policy.layout={dp: 8}", f"algorithm.kl={{coef: {kl}}}")
     trainer = {role.name for role in plan.run.roles}

@@ -1,4 +1,4 @@
-"""What an engine says about its room: how much it holds at once, and which responses have ended of requests that go on."""
+"""Statements of an engine about its room: how much it holds at once, and which responses have ended of requests that go on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EngineCapacity:
-    """What an engine holds at once at most; None: it does not say."""
+    """Most that an engine holds at once; None: it does not say."""
 
     responses: int | None = None
     """Responses that it samples side by side."""

@@ -252,7 +252,7 @@ class Engine(ABC):
         """These conversations have no further turn."""
 
     async def capacity(self) -> EngineCapacity:
-        """What it holds at once. Asked, once, of engines whose capabilities say `reports`."""
+        """Room of the engine. Asked, once, of engines whose capabilities say `reports`."""
         return EngineCapacity()
 
     async def take_ended(self) -> list[str]:

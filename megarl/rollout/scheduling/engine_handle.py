@@ -1,4 +1,4 @@
-"""How the scheduler reaches an engine, wherever it runs."""
+"""The way in which the scheduler reaches an engine, wherever it runs."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class SglangClient:
             raise EngineError(f"{self.server.url} did not make room for adapters: {answer.get('error_message')}")
 
     async def capacity(self) -> EngineCapacity:
-        """What the server holds, all of its data-parallel ranks together; nothing is said of what it does not tell."""
+        """Room of the server, all of its data-parallel ranks together; nothing is said of what it does not tell."""
         async with self._session(CONTROL_TIMEOUT_S) as session:
             facts = await self._request(session, "GET", "server_info", None)
         states = facts.get("internal_states") if isinstance(facts, dict) else None
