@@ -32,6 +32,7 @@ from statistics import mean
 from typing import Any, TypeVar
 
 import numpy as np
+from measured_code import code_of
 from workload import ROOT, machine, publish, versions
 
 sys.path.insert(0, str(ROOT))

@@ -138,12 +138,14 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, nargs="+", default=list(WORLDS), help="numbers of GPUs")
     parser.add_argument("--rounds", type=int, default=3, help="rounds, of which the median is told (default: 3)")
     arguments = parser.parse_args()
+    from measured_code import code_of
     from workload import machine
 
     report: dict[str, Any] = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": shlex.join(["python", *sys.argv]),
         "machine": machine(),
+        "code": code_of("update_checks"),
         "versions": {"python": platform.python_version(), "numpy": version("numpy")},
         "rounds": arguments.rounds,
         "checks": {},
