@@ -94,7 +94,7 @@ class NodeRanks:
             asked = {
                 place: self._actors[place].call.options(num_returns=2).remote(method, *one) for place, one in arguments.items()
             }
-            self._unanswered.update(asked)
+            self._unanswered.update([*asked])
             self._calls += 1
             self._turn.notify_all()
         firsts = await asyncio.gather(*(self._answer(place, first) for place, (first, _) in asked.items()))

@@ -53,6 +53,11 @@ class Sleeper:
         time.sleep(seconds)
         return self.rank
 
+    def keep(self, error: Exception | None, value: bytes) -> tuple[int, bytes]:
+        """Two values, the second of which stays where it is."""
+        self.fail(error)
+        return self.rank, value
+
     @ray.method(concurrency_group="control")
     def dump_stacks(self, folder: str) -> str:
         return write_stacks(folder, "policy", self.rank)
@@ -91,6 +96,26 @@ def test_calls_reach_the_ranks_in_the_order_in_which_they_were_made(group: Worke
     submitted = [group.submit(remember, [(number,)] * 3) for number in range(30)]
     answers = [group.wait(one, phase="remember", deadline_s=60) for one in submitted]
     assert answers == [[[*range(number + 1)]] * 3 for number in range(30)]
+
+
+def test_second_values_stay_where_they_are_and_can_be_handed_on(group: WorkerGroup) -> None:
+    keep: Any = Sleeper.keep
+    asked = {2: (None, b"two" * 100_000), 0: (None, b"zero")}
+    told = group.wait_stored(group.submit_stored(keep, asked), phase="keep", deadline_s=30)
+    assert {rank: first for rank, (first, _) in told.items()} == {0: 0, 2: 2}
+    assert {rank: second.get() for rank, (_, second) in told.items()} == {0: b"zero", 2: b"two" * 100_000}
+    again = group.wait_stored(group.submit_stored(keep, {1: (None, told[2][1].reference)}), phase="keep", deadline_s=30)
+    assert again[1][1].get() == b"two" * 100_000
+    assert group.call(SLEEP, 0.0, phase="sleep", deadline_s=30) == [0, 1, 2]
+
+
+def test_a_rank_that_fails_before_it_keeps_anything_is_told_with_its_number(group: WorkerGroup) -> None:
+    keep: Any = Sleeper.keep
+    calls = {0: (None, b""), 2: (ValueError("no such thing"), b"")}
+    with pytest.raises(WorkerError, match=r"rank 2 of policy failed in phase 'keep'; .*\n(.*\n)*.*ValueError: no such thing"):
+        group.wait_stored(group.submit_stored(keep, calls), phase="keep", deadline_s=60)
+    with pytest.raises(ModelError, match=r"^the folder is empty$"):
+        group.wait_stored(group.submit_stored(keep, {1: (ModelError("the folder is empty"), b"")}), phase="keep", deadline_s=60)
 
 
 def test_what_a_rank_raises_is_told_with_its_number_and_the_users_mistakes_as_they_are(group: WorkerGroup) -> None:
