@@ -46,16 +46,15 @@ class Relay:
         self.sent = {}
         torch.distributed.barrier()  # under NCCL the first communication of a world must be one of all its ranks
         for step in self._messages.steps(engines):
-            operations, load = [], None
-            if step.sent is not None:
-                operations.append(self._sending(step.sent, shards, verify=verify))
-            if step.received is not None:
-                buffer, load = self._expected(step.received)
-                operations.append(torch.distributed.P2POp(torch.distributed.irecv, buffer, step.received.sender))
+            operations = [self._sending(message, shards, verify=verify) for message in step.sent]
+            loads = []
+            for message in step.received:
+                buffer, load = self._expected(message)
+                loads.append(load)
+                operations.append(torch.distributed.P2POp(torch.distributed.irecv, buffer, message.sender))
             for work in torch.distributed.batch_isend_irecv(operations):
                 work.wait()
-            if load is not None:
-                yield load
+            yield from loads
 
     def _sending(self, message: Message, shards: Mapping[str, Tensor], *, verify: bool) -> torch.distributed.P2POp:
         pieces = self._plan.pieces(message.buckets, shards)
