@@ -101,7 +101,8 @@ class Hops(NamedTuple):
         nbytes = plan.bucket_nbytes[rows[4]]
         starts = _message_starts(rows[:4], nbytes, message_bytes)
         sums = np.add.reduceat(nbytes, starts) if len(starts) else nbytes
-        return cls(*rows[:3, starts], sums, np.append(starts, len(nbytes)), rows[4], plan.layout.world_size)
+        sender, relay, of_engine = rows[:3, starts]
+        return cls(sender, relay, of_engine, sums, np.append(starts, len(nbytes)), rows[4], plan.layout.world_size)
 
     @property
     def distance(self) -> Ints:

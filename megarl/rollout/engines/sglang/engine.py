@@ -24,15 +24,17 @@ from megarl.option_list import functions, part
 from megarl.rollout.engines.protocol import EnginePlace
 from megarl.rollout.engines.sglang.answered import answered_columns
 from megarl.rollout.engines.sglang.arguments import check_engine_args
+from megarl.rollout.engines.sglang.client import CONTROL_TIMEOUT_S
 from megarl.rollout.engines.sglang.served import ServedEngine
 from megarl.rollout.engines.sglang.server import NodeProcess, OtherNode, ServerOptions, SglangServer, compute_capability
 from megarl.rollout.engines.sglang.server_process import host
 from megarl.weights.checksums import UNCHECKED, EngineLayout, check_model, compare
+from megarl.weights.intake import OPEN, Intake
 from megarl.weights.model_compatibility import ServedModel
-from megarl.weights.payloads import SELECTORS, checking, read_answer
+from megarl.weights.payloads import SELECTORS, checking, read_answer, taking
 from megarl.weights.rank_plan import SliceKey
 from megarl.weights.run_plan import engine_target, sent_adapters
-from megarl.weights.sglang_senders import ServerEndpoint, TensorSender
+from megarl.weights.sglang_senders import ServerEndpoint, TensorSender, update_request
 from megarl.weights.staging import SLICED, NamedTensors, serialize
 
 MORE_TOKENS = 1024
@@ -159,6 +161,11 @@ class SglangEngine(ServedEngine):
         self._endpoint = ServerEndpoint(server.url, layout, server.token, where)
         self._update_open = False
         self._sender = TensorSender(self.endpoint)
+        self._intakes = 0
+        self._intake: Intake | None = None
+        self._taking: asyncio.Task[None] | None = None
+        if store is not None:
+            store.set(OPEN, "")
 
     @property
     def served_model(self) -> ServedModel:
@@ -176,9 +183,11 @@ class SglangEngine(ServedEngine):
         with self._losing_weights_on_error():
             await self._client.pause()
             if self._update_open:  # left by an update that failed
+                self._close_intake()
                 await self._client.control("end_weight_update", {})
             await self._client.control("begin_weight_update", {"selector": self._selector})
             self._update_open = True
+            self._open_intake()
 
     async def apply_update(self, bucket: NamedTensors) -> None:
         self._weights.receive()
@@ -187,6 +196,7 @@ class SglangEngine(ServedEngine):
     async def end_update(self, version: int, checksums: Mapping[Any, str] | None = None) -> None:
         self._weights.check(version)
         with self._losing_weights_on_error():
+            await self._end_intake()
             sent: dict[SliceKey, str] = {**self._sender.checksums(), **(checksums or {})}
             # an engine that has the weights which adapters are trained beside is sent adapters alone
             adapters_alone = self.served_model.lora is not None and self._weights.base is not None
@@ -197,6 +207,54 @@ class SglangEngine(ServedEngine):
             await self._client.control("end_weight_update", {})
             self._update_open = False
             await self._serve(version)
+
+    async def abandon_update(self) -> None:
+        await super().abandon_update()
+        self._close_intake()
+
+    def _open_intake(self) -> None:
+        """Have the server's ranks take what senders put before them, from here on until the intake is closed."""
+        if self._store is None:
+            return
+        self._intakes += 1
+        endpoint = self.endpoint
+        self._intake = Intake(self._intakes, endpoint.store, endpoint.token, CONTROL_TIMEOUT_S)
+        payloads = [serialize(taking(self._intake, rank)) for rank in self._ranks]
+        self._store.set(OPEN, str(self._intakes))
+        self._taking = asyncio.create_task(self._take(self._intake, *update_request(endpoint.layout, payloads)))
+
+    async def _take(self, intake: Intake, what: str, body: dict[str, Any]) -> None:
+        """Wait for the server's answer; senders hear that nothing more is taken, and why."""
+        assert self._store is not None, "an intake is open"
+        try:
+            await self._client.control(what, body)
+        except EngineError as error:
+            self._store.set(intake.failed, f"{error}")
+            raise
+        self._store.set(intake.failed, f"the weight update of {self.endpoint.url} has ended")
+
+    def _close_intake(self) -> None:
+        """Have the server's ranks leave when they have taken what was put before them so far."""
+        if self._store is None or self._intake is None:
+            return
+        intake, self._intake = self._intake, None
+        self._store.set(OPEN, "")
+        for rank in self._ranks:
+            intake.put(self._store, rank, b"")
+        if self._taking is not None:
+            self._taking.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody else may ask for it
+
+    async def _end_intake(self) -> None:
+        """Wait until the server's ranks have taken everything; raises EngineError if one could not."""
+        intake = self._intake
+        self._close_intake()
+        if intake is None or self._taking is None:
+            return
+        await self._taking
+        assert self._store is not None, "an intake was open"
+        for rank in self._ranks:
+            if why := self._store.get(intake.left(rank)).decode():
+                raise EngineError(f"rank {rank} of {self.endpoint.url} could not take the weights: {why}")
 
     async def _held(self, sent: Mapping[SliceKey, str]) -> dict[SliceKey, str]:
         """The digests of what was sent as the server's ranks read them back from their parameters.
