@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
+import numpy as np
+
 from megarl.config import Layout
 from megarl.config.layout import divisors
 from megarl.models.shape import ModelShape
@@ -25,7 +27,9 @@ from megarl.planning.memory import precision_of
 from megarl.planning.passes import Times, pass_seconds
 from megarl.planning.roles import Engines, PlannedRole, RunShape
 from megarl.planning.turns import takes_turns
-from megarl.weights.cost import ClusterRates, Cost, cost_of
+from megarl.weights.cost import WAITING, ClusterRates, Cost, cost_of, placement_of
+from megarl.weights.placement import PlacementRequest
+from megarl.weights.sglang_targets import EVERY_RANK
 
 LEAST_RANKS = 256
 """A weight update is priced for a part of the run that has so many ranks at least."""
@@ -183,15 +187,19 @@ def _computed_anew(shape: ModelShape, precision: Precision) -> float:
 
 
 def update_seconds(engines: Engines, gpu: GpuSpec, memory: MemoryPlan, *, colocated: bool, in_turns: bool) -> dict[str, float]:
-    """What is sent, by the busiest link; what each tensor takes; and where trainer and engines take turns, their turns.
+    """What is sent, by the busiest link and what messages wait for one another; what each box of the fullest rank of an engine
+    takes; and where trainer and engines take turns, their turns.
 
     Engines that slept open every handle again, and take weights over at a rate of their own.
     """
     share, part = gpu.efficiencies, _repeated_part(engines)
     cost = _cost(part, gpu.cluster, colocated=colocated)
+    way = "relays" if engines.relays_weights and cost.bound.name == "InfiniBand" else engines.transport
+    transfers, ranks = part.plan.transfers, engines.target.ranks
+    boxes = int(np.bincount(transfers.engine_rank - EVERY_RANK, minlength=ranks - EVERY_RANK)[-EVERY_RANK:].max())
     parts = {
-        cost.bound.name: cost.seconds / share.links,
-        "tensors": share.update_s + (1 + in_turns) * len(part.plan.tensors) * share.tensor_s,
+        cost.bound.name: WAITING[way] * cost.seconds / share.links,
+        "tensors": share.update_s + (1 + in_turns) * boxes * share.tensor_s,
     }
     if in_turns:
         parts["main memory"] = 2 * memory.moved_bytes / (gpu.host_gb_per_s * share.links) / 1e9
@@ -201,7 +209,8 @@ def update_seconds(engines: Engines, gpu: GpuSpec, memory: MemoryPlan, *, coloca
 
 @lru_cache(maxsize=32)
 def _cost(engines: Engines, cluster: ClusterRates, *, colocated: bool) -> Cost:
-    return cost_of(engines.plan, cluster, colocated=colocated)
+    request = PlacementRequest({"policy": engines.trainer}, engines.target.engines, engines.target.ranks, colocated=colocated)
+    return cost_of(engines.plan, cluster, colocated=colocated, placement=placement_of(request, cluster))
 
 
 def _repeated_part(engines: Engines) -> Engines:

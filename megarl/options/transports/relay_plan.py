@@ -39,6 +39,11 @@ class Step(NamedTuple):
     received: tuple[Message, ...]
 
 
+def round_bytes(plan: ReshardPlan) -> int:
+    """Bytes that a rank sends and receives in a round, at most: two rounds are under way at once, which are a load each way."""
+    return max(plan.bucket_bytes, plan.load_bytes // 2)
+
+
 class RelayPlan:
     """One training rank's messages to and from relays, in rounds in which no ranks wait for each other in a circle.
 
