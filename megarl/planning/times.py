@@ -192,19 +192,30 @@ def update_seconds(engines: Engines, gpu: GpuSpec, memory: MemoryPlan, *, coloca
 
     Engines that slept open every handle again, and take weights over at a rate of their own.
     """
-    share, part = gpu.efficiencies, _repeated_part(engines)
-    cost = _cost(part, gpu.cluster, colocated=colocated)
-    way = "relays" if engines.relays_weights and cost.bound.name == "InfiniBand" else engines.transport
+    share, part = gpu.efficiencies, repeated_part(engines)
+    link, seconds = sending_seconds(part, gpu.cluster, colocated=colocated)
     transfers, ranks = part.plan.transfers, engines.target.ranks
     boxes = int(np.bincount(transfers.engine_rank - EVERY_RANK, minlength=ranks - EVERY_RANK)[-EVERY_RANK:].max())
-    parts = {
-        cost.bound.name: WAITING[way] * cost.seconds / share.links,
-        "tensors": share.update_s + (1 + in_turns) * boxes * share.tensor_s,
-    }
+    parts = {link: seconds / share.links, "tensors": share.update_s + (1 + in_turns) * boxes * share.tensor_s}
     if in_turns:
         parts["main memory"] = 2 * memory.moved_bytes / (gpu.host_gb_per_s * share.links) / 1e9
         parts["engines' turn"] = engines.weight_bytes / share.turn_gb_per_s / 1e9
     return parts
+
+
+def sending_seconds(engines: Engines, cluster: ClusterRates, *, colocated: bool) -> tuple[str, float]:
+    """The link that an update's messages need longest, and their seconds at its full rate, with what they wait for one another.
+
+    A test plays the messages of every ready plan through a simulated network (tests/weights/test_update_play.py).
+    """
+    cost = _cost(engines, cluster, colocated=colocated)
+    bound, seconds = cost.bound, cost.seconds
+    if not engines.relays_weights:
+        return bound.name, WAITING[engines.transport] * seconds
+    if bound.name == "InfiniBand":
+        return bound.name, WAITING["relays"] * seconds
+    of_links = {link.name: link.seconds for link in cost.links}  # a GPU's memory has both copies to make
+    return bound.name, WAITING["shared_memory"] * max(seconds, of_links["same GPU"] + of_links["packing"])
 
 
 @lru_cache(maxsize=32)
@@ -213,7 +224,7 @@ def _cost(engines: Engines, cluster: ClusterRates, *, colocated: bool) -> Cost:
     return cost_of(engines.plan, cluster, colocated=colocated, placement=placement_of(request, cluster))
 
 
-def _repeated_part(engines: Engines) -> Engines:
+def repeated_part(engines: Engines) -> Engines:
     """The smallest run of which this one is a multiple: replicas and engines that are so many times more send as much each."""
     layout, target = engines.trainer, engines.target
     per_stage = layout.tp * layout.cp * layout.dp

@@ -28,7 +28,7 @@ MESSAGE_S = 1e-4
 """Seconds of a message of process groups or relays beside its bytes: a launch, and to meet the other side. An assumption."""
 LOAD_S = 1e-3
 """Seconds of a load beside its bytes, from when it is staged until an engine's rank reads it. An assumption."""
-WAITING = {"shared_memory": 1.0, "relays": 1.15, "process_group": 1.2, "rdma": 1.05}
+WAITING = {"shared_memory": 1.25, "relays": 1.09, "process_group": 1.2, "rdma": 1.05}
 """By the way that weights take, the seconds of an update's messages over those that the busiest link needs: what they wait for
 one another. A test holds them to what the ready plans take in a simulated network (tests/weights/test_update_play.py).
 """
