@@ -17,6 +17,7 @@ from megarl.weights.machines import Machines
 from megarl.weights.placement import Placement
 from megarl.weights.plan import ReshardPlan, TransferBucket
 from megarl.weights.rank_plan import batches
+from megarl.weights.sglang_senders import SMALL_BYTES, TOGETHER_BYTES
 from megarl.weights.sglang_targets import EVERY_RANK
 from megarl.weights.simulated_network import Port, SimulatedNetwork
 
@@ -153,8 +154,9 @@ class _Play:
                 for bucket in buckets:
                     every = bucket.engine_rank == EVERY_RANK
                     for engine_rank in range(plan.target.ranks) if every else (bucket.engine_rank,):
-                        by_rank[engine_rank].append(bucket.nbytes)
-                for engine_rank, sizes in by_rank.items():
+                        by_rank[engine_rank] += plan.transfers.nbytes[bucket.start : bucket.stop].tolist()
+                for engine_rank, of_pieces in by_rank.items():
+                    sizes = list(_together(of_pieces))
                     in_steps += [(step, rank, engine_rank, size) for step, size in zip(steps_of(sizes), sizes, strict=True)]
             done: dict[tuple[str, int], tuple[int, ...]] = defaultdict(tuple)
             for _, of_step in groupby(sorted(in_steps), key=lambda entry: entry[0]):
@@ -166,3 +168,18 @@ class _Play:
                     for end in ends:
                         new[end] += (flow,)
                 done |= new
+
+
+def _together(pieces: Iterable[int]) -> Iterator[int]:
+    """The bytes of messages in which pieces of so many travel, as `sglang_senders` makes them."""
+    small = 0
+    for nbytes in pieces:
+        if nbytes >= SMALL_BYTES["cuda"]:
+            yield nbytes
+            continue
+        small += nbytes
+        if small >= TOGETHER_BYTES:
+            yield small
+            small = 0
+    if small:
+        yield small

@@ -27,10 +27,7 @@ READY = [
     for path in sorted((EXAMPLES / "plans").glob("*.yaml"))
     if "-sft-" not in path.stem
 ]
-APART = [
-    "llama-3.1-70b-reinforce-plus-plus-64xh100", "llama-3.1-405b-grpo-512xh200", "llama-3.1-8b-ppo-32xh100",
-    "qwen3-235b-a22b-grpo-256xh100",
-]  # fmt: skip
+APART = ["llama-3.1-70b-reinforce-plus-plus-64xh100", "llama-3.1-8b-ppo-32xh100"]
 """Plans that are played by the other ways of weights, too."""
 
 

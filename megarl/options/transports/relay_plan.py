@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -95,13 +94,16 @@ class Hops(NamedTuple):
         bucket = np.repeat(np.arange(len(every_rank)), np.where(every_rank == EVERY_RANK, plan.target.ranks, 1))
         nth = np.arange(len(bucket)) - np.searchsorted(bucket, bucket)
         engine_rank = np.where(every_rank[bucket] == EVERY_RANK, nth, every_rank[bucket])
+        by_rank = np.argsort(engine_rank, kind="stable")
+        bucket, engine_rank = bucket[by_rank], engine_rank[by_rank]
         of_rank, parts = np.array(machines.ranks), []
         for engine in engines:
             sender = plan.sender(np.array(engine), bucket)
             far = np.flatnonzero(of_rank[sender] != np.array(machines.engines[engine])[engine_rank])
             relay = np.array(machines.nearest[engine])[engine_rank[far]]
+            order = np.argsort(sender[far] * plan.layout.world_size + relay, kind="stable")
             columns = np.stack([sender[far], relay, np.full(len(far), engine), engine_rank[far], bucket[far]])
-            parts.append(columns[:, np.lexsort(columns[[4, 3, 1, 0]])])
+            parts.append(columns[:, order])
         rows = np.concatenate(parts, axis=1) if parts else np.zeros((5, 0), np.int64)
         nbytes = plan.bucket_nbytes[rows[4]]
         starts = _message_starts(rows[:4], nbytes, message_bytes)
@@ -172,14 +174,15 @@ class Hops(NamedTuple):
 
 def _message_starts(of_bucket: Ints, nbytes: Ints, message_bytes: int) -> Ints:
     """The beginnings of messages: as many buckets in a row as `message_bytes` hold, of which all `of_bucket` is the same."""
-    new = np.flatnonzero(np.diff(of_bucket, axis=1).any(axis=0)) + 1
-    ends, starts = np.cumsum(nbytes), []
-    for at, stop in pairwise([0, *new.tolist(), len(nbytes)] if len(nbytes) else []):
-        while at < stop:
-            starts.append(at)
-            before = ends[at - 1] if at else 0
-            at = min(stop, max(at + 1, int(np.searchsorted(ends, before + message_bytes, side="right"))))
-    return np.array(starts, np.int64)
+    if not len(nbytes):
+        return np.zeros(0, np.int64)
+    bounds = np.flatnonzero(np.diff(of_bucket, axis=1, prepend=-1).any(axis=0))
+    ends, stops = np.cumsum(nbytes), np.append(bounds[1:], len(nbytes))
+    further: list[int] = []
+    for at, stop in np.stack([bounds, stops], axis=1)[ends[stops - 1] - ends[bounds] + nbytes[bounds] > message_bytes].tolist():
+        while (at := max(at + 1, int(np.searchsorted(ends, ends[at] - nbytes[at] + message_bytes, side="right")))) < stop:
+            further.append(at)
+    return np.sort(np.append(bounds, np.array(further, np.int64)))
 
 
 def _numbered(rows: Ints) -> Ints:

@@ -24,7 +24,6 @@ from megarl.option_list import functions, part
 from megarl.rollout.engines.protocol import EnginePlace
 from megarl.rollout.engines.sglang.answered import answered_columns
 from megarl.rollout.engines.sglang.arguments import check_engine_args
-from megarl.rollout.engines.sglang.client import CONTROL_TIMEOUT_S
 from megarl.rollout.engines.sglang.served import ServedEngine
 from megarl.rollout.engines.sglang.server import NodeProcess, OtherNode, ServerOptions, SglangServer, compute_capability
 from megarl.rollout.engines.sglang.server_process import host
@@ -40,6 +39,8 @@ from megarl.weights.staging import SLICED, NamedTensors, serialize
 MORE_TOKENS = 1024
 """Room in a CPU server's cache beside that for the responses of a step."""
 FEWEST_REQUESTS = 64
+IDLE_S = 3600.0
+"""After so many seconds without a message a rank leaves an update that its owner has not ended."""
 
 
 def _few_bits_served() -> ModuleType:
@@ -218,7 +219,7 @@ class SglangEngine(ServedEngine):
             return
         self._intakes += 1
         endpoint = self.endpoint
-        self._intake = Intake(self._intakes, endpoint.store, endpoint.token, CONTROL_TIMEOUT_S)
+        self._intake = Intake(self._intakes, endpoint.store, endpoint.token, IDLE_S)
         payloads = [serialize(taking(self._intake, rank)) for rank in self._ranks]
         self._store.set(OPEN, str(self._intakes))
         self._taking = asyncio.create_task(self._take(self._intake, *update_request(endpoint.layout, payloads)))
@@ -227,7 +228,7 @@ class SglangEngine(ServedEngine):
         """Wait for the server's answer; senders hear that nothing more is taken, and why."""
         assert self._store is not None, "an intake is open"
         try:
-            await self._client.control(what, body)
+            await self._client.control(what, body, timeout_s=None)  # it comes when the intake is closed, or the server ends
         except EngineError as error:
             self._store.set(intake.failed, f"{error}")
             raise
