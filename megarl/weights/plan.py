@@ -173,13 +173,13 @@ class ReshardPlan:
             for number in (*numbers[begin:], *numbers[:begin]):
                 to = engines[sent[number]].tolist()
                 turn = (stage + slot * self.layout.pp) % len(to)
-                yield self._bucket(first + number, rank, (*to[turn:], *to[:turn]))
+                yield self.bucket(first + number, rank, (*to[turn:], *to[:turn]))
 
     def receives(self, engine: int, engine_rank: int) -> Iterator[TransferBucket]:
         """The buckets with something for a rank of an engine, each once, with the training rank that sends it."""
         has = np.flatnonzero(_is_for(self.bucket_engine_rank, engine_rank))
         for bucket, rank in zip(has.tolist(), self.sender(np.array(engine), has).tolist(), strict=True):
-            yield self._bucket(bucket, rank, (engine,))
+            yield self.bucket(bucket, rank, (engine,))
 
     def sender(self, engine: Ints, bucket: Ints) -> Ints:
         """The rank that sends each of these buckets to these engines."""
@@ -251,7 +251,8 @@ class ReshardPlan:
         """The bytes of each bucket."""
         return np.add.reduceat(self.transfers.nbytes, self.bucket_starts[:-1])
 
-    def _bucket(self, number: int, rank: int, engines: tuple[int, ...]) -> TransferBucket:
+    def bucket(self, number: int, rank: int, engines: tuple[int, ...]) -> TransferBucket:
+        """Bucket `number` as `rank` sends it to `engines`."""
         columns = (self.bucket_starts, self.bucket_starts[1:], self.bucket_nbytes)
         route = (int(self.bucket_source[number]), rank, engines, int(self.bucket_engine_rank[number]))
         return TransferBucket(number, *route, *(int(column[number]) for column in columns))

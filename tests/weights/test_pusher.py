@@ -42,6 +42,7 @@ class Direct:
     """Sends to an embedded engine in this process; `dies_at` is the bucket in which the engine is lost."""
 
     in_flight = 1
+    waits_for_others = False
     is_checked = False  # the engine takes the checksums
 
     def __init__(self, engine: EmbeddedEngine, *, dies_at: int | None = None, slow_s: float = 0.0) -> None:
