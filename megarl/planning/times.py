@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-import numpy as np
-
 from megarl.config import Layout
 from megarl.config.layout import divisors
 from megarl.models.shape import ModelShape
@@ -29,7 +27,6 @@ from megarl.planning.roles import Engines, PlannedRole, RunShape
 from megarl.planning.turns import takes_turns
 from megarl.weights.cost import WAITING, ClusterRates, Cost, cost_of, placement_of
 from megarl.weights.placement import PlacementRequest
-from megarl.weights.sglang_targets import EVERY_RANK
 
 LEAST_RANKS = 256
 """A weight update is priced for a part of the run that has so many ranks at least."""
@@ -187,16 +184,15 @@ def _computed_anew(shape: ModelShape, precision: Precision) -> float:
 
 
 def update_seconds(engines: Engines, gpu: GpuSpec, memory: MemoryPlan, *, colocated: bool, in_turns: bool) -> dict[str, float]:
-    """What is sent, by the busiest link and what messages wait for one another; what each box of the fullest rank of an engine
-    takes; and where trainer and engines take turns, their turns.
+    """What is sent, by the busiest link and what messages wait for one another; what each tensor takes; and where trainer and
+    engines take turns, their turns.
 
     Engines that slept open every handle again, and take weights over at a rate of their own.
     """
     share, part = gpu.efficiencies, repeated_part(engines)
     link, seconds = sending_seconds(part, gpu.cluster, colocated=colocated)
-    transfers, ranks = part.plan.transfers, engines.target.ranks
-    boxes = int(np.bincount(transfers.engine_rank - EVERY_RANK, minlength=ranks - EVERY_RANK)[-EVERY_RANK:].max())
-    parts = {link: seconds / share.links, "tensors": share.update_s + (1 + in_turns) * boxes * share.tensor_s}
+    tensors = share.update_s + (1 + in_turns) * len(part.plan.tensors) * share.tensor_s
+    parts = {link: seconds / share.links, "tensors": tensors}
     if in_turns:
         parts["main memory"] = 2 * memory.moved_bytes / (gpu.host_gb_per_s * share.links) / 1e9
         parts["engines' turn"] = engines.weight_bytes / share.turn_gb_per_s / 1e9

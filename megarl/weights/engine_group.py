@@ -7,8 +7,10 @@ make. Members find each other through the store that the engine's owner keeps.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -156,6 +158,22 @@ def together(groups: Groups, device: torch.device | None) -> Iterator[list[OnThe
     work = group._end_coalescing(device)
     for one in begun:
         one.work = work
+
+
+def in_a_thread(action: Callable[[], object]) -> Future[None]:
+    """Run an action in a thread that does not keep the process alive."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - whatever it is, who waits must hear of it
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megarl.weights.engine_group import EngineGroup, Groups, OnTheWay, Turns, leave, start_receiving, together
-from megarl.weights.sglang_senders import in_a_thread
+from megarl.weights.engine_group import EngineGroup, Groups, OnTheWay, Turns, in_a_thread, leave, start_receiving, together
 
 COPIED_BYTES = 64 * 2**20
 """How many bytes may be under way into memory of their own; what is received where it belongs takes none."""

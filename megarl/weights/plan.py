@@ -35,8 +35,8 @@ LOAD_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
 """By platform what a training rank of a run stages at once, at most: a bucket for each of up to `RANKS_PER_LOAD` ranks of an
 engine. The same for all ranks of a run, and for the planner.
 
-For every load SGLang looks at all modules of the model, about 10 ms for 30 layers, so smaller ones cost more. Through shared
-memory 128 MiB take longer than that. A GPU copies them in a tenth of a millisecond: 1 GiB there is an estimate, not measured.
+Every load is a message to each rank that it is for and an answer, so smaller ones cost more. Through shared memory 128 MiB
+take longer than that. A GPU copies them in a tenth of a millisecond: 1 GiB there is an estimate, not measured.
 """
 RANKS_PER_LOAD = 16
 

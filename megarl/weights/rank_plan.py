@@ -63,7 +63,7 @@ class SendBatch:
     relayed: bool = False
 
 
-Box = tuple[SliceKey, str, int, int]
+SentBox = tuple[SliceKey, str, int, int]
 """What is sent, the parameter it is cut from, and the row and column where it begins there."""
 
 
@@ -117,16 +117,16 @@ class RankPlan:
         itemsizes = (int(size) for b in buckets for size in sizes[self._plan.transfers.tensor[b.start : b.stop]])
         return [(key, size) for (key, *_), size in zip(self._boxes(buckets), itemsizes, strict=True)]
 
-    def _of_engines(self, buckets: Sequence[TransferBucket]) -> list[tuple[frozenset[int], list[Box]]]:
+    def _of_engines(self, buckets: Sequence[TransferBucket]) -> list[tuple[frozenset[int], list[SentBox]]]:
         """By engine all that it is sent."""
         boxes = {bucket.number: list(self._boxes([bucket])) for bucket in buckets}
-        of_engines: dict[int, list[Box]] = {}
+        of_engines: dict[int, list[SentBox]] = {}
         for bucket in buckets:
             for engine in bucket.engines:
                 of_engines.setdefault(engine, []).extend(boxes[bucket.number])
         return [(frozenset([engine]), of_engine) for engine, of_engine in sorted(of_engines.items())]
 
-    def _boxes(self, buckets: Sequence[TransferBucket]) -> Iterator[Box]:
+    def _boxes(self, buckets: Sequence[TransferBucket]) -> Iterator[SentBox]:
         """What is sent of buckets."""
         plan = self._plan
         for bucket in buckets:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -27,7 +26,7 @@ from megarl.config.secrets import bearer
 from megarl.errors import EngineError
 from megarl.system.http_requests import open_url
 from megarl.weights.checksums import UNCHECKED, EngineLayout
-from megarl.weights.engine_group import EngineGroup, Groups, OnTheWay, Turns, leave, start_sending, steps_of, together
+from megarl.weights.engine_group import EngineGroup, Groups, Turns, in_a_thread, leave, start_sending, steps_of, together
 from megarl.weights.intake import PutBefore, give_up
 from megarl.weights.payloads import SELECTORS, joining, receiving
 from megarl.weights.rank_plan import SliceKey, WeightSlice
@@ -320,7 +319,7 @@ class GroupSender(ServerSender):
     def _send(self, of_ranks: Mapping[int, InSteps]) -> None:
         """Hand every rank its messages, step by step, the ranks in turn; raises RuntimeError."""
         assert self._groups is not None, "it has joined"
-        under_way: deque[tuple[OnTheWay, int]] = deque()
+        under_way: deque[tuple[Any, int]] = deque()
         turns = {rank: Turns(self._groups) for rank in of_ranks}
         nbytes = copied = 0
         first = self._number % max(1, len(of_ranks))  # so that not all senders begin at the same rank
@@ -397,19 +396,3 @@ def check_alive(server: ServerEndpoint) -> None:
         open_url(question, ALIVE_S).close()
     except OSError as error:
         raise EngineError(f"{server.url} does not answer: {error}") from error
-
-
-def in_a_thread(action: Callable[[], object]) -> Future[None]:
-    """Run an action in a thread that does not keep the process alive."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001 - whatever it is, who waits must hear of it
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    threading.Thread(target=run, daemon=True).start()
-    return done

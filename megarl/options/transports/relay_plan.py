@@ -176,13 +176,13 @@ def _message_starts(of_bucket: Ints, nbytes: Ints, message_bytes: int) -> Ints:
     """The beginnings of messages: as many buckets in a row as `message_bytes` hold, of which all `of_bucket` is the same."""
     if not len(nbytes):
         return np.zeros(0, np.int64)
-    bounds = np.flatnonzero(np.diff(of_bucket, axis=1, prepend=-1).any(axis=0))
-    ends, stops = np.cumsum(nbytes), np.append(bounds[1:], len(nbytes))
-    further: list[int] = []
-    for at, stop in np.stack([bounds, stops], axis=1)[ends[stops - 1] - ends[bounds] + nbytes[bounds] > message_bytes].tolist():
-        while (at := max(at + 1, int(np.searchsorted(ends, ends[at] - nbytes[at] + message_bytes, side="right")))) < stop:
-            further.append(at)
-    return np.sort(np.append(bounds, np.array(further, np.int64)))
+    at = np.flatnonzero(np.diff(of_bucket, axis=1, prepend=-1).any(axis=0))
+    ends, stop, starts = np.cumsum(nbytes), np.append(at[1:], len(nbytes)), [at]
+    while len(at):  # the next message of every row of buckets that has one
+        at = np.maximum(at + 1, np.searchsorted(ends, ends[at] - nbytes[at] + message_bytes, side="right"))
+        at, stop = at[at < stop], stop[at < stop]
+        starts.append(at)
+    return np.sort(np.concatenate(starts))
 
 
 def _numbered(rows: Ints) -> Ints:
