@@ -17,11 +17,12 @@ from torch.distributed import distributed_c10d as c10d
 from megarl.errors import EngineError
 from megarl.weights import group_ranks, sglang_loader, sglang_senders
 from megarl.weights.checksums import EngineLayout, digest, digests
-from megarl.weights.engine_group import CONNECTIONS, STEPS, Turns, steps_of
+from megarl.weights.engine_group import CONNECTIONS, STEPS, EngineGroup, Turns, steps_of
 from megarl.weights.intake import OPEN, Intake
 from megarl.weights.model_compatibility import ServedModel
-from megarl.weights.payloads import taking
+from megarl.weights.payloads import receiving, taking
 from megarl.weights.rank_plan import SliceKey, WeightSlice
+from megarl.weights.received import ReceivedBoxes
 from megarl.weights.sglang_senders import GroupSender, ServerEndpoint, _in_steps
 from megarl.weights.sglang_targets import EngineTarget
 from megarl.weights.staging import StagedSlices
@@ -126,12 +127,15 @@ def sends(number: int, address: tuple[str, int]) -> int:
 def receives(rank: int, address: tuple[str, int]) -> list[dict[str, Tensor]]:
     """What rank `rank` of the engine holds after each update."""
     found = []
+    sglang_loader._boxes.take(since_base=False)  # of other tests in this process
     model = Model(x__self_attn__qkv_proj__weight=(8, 4), x__norm__weight=(8,), x__o_proj__weight=(3, 8))
     for update in range(1, 5):
         torch.distributed.barrier()
         assert not takes(model, address, update, rank)
         assert len(group_ranks._groups) == 1  # of a connection that was replaced nothing is kept
         found.append({name: value.detach().clone() for name, value in [*model.parameters.items(), *model.loaded]})
+        noted = {held for held, _ in sglang_loader._boxes.take(since_base=False)}
+        assert noted == {piece.held for number in range(2) for piece in pieces_of(number, 1) if piece.held.engine_rank == rank}
         torch.distributed.barrier()
     return found
 
@@ -179,6 +183,25 @@ def test_each_step_has_an_even_part_of_what_two_members_exchange() -> None:
     assert steps_of([5]) == [STEPS // 2]
     assert steps_of([2, 1, 1]) == [STEPS // 4, 5 * STEPS // 8, 7 * STEPS // 8]
     assert steps_of([]) == []
+
+
+def test_what_a_sender_has_announced_is_not_taken_for_received() -> None:
+    group = EngineGroup("of two", "127.0.0.1", 0, 2, 1, "gloo", 20)
+    model, box = Model(x__norm__weight=(8,)), SliceKey("x.norm.weight", 0, 8, 0, 0, 8, 1)
+    parameters = sglang_loader.ModelParameters.of(model)
+    first_of_two = receiving(group, 0, 0, 0, [(0, [(*box, "float32", 0, 32)])], checked=True)
+    boxes = ReceivedBoxes()
+    with (
+        mock.patch.object(sglang_loader, "_boxes", boxes),
+        mock.patch.dict(group_ranks._groups, {group.name: (group, None, [])}),
+    ):
+        come = sglang_loader._take_payload(model, parameters, set(), first_of_two)
+        assert come is not None
+        assert not come.done()
+        group_ranks.give_up()
+        with pytest.raises(RuntimeError, match="given up before all its senders had begun"):
+            come.result(20)
+    assert boxes.take(since_base=True) == []
 
 
 CHECKED = (True, False, True)
