@@ -20,6 +20,7 @@ from megarl.observe.report import page_data
 from megarl.observe.run_record import read_run
 from megarl.planning.roles import run_shape
 from megarl.trainers.rl.train import train
+from megarl.workers.group import WorkerGroup
 from megarl.workers.roles import Roles
 from tests.themes.e2e.processes import servers
 from tests.themes.e2e.records import BY_ENGINES
@@ -204,6 +205,22 @@ def test_a_run_loads_the_models_that_its_plan_counts_and_no_others(
     assert gates["log_prob_max_difference_as_loaded"] < 1e-4, (
         "the engine's copy of the folder is what the policy is compared with"
     )
+
+
+def test_a_run_whose_ranks_are_called_by_node_computes_the_same(
+    tiny_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"policy.layout": {"dp": 2}, "run.steps": 2, "data.eval": None}
+    by_rank = tiny_config(**settings, **{"run.name": "by_rank"})
+    train(by_rank)
+    calls: list[int] = []
+    submit = WorkerGroup.submit
+    monkeypatch.setattr(WorkerGroup, "submit", lambda group, *call: (calls.append(len(group.nodes)), submit(group, *call))[1])
+    monkeypatch.setattr("megarl.workers.cluster.DIRECT_RANKS", 0)
+    by_node = tiny_config(**settings, **{"run.name": "by_node"})
+    train(by_node)
+    assert set(calls) == {1}, "both ranks are on one node"
+    assert curve(by_node) == curve(by_rank)
 
 
 def test_ppo_with_a_critic_of_its_own_layout_runs_and_resumes(tiny_config: Callable[..., Config]) -> None:
