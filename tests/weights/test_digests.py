@@ -179,6 +179,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
     engine._client._post = ranks.post  # type: ignore[method-assign,assignment]
     with asyncio.Runner() as loop:
         yield Served(engine, ranks, loop)
+        engine._close_intake()  # which a test that failed has left open
 
 
 def end(served: Served, version: int, sent: SentDigests) -> list[int]:
