@@ -43,6 +43,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "speculative": ("megarl/megatron", "megarl/options/prediction", "megarl/rollout"),
     "step": STEP,
     "update_checks": ("megarl/weights", "megarl/workers"),
+    "update_network": ("megarl/weights", "megarl/options/transports"),
 }
 """By benchmark, folders and files of the repository, beside the benchmark's own file."""
 

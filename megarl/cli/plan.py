@@ -15,6 +15,7 @@ from megarl.config import Config, load_any, load_config
 from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megarl.planning.times import PhaseTime
     from megarl.weights.cost import Cost
     from megarl.weights.plan import ReshardPlan
     from megarl.weights.verify import Proof
@@ -145,20 +146,28 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _reshard(arguments: argparse.Namespace) -> int:
+    from megarl.planning.gpus import chosen_gpu
+    from megarl.planning.plan import make_plan
     from megarl.weights.communicators import check_communicators
-    from megarl.weights.cost import ClusterRates, cost_of
+    from megarl.weights.cost import ClusterRates, cost_of, placement_of
+    from megarl.weights.placement import PlacementRequest
     from megarl.weights.run_plan import plan_of_run
     from megarl.weights.verify import verify
 
     config, console = with_models(load_config(arguments.config, arguments.overrides), weights=False), make_console()
-    cluster = ClusterRates.read(arguments.cluster) if arguments.cluster else ClusterRates()
+    gpu = chosen_gpu(config.resources.gpu, arguments.gpu)
+    cluster = ClusterRates.read(arguments.cluster) if arguments.cluster else gpu.cluster
+    gpu = gpu.in_cluster(cluster) if arguments.cluster else gpu
     began = time.perf_counter()
-    plan = plan_of_run(config, "cpu" if (arguments.gpu or config.resources.gpu) == "cpu" else "cuda")
+    plan = plan_of_run(config, gpu.platform)
     check_communicators(config, plan)
     proof = verify(plan)
     seconds = time.perf_counter() - began
-    cost = cost_of(plan, cluster, colocated=config.resources.placement == "colocated")
-    console.print(_facts(config, plan, proof, cost, seconds))
+    colocated, request = config.resources.placement == "colocated", PlacementRequest.of(config)
+    placed = placement_of(request, cluster)
+    cost = cost_of(plan, cluster, colocated=colocated, placement=placed)
+    [update] = [phase for phase in make_plan(config, gpu).times.phases if phase.name == "sync"]
+    console.print(_facts(config, plan, proof, cost, update, seconds))
     console.print()
     console.print(_links(cost))
     return 0
@@ -186,7 +195,7 @@ def _placement(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _facts(config: Config, plan: ReshardPlan, proof: Proof, cost: Cost, seconds: float) -> Table:
+def _facts(config: Config, plan: ReshardPlan, proof: Proof, cost: Cost, update: PhaseTime, seconds: float) -> Table:
     from megarl.weights.verify import stated
 
     layout, target, bound = plan.layout, plan.target, cost.bound
@@ -209,10 +218,15 @@ def _facts(config: Config, plan: ReshardPlan, proof: Proof, cost: Cost, seconds:
         ("a rank receives", _range(cost.received)),
         ("peak staging", staging),
         ("communicators", NO_COMMUNICATORS.get(transport) or _communicators(plan)),
-        ("predicted", f"{cost.seconds:.3g} s, bound by {bound.name} {bound.where} at {bound.gb_per_s:g} GB/s"),
+        ("busiest link", f"{cost.seconds:.3g} s, {bound.name} {bound.where} at {bound.gb_per_s:g} GB/s"),
+        ("predicted", f"{update.seconds:.3g} s, bound by {update.bound}: {_parts(update)}"),
     ):
         table.add_row(label, value)
     return table
+
+
+def _parts(update: PhaseTime) -> str:
+    return ", ".join(f"{part} {seconds:.3g} s" for part, seconds in update.parts.items())
 
 
 def _links(cost: Cost) -> Table:

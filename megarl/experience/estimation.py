@@ -187,6 +187,17 @@ def estimate_tokens(config: Config, batch: Batch, rows: RowInputs, shard: Shard 
     )
 
 
+def columns_read(config: Config, rows: RowInputs) -> set[str]:
+    """Names of the columns that `estimate_tokens` reads, where there are these."""
+    names = {"rollout_log_probs", "old_log_probs", "values", "values_after", "step_rewards", "step_ends", "older"}
+    names |= {column for need, column in COLUMNS_READ.items() if getattr(rows.needed, need)}
+    if kl_is_in_reward(config):
+        names.add("reference_log_probs")
+    if config.algorithm.entropy.target is not None:
+        names.add("old_entropy")
+    return names | {name for term in rows.terms for name in term.columns}
+
+
 def estimate_part(batch: Batch, shard: Shard, config: Config, rows: RowInputs) -> TokenOutcome:
     """`estimate_tokens` as a `RowWork`."""
     return estimate_tokens(config, batch, rows, shard)

@@ -32,6 +32,9 @@ class TokenTerm(Protocol):
 class AdvantageTerm(Protocol):
     """Change that an option makes to the advantages of rewards; processes that have tokens get it as a value."""
 
+    columns: ClassVar[tuple[str, ...]]
+    """Those that it reads, beside the policy's log-probs."""
+
     def __call__(self, advantages: Tensor, sampled: Callable[[], Tensor], batch: Batch) -> Tensor:
         """Advantages `[b, T]` → those that are trained on, which nothing normalises; `sampled` gives the policy's log-probs
         `[b, T]`."""

@@ -18,6 +18,9 @@ from megarl.data.stored_batch import StoredBatch
 TOKEN_COLUMNS = ("chosen", "top_entropy", "nll_weights")
 """The columns that `set_token_columns` makes, each where the config asks for it."""
 
+READ_BY_CHOICES = ("rollout_log_probs", "old_log_probs", "old_entropy", "advantages")
+"""The columns that it reads, where there are these."""
+
 
 def set_token_columns(
     batch: Batch,

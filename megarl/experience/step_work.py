@@ -12,7 +12,7 @@ from megarl.data.stored_batch import batch_of
 from megarl.data.stored_shares import RowTask
 from megarl.experience.estimation import estimate_part
 from megarl.experience.experience import Experience, RowFacts
-from megarl.experience.step_tokens import makes_token_columns, token_columns_part
+from megarl.experience.step_tokens import READ_BY_CHOICES, makes_token_columns, token_columns_part
 from megarl.runs.training_side import TrainingSide
 
 
@@ -37,7 +37,9 @@ def estimate(
     if greedy is not None:
         of_greedy = RowFacts.of(batch_of([sample for sample, _ in greedy])), [reward for _, reward in greedy]
     rows = experience.row_inputs(RowFacts.of(batch), rewards, of_greedy)
-    task = RowTask(estimate_part, [experience.config], lambda part: [rows.of_rows(part)], apart=not rows.needed.whole_batch)
+    config = experience.config
+    read, apart = columns_read(config, rows), not rows.needed.whole_batch
+    task = RowTask(estimate_part, [config], lambda part: [rows.of_rows(part)], read, apart=apart)
     outcome = roles.compute(batch, task)[0]
     return experience.take_outcome(rows, outcome), outcome.entropy
 
@@ -54,4 +56,4 @@ def make_token_columns(
         its_rewards = [rewards[row] for row in part] if rewards else []
         return [place for place, row in enumerate(part) if row in chosen], its_rewards
 
-    roles.compute(batch, RowTask(token_columns_part, [config, update_number], inputs))
+    roles.compute(batch, RowTask(token_columns_part, [config, update_number], inputs, READ_BY_CHOICES))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PREFILL_TOKENS, DECODED_AT_ONCE = 8192, 256
 """Most that SGLang works on at once: prompt tokens of a prefill, sequences whose logits exist."""
 RELAYED_LOADS = 3
-"""On a training rank that hands weights of others on: one that it sends, one that it receives and the last that it received."""
+"""On a training rank that hands weights of others on: two rounds of half a load each way, and what came last."""
 
 
 def engine_working_bytes(engines: Engines, lengths: Lengths) -> float:

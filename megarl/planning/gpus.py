@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
@@ -63,6 +64,13 @@ class GpuSpec:
     def cluster(self) -> ClusterRates:
         """Nodes of these GPUs, as reshard plans are priced."""
         return ClusterRates(self.nvlink_gpus, self.hbm_gb_per_s / 2, self.nvlink_gb_per_s, self.network_gb_per_s)
+
+    def in_cluster(self, rates: ClusterRates) -> GpuSpec:
+        """The same GPU with the links of a cluster that is described apart."""
+        most = rates.host_gb_per_s or math.inf  # which every other GPU is reached through
+        nvlink, network = min(rates.nvlink_gb_per_s, most), min(rates.ib_gb_per_s, most)
+        hbm, nvlink_gpus = 2 * rates.copy_gb_per_s, rates.gpus_per_node
+        return replace(self, hbm_gb_per_s=hbm, nvlink_gb_per_s=nvlink, network_gb_per_s=network, nvlink_gpus=nvlink_gpus)
 
 
 def chosen_gpu(of_config: str | None, option: str | None) -> GpuSpec:

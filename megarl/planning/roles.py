@@ -19,7 +19,7 @@ from megarl.models.weight_formats import WeightFormat, engine_format
 from megarl.planning.activations import Precision
 from megarl.planning.optimizer_bytes import StateBytes, state_bytes
 from megarl.planning.parameters import NOTHING_HELD, ParameterCounts, stage_parameters
-from megarl.weights.plan import ReshardPlan, plan_reshard
+from megarl.weights.plan import LOAD_BYTES, ReshardPlan, bucket_of_load, plan_reshard
 from megarl.weights.run_plan import ITEMSIZE, sent_adapters, target_of_run
 from megarl.weights.sglang_targets import EVERY_RANK, EngineTarget, check_target
 from megarl.weights.slices import engine_slices
@@ -82,9 +82,8 @@ ADAPTER_PLACES = 2
 class Engines:
     """The engines of a run, which take the weights of `trainer`'s ranks and serve them in `format` (None: as they are).
 
-    `max_total_tokens` and `memory_fraction` are SGLang's arguments, where the config gives them. `stages_weights`: training
-    ranks hand weights over in buffers. `relays_weights`: to an engine on another machine by way of a rank there. `lora`: the
-    adapters that engines add themselves; None: none.
+    `max_total_tokens` and `memory_fraction` are SGLang's arguments, where the config gives them. `transport`: as
+    `rollout.weight_transport`. `lora`: the adapters that engines add themselves; None: none.
     """
 
     target: EngineTarget
@@ -94,9 +93,18 @@ class Engines:
     format: WeightFormat | None
     max_total_tokens: int | None
     memory_fraction: float | None
-    stages_weights: bool
-    relays_weights: bool
+    transport: str
     lora: AdapterSpec | None = None
+
+    @property
+    def stages_weights(self) -> bool:
+        """Return whether training ranks hand weights over in buffers."""
+        return self.transport in ("shared_memory", "rdma")
+
+    @property
+    def relays_weights(self) -> bool:
+        """Return whether weights for an engine on another machine go by way of a rank there."""
+        return self.transport == "shared_memory"
 
     @property
     def plan(self) -> ReshardPlan:
@@ -158,7 +166,16 @@ def _reshard_plan(
     format: WeightFormat | None,
     lora: AdapterSpec | None,
 ) -> ReshardPlan:
-    return plan_reshard(shape.config, trainer, target, itemsize=itemsize, format=format, predicts=shape.predicts, lora=lora)
+    return plan_reshard(
+        shape.config,
+        trainer,
+        target,
+        itemsize=itemsize,
+        bucket_bytes=bucket_of_load(LOAD_BYTES["cuda"], target),
+        format=format,
+        predicts=shape.predicts,
+        lora=lora,
+    )
 
 
 @cache
@@ -276,7 +293,6 @@ def _engines(config: AnyConfig) -> Engines:
         format=engine_format(load_hf_config(str(served))) if served is not None else None,
         max_total_tokens=arguments.get("max_total_tokens"),
         memory_fraction=None if fraction is None else float(fraction),
-        stages_weights=config.sampling.weight_transport in ("shared_memory", "rdma"),
-        relays_weights=config.sampling.weight_transport == "shared_memory",
+        transport=config.sampling.weight_transport,
         lora=sent_adapters(config),
     )

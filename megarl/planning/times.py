@@ -25,7 +25,8 @@ from megarl.planning.memory import precision_of
 from megarl.planning.passes import Times, pass_seconds
 from megarl.planning.roles import Engines, PlannedRole, RunShape
 from megarl.planning.turns import takes_turns
-from megarl.weights.cost import ClusterRates, Cost, cost_of
+from megarl.weights.cost import WAITING, ClusterRates, Cost, cost_of, placement_of
+from megarl.weights.placement import PlacementRequest
 
 LEAST_RANKS = 256
 """A weight update is priced for a part of the run that has so many ranks at least."""
@@ -183,28 +184,43 @@ def _computed_anew(shape: ModelShape, precision: Precision) -> float:
 
 
 def update_seconds(engines: Engines, gpu: GpuSpec, memory: MemoryPlan, *, colocated: bool, in_turns: bool) -> dict[str, float]:
-    """What is sent, by the busiest link; what each tensor takes; and where trainer and engines take turns, their turns.
+    """What is sent, by the busiest link and what messages wait for one another; what each tensor takes; and where trainer and
+    engines take turns, their turns.
 
     Engines that slept open every handle again, and take weights over at a rate of their own.
     """
-    share, part = gpu.efficiencies, _repeated_part(engines)
-    cost = _cost(part, gpu.cluster, colocated=colocated)
-    parts = {
-        cost.bound.name: cost.seconds / share.links,
-        "tensors": share.update_s + (1 + in_turns) * len(part.plan.tensors) * share.tensor_s,
-    }
+    share, part = gpu.efficiencies, repeated_part(engines)
+    link, seconds = sending_seconds(part, gpu.cluster, colocated=colocated)
+    tensors = share.update_s + (1 + in_turns) * len(part.plan.tensors) * share.tensor_s
+    parts = {link: seconds / share.links, "tensors": tensors}
     if in_turns:
         parts["main memory"] = 2 * memory.moved_bytes / (gpu.host_gb_per_s * share.links) / 1e9
         parts["engines' turn"] = engines.weight_bytes / share.turn_gb_per_s / 1e9
     return parts
 
 
+def sending_seconds(engines: Engines, cluster: ClusterRates, *, colocated: bool) -> tuple[str, float]:
+    """The link that an update's messages need longest, and their seconds at its full rate, with what they wait for one another.
+
+    A test plays the messages of every ready plan through a simulated network (tests/weights/test_update_play.py).
+    """
+    cost = _cost(engines, cluster, colocated=colocated)
+    bound, seconds = cost.bound, cost.seconds
+    if not engines.relays_weights:
+        return bound.name, WAITING[engines.transport] * seconds
+    if bound.name == "InfiniBand":
+        return bound.name, WAITING["relays"] * seconds
+    of_links = {link.name: link.seconds for link in cost.links}  # a GPU's memory has both copies to make
+    return bound.name, WAITING["shared_memory"] * max(seconds, of_links["same GPU"] + of_links["packing"])
+
+
 @lru_cache(maxsize=32)
 def _cost(engines: Engines, cluster: ClusterRates, *, colocated: bool) -> Cost:
-    return cost_of(engines.plan, cluster, colocated=colocated)
+    request = PlacementRequest({"policy": engines.trainer}, engines.target.engines, engines.target.ranks, colocated=colocated)
+    return cost_of(engines.plan, cluster, colocated=colocated, placement=placement_of(request, cluster))
 
 
-def _repeated_part(engines: Engines) -> Engines:
+def repeated_part(engines: Engines) -> Engines:
     """The smallest run of which this one is a multiple: replicas and engines that are so many times more send as much each."""
     layout, target = engines.trainer, engines.target
     per_stage = layout.tp * layout.cp * layout.dp

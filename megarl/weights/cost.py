@@ -2,7 +2,8 @@
 
 The link between two ranks is where their GPUs are: the same GPU (an engine in the trainer's place), the same node (NVLink), or
 two nodes (InfiniBand). All links work at the same time and in both directions, each GPU's share of each at the stated rate.
-The prediction is the slowest of these shares; latencies and waiting for one another are not in it.
+`Cost.seconds` is the slowest of these shares. What waiting for one another adds depends on the way that weights take
+(`WAITING`); `planning/times.py` adds that, and what an update takes beside.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from megarl.config.yaml_tree import read_yaml
-from megarl.errors import ConfigError, describe_value, nearest
+from megarl.errors import ClusterError, ConfigError, LayoutError, describe_value, nearest
+from megarl.weights.placement import Placement, PlacementRequest, place, planned_bundles
 from megarl.weights.plan import RANKS_PER_LOAD, ReshardPlan
 from megarl.weights.sglang_targets import EVERY_RANK
 from megarl.weights.tensors import Ints
@@ -22,6 +24,14 @@ from megarl.weights.tensors import Ints
 LINKS = ("same GPU", "NVLink", "InfiniBand")
 STAGED_LOADS = 2
 """One is filled while the other is read."""
+MESSAGE_S = 1e-4
+"""Seconds of a message of process groups or relays beside its bytes: a launch, and to meet the other side. An assumption."""
+LOAD_S = 1e-3
+"""Seconds of a load beside its bytes, from when it is staged until an engine's rank reads it. An assumption."""
+WAITING = {"shared_memory": 1.25, "relays": 1.09, "process_group": 1.2, "rdma": 1.05}
+"""By the way that weights take, the seconds of an update's messages over those that the busiest link needs: what they wait for
+one another. A test holds them to what the ready plans take in a simulated network (tests/weights/test_update_play.py).
+"""
 _BATCH = 2**20
 
 
@@ -96,32 +106,50 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Predicted time of an update of all engines."""
+        """Time of the busiest link: no update of all engines is faster."""
         return self.bound.seconds
 
 
-def cost_of(plan: ReshardPlan, cluster: ClusterRates, *, colocated: bool) -> Cost:
-    """The cost of an update where GPU i is training rank i's, and the engines' ranks follow each other on the same GPUs
-    (`colocated`; from the first on again, should there be more of them) or on nodes of their own.
+def placement_of(request: PlacementRequest, cluster: ClusterRates) -> Placement | None:
+    """Where ranks and engines of a run are on nodes of a cluster; None: they do not fit into such nodes."""
+    try:
+        return place(request, planned_bundles(request.bundles, cluster.gpus_per_node))
+    except (LayoutError, ClusterError):
+        return None
+
+
+def cost_of(plan: ReshardPlan, cluster: ClusterRates, *, colocated: bool, placement: Placement | None = None) -> Cost:
+    """The cost of an update where the ranks of `placement` and its engines are.
+
+    Without one, GPU i is training rank i's, and the engines' ranks follow each other on the same GPUs (`colocated`; from the
+    first on again, should there be more of them) or on nodes of their own.
     """
     world, ranks, engines = plan.layout.world_size, plan.target.ranks, plan.target.engines
-    first = 0 if colocated else -(-world // cluster.gpus_per_node) * cluster.gpus_per_node
-    modulus = world if colocated else first + engines * ranks
-    gpus = max(modulus, world)
+    if placement is not None:
+        of_rank, of_engine = np.array(placement.ranks["policy"]), np.array(placement.engines)
+        nodes = {node: number for number, node in enumerate(placement.nodes)}
+        node_of = np.array([nodes[bundle.node] for bundle in placement.bundles])
+    else:
+        first = 0 if colocated else -(-world // cluster.gpus_per_node) * cluster.gpus_per_node
+        modulus = world if colocated else first + engines * ranks
+        of_rank, of_engine = np.arange(world), (first + np.arange(engines * ranks).reshape(engines, ranks)) % modulus
+        node_of = np.arange(max(modulus, world)) // cluster.gpus_per_node
+    gpus = len(node_of)
     out, into = np.zeros((2, len(LINKS), gpus), np.int64)  # bytes of every GPU, `[link, gpu]`
-    for source, engine, engine_rank, nbytes in _links(plan):
-        target = (first + engine * ranks + engine_rank) % modulus
-        same_node = source // cluster.gpus_per_node == target // cluster.gpus_per_node
+    for sender, engine, engine_rank, nbytes in _links(plan):
+        source, target = of_rank[sender], of_engine[engine, engine_rank]
+        same_node = node_of[source] == node_of[target]
         link = np.where(source == target, 0, np.where(same_node, 1, 2))
         out += _summed(link * gpus + source, nbytes, out.size).reshape(out.shape)
         into += _summed(link * gpus + target, nbytes, into.size).reshape(into.shape)
-    packed = _packed(plan, gpus)
+    packed = np.zeros(gpus, np.int64)
+    packed[of_rank] = _packed(plan, world)
     rates = (cluster.copy_gb_per_s, cluster.nvlink_gb_per_s, cluster.ib_gb_per_s)
     links = [_link(name, out[i], into[i], rate) for i, (name, rate) in enumerate(zip(LINKS, rates, strict=True))]
     links.append(_link("packing", packed, np.zeros_like(packed), cluster.copy_gb_per_s))
     if cluster.host_gb_per_s is not None:
         links.append(_link("main memory", out[1] + out[2], into[1] + into[2], cluster.host_gb_per_s))
-    of_ranks = out.sum(axis=0)[:world]
+    of_ranks = out.sum(axis=0)[of_rank]
     received = plan.received_bytes
     return Cost(
         links=tuple(links),

@@ -6,8 +6,13 @@ make. Members find each other through the store that the engine's owner keeps.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -99,26 +104,76 @@ class Turns:
         return self._groups[number]
 
 
-class Sending:
-    """Contiguous `values` on their way to a member, bit by bit."""
+STEPS = 8
+"""Of a call, in each of which every member has an even part of what it sends to each other one. With more steps members wait
+longer for one another where there are few messages; with fewer, more bytes are under way that had to be copied.
+"""
 
-    def __init__(self, values: torch.Tensor, group: torch.distributed.ProcessGroup, member: int) -> None:
+
+def steps_of(nbytes: Sequence[int]) -> list[int]:
+    """The step of each message between two members, by the bytes before it."""
+    ends, total = accumulate(nbytes), max(1, sum(nbytes))
+    return [min(STEPS - 1, STEPS * (2 * end - size) // (2 * total)) for end, size in zip(ends, nbytes, strict=True)]
+
+
+class OnTheWay:
+    """Contiguous `values` between two members, bit by bit; `work` is torch's."""
+
+    def __init__(self, values: torch.Tensor, work: Any) -> None:
         self.nbytes = values.nbytes
-        self._values = values  # kept until they have arrived
-        self._work = group.send([_bits(values)], member, 0)
+        self.values, self.work = values, work  # kept until they have arrived
 
     def wait(self) -> None:
         """Return when the member has the values; raises RuntimeError if the connection broke."""
-        if not self._values.is_cuda:
-            self._work.wait()
+        if not self.values.is_cuda:
+            self.work.wait()
             return
-        while not self._work.is_completed():  # to wait for it would only have later kernels wait
+        while not self.work.is_completed():  # to wait for it would only have later kernels wait
             time.sleep(POLL_S)
 
 
-def start_receiving(values: torch.Tensor, group: torch.distributed.ProcessGroup, member: int) -> Any:
-    """Begin to receive contiguous `values` bit by bit; a `torch.distributed.Work`."""
-    return group.recv([_bits(values)], member, 0)
+def start_sending(values: torch.Tensor, group: torch.distributed.ProcessGroup, member: int) -> OnTheWay:
+    """Begin to send."""
+    return OnTheWay(values, group.send([_bits(values)], member, 0))
+
+
+def start_receiving(values: torch.Tensor, group: torch.distributed.ProcessGroup, member: int) -> OnTheWay:
+    """Begin to receive."""
+    return OnTheWay(values, group.recv([_bits(values)], member, 0))
+
+
+@contextlib.contextmanager
+def together(groups: Groups, device: torch.device | None) -> Iterator[list[OnTheWay]]:
+    """Begin what is added to the list inside at once: else NCCL takes one message of a group after the other.
+
+    Members that have the same steps in the same order do not wait for each other in a circle.
+    """
+    begun: list[OnTheWay] = []
+    if device is None or device.type != "cuda":
+        yield begun
+        return
+    [group] = groups
+    group._start_coalescing(device)
+    yield begun
+    work = group._end_coalescing(device)
+    for one in begun:
+        one.work = work
+
+
+def in_a_thread(action: Callable[[], object]) -> Future[None]:
+    """Run an action in a thread that does not keep the process alive."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - whatever it is, who waits must hear of it
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

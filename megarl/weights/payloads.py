@@ -13,12 +13,18 @@ import torch
 import torch.distributed
 
 from megarl.weights.engine_group import EngineGroup
+from megarl.weights.intake import Intake
 from megarl.weights.rank_plan import SliceKey
 
 SELECTORS = {False: "target", True: "all"}
 """Which of a server's models an update is for (SGLang's `selector`), by whether it drafts with a layer that is trained: any
 other draft keeps its weights."""
-OPEN, JOIN, RECEIVE, READ, CHECK, SUM = "open", "join", "receive", "read", "check", "sum"
+INTAKE, OPEN, JOIN, RECEIVE, READ, CHECK, SUM = "intake", "open", "join", "receive", "read", "check", "sum"
+
+
+def taking(intake: Intake, rank: int) -> list[tuple[Any, Any]]:
+    """The payload by which `rank` takes part in an intake until its end."""
+    return [((INTAKE, (tuple(intake), rank)), NoTensor())]
 
 
 def opening(shared: Sequence[Any], pieces: Iterable[Any]) -> list[tuple[Any, Any]]:
@@ -36,9 +42,11 @@ def receiving(
 ) -> list[tuple[Any, Any]]:
     """The payload by which `rank` receives messages of a sender over the group; `checked`: their digests will be asked for.
 
-    A message is a list of pieces, `(*held, dtype, start, stop)`, of which the last ends where the message does.
+    Each message is its step (`engine_group.steps_of`) and a list of pieces, `(*held, dtype, start, stop)`, of which the last
+    ends where the message does.
     """
-    return [((RECEIVE, (group.name, sender, call, rank, {"checked": checked}, list(content))), NoTensor())]
+    options = {"checked": checked, "timeout_s": group.timeout_s}
+    return [((RECEIVE, (group.name, sender, call, rank, options, list(content))), NoTensor())]
 
 
 class NoTensor:

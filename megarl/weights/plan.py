@@ -35,8 +35,8 @@ LOAD_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
 """By platform what a training rank of a run stages at once, at most: a bucket for each of up to `RANKS_PER_LOAD` ranks of an
 engine. The same for all ranks of a run, and for the planner.
 
-For every load SGLang looks at all modules of the model, about 10 ms for 30 layers, so smaller ones cost more. Through shared
-memory 128 MiB take longer than that. A GPU copies them in a tenth of a millisecond: 1 GiB there is an estimate, not measured.
+Every load is a message to each rank that it is for and an answer, so smaller ones cost more. Through shared memory 128 MiB
+take longer than that. A GPU copies them in a tenth of a millisecond: 1 GiB there is an estimate, not measured.
 """
 RANKS_PER_LOAD = 16
 
@@ -173,13 +173,13 @@ class ReshardPlan:
             for number in (*numbers[begin:], *numbers[:begin]):
                 to = engines[sent[number]].tolist()
                 turn = (stage + slot * self.layout.pp) % len(to)
-                yield self._bucket(first + number, rank, (*to[turn:], *to[:turn]))
+                yield self.bucket(first + number, rank, (*to[turn:], *to[:turn]))
 
     def receives(self, engine: int, engine_rank: int) -> Iterator[TransferBucket]:
         """The buckets with something for a rank of an engine, each once, with the training rank that sends it."""
         has = np.flatnonzero(_is_for(self.bucket_engine_rank, engine_rank))
         for bucket, rank in zip(has.tolist(), self.sender(np.array(engine), has).tolist(), strict=True):
-            yield self._bucket(bucket, rank, (engine,))
+            yield self.bucket(bucket, rank, (engine,))
 
     def sender(self, engine: Ints, bucket: Ints) -> Ints:
         """The rank that sends each of these buckets to these engines."""
@@ -251,7 +251,8 @@ class ReshardPlan:
         """The bytes of each bucket."""
         return np.add.reduceat(self.transfers.nbytes, self.bucket_starts[:-1])
 
-    def _bucket(self, number: int, rank: int, engines: tuple[int, ...]) -> TransferBucket:
+    def bucket(self, number: int, rank: int, engines: tuple[int, ...]) -> TransferBucket:
+        """Bucket `number` as `rank` sends it to `engines`."""
         columns = (self.bucket_starts, self.bucket_starts[1:], self.bucket_nbytes)
         route = (int(self.bucket_source[number]), rank, engines, int(self.bucket_engine_rank[number]))
         return TransferBucket(number, *route, *(int(column[number]) for column in columns))

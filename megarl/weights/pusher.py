@@ -45,6 +45,8 @@ class Sender(Protocol):
 
     in_flight: int
     """How many loads it may be given at a time, each in a thread of its own."""
+    waits_for_others: bool
+    """Whether an engine takes what all its senders deliver together, so that each must deliver, if nothing."""
     is_checked: bool
     """Whether checksums taken here say what the engine's ranks must hold; else the engine takes its own."""
 
@@ -167,7 +169,7 @@ class Pusher:
                         lane.checksums.append(checksums)
                     if engine not in deltas or load.relayed:
                         staged.readers.append(lane.submit(staged))
-                    elif changed:
+                    elif changed or lane.sender.waits_for_others:
                         staged.readers.append(lane.submit(staged.only(changed)))
             if version is not None:
                 self._sent.sent(version)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
@@ -64,11 +63,15 @@ class SendBatch:
     relayed: bool = False
 
 
+SentBox = tuple[SliceKey, str, int, int]
+"""What is sent, the parameter it is cut from, and the row and column where it begins there."""
+
+
 class RankPlan:
     """One training rank's part of a plan, laid out once for all updates.
 
     A load has buckets for the ranks of an engine that the rank sends to, in turn, so that they copy at the same time; it has at
-    most `plan.load_bytes`. `single_batch`: what goes to the same engines is one load; for senders that stage nothing.
+    most `plan.load_bytes`. `single_batch`: all that goes to an engine is one load; for senders that stage nothing.
     `buckets`: those that are sent; None: all that the plan has the rank send.
     """
 
@@ -78,9 +81,11 @@ class RankPlan:
         self._plan = plan
         slices = plan.all_slices
         self._keys = slices.tensor * (plan.target.ranks + 1) + slices.engine_rank - EVERY_RANK
-        limit = math.inf if single_batch else plan.load_bytes
-        batches = _batches(plan.sends(rank) if buckets is None else buckets, limit)
-        self._loads = [(engines, list(self._boxes(of_batch))) for engines, of_batch in batches]
+        own = plan.sends(rank) if buckets is None else buckets
+        if single_batch:
+            self._loads = self._of_engines(list(own))
+        else:
+            self._loads = [(engines, list(self._boxes(of_batch))) for engines, of_batch in batches(own, plan.load_bytes)]
 
     @property
     def load_bytes(self) -> int:
@@ -112,8 +117,17 @@ class RankPlan:
         itemsizes = (int(size) for b in buckets for size in sizes[self._plan.transfers.tensor[b.start : b.stop]])
         return [(key, size) for (key, *_), size in zip(self._boxes(buckets), itemsizes, strict=True)]
 
-    def _boxes(self, buckets: Sequence[TransferBucket]) -> Iterator[tuple[SliceKey, str, int, int]]:
-        """(what is sent, the parameter it is cut from, and the row and column where it begins there)."""
+    def _of_engines(self, buckets: Sequence[TransferBucket]) -> list[tuple[frozenset[int], list[SentBox]]]:
+        """By engine all that it is sent."""
+        boxes = {bucket.number: list(self._boxes([bucket])) for bucket in buckets}
+        of_engines: dict[int, list[SentBox]] = {}
+        for bucket in buckets:
+            for engine in bucket.engines:
+                of_engines.setdefault(engine, []).extend(boxes[bucket.number])
+        return [(frozenset([engine]), of_engine) for engine, of_engine in sorted(of_engines.items())]
+
+    def _boxes(self, buckets: Sequence[TransferBucket]) -> Iterator[SentBox]:
+        """Parts of buckets that are sent."""
         plan = self._plan
         for bucket in buckets:
             numbers = plan.transfers.tensor[bucket.start : bucket.stop]
@@ -123,7 +137,7 @@ class RankPlan:
                 yield key, t.parameter, t.source_row, t.source_col
 
 
-def _batches(buckets: Iterable[TransferBucket], limit_bytes: float) -> Iterator[tuple[frozenset[int], list[TransferBucket]]]:
+def batches(buckets: Iterable[TransferBucket], limit_bytes: float) -> Iterator[tuple[frozenset[int], list[TransferBucket]]]:
     """The buckets of one source for the same engines, in turn one for each rank of these, as many as `limit_bytes` hold."""
     for (_, engines), group in groupby(buckets, key=lambda bucket: (bucket.source, frozenset(bucket.engines))):
         of_ranks: dict[int, list[TransferBucket]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,18 +24,20 @@ class ReceivedBoxes:
     def __init__(self) -> None:
         self._checked: dict[SliceKey, str] = {}
         self._came: dict[SliceKey, str] = {}
+        self._lock = threading.Lock()
 
     def note(self, pieces: Iterable[tuple[Any, ...]]) -> None:
-        """These came, each `(*held, dtype, start, stop)`; not what SGLang's own loader cuts."""
-        for *place, dtype, _, _ in pieces:
-            key = SliceKey(*place)
-            if key.engine_rank != EVERY_RANK:
-                self._came[key] = dtype
+        """These came, each `(*held, dtype, start, stop)`; not what SGLang's own loader cuts. Called by several threads."""
+        came = {SliceKey(*place): dtype for *place, dtype, _, _ in pieces}
+        of_ranks = {key: dtype for key, dtype in came.items() if key.engine_rank != EVERY_RANK}
+        with self._lock:
+            self._came |= of_ranks
 
     def take(self, *, since_base: bool) -> list[tuple[tuple[Any, ...], str]]:
         """The boxes that came since the last call, or ever; ends what `note` is told of as one update."""
-        self._checked = self._checked | self._came if since_base else self._came
-        self._came = {}
+        with self._lock:
+            self._checked = self._checked | self._came if since_base else self._came
+            self._came = {}
         return [*self._checked.items()]
 
 

@@ -7,8 +7,9 @@ What SGLang derives from a parameter (`DERIVED_FROM`) is made anew as soon as th
 
 from __future__ import annotations
 
-from collections import deque
+import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -24,8 +25,10 @@ from megarl.weights.checksums import digests
 from megarl.weights.copying import copy, in_threads
 from megarl.weights.cuda_ipc import opened
 from megarl.weights.digests import combined
-from megarl.weights.engine_group import EngineGroup, Groups, Turns, leave, start_receiving
-from megarl.weights.payloads import CHECK, JOIN, OPEN, READ, RECEIVE, SUM, send_answer
+from megarl.weights.group_ranks import give_up, join, receive
+from megarl.weights.intake import Intake
+from megarl.weights.intake_ranks import RankIntake
+from megarl.weights.payloads import CHECK, INTAKE, JOIN, OPEN, READ, RECEIVE, SUM, send_answer
 from megarl.weights.rank_plan import SliceKey
 from megarl.weights.received import ReceivedBoxes, ReceivedDigests
 from megarl.weights.sglang_places import (
@@ -55,36 +58,65 @@ def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
     if names is not None and names.is_draft(parameters.tensors):
         _load_draft(model, parameters, names)
         return
+    changed: set[str] = set()
     for (name, content), buffer in named_tensors:
         if name == CHECK:
             _answer(parameters, *content)
-            continue
-        if name == SUM:
+        elif name == SUM:
             since_base, *answered_at = content
             _answer(parameters, _boxes.take(since_base=since_base), *answered_at, summed=True)
-            continue
+        elif name == INTAKE:
+            intake, rank = content
+            _wait_for_gpu(parameters.device)  # other threads have other streams
+            of_rank = RankIntake(Intake(*intake), rank, parameters.device)
+            of_rank.take_all(partial(_take_payload, model, parameters, changed), give_up)
+            _wait_for_gpu(parameters.device)
+        else:
+            _take_payload(model, parameters, changed, [((name, content), buffer)])
+    if changed:
+        model.post_load_weights(weight_names=changed)
+        _received.forget_all()
+
+
+def _wait_for_gpu(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _take_payload(
+    model: Any, parameters: ModelParameters, changed: set[str], named_tensors: Sequence[tuple[Any, torch.Tensor]]
+) -> Future[None] | None:
+    """Take one payload, of one thread beside others; adds to `changed` what other things are derived from.
+
+    A future is done when what was announced has come.
+    """
+    later: Future[None] | None = None
+    for (name, content), buffer in named_tensors:
+        pieces: Sequence[Any] = ()
         if name == JOIN:
-            _join(parameters, *content)
-            continue
-        if name == READ:
+            join(parameters.device, *content)
+        elif name == READ:
             read = part("transports", "reader", "rollout.weight_transport").read
             pieces = read(partial(_take, model, parameters), parameters.device, *content)
         elif name == RECEIVE:
-            _load_whole(model, _receive(parameters, *content))
-            pieces = list(chain.from_iterable(content[-1]))
+            later = receive(_Arrivals(model, parameters), parameters.device, *content)
+            pieces = list(chain.from_iterable(message for _, message in content[-1]))
         elif name == OPEN:
             shared, pieces = content
             _take(model, parameters, pieces, opened(shared))
         else:
             _kept[name], (pieces, checked) = buffer, content
             _take(model, parameters, pieces, buffer, checked=checked)
-        _boxes.note(pieces)
-        changed = {tensor for tensor, *_ in pieces if DERIVED_FROM in tensor and not tensor.startswith(parameters.of_draft)}
-        if changed:
-            model.post_load_weights(weight_names=changed)
-            _received.forget_all()
+        if name != RECEIVE:  # of which nothing has come so far: `_Arrivals` takes note
+            _boxes.note(pieces)
+        changed |= {tensor for tensor, *_ in pieces if DERIVED_FROM in tensor and not tensor.startswith(parameters.of_draft)}
         if name == OPEN:
             torch.cuda.current_stream().synchronize()  # the sender fills its buffer again as soon as it is answered
+    return later
+
+
+_whole = threading.Lock()
+"""Held by who calls the model's own loader."""
 
 
 def _take(
@@ -96,7 +128,8 @@ def _take(
 
 def _load_whole(model: Any, whole: Whole) -> None:
     if whole:
-        model.load_weights(whole)
+        with _whole:
+            model.load_weights(whole)
         _received.forget_all()
 
 
@@ -191,58 +224,31 @@ def _write(held: SliceKey, to: torch.Tensor, values: torch.Tensor, *, checked: b
         copy(to, values)
 
 
-COPIED_BYTES = 64 * 2**20
-"""How many bytes may be under way into memory of their own; what is received where it belongs takes none."""
+class _Arrivals:
+    """Places where messages of a call belong, and what they are when they have come."""
 
-_groups: dict[str, tuple[EngineGroup, Any, Groups]] = {}
-"""By name what was joined last, with its store."""
+    def __init__(self, model: Any, parameters: ModelParameters) -> None:
+        self._model, self._parameters = model, parameters
+        self._whole: Whole = []
 
+    def place(self, message: Sequence[Any]) -> torch.Tensor | None:
+        """Place where a message can be received as it comes; None: it must be copied from elsewhere."""
+        return _in_place(self._parameters, message)
 
-def _join(parameters: ModelParameters, group: tuple[Any, ...], rank: int) -> None:
-    """Join a group in place of the last one."""
-    new_group = EngineGroup(*group)
-    while _groups:
-        leave(_groups.popitem()[1][2])
-    store = new_group.store()
-    store.set(new_group.joining(rank), "")
-    joined = new_group.join(store, new_group.senders + rank, parameters.device)
-    _groups[new_group.name] = new_group, store, joined
-
-
-def _receive(
-    parameters: ModelParameters, name: str, sender: int, call: int, rank: int, options: dict[str, Any], content: Iterable[Any]
-) -> Whole:
-    """Take what a sender sends to where it belongs; gives what is whole."""
-    known, store, groups = _groups[name]
-    turns = Turns(groups)
-    store.set(known.ready(sender, call, rank), "")
-    device = parameters.device
-    under_way: deque[tuple[Any, torch.Tensor, Any, bool]] = deque()
-    copied, whole = 0, []
-
-    def finish_one() -> int:
-        work, values, message, in_place = under_way.popleft()
-        work.wait()
+    def take(self, message: Sequence[Any], values: torch.Tensor, *, in_place: bool, checked: bool) -> None:
+        """Take what has come."""
         if not in_place:
-            whole.extend(_read(parameters, message, values, checked=options["checked"]))
-            return values.nbytes
-        if options["checked"] and not values.is_cuda:
+            self._whole += _read(self._parameters, message, values, checked=checked)
+        elif checked and not values.is_cuda:
             _received.hash(_held(message[0]), values)  # while the next ones come
         else:
             _received.forget(_held(message[0]))
-        return 0
+        _boxes.note(message)
 
-    for message in content:
-        in_place = _in_place(parameters, message)
-        values = torch.empty(message[-1][-1], dtype=torch.uint8, device=device) if in_place is None else in_place
-        work = start_receiving(values, turns.group_for(values.nbytes), sender)
-        under_way.append((work, values, message, in_place is not None))
-        copied += values.nbytes if in_place is None else 0
-        while copied > COPIED_BYTES:
-            copied -= finish_one()
-    while under_way:
-        finish_one()
-    return whole
+    def end(self) -> None:
+        """Everything has come."""
+        _load_whole(self._model, self._whole)
+        _wait_for_gpu(self._parameters.device)
 
 
 def _held(piece: tuple[Any, ...]) -> SliceKey:

@@ -1,33 +1,33 @@
 """The trainer's side of a weight update into an SGLang server, for the processes that hold the weights.
 
-The driver opens the update with `SglangEngine.begin_update`; each sender then sends its buckets from its own process; the
-driver closes it with `endupdate_request(version, checksums of all senders)`. Synchronous, no SGLang import on a CPU.
+The driver opens the update with `SglangEngine.begin_update`; each sender then sends its buckets from its own process, all of
+them at the same time (`intake.py`); the driver closes it with `end_update(version, checksums of all senders)`. Synchronous, no
+SGLang import on a CPU.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import partial
-from http.client import HTTPException
-from itertools import zip_longest
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from megarl.config.secrets import bearer
 from megarl.errors import EngineError
-from megarl.system.http_requests import AnswerError, open_url, parsed, read_answer
+from megarl.system.http_requests import open_url
 from megarl.weights.checksums import UNCHECKED, EngineLayout
-from megarl.weights.engine_group import EngineGroup, Groups, Sending, Turns, leave
+from megarl.weights.engine_group import EngineGroup, Groups, Turns, in_a_thread, leave, start_sending, steps_of, together
+from megarl.weights.intake import PutBefore, give_up
 from megarl.weights.payloads import SELECTORS, joining, receiving
 from megarl.weights.rank_plan import SliceKey, WeightSlice
 from megarl.weights.sglang_targets import EVERY_RANK
@@ -65,6 +65,8 @@ that is less than to copy the pieces takes, on both sides, unless they are small
 """
 
 SliceMessage = Sequence[WeightSlice]
+InSteps = Sequence[tuple[int, SliceMessage]]
+"""Messages in order, each with its step (`engine_group.steps_of`)."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class ServerSender:
     engines."""
 
     in_flight = 1
+    waits_for_others = False
     is_checked = True
 
     def __init__(self, endpoint: ServerEndpoint, timeout_s: float = 300.0) -> None:
@@ -131,14 +134,19 @@ class ServerSender:
         """Give back what this process holds for the connection."""
 
 
-def update_request(endpoint: ServerEndpoint, payloads: list[str]) -> tuple[str, dict[str, Any]]:
+def update_request(layout: EngineLayout, payloads: list[str]) -> tuple[str, dict[str, Any]]:
     """The request, path and body, by which an engine's ranks load their payloads."""
     return "update_weights_from_tensor", {
         "serialized_named_tensors": payloads,
         "load_format": SLICED,
         "flush_cache": False,  # once, at the end of the update
-        "selector": SELECTORS[endpoint.layout.model.predicts],
+        "selector": SELECTORS[layout.model.predicts],
     }
+
+
+def put_before(endpoint: ServerEndpoint, payloads: Sequence[str | None], timeout_s: float) -> PutBefore:
+    """Put payloads before an engine's ranks in the open update, None before one that takes nothing; raises EngineError."""
+    return PutBefore(endpoint.url, endpoint.store, endpoint.token, payloads, timeout_s)
 
 
 def checksums_of(staged: StagedSlices, *, values: bool = True) -> dict[SliceKey, str]:
@@ -151,11 +159,11 @@ def checksums_of(staged: StagedSlices, *, values: bool = True) -> dict[SliceKey,
 class TensorSender(ServerSender):
     """Sends weights through shared memory (CPU) or CUDA IPC to a server on the same machine, each rank its own slices."""
 
-    in_flight = 2  # the server takes one after the other, in any order, and need not wait for the next to come
+    in_flight = 2  # a rank takes several at once, in any order, and need not wait for the next to come
 
     def deliver(self, staged: StagedSlices) -> None:
         """Tell the engine where the staged weights are; returns when it has read them, or raises EngineError."""
-        call(self.endpoint, *update_request(self.endpoint, staged.payloads(self.endpoint.layout.target.ranks)), self.timeout_s)
+        put_before(self.endpoint, staged.payloads(self.endpoint.layout.target.ranks), self.timeout_s).result()
 
 
 class GroupSender(ServerSender):
@@ -164,6 +172,8 @@ class GroupSender(ServerSender):
     The values go from where they lie to where the rank holds them; small ones and columns cut from a matrix are copied.
     As a context manager it closes when left.
     """
+
+    waits_for_others = True
 
     def __init__(
         self,
@@ -201,11 +211,28 @@ class GroupSender(ServerSender):
         """
         if self._groups is not None:
             return
+        with self._telling_others():
+            self._join()
+
+    @contextlib.contextmanager
+    def _telling_others(self) -> Iterator[None]:
+        """Have the engine's other senders hear of an error: its ranks take nothing until all senders have begun."""
+        try:
+            yield
+        except EngineError as error:
+            give_up(self._store, f"{error}")
+            raise
+
+    def _join(self) -> None:
         group, ranks = self._wanted, range(self._wanted.ranks)
         join_call = None
         if self._number == 0:
             payloads = [serialize(joining(group, rank)) for rank in ranks]
-            join_call = CallUnderWay(self.endpoint, *update_request(self.endpoint, payloads), self.timeout_s)
+            try:
+                join_call = put_before(self.endpoint, payloads, self.timeout_s)
+            except EngineError as error:
+                self._store.set(group.failed, f"{error}")
+                raise
         try:
             self._wait_for([group.joining(rank) for rank in ranks], join_call)
         except EngineError as error:
@@ -219,7 +246,7 @@ class GroupSender(ServerSender):
         if join_call is not None:
             join_call.result()
 
-    def _wait_for(self, keys: Sequence[str], asked: CallUnderWay | None) -> None:
+    def _wait_for(self, keys: Sequence[str], asked: PutBefore | None) -> None:
         """Wait until the engine's ranks have set `keys` in the store, in answer to this process or to another sender.
 
         Raises:
@@ -227,10 +254,12 @@ class GroupSender(ServerSender):
         """
         ends_at = time.monotonic() + self.timeout_s
         while not self._store.check(list(keys)):
-            if asked is not None and asked.ended_within(POLL_S):
-                asked.raise_if_failed()
-                raise EngineError(f"{self.endpoint.url} answered an update before it had asked for the weights")
-            if asked is None:
+            if asked is not None:
+                if asked.ended():
+                    asked.raise_if_failed()
+                    raise EngineError(f"{self.endpoint.url} answered an update before it had asked for the weights")
+                time.sleep(POLL_S)
+            else:
                 if self._store.check([self._wanted.failed]):
                     raise EngineError(self._store.get(self._wanted.failed).decode())
                 time.sleep(OTHERS_POLL_S)
@@ -238,16 +267,23 @@ class GroupSender(ServerSender):
                 raise EngineError(f"{self.endpoint.url} did not join the process group within {self.timeout_s:g} s")
 
     def deliver(self, staged: StagedSlices) -> None:
-        """Send the weights; returns when the engine has them, or raises EngineError. Then it is out of step: close it."""
+        """Send the weights; returns when the engine has them, or raises EngineError. Then it is out of step: close it.
+
+        All of the engine's senders must call it as often, if with nothing: its ranks take what all of them send.
+        """
         self.join()
-        ranks = self.endpoint.layout.target.ranks
-        pieces: dict[int, list[WeightSlice]] = {}
+        with self._telling_others():
+            self._deliver(staged)
+
+    def _deliver(self, staged: StagedSlices) -> None:
+        ranks = range(self.endpoint.layout.target.ranks)
+        pieces: dict[int, list[WeightSlice]] = {rank: [] for rank in ranks}
         for piece in staged.pieces:
-            for rank in piece.held.ranks(ranks):
-                pieces.setdefault(rank, []).append(piece)
-        of_ranks = {rank: list(_messages(some)) for rank, some in pieces.items()}
-        announced = [self._announced(rank, of_ranks.get(rank, []), checked=staged.checked) for rank in range(ranks)]
-        loading = CallUnderWay(self.endpoint, *update_request(self.endpoint, announced), self.timeout_s)
+            for rank in piece.held.ranks(len(ranks)):
+                pieces[rank].append(piece)
+        of_ranks = {rank: _in_steps(list(_messages(some))) for rank, some in pieces.items()}
+        announced = [self._announced(rank, of_ranks[rank], checked=staged.checked) for rank in ranks]
+        loading = put_before(self.endpoint, announced, self.timeout_s)
         keys = [self._wanted.ready(self._number, self._calls, rank) for rank in of_ranks]
         self._wait_for(keys, loading)
         for key in keys:
@@ -255,7 +291,7 @@ class GroupSender(ServerSender):
         self._calls += 1
         sent = in_a_thread(partial(self._send_from_a_thread, of_ranks))  # it waits for the engine in a way that cannot be left
         while not wait([sent], FAILED_POLL_S).done:  # an engine that fails, but lives, is not waited for until the timeout
-            if loading.ended_within(0):
+            if loading.ended():
                 loading.raise_if_failed()
         try:
             sent.result()
@@ -263,41 +299,44 @@ class GroupSender(ServerSender):
             raise EngineError(f"{self.endpoint.url} left the process group during a weight update: {error}") from error
         loading.result()
 
-    def _announced(self, rank: int, messages: Sequence[SliceMessage], *, checked: bool) -> str:
+    def _announced(self, rank: int, messages: InSteps, *, checked: bool) -> str:
         """The payload that tells `rank` what comes."""
-        content = [
-            [
+        content = []
+        for step, message in messages:
+            starts = packed_starts(message)[:-1]
+            pieces = [
                 (*piece.held, dtype_name(piece.tensor), start, start + piece.tensor.nbytes)
-                for piece, start in zip(message, packed_starts(message)[:-1], strict=True)
+                for piece, start in zip(message, starts, strict=True)
             ]
-            for message in messages
-        ]
-        announcement = receiving(self._wanted, self._number, self._calls, rank, content, checked=checked) if content else []
-        return serialize(announcement)
+            content.append((step, pieces))
+        return serialize(receiving(self._wanted, self._number, self._calls, rank, content, checked=checked))
 
-    def _send_from_a_thread(self, of_ranks: Mapping[int, Sequence[SliceMessage]]) -> None:
+    def _send_from_a_thread(self, of_ranks: Mapping[int, InSteps]) -> None:
         if self._device is not None and self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self._send(of_ranks)
 
-    def _send(self, of_ranks: Mapping[int, Sequence[SliceMessage]]) -> None:
-        """Hand every rank its messages, in order, the ranks in turn; raises RuntimeError."""
+    def _send(self, of_ranks: Mapping[int, InSteps]) -> None:
+        """Hand every rank its messages, step by step, the ranks in turn; raises RuntimeError."""
         assert self._groups is not None, "it has joined"
-        under_way: deque[tuple[Sending, int]] = deque()
+        under_way: deque[tuple[Any, int]] = deque()
         turns = {rank: Turns(self._groups) for rank in of_ranks}
         nbytes = copied = 0
-        for turn in zip_longest(*of_ranks.values()):
-            for rank, message in zip(of_ranks, turn, strict=True):
-                if message is None:
-                    continue
-                values = _values(message)
-                sending = Sending(values, turns[rank].group_for(values.nbytes), self._wanted.senders + rank)
-                under_way.append((sending, 0 if _lies_alone(message) else values.nbytes))
-                nbytes, copied = nbytes + values.nbytes, copied + under_way[-1][1]
-                while nbytes > AHEAD_BYTES[values.device.type] or copied > COPIED_BYTES:
-                    sending, of_copy = under_way.popleft()
-                    sending.wait()
-                    nbytes, copied = nbytes - sending.nbytes, copied - of_copy
+        first = self._number % max(1, len(of_ranks))  # so that not all senders begin at the same rank
+        in_turn = [*of_ranks.items()][first:] + [*of_ranks.items()][:first]
+        all_messages = [(step, rank, message) for rank, messages in in_turn for step, message in messages]
+        all_messages.sort(key=lambda entry: entry[0])
+        for _, of_step in groupby(all_messages, key=lambda entry: entry[0]):
+            with together(self._groups, self._device) as begun:
+                for _, rank, message in of_step:
+                    values = _values(message)
+                    begun.append(start_sending(values, turns[rank].group_for(values.nbytes), self._wanted.senders + rank))
+                    under_way.append((begun[-1], 0 if _lies_alone(message) else values.nbytes))
+                    nbytes, copied = nbytes + values.nbytes, copied + under_way[-1][1]
+            while under_way and (nbytes > AHEAD_BYTES[values.device.type] or copied > COPIED_BYTES):
+                sending, of_copy = under_way.popleft()
+                sending.wait()
+                nbytes, copied = nbytes - sending.nbytes, copied - of_copy
         for sending, _ in reversed(under_way):  # those before the last ones have then arrived, and need no waking up
             sending.wait()
 
@@ -331,6 +370,11 @@ def _messages(pieces: Sequence[WeightSlice]) -> Iterator[SliceMessage]:
         yield small
 
 
+def _in_steps(messages: Sequence[SliceMessage]) -> InSteps:
+    """Messages to one rank, each with its step."""
+    return list(zip(steps_of([packed_starts(message)[-1] for message in messages]), messages, strict=True))
+
+
 def _values(message: SliceMessage) -> torch.Tensor:
     """The tensor that travels: the only piece where it lies, if it lies in one block, or a copy of all."""
     first = message[0].tensor.detach()
@@ -352,66 +396,3 @@ def check_alive(server: ServerEndpoint) -> None:
         open_url(question, ALIVE_S).close()
     except OSError as error:
         raise EngineError(f"{server.url} does not answer: {error}") from error
-
-
-def call(server: ServerEndpoint, what: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """POST `body` to the path `what` of the server and return its answer.
-
-    Raises:
-        EngineError: naming the URL and what it answered.
-    """
-    url = f"{server.url}/{what}"
-    headers = {"Content-Type": "application/json", **bearer(server.token)}
-    request = urllib.request.Request(url, data=json.dumps(body).encode(), headers=headers)
-    try:
-        try:
-            with open_url(request, timeout_s) as response:
-                answer = read_answer(response)
-        except urllib.error.HTTPError as error:
-            text = read_answer(error)[:1000].decode(errors="replace")
-            raise EngineError(f"{url} answered {error.code}: {text}") from error
-    except AnswerError as error:
-        raise EngineError(f"{url} {error}") from None
-    except (OSError, HTTPException) as error:
-        raise EngineError(f"{url} did not answer: {error}") from error
-    try:
-        content = parsed(answer)
-    except AnswerError:
-        content = None
-    return content if isinstance(content, dict) else {"text": answer.decode(errors="replace")}
-
-
-def in_a_thread(action: Callable[[], object]) -> Future[None]:
-    """Run an action in a thread that does not keep the process alive."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001 - whatever it is, who waits must hear of it
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    threading.Thread(target=run, daemon=True).start()
-    return done
-
-
-class CallUnderWay:
-    """A request under way in a thread, for calls that the engine answers only after this process has done its part."""
-
-    def __init__(self, server: ServerEndpoint, what: str, body: dict[str, Any], timeout_s: float) -> None:
-        self._answered = in_a_thread(partial(call, server, what, body, timeout_s))
-
-    def ended_within(self, wait_s: float) -> bool:
-        """Return whether the call has been answered, or has failed, within `wait_s` seconds."""
-        return bool(wait([self._answered], wait_s).done)
-
-    def raise_if_failed(self) -> None:
-        """Raise the call's EngineError if there is one by now."""
-        if self._answered.done():
-            self._answered.result()
-
-    def result(self) -> None:
-        """Wait for the answer; raises EngineError if it is one."""
-        self._answered.result()

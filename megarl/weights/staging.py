@@ -73,18 +73,19 @@ class StagedSlices:
         """Names and values, as views of where they lie."""
         return [(key.tensor, tensor) for key, tensor in self.pieces]
 
-    def payloads(self, ranks: int) -> list[str]:
+    def payloads(self, ranks: int) -> list[str | None]:
         """One payload per rank of the engine, base64 text of about 100 bytes per piece; the values lie in the buffer once.
+
+        A rank that takes nothing of the buffer has none: it may be on another machine, where it could not open it.
 
         The payloads are not interchangeable: each holds a reference to the shared memory which the rank that opens it gives
         back, and with the last of them the memory is gone.
         """
         assert self.buffer is not None, "these pieces are in no buffer"
         of_ranks = self.specs(ranks)
-        # a rank that is sent nothing may be on another machine, where it could not open the buffer
         if self.buffer.is_cuda:
-            return [serialize(opening(shared(self.buffer), specs) if specs else []) for specs in of_ranks]
-        return [serialize([((self.name, (specs, self.checked)), self.buffer)] if specs else []) for specs in of_ranks]
+            return [serialize(opening(shared(self.buffer), specs)) if specs else None for specs in of_ranks]
+        return [serialize([((self.name, (specs, self.checked)), self.buffer)]) if specs else None for specs in of_ranks]
 
     def specs(self, ranks: int) -> list[list[Spec]]:
         """By rank of the engine, what it takes of the buffer."""
@@ -95,7 +96,7 @@ class StagedSlices:
 class SharedSlices(StagedSlices):
     """Pieces in memory that engines open, just where the sender holds them; `name` is the sender's."""
 
-    def payloads(self, ranks: int) -> list[str]:
+    def payloads(self, ranks: int) -> list[str | None]:
         """Payloads as of a buffer, but of each block of memory that holds some of the pieces."""
         blocks: dict[int, list[WeightSlice]] = {}
         for piece in self.pieces:
@@ -106,7 +107,7 @@ class SharedSlices(StagedSlices):
             for rank, specs in enumerate(_specs(pieces, block, ranks)):
                 if specs:
                     of_ranks[rank].append(((f"{self.name}@{address}", (specs, self.checked)), block))
-        return [serialize(content) for content in of_ranks]
+        return [serialize(content) if content else None for content in of_ranks]
 
 
 def _specs(pieces: Sequence[WeightSlice], buffer: torch.Tensor, ranks: int) -> list[list[Spec]]:
@@ -120,25 +121,24 @@ def _specs(pieces: Sequence[WeightSlice], buffer: torch.Tensor, ranks: int) -> l
 
 
 class ZeroCopy:
-    """Leaves pieces where they are. The next ones may come when everything in the last one's `readers` is done."""
+    """Leaves pieces where they are, for all their readers at once: who gives them keeps them until they were read."""
 
     bytes = 0
 
     def __init__(self) -> None:
-        self._staged: StagedSlices | None = None
+        self._digests: dict[SliceKey, str] = {}
 
     def free_on_gpu(self) -> None:
-        """There is nothing to give back."""
+        """There is nothing to give back; of what was staged since the last call, the checksums are forgotten."""
+        self._digests = {}
 
     def reads_in_place(self, pieces: Sequence[WeightSlice]) -> bool:
         """Loads are sent as they come."""
         return False
 
     def stage(self, pieces: Sequence[WeightSlice], *, hashed: bool = True) -> StagedSlices:
-        """The pieces as they are; checksums are taken when they are asked for."""
-        _wait_for_readers(self._staged)
-        self._staged = StagedSlices(pieces)
-        return self._staged
+        """The pieces as they are; checksums are taken when they are asked for, of a piece for several engines once."""
+        return StagedSlices(pieces, digests=self._digests)
 
 
 class Staging:

@@ -33,6 +33,7 @@ class ActorSender:
     """Sends through the engine's actor; the engine itself takes the checksums."""
 
     in_flight = 1
+    waits_for_others = False
     is_checked = False
 
     def __init__(self, actor: Any) -> None:

@@ -151,6 +151,17 @@ def test_group_calls(measured: Measured) -> None:
         assert found[kind]["16"]["behind_s"] < 30
 
 
+def test_update_network(measured: Measured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    page = tmp_path / "weight_updates.md"
+    page.write_text("before\n<!-- network: begin -->\nold\n<!-- network: end -->\nafter\n")
+    figures = ("busiest_s", "played_s", "planned_s", "by_number_s", "relay_cpu_s")
+    numbers = tuple(f"runs:Llama 70B on 64:{name}" for name in figures)
+    found = measured("update_network", "--cases", "Llama 70B on 64", "--docs", str(page), numbers=numbers)
+    assert {*SETUP, "command", "date"} <= found.keys()
+    assert "| Llama 70B on 64 | 8 of 8 |" in page.read_text()
+
+
 @pytest.mark.slow
 def test_log_probs(measured: Measured) -> None:
     sizes = ["--tokens", "64", "--vocab", "512", "--hidden", "16", "--heads", "megarl"]
@@ -433,6 +444,7 @@ RUN_BY = {
     "step": f"{OF_RUNS}::test_step",
     "update_checks": f"{HERE}::test_update_checks",
     "trl_reference": f"{HERE}::test_trl_reference",
+    "update_network": f"{HERE}::test_update_network",
 }
 PARTS = {
     "bad_input_cases": "bad_input", "engine_stand_ins": "roofline", "fault_runs": "faults", "fault_trials": "faults",

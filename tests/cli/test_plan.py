@@ -51,7 +51,8 @@ def test_a_70b_model_from_1024_ranks_to_128_engines(capsys: pytest.CaptureFixtur
         "redundancy 1.000 bytes",
         "a rank receives 17.64 GB",
         "peak staging 2.15 GB",
-        "bound by InfiniBand",
+        "busiest link 0.336 s, InfiniBand out of GPU",
+        "bound by engines' turn: InfiniBand 0.524 s",
     ):
         assert line in out
 

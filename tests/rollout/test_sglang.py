@@ -49,8 +49,8 @@ SENDS_A_FILE = """
 import pickle, sys, torch
 from megarl.weights.checksums import EngineLayout
 from megarl.weights.sglang_senders import ServerEndpoint, TensorSender
-url, token, model_path, weights_file = sys.argv[1:]
-sender = TensorSender(ServerEndpoint(url, EngineLayout.of_model(model_path, "float32"), token))
+url, token, host, port, model_path, weights_file = sys.argv[1:]
+sender = TensorSender(ServerEndpoint(url, EngineLayout.of_model(model_path, "float32"), token, (host, int(port))))
 sender.send(list(torch.load(weights_file).items()))
 print(pickle.dumps(sender.checksums()).hex())
 """
@@ -91,7 +91,8 @@ def test_several_processes_send_the_weights_of_one_update(sglang_engine: SglangE
         torch.save(dict(theirs), tmp_path / "stage1.pt")
         await sglang_engine.begin_update(4)
         where = sglang_engine.endpoint
-        arguments = [where.url, where.token, str(tiny_path), str(tmp_path / "stage1.pt")]
+        store = [where.store[0], str(where.store[1])]
+        arguments = [where.url, where.token, *store, str(tiny_path), str(tmp_path / "stage1.pt")]
         other = await asyncio.create_subprocess_exec(sys.executable, "-c", SENDS_A_FILE, *arguments, stdout=subprocess.PIPE)
         await sglang_engine.apply_update(mine)
         printed, _ = await asyncio.wait_for(other.communicate(), 120)
@@ -428,15 +429,14 @@ def test_a_server_that_died_is_named_leaves_nothing_and_starts_again_without_wei
 def test_a_late_refusal_over_a_process_group_is_not_waited_out(
     sglang_engine: SglangEngine, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A busy server refuses only after a while; more is to be sent than the sockets' buffers take."""
-    call = sglang_senders.call
+    """It refuses only after a while; more is to be sent than the sockets' buffers take."""
+    put_before = sglang_senders.put_before
 
-    def busy(url: str, endpoint: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        if endpoint == "update_weights_from_tensor":
-            time.sleep(0.5)
-        return call(url, endpoint, body, timeout_s)
+    def busy(*arguments: Any) -> Any:
+        time.sleep(0.5)
+        return put_before(*arguments)
 
-    monkeypatch.setattr(sglang_senders, "call", busy)
+    monkeypatch.setattr(sglang_senders, "put_before", busy)
     large = [("model.embed_tokens.weight", torch.zeros(2**18, 64))]
     begun = time.monotonic()
     with (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import urllib.error
 import urllib.parse
@@ -12,7 +13,6 @@ import psutil
 import pytest
 
 from megarl.rollout.engines.sglang.engine import SglangEngine
-from megarl.weights.sglang_senders import call
 
 QUESTIONS = {
     "generate": {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}},
@@ -42,7 +42,7 @@ def test_without_the_token_nothing_is_answered(sglang_engine: SglangEngine, what
 
 
 def test_with_the_token_it_answers(sglang_engine: SglangEngine) -> None:
-    answer = call(sglang_engine.endpoint, "generate", dict(QUESTIONS["generate"] or {}), 60.0)
+    answer = asyncio.run(sglang_engine._client.control("generate", dict(QUESTIONS["generate"] or {})))
     assert len(answer["output_ids"]) == 1
 
 

@@ -7,8 +7,9 @@ import base64
 import pickle
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -24,10 +25,11 @@ from megarl.weights import sglang_loader
 from megarl.weights.checksums import UNCHECKED, EngineLayout
 from megarl.weights.digests import SentDigests, by_engine, combined, coverage, coverage_by_rank, sums_by_rank
 from megarl.weights.model_compatibility import ServedModel
+from megarl.weights.payloads import INTAKE
 from megarl.weights.pusher import Pushed, PushSummary, UpdateSummary
 from megarl.weights.rank_plan import SliceKey, WeightSlice
 from megarl.weights.received import ReceivedBoxes, ReceivedDigests
-from megarl.weights.sglang_senders import checksums_of
+from megarl.weights.sglang_senders import checksums_of, put_before
 from megarl.weights.sglang_targets import EVERY_RANK, EngineTarget
 from megarl.weights.staging import Staging, serialize
 from tests.weights.test_sglang_loader import Model
@@ -83,9 +85,15 @@ def test_the_summary_of_an_update_has_every_ranks_sums_the_first_error_and_all_b
 
 
 class Ranks:
-    """The two ranks of a server, each with parameters and a loader's memory of its own, and the requests they are sent."""
+    """The two ranks of a server, each with parameters and a loader's memory of its own, and the questions they are asked.
 
-    def __init__(self, store: TCPStore) -> None:
+    One after the other takes what is put before it, each in several threads.
+    """
+
+    planted: tuple[int, str] | None = None
+    """A parameter of a rank in which one byte is wrong when the next update has come."""
+
+    def __init__(self) -> None:
         shapes: list[dict[str, tuple[int, ...]]] = [{}, {}]
         for box in LAYOUT.expected():
             name = re.sub(r"\b[qkv]_proj", "qkv_proj", re.sub(r"\b(gate|up)_proj", "gate_up_proj", box.tensor))
@@ -93,21 +101,35 @@ class Ranks:
             shapes[box.engine_rank][name] = (before + box.rows, *([box.cols] if not name.endswith("norm.weight") else []))
         self.models = [Model(**shape) for shape in shapes]
         self.memory = [{"_boxes": ReceivedBoxes(), "_received": ReceivedDigests()} for _ in shapes]
-        self.store, self.questions = store, list[list[str]]()
+        self.questions = list[list[str]]()
 
     async def post(self, session: Any, endpoint: str, body: dict[str, Any]) -> Any:
         """Answer one request."""
         if endpoint == "update_weights_from_tensor":
-            self.load(body["serialized_named_tensors"])
+            await asyncio.to_thread(self.load, body["serialized_named_tensors"])
         return {}
 
     def load(self, payloads: list[str]) -> None:
         """Have each rank load its payload."""
         contents = [pickle.loads(base64.b64decode(payload)) for payload in payloads]
-        self.questions.append([content[0][0][0] if content else "" for content in contents])
+        asked = [content[0][0][0] if content else "" for content in contents]
+        if INTAKE not in asked:
+            self.questions.append(asked)
         for model, memory, content in zip(self.models, self.memory, contents, strict=True):
             with mock.patch.multiple(sglang_loader, **memory):
                 sglang_loader.load(model, content)
+        if self.planted is not None:
+            (rank, name), self.planted = self.planted, None
+            with torch.no_grad():
+                self.models[rank].parameters[name].view(torch.uint8).flatten()[1] ^= 4
+
+
+class Served(NamedTuple):
+    """An engine, the ranks of its server, and the loop in which it lives."""
+
+    engine: SglangEngine
+    ranks: Ranks
+    loop: asyncio.Runner
 
 
 def drawn(version: int) -> list[WeightSlice]:
@@ -123,15 +145,17 @@ def drawn(version: int) -> list[WeightSlice]:
 
 
 def update(
-    engine: SglangEngine, ranks: Ranks, version: int, *, base: int | None = None, verify: bool = True, lost: int | None = None,
+    served: Served, version: int, *, base: int | None = None, verify: bool = True, lost: int | None = None,
     planted: tuple[int, str] | None = None, left_out: int = 0,
 ) -> tuple[SentDigests, dict[SliceKey, str]]:  # fmt: skip
-    """Begin an update, send it by two senders and return what they tell, all of it and box by box.
+    """Begin an update, send it by two senders at once and return what they tell, all of it and box by box.
 
     `lost`: a piece that does not come. `planted`: a parameter of a rank with one wrong byte. `left_out`: how many pieces nobody
     sends.
     """
-    asyncio.run(engine.begin_update(version, base))
+    engine, ranks, loop = served
+    loop.run(engine.begin_update(version, base))
+    ranks.planted = planted
     pieces = drawn(version if base is None else base)
     changed = range(0, len(pieces), 3) if base is not None else range(len(pieces))
     pieces = [WeightSlice(held, drawn(version)[n].tensor if n in changed else value) for n, (held, value) in enumerate(pieces)]
@@ -140,98 +164,95 @@ def update(
         came = [piece for number, piece in enumerate(part.pieces) if number != lost]
         if base is not None:
             came = [piece for piece in came if any(piece.held == pieces[n].held for n in changed)]
-        ranks.load(part.only(came).payloads(2))
-    if planted is not None:
-        rank, name = planted
-        with torch.no_grad():
-            ranks.models[rank].parameters[name].view(torch.uint8).flatten()[1] ^= 4
+        put_before(engine.endpoint, part.only(came).payloads(2), timeout_s=20)
     pushed = [{0: Pushed(checksums_of(part, values=verify))} for part in staged]
     summary = UpdateSummary.of([PushSummary.of(one) for one in pushed])
     return summary.sent[0], {box: value for one in pushed for box, value in one[0].checksums.items()}
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> tuple[SglangEngine, Ranks]:
-    """An engine, and the ranks of its server."""
+def served(tmp_path: Path) -> Iterator[Served]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     engine = SglangEngine(SglangServer(ServerOptions("model", tmp_path / "log")), LAYOUT, store=store)
     engine._endpoint = engine.endpoint.__class__(engine.endpoint.url, LAYOUT, "token", ("127.0.0.1", store.port))
-    ranks = Ranks(store)
+    ranks = Ranks()
     engine._client._post = ranks.post  # type: ignore[method-assign,assignment]
-    return engine, ranks
+    with asyncio.Runner() as loop:
+        yield Served(engine, ranks, loop)
+        engine._close_intake()  # which a test that failed has left open
 
 
-def end(engine: SglangEngine, version: int, sent: SentDigests) -> list[int]:
-    return [*asyncio.run(engine.end_update_by_sums(version, sent))]
+def end(served: Served, version: int, sent: SentDigests) -> list[int]:
+    return [*served.loop.run(served.engine.end_update_by_sums(version, sent))]
 
 
-def test_updates_whole_and_of_what_changed_are_checked_by_one_question_that_names_no_box(served: Any) -> None:
-    engine, ranks = served
+def test_updates_whole_and_of_what_changed_are_checked_by_one_question_that_names_no_box(served: Served) -> None:
+    engine, ranks, _ = served
     bases, verified = [None, 1, 2, None, 4, None], [True, True, False, False, True, True]
     for version, base, verify in zip(range(1, 7), bases, verified, strict=True):
-        sent, _ = update(engine, ranks, version, base=base, verify=verify)
+        sent, _ = update(served, version, base=base, verify=verify)
         ranks.questions.clear()
-        assert end(engine, version, sent) == []
+        assert end(served, version, sent) == []
         assert engine.weight_version == version
         assert ranks.questions == ([["sum", "sum"]] if verify else [])
 
 
-def named(engine: SglangEngine, ranks: Ranks, version: int, sent: SentDigests, boxes: dict[SliceKey, str]) -> tuple[Any, str]:
+def named(served: Served, version: int, sent: SentDigests, boxes: dict[SliceKey, str]) -> tuple[Any, str]:
     """The ranks in doubt, and what the error says then."""
-    doubtful = end(engine, version, sent)
+    engine, ranks, loop = served
+    doubtful = end(served, version, sent)
     assert engine.weight_version is None
     ranks.questions.clear()
     asked = {box: value for box, value in boxes.items() if box.engine_rank in doubtful}
     with pytest.raises(EngineError) as error:
-        asyncio.run(engine.end_update(version, asked))
+        loop.run(engine.end_update(version, asked))
     assert engine.weight_version is None
     return doubtful, str(error.value)
 
 
 @pytest.mark.parametrize("base", [None, 1])
-def test_a_wrong_byte_in_one_rank_is_found_by_asking_that_rank_and_named_with_its_tensor(served: Any, base: int | None) -> None:
-    engine, ranks = served
-    sent, _ = update(engine, ranks, 1)
-    assert end(engine, 1, sent) == []
-    sent, boxes = update(engine, ranks, 2, base=base, planted=(1, "model.layers.1.self_attn.o_proj.weight"))
-    doubtful, said = named(engine, ranks, 2, sent, boxes)
+def test_a_wrong_byte_in_one_rank_is_found_by_asking_that_rank_and_named_with_its_tensor(
+    served: Served, base: int | None
+) -> None:
+    sent, _ = update(served, 1)
+    assert end(served, 1, sent) == []
+    sent, boxes = update(served, 2, base=base, planted=(1, "model.layers.1.self_attn.o_proj.weight"))
+    doubtful, said = named(served, 2, sent, boxes)
     assert doubtful == [1]
     assert "values differ from those sent for model.layers.1.self_attn.o_proj.weight@1" in said
     assert "(1 differ, 0 missing, 0 unknown of" in said
-    assert ranks.questions == [["", "check"]]
+    assert served.ranks.questions == [["", "check"]]
 
 
-def test_a_piece_that_did_not_come_is_named(served: Any) -> None:
-    engine, ranks = served
-    sent, boxes = update(engine, ranks, 1, lost=4)
-    doubtful, said = named(engine, ranks, 1, sent, boxes)
+def test_a_piece_that_did_not_come_is_named(served: Served) -> None:
+    sent, boxes = update(served, 1, lost=4)
+    doubtful, said = named(served, 1, sent, boxes)
     assert doubtful == sorted({piece.held.engine_rank for piece in drawn(1)[8:10]}), "each of two senders lost its fifth piece"
     assert "values differ from those sent for" in said
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_what_nobody_sent_is_named_whether_or_not_checksums_are_taken(served: Any, verify: bool) -> None:
-    engine, ranks = served
-    sent, boxes = update(engine, ranks, 1, verify=verify, left_out=1)
-    doubtful, said = named(engine, ranks, 1, sent, boxes)
+def test_what_nobody_sent_is_named_whether_or_not_checksums_are_taken(served: Served, verify: bool) -> None:
+    sent, boxes = update(served, 1, verify=verify, left_out=1)
+    doubtful, said = named(served, 1, sent, boxes)
     assert doubtful == [drawn(1)[0].held.engine_rank]
     assert f"nobody sent {drawn(1)[0].held.tensor}" in said
     assert "1 missing" in said
-    assert ranks.questions == [], "a server is not asked what it holds of weights that are not there"
+    assert served.ranks.questions == [], "a server is not asked what it holds of weights that are not there"
 
 
-def test_sums_of_other_boxes_than_those_that_came_are_only_a_doubt(served: Any) -> None:
+def test_sums_of_other_boxes_than_those_that_came_are_only_a_doubt(served: Served) -> None:
     """As after an update that was broken off and cut the tensors otherwise."""
-    engine, ranks = served
+    engine, ranks, loop = served
     for box in list(LAYOUT.expected())[:4]:
         ranks.memory[box.engine_rank]["_boxes"].note([(*box._replace(row=0, col=0), "float32", 0, 0)])  # type: ignore[attr-defined]
-    sent, boxes = update(engine, ranks, 1)
-    doubtful = end(engine, 1, sent)
+    sent, boxes = update(served, 1)
+    doubtful = end(served, 1, sent)
     assert doubtful
-    asyncio.run(engine.end_update(1, {box: value for box, value in boxes.items() if box.engine_rank in doubtful}))
+    loop.run(engine.end_update(1, {box: value for box, value in boxes.items() if box.engine_rank in doubtful}))
     assert engine.weight_version == 1
-    sent, _ = update(engine, ranks, 2)
-    assert end(engine, 2, sent) == []
+    sent, _ = update(served, 2)
+    assert end(served, 2, sent) == []
 
 
 def test_what_is_asked_of_one_engine_travels_in_a_few_bytes_for_each_rank() -> None:

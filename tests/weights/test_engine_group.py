@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,12 +15,15 @@ from torch.distributed import TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from megarl.errors import EngineError
-from megarl.weights import sglang_loader, sglang_senders
+from megarl.weights import group_ranks, sglang_loader, sglang_senders
 from megarl.weights.checksums import EngineLayout, digest, digests
-from megarl.weights.engine_group import CONNECTIONS, Turns
+from megarl.weights.engine_group import CONNECTIONS, STEPS, EngineGroup, Turns, steps_of
+from megarl.weights.intake import OPEN, Intake
 from megarl.weights.model_compatibility import ServedModel
+from megarl.weights.payloads import receiving, taking
 from megarl.weights.rank_plan import SliceKey, WeightSlice
-from megarl.weights.sglang_senders import GroupSender, ServerEndpoint
+from megarl.weights.received import ReceivedBoxes
+from megarl.weights.sglang_senders import GroupSender, ServerEndpoint, _in_steps
 from megarl.weights.sglang_targets import EngineTarget
 from megarl.weights.staging import StagedSlices
 from tests.weights.test_sglang_loader import Model, asked
@@ -42,12 +43,12 @@ def endpoint(store: tuple[str, int]) -> ServerEndpoint:
 
 
 class Answered:
-    """A request that the engine is answering: `already`, or not before the values are there."""
+    """Payloads that an engine's ranks take: `already`, or not before the values are there."""
 
     def __init__(self, already: bool = False) -> None:
         self._already = already
 
-    def ended_within(self, wait_s: float) -> bool:
+    def ended(self) -> bool:
         """Whether there is an answer."""
         return self._already
 
@@ -56,6 +57,30 @@ class Answered:
 
     def result(self) -> None:
         """It took them."""
+
+
+class Owner:
+    """Opens and ends updates of an engine of `ranks`, in one of the processes of its senders."""
+
+    def __init__(self, address: tuple[str, int], ranks: int) -> None:
+        self._address, self._ranks = address, ranks
+        self._store = TCPStore(*address, is_master=False)
+
+    def begins(self, number: int) -> None:
+        """Senders may send from here on."""
+        self._store.set(OPEN, str(number))
+
+    def ends(self, number: int) -> None:
+        """The ranks leave."""
+        for rank in range(self._ranks):
+            Intake(number, self._address, "token", 30).put(self._store, rank, b"")
+
+
+def takes(model: Model, address: tuple[str, int], number: int, rank: int) -> str:
+    """Take an update as a rank of the engine; what the rank says when it leaves."""
+    intake = Intake(number, address, "token", 30)
+    sglang_loader.load(model, taking(intake, rank))
+    return TCPStore(*address, is_master=False).get(intake.left(rank)).decode()
 
 
 def pieces_of(sender: int, factor: int) -> list[WeightSlice]:
@@ -76,48 +101,47 @@ def pieces_of(sender: int, factor: int) -> list[WeightSlice]:
 
 
 def sends(number: int, address: tuple[str, int]) -> int:
-    """Two connections in turn; over each, two calls of each sender. How many groups were made over the first one."""
-    store = TCPStore(*address, is_master=False)
-
-    def call(_: Any, __: str, body: dict[str, Any], ___: float) -> Answered:
-        store.set(f"call/{store.add('calls', 1)}", pickle.dumps(body["serialized_named_tensors"]))
-        return Answered()
-
-    made = 0
-    with mock.patch.object(sglang_senders, "check_alive"), mock.patch.object(sglang_senders, "CallUnderWay", call):
+    """Two connections in turn; over each, two updates of both senders. How many groups were made over the first one."""
+    owner, updates, made = Owner(address, 2), iter(range(1, 100)), 0
+    with mock.patch.object(sglang_senders, "check_alive"):
         for connection in range(2):
             before = c10d._world.group_count
             with GroupSender(endpoint(address), connection=connection, number=number, senders=2, timeout_s=30) as sender:
-                sender.join()
                 for factor in (1, 2):
+                    update = next(updates)
+                    if number == 0:
+                        owner.begins(update)
+                    torch.distributed.barrier()
                     # first all together, then each alone
                     with mock.patch.object(sglang_senders, "SMALL_BYTES", {"cpu": 2**20 if factor == 1 else 0}):
                         sender.deliver(StagedSlices(pieces_of(number, factor)))
-                    torch.distributed.barrier()  # the next call of either comes after both
+                    torch.distributed.barrier(SENDERS)
+                    if number == 0:
+                        owner.ends(update)
+                    torch.distributed.barrier()
                 made = made or len([name for name in list(c10d._world.pg_names.values()) if "megarl_weights" in name])
             assert c10d._world.group_count == before
     return made
 
 
 def receives(rank: int, address: tuple[str, int]) -> list[dict[str, Tensor]]:
-    """What rank `rank` of the engine holds after each two calls, one of each sender."""
+    """What rank `rank` of the engine holds after each update."""
     found = []
-    store = TCPStore(*address, is_master=False)
+    sglang_loader._boxes.take(since_base=False)  # of other tests in this process
     model = Model(x__self_attn__qkv_proj__weight=(8, 4), x__norm__weight=(8,), x__o_proj__weight=(3, 8))
-    calls = iter(range(1, 100))
-
-    def take() -> None:
-        sglang_loader.load(model, pickle.loads(base64.b64decode(pickle.loads(store.get(f"call/{next(calls)}"))[rank])))
-
-    for _ in range(2):
-        take()  # join
-        assert len(sglang_loader._groups) == 1  # of a connection that was replaced nothing is kept
-        for _ in range(2):
-            take()
-            take()
-            found.append({name: value.detach().clone() for name, value in [*model.parameters.items(), *model.loaded]})
-            torch.distributed.barrier()
+    for update in range(1, 5):
+        torch.distributed.barrier()
+        assert not takes(model, address, update, rank)
+        assert len(group_ranks._groups) == 1  # of a connection that was replaced nothing is kept
+        found.append({name: value.detach().clone() for name, value in [*model.parameters.items(), *model.loaded]})
+        noted = {held for held, _ in sglang_loader._boxes.take(since_base=False)}
+        assert noted == {piece.held for number in range(2) for piece in pieces_of(number, 1) if piece.held.engine_rank == rank}
+        torch.distributed.barrier()
     return found
+
+
+SENDERS: Any = None
+"""The group of the ranks that send."""
 
 
 def played(rank: int, world_size: int) -> Any:
@@ -126,6 +150,8 @@ def played(rank: int, world_size: int) -> Any:
     address = [("127.0.0.1", store.port) if store is not None else None]
     torch.distributed.broadcast_object_list(address, src=0)
     assert address[0] is not None
+    global SENDERS
+    SENDERS = torch.distributed.new_group([0, 1])
     answer = receives(rank - 2, address[0]) if rank > 1 else sends(rank, address[0])
     torch.distributed.barrier()
     return answer
@@ -152,6 +178,32 @@ def test_a_message_goes_over_the_group_that_was_given_the_fewest_bytes() -> None
     ]  # fmt: skip
 
 
+def test_each_step_has_an_even_part_of_what_two_members_exchange() -> None:
+    assert steps_of([1] * STEPS) == list(range(STEPS))
+    assert steps_of([5]) == [STEPS // 2]
+    assert steps_of([2, 1, 1]) == [STEPS // 4, 5 * STEPS // 8, 7 * STEPS // 8]
+    assert steps_of([]) == []
+
+
+def test_what_a_sender_has_announced_is_not_taken_for_received() -> None:
+    group = EngineGroup("of two", "127.0.0.1", 0, 2, 1, "gloo", 20)
+    model, box = Model(x__norm__weight=(8,)), SliceKey("x.norm.weight", 0, 8, 0, 0, 8, 1)
+    parameters = sglang_loader.ModelParameters.of(model)
+    first_of_two = receiving(group, 0, 0, 0, [(0, [(*box, "float32", 0, 32)])], checked=True)
+    boxes = ReceivedBoxes()
+    with (
+        mock.patch.object(sglang_loader, "_boxes", boxes),
+        mock.patch.dict(group_ranks._groups, {group.name: (group, None, [])}),
+    ):
+        come = sglang_loader._take_payload(model, parameters, set(), first_of_two)
+        assert come is not None
+        assert not come.done()
+        group_ranks.give_up()
+        with pytest.raises(RuntimeError, match="given up before all its senders had begun"):
+            come.result(20)
+    assert boxes.take(since_base=True) == []
+
+
 CHECKED = (True, False, True)
 """Of three updates whether digests will be asked for; after the last one more comes, which the model's loader takes."""
 
@@ -167,12 +219,12 @@ def asked_after_each_update(rank: int, world_size: int) -> list[tuple[list[str],
         send_to_one(address[0], boxes)
         torch.distributed.barrier()  # the store lives until the other has read from it
         return []
-    calls, answers = TCPStore(*address[0], is_master=False), []
+    answers = []
     model = Model(x__self_attn__qkv_proj__weight=(8, 8))
-    for number in range(2 + len(CHECKED)):
-        payload = pickle.loads(calls.get(f"call/{number + 1}"))[0]
-        sglang_loader.load(model, pickle.loads(base64.b64decode(payload)))
-        if number not in (0, len(CHECKED)):  # the group was joined; the model's loader has its update still to come
+    for number in range(1, len(CHECKED) + 2):
+        torch.distributed.barrier()
+        assert not takes(model, address[0], number, 0)
+        if number != len(CHECKED):  # the model's loader has its update still to come
             with mock.patch.object(sglang_loader, "digests", side_effect=digests) as taken:
                 answers.append((asked(model, *(piece.held for piece in boxes))[0], taken.call_count))
     torch.distributed.barrier()
@@ -181,25 +233,23 @@ def asked_after_each_update(rank: int, world_size: int) -> list[tuple[list[str],
 
 def send_to_one(address: tuple[str, int], boxes: list[WeightSlice]) -> None:
     """The updates of `CHECKED`, each of other values, and a tensor for the model's loader."""
-    store = TCPStore(*address, is_master=False)
-
-    def call(_: Any, __: str, body: dict[str, Any], ___: float) -> Answered:
-        store.set(f"call/{store.add('calls', 1)}", pickle.dumps(body["serialized_named_tensors"]))
-        return Answered()
-
+    owner = Owner(address, 1)
     to = ServerEndpoint("http://engine", EngineLayout(ServedModel({}, "float32")), "token", address)
     whole = [WeightSlice(SliceKey.whole("x.other.weight", EXPERT), EXPERT)]
     with (
         mock.patch.object(sglang_senders, "check_alive"),
-        mock.patch.object(sglang_senders, "CallUnderWay", call),
         mock.patch.object(sglang_senders, "SMALL_BYTES", {"cpu": 0}),
         GroupSender(to, senders=1, timeout_s=30) as sender,
     ):
-        for factor, checked in enumerate(CHECKED, start=1):
-            staged = StagedSlices([WeightSlice(held, factor * matrix) for held, matrix in boxes])
-            staged.checked = checked
+        for number in range(1, len(CHECKED) + 2):
+            staged = StagedSlices(whole)
+            if number <= len(CHECKED):
+                staged = StagedSlices([WeightSlice(held, number * matrix) for held, matrix in boxes])
+                staged.checked = CHECKED[number - 1]
+            owner.begins(number)
+            torch.distributed.barrier()
             sender.deliver(staged)
-        sender.deliver(StagedSlices(whole))
+            owner.ends(number)
 
 
 def test_digests_are_taken_as_the_values_come_unless_something_else_writes_after(world: World) -> None:
@@ -224,13 +274,13 @@ def copies_ahead(limits: dict[str, Any]) -> int:
 
     with (
         mock.patch.object(sglang_senders, "check_alive"),
-        mock.patch.multiple(sglang_senders, Sending=Kept, SMALL_BYTES={"cpu": 0}, **limits),
+        mock.patch.multiple(sglang_senders, start_sending=Kept, SMALL_BYTES={"cpu": 0}, **limits),
     ):
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         sender = GroupSender(endpoint(("127.0.0.1", store.port)), timeout_s=30)
         sender._groups = [mock.Mock()]
         columns = [[WeightSlice(SliceKey.whole("x", OUT), OUT.t())] for _ in range(4)]
-        sender._send({0: columns})
+        sender._send({0: _in_steps(columns)})
     return most
 
 
@@ -255,8 +305,8 @@ def test_an_engine_that_fails_while_weights_are_sent_is_not_waited_for() -> None
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with (
         mock.patch.object(sglang_senders, "check_alive"),
-        mock.patch.object(sglang_senders, "CallUnderWay", return_value=Refused()),
-        mock.patch.object(sglang_senders, "Sending", return_value=mock.Mock(wait=never.wait, nbytes=1)),
+        mock.patch.object(sglang_senders, "put_before", return_value=Refused()),
+        mock.patch.object(sglang_senders, "start_sending", return_value=mock.Mock(wait=never.wait, nbytes=1)),
     ):
         sender = GroupSender(endpoint(("127.0.0.1", store.port)), timeout_s=30)
         sender._groups = [mock.Mock()]
@@ -272,7 +322,7 @@ def test_every_sender_hears_why_the_engine_did_not_join() -> None:
     to = endpoint(("127.0.0.1", store.port))
     with (
         mock.patch.object(sglang_senders, "check_alive"),
-        mock.patch.object(sglang_senders, "CallUnderWay", return_value=Refused()),
+        mock.patch.object(sglang_senders, "put_before", return_value=Refused()),
         ThreadPoolExecutor(2) as pool,
     ):
         senders = [GroupSender(to, number=number, senders=2, timeout_s=30) for number in (1, 0)]
@@ -285,7 +335,7 @@ def test_an_engine_that_answers_without_asking_for_the_weights_is_an_error() -> 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with (
         mock.patch.object(sglang_senders, "check_alive"),
-        mock.patch.object(sglang_senders, "CallUnderWay", return_value=Answered(already=True)),
+        mock.patch.object(sglang_senders, "put_before", return_value=Answered(already=True)),
         GroupSender(endpoint(("127.0.0.1", store.port)), timeout_s=30) as sender,
         pytest.raises(EngineError, match="http://engine answered an update before it had asked for the weights"),
     ):

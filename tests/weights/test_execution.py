@@ -31,6 +31,7 @@ class Collecting:
     """An engine's side of the transport: writes what each rank's payload names into what that rank holds of every tensor."""
 
     in_flight = 1
+    waits_for_others = False
     is_checked = False  # the bytes themselves are compared
 
     def __init__(self, layout: Any, stages: bool = True) -> None:

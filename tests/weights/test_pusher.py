@@ -23,7 +23,7 @@ from megarl.weights.checksums import RunningDigest, digest
 from megarl.weights.delta import base_for
 from megarl.weights.pusher import Pushed, Pusher, merge
 from megarl.weights.rank_plan import SendBatch, SliceKey, WeightSlice
-from megarl.weights.staging import StagedSlices, Staging
+from megarl.weights.staging import StagedSlices, Staging, ZeroCopy
 from megarl.workers.senders import model_of
 from tests.rollout.tiny import TINY, load, save_tiny, weights_of
 
@@ -42,6 +42,7 @@ class Direct:
     """Sends to an embedded engine in this process; `dies_at` is the bucket in which the engine is lost."""
 
     in_flight = 1
+    waits_for_others = False
     is_checked = False  # the engine takes the checksums
 
     def __init__(self, engine: EmbeddedEngine, *, dies_at: int | None = None, slow_s: float = 0.0) -> None:
@@ -357,3 +358,34 @@ def test_every_thread_that_hashes_or_sends_chooses_the_ranks_device_first(folder
     pusher.push(exported(weights_of(load(folder, seed=1))))
     assert worked <= chosen
     assert {name.partition("_")[0] for name in chosen} == {"hash", "push"}
+
+
+def test_an_engine_that_takes_what_all_its_senders_deliver_is_delivered_to_by_one_that_has_nothing_new() -> None:
+    delivered: list[list[str]] = []
+
+    class Together:
+        in_flight, waits_for_others, is_checked = 1, True, True
+
+        def staging(self, name: str) -> ZeroCopy:
+            return ZeroCopy()
+
+        def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[WeightSlice]:
+            return [WeightSlice(SliceKey.whole(name, tensor), tensor) for name, tensor in bucket]
+
+        def join(self) -> None:
+            """It is here."""
+
+        def deliver(self, staged: StagedSlices) -> None:
+            delivered.append([held.tensor for held, _ in staged.pieces])
+
+        def close(self) -> None:
+            """Nothing is held."""
+
+    pusher, values = Pusher(), torch.zeros(4)
+    pusher.connect(0, Together)
+    for base, version in ((None, 1), (1, 2), (2, 3)):
+        load = SendBatch([WeightSlice(SliceKey.whole("w", values)._replace(engine_rank=0), values)], frozenset([0]))
+        pusher.push_loads(iter([load]), {0: base}, version)
+        if version == 2:
+            values += 1
+    assert delivered == [["w"], [], ["w"]]

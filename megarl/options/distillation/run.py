@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -37,6 +37,8 @@ class TeacherAdvantages:
 
     With a `coef` of 0 the teacher's log-probs are not read.
     """
+
+    columns: ClassVar[tuple[str, ...]] = ("teacher_log_probs",)
 
     reward_coef: float
     coef: float

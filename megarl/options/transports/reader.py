@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,8 @@ from megarl.options.transports.rdma import ByteRange, Readable, RemoteReader
 Store = tuple[str, int]
 """Host and port of an engine's store."""
 
-_readers: dict[Store, tuple[RemoteReader, TCPStore]] = {}
-"""Reader of this process and where it says how that went, by the engine's store; NIXL is imported when it first reads."""
+_of_thread = threading.local()
+"""What a thread reads with, and where it says how that went, by the engine's store; NIXL is imported when it first reads."""
 
 
 def read(
@@ -31,9 +32,10 @@ def read(
 
     `take(pieces, window, checked=...)` copies pieces from a window on `device` to where they belong.
     """
-    if where not in _readers:
-        _readers[where] = RemoteReader(device), TCPStore(*where, is_master=False)
-    reader, store = _readers[where]
+    readers: dict[Store, tuple[RemoteReader, TCPStore]] = vars(_of_thread).setdefault("readers", {})
+    if where not in readers:
+        readers[where] = RemoteReader(device), TCPStore(*where, is_master=False)
+    reader, store = readers[where]
     ranges = [[ByteRange(*bounds) for bounds in of_part] for of_part, _ in parts]
     came, why = [], ""
     try:

@@ -5,15 +5,16 @@ Who hands what to whom is in `relay_plan.py`. The sender takes the checksums, so
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 import torch.distributed
 from torch import Tensor
 
-from megarl.options.transports.relay_plan import Message, RelayPlan
+from megarl.options.transports.relay_plan import Message, RelayPlan, Step, round_bytes
 from megarl.weights.machines import Machines
 from megarl.weights.plan import ReshardPlan, TransferBucket
 from megarl.weights.pusher import Pushed, Pusher, merge
@@ -24,6 +25,20 @@ from megarl.workers.planned_part import PlannedPart
 
 BY_ITEMSIZE = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
 """Types that engines hold, by the bytes of an element."""
+
+
+class _UnderWay(NamedTuple):
+    """Messages on their way: torch's works, the buffers that are kept until then, and the loads that have come then."""
+
+    works: Sequence[torch.distributed.Work]
+    buffers: Sequence[Tensor]
+    loads: Sequence[SendBatch]
+
+    def arrived(self) -> Sequence[SendBatch]:
+        """Wait for all; the loads."""
+        for work in self.works:
+            work.wait()
+        return self.loads
 
 
 class Relay:
@@ -41,21 +56,29 @@ class Relay:
     def exchange(self, shards: Mapping[str, Tensor], engines: Collection[int], *, verify: bool) -> Iterator[SendBatch]:
         """Send what others hand on, and give what this rank is to hand on; collective over the world.
 
-        `shards` are this rank's Megatron parameters. A load given must be copied or read before the next is asked for.
+        `shards` are this rank's Megatron parameters. A load given must be copied or read before the next is asked for: the
+        messages after it are on their way meanwhile.
         """
         self.sent = {}
         torch.distributed.barrier()  # under NCCL the first communication of a world must be one of all its ranks
+        under_way: _UnderWay | None = None
         for step in self._messages.steps(engines):
-            operations, load = [], None
-            if step.sent is not None:
-                operations.append(self._sending(step.sent, shards, verify=verify))
-            if step.received is not None:
-                buffer, load = self._expected(step.received)
-                operations.append(torch.distributed.P2POp(torch.distributed.irecv, buffer, step.received.sender))
-            for work in torch.distributed.batch_isend_irecv(operations):
-                work.wait()
-            if load is not None:
-                yield load
+            begun = self._begun(step, shards, verify=verify)
+            if under_way is not None:
+                yield from under_way.arrived()
+            under_way = begun
+        if under_way is not None:
+            yield from under_way.arrived()
+
+    def _begun(self, step: Step, shards: Mapping[str, Tensor], *, verify: bool) -> _UnderWay:
+        """The messages of a step on their way."""
+        operations = [self._sending(message, shards, verify=verify) for message in step.sent]
+        loads = []
+        for message in step.received:
+            buffer, load = self._expected(message)
+            loads.append(load)
+            operations.append(torch.distributed.P2POp(torch.distributed.irecv, buffer, message.sender))
+        return _UnderWay(torch.distributed.batch_isend_irecv(operations), [one.tensor for one in operations], loads)
 
     def _sending(self, message: Message, shards: Mapping[str, Tensor], *, verify: bool) -> torch.distributed.P2POp:
         pieces = self._plan.pieces(message.buckets, shards)
@@ -84,7 +107,7 @@ class RelayedPart(PlannedPart):
     def __init__(self, plan: ReshardPlan, rank: int, machines: Machines, device: torch.device) -> None:
         super().__init__(plan, rank, single_batch=False)
         self._beside = RankPlan(plan, rank, buckets=beside(plan.sends(rank), rank, machines))
-        self._relay = Relay(self._beside, RelayPlan(plan, rank, machines, plan.load_bytes), device)
+        self._relay = Relay(self._beside, RelayPlan(plan, rank, machines, round_bytes(plan)), device)
 
     @property
     def engines(self) -> set[int]:

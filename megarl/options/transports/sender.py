@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from itertools import count
@@ -15,11 +16,13 @@ from megarl.options.transports.rdma import ByteRange, Readable, RegisteredMemory
 from megarl.options.transports.reader import Store
 from megarl.weights.payloads import READ, NoTensor
 from megarl.weights.rank_plan import WeightSlice
-from megarl.weights.sglang_senders import POLL_S, CallUnderWay, ServerEndpoint, ServerSender, update_request
+from megarl.weights.sglang_senders import POLL_S, ServerEndpoint, ServerSender, put_before
 from megarl.weights.staging import ALIGN_BYTES, BUFFERS, Spec, StagedSlices, Staging, ZeroCopy, serialize
 
-READ_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
-"""By device what an engine's rank reads into one of its windows, at most, beside larger pieces. On CUDA an estimate."""
+READ_BYTES = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
+"""By device what an engine's rank reads into one of its windows, at most, beside larger pieces. On CUDA an estimate. It has two
+for each of the senders that it reads from at once (`intake_ranks.THREADS`).
+"""
 
 
 class RegisteredSlices(StagedSlices):
@@ -59,7 +62,7 @@ class RegisteredStaging(Staging):
 class ReadSender(ServerSender):
     """Has each rank of an engine, on whatever machine, read its own slices from this process's registered buffers."""
 
-    in_flight = 2  # the server takes one after the other, in any order, and need not wait for the next to come
+    in_flight = 2  # a rank takes several at once, in any order, and need not wait for the next to come
     _calls = count()
     """Numbers of the calls of all senders of this process: an engine that was lost may have left keys of its calls."""
 
@@ -89,18 +92,19 @@ class ReadSender(ServerSender):
         assert isinstance(staged, RegisteredSlices), "it was staged in registered buffers"
         assert staged.buffer is not None, "these pieces are in no buffer"
         source, call = staged.memory.readable(staged.buffer), next(self._calls)
-        payloads, keys = [], []
+        payloads, keys = list[str | None](), list[str]()
         for rank, specs in enumerate(staged.specs(self.endpoint.layout.target.ranks)):
             if not specs:
-                payloads.append(serialize([]))
+                payloads.append(None)
                 continue
             keys.append(f"{source.agent}/read/{call}/{rank}")
             parts = parts_to_read(specs, READ_BYTES[staged.buffer.device.type])
             payload = reading(source, self.endpoint.store, keys[-1], self.timeout_s, parts, checked=staged.checked)
             payloads.append(serialize(payload))
-        loading = CallUnderWay(self.endpoint, *update_request(self.endpoint, payloads), self.timeout_s)
-        while not loading.ended_within(POLL_S):
+        loading = put_before(self.endpoint, payloads, self.timeout_s)
+        while not loading.ended():
             staged.memory.progress()
+            time.sleep(POLL_S)
         loading.raise_if_failed()
         self._raise_if_a_rank_failed(self._store, keys)
 

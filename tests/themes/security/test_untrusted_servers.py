@@ -24,7 +24,7 @@ from megarl.rollout.engines.sglang.client import SglangClient
 from megarl.rollout.engines.sglang.external import ExternalEngine, ExternalServer
 from megarl.weights.checksums import EngineLayout
 from megarl.weights.model_compatibility import ServedModel
-from megarl.weights.sglang_senders import ServerEndpoint, call, check_alive
+from megarl.weights.sglang_senders import ServerEndpoint, check_alive
 from tests.rewards.local_server import running
 
 DATA = DataConfig(train=SourceConfig(source="jsonl", path="rows.jsonl"))
@@ -73,7 +73,6 @@ ASKING: dict[str, Callable[[str], Any]] = {
     "requests_for_responses": lambda url: asyncio.run(SglangClient(ExternalServer(url, TOKEN, 1.0)).control("pause", {})),
     "adapters": lambda url: asyncio.run(SglangClient(ExternalServer(url, TOKEN, 1.0)).load_adapters({})),
     "responses": lambda url: _generate(url),
-    "weight_updates": lambda url: call(ServerEndpoint(url, LAYOUT, TOKEN), "update", {"name": "secret"}, 5.0),
     "whether_it_lives": lambda url: check_alive(ServerEndpoint(url, LAYOUT, TOKEN)),
     "openenv": _open_env,
 }
@@ -163,8 +162,6 @@ def _generate(url: str) -> None:
         ("adapters", lambda r: web.json_response([True]), r"something that is no JSON object: \[True\]"),
         ("responses", lambda r: web.json_response("yes"), "something that is no JSON object: yes"),
         ("responses", lambda r: web.json_response({"meta_info": 3}), "something that is no generation"),
-        ("weight_updates", _endless, "more than 16 MiB"),
-        ("weight_updates", lambda r: web.Response(status=500, body=b"x" * 2000), "500: x{1000}$"),
         ("server_of_others", _endless, "more than 16 MiB"),
         ("server_of_others", lambda r: web.Response(body=b"[" * 1_000_000), "what is no JSON"),
     ],
@@ -182,12 +179,6 @@ def test_a_response_is_read_further_but_not_without_end(monkeypatch: pytest.Monk
     for answer in (_endless, lambda r: web.Response(body=BOMB, headers={"Content-Encoding": "gzip"})):
         with serving(answer) as url, pytest.raises(EngineError, match="/generate answered with more than 32 MiB"):
             _generate(url)
-
-
-@pytest.mark.parametrize("body", [b"[" * 1_000_000, b"3", b"[1]", b"updated"])
-def test_an_engines_answer_to_an_update_that_is_no_object_is_its_text(body: bytes) -> None:
-    with serving(lambda r: web.Response(body=body, headers=JSON)) as url:
-        assert ASKING["weight_updates"](url) == {"text": body.decode()}
 
 
 def test_a_charset_that_nobody_knows_is_not_asked_for() -> None:

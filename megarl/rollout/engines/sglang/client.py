@@ -225,9 +225,9 @@ class SglangClient:
             headers=self.server.headers,
         )
 
-    async def control(self, endpoint: str, body: dict[str, Any]) -> Any:
-        """The server's answer to one POST that is not a generation."""
-        async with self._session(CONTROL_TIMEOUT_S) as session:
+    async def control(self, endpoint: str, body: dict[str, Any], timeout_s: float | None = CONTROL_TIMEOUT_S) -> Any:
+        """The server's answer to one POST that is not a generation, within `timeout_s` seconds (None: whenever it comes)."""
+        async with self._session(timeout_s) as session:
             return await self._post(session, endpoint, body)
 
     async def _post(self, session: aiohttp.ClientSession, endpoint: str, body: dict[str, Any]) -> Any:

@@ -29,17 +29,20 @@ from megarl.rollout.engines.sglang.server import NodeProcess, OtherNode, ServerO
 from megarl.rollout.engines.sglang.server_process import host
 from megarl.weights.checksums import UNCHECKED, EngineLayout, check_model, compare
 from megarl.weights.digests import SentDigests, coverage_by_rank
+from megarl.weights.intake import OPEN, Intake
 from megarl.weights.model_compatibility import ServedModel
-from megarl.weights.payloads import SELECTORS, checking, read_answer, summing
+from megarl.weights.payloads import SELECTORS, checking, read_answer, summing, taking
 from megarl.weights.rank_plan import SliceKey
 from megarl.weights.run_plan import engine_target, sent_adapters
-from megarl.weights.sglang_senders import ServerEndpoint, TensorSender
+from megarl.weights.sglang_senders import ServerEndpoint, TensorSender, update_request
 from megarl.weights.sglang_targets import EVERY_RANK
-from megarl.weights.staging import SLICED, NamedTensors, serialize
+from megarl.weights.staging import NamedTensors, serialize
 
 MORE_TOKENS = 1024
 """Room in a CPU server's cache beside that for the responses of a step."""
 FEWEST_REQUESTS = 64
+IDLE_S = 3600.0
+"""After so many seconds without a message a rank leaves an update that its owner has not ended."""
 
 
 def _few_bits_served() -> ModuleType:
@@ -169,6 +172,11 @@ class SglangEngine(ServedEngine):
         """The ranks whose boxes are looked at one by one (None: all)."""
         self._coverage: dict[bool, dict[int, int]] = {}
         self._sender = TensorSender(self.endpoint)
+        self._intakes = 0
+        self._intake: Intake | None = None
+        self._taking: asyncio.Task[None] | None = None
+        if store is not None:
+            store.set(OPEN, "")
 
     @property
     def served_model(self) -> ServedModel:
@@ -186,9 +194,11 @@ class SglangEngine(ServedEngine):
         with self._losing_weights_on_error():
             await self._client.pause()
             if self._update_open:  # left by an update that failed
+                self._close_intake()
                 await self._client.control("end_weight_update", {})
             await self._client.control("begin_weight_update", {"selector": self._selector})
             self._update_open, self._in_doubt = True, None
+            self._open_intake()
 
     async def apply_update(self, bucket: NamedTensors) -> None:
         self._weights.receive()
@@ -197,6 +207,7 @@ class SglangEngine(ServedEngine):
     async def end_update(self, version: int, checksums: Mapping[Any, str] | None = None) -> None:
         self._weights.check(version)
         with self._losing_weights_on_error():
+            await self._end_intake()
             sent: dict[SliceKey, str] = {**self._sender.checksums(), **(checksums or {})}
             boxes = self.endpoint.layout.missing(sent, adapters_alone=self._adapters_alone, of_ranks=self._in_doubt)
             missing: dict[SliceKey, str] = dict.fromkeys(boxes, UNCHECKED)
@@ -207,6 +218,7 @@ class SglangEngine(ServedEngine):
     async def end_update_by_sums(self, version: int, sent: SentDigests) -> Sequence[int]:
         self._weights.check(version)
         with self._losing_weights_on_error():
+            await self._end_intake()
             self._in_doubt = await self._differing(sent)
             if self._in_doubt:
                 self._weights.doubt()
@@ -250,6 +262,54 @@ class SglangEngine(ServedEngine):
             _refuse_uncovered(rank, uncovered)
         return ()
 
+    async def abandon_update(self) -> None:
+        await super().abandon_update()
+        self._close_intake()
+
+    def _open_intake(self) -> None:
+        """Have the server's ranks take what senders put before them, from here on until the intake is closed."""
+        if self._store is None:
+            return
+        self._intakes += 1
+        endpoint = self.endpoint
+        self._intake = Intake(self._intakes, endpoint.store, endpoint.token, IDLE_S)
+        payloads = [serialize(taking(self._intake, rank)) for rank in self._ranks]
+        self._store.set(OPEN, str(self._intakes))
+        self._taking = asyncio.create_task(self._take(self._intake, *update_request(endpoint.layout, payloads)))
+
+    async def _take(self, intake: Intake, what: str, body: dict[str, Any]) -> None:
+        """Wait for the server's answer; senders hear that nothing more is taken, and why."""
+        assert self._store is not None, "an intake is open"
+        try:
+            await self._client.control(what, body, timeout_s=None)  # it comes when the intake is closed, or the server ends
+        except EngineError as error:
+            self._store.set(intake.failed, f"{error}")
+            raise
+        self._store.set(intake.failed, f"the weight update of {self.endpoint.url} has ended")
+
+    def _close_intake(self) -> None:
+        """Have the server's ranks leave when they have taken what was put before them so far."""
+        if self._store is None or self._intake is None:
+            return
+        intake, self._intake = self._intake, None
+        self._store.set(OPEN, "")
+        for rank in self._ranks:
+            intake.put(self._store, rank, b"")
+        if self._taking is not None:
+            self._taking.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody else may ask for it
+
+    async def _end_intake(self) -> None:
+        """Wait until the server's ranks have taken everything; raises EngineError if one could not."""
+        intake = self._intake
+        self._close_intake()
+        if intake is None or self._taking is None:
+            return
+        await self._taking
+        assert self._store is not None, "an intake was open"
+        for rank in self._ranks:
+            if why := self._store.get(intake.left(rank)).decode():
+                raise EngineError(f"rank {rank} of {self.endpoint.url} could not take the weights: {why}")
+
     async def _held(self, sent: Mapping[SliceKey, str]) -> dict[SliceKey, str]:
         """The digests of what was sent as the server's ranks read them back from their parameters.
 
@@ -277,8 +337,7 @@ class SglangEngine(ServedEngine):
     async def _ask(self, asked: Mapping[int, Any]) -> dict[int, tuple[list[Any], list[str]]]:
         """The answers of these ranks to payloads that ask for digests."""
         payloads = [serialize(asked.get(rank, [])) for rank in self._ranks]
-        body = {"serialized_named_tensors": payloads, "load_format": SLICED, "flush_cache": False, "selector": self._selector}
-        await self._client.control("update_weights_from_tensor", body)
+        await self._client.control(*update_request(self.endpoint.layout, payloads))
         assert self._store is not None, "a server that answers was started with one"
         return {rank: read_answer(self._store.get(self._answer_keys[rank])) for rank in asked}
 
