@@ -22,7 +22,7 @@ class ScheduleConfig(Section):
     """`async` only: maximum number of weight updates between the start of a response and its training step."""
     over_sample: Count = 0
     """Extra prompt groups started per step, in the modes `sync` and `async`. The first `prompts_per_step` to finish are trained
-    on; the rest continue in the next step, from the tokens they have under new weights."""
+    on; the rest continue in the next step under new weights."""
     partial_responses: Literal["restart", "continue"] | None = None
     """What becomes of groups that were begun and would be too old: they `restart`, or `continue` under new weights from the
     tokens they have. null: they `continue` with `over_sample`, else they `restart`."""

@@ -10,7 +10,7 @@ from megarl.data.batch import Batch
 from megarl.data.sample import Sample
 from megarl.data.stored_batch import batch_of
 from megarl.data.stored_shares import RowTask
-from megarl.experience.estimation import estimate_part
+from megarl.experience.estimation import columns_read, estimate_part
 from megarl.experience.experience import Experience, RowFacts
 from megarl.experience.step_tokens import READ_BY_CHOICES, makes_token_columns, token_columns_part
 from megarl.runs.training_side import TrainingSide

@@ -13,7 +13,7 @@ from megarl.models.flops import FlopsModel
 from megarl.models.shape import ModelShape
 from megarl.observe.rank_record import RankRecord, UpdateFlops
 from megarl.runs.timeline import throughput
-from megarl.workers import roles
+from megarl.workers import role_specs
 from megarl.workers.role_specs import shares_prefixes
 
 LLAMA = Path(__file__).resolve().parents[2] / "examples/models/llama-3.1-70b"
@@ -47,7 +47,7 @@ def test_the_reference_attention_shares_unless_the_config_says_no(sizes: tuple[i
 
 
 def test_other_layers_share_nothing_without_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "parts", lambda place: ())
+    monkeypatch.setattr(role_specs, "parts", lambda place: ())
     assert not shares_prefixes(config("auto", *SIZES[0]), "local", FLOPS)
     assert not shares_prefixes(config(False, *SIZES[0]), "local", FLOPS)
     with pytest.raises(ConfigError, match=r"share_prefix is 'true', .*'local' needs the option shared_prefixes, .* auto or"):

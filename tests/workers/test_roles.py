@@ -110,7 +110,7 @@ def test_examples_that_are_mixed_in_follow_in_micro_batches_and_with_columns_of_
     roles, group = roles_and_group()
     batch, examples = batch_of(6, 5), batch_of(3, 7)
     batch.columns["weights"], examples.columns["ptx_weights"] = torch.rand(6, 5), torch.rand(3, 7)
-    _, submitted = roles.start_update(POLICY, batch, range(6), ["weights"], None, mixed_in=(examples, ["ptx_weights"]))
+    _, submitted, _ = roles.start_update(POLICY, batch, range(6), ["weights"], None, mixed_in=(examples, ["ptx_weights"]))
     for role, shares, _, _, _ in submitted:
         assert role == POLICY
         micro_batches = [micro_batch for share in shares for micro_batch in share]

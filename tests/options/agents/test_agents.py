@@ -174,6 +174,7 @@ def test_what_is_asked_again_because_it_did_not_come_is_drawn_as_the_first_time(
     class Asked:
         prompts = (PROMPT,)
         engine = SimpleNamespace(end_conversations=AsyncMock())
+        count_ended = staticmethod(lambda responses: None)
 
         async def generate(self, request: EngineRequest, **turns: Any) -> list[list[Generation]]:
             keys.extend(request.keys or ())
