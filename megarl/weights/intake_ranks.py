@@ -24,7 +24,7 @@ _pool = ThreadPoolExecutor(THREADS, thread_name_prefix="intake")
 
 
 class RankIntake:
-    """What one rank takes until an empty message comes."""
+    """Messages that one rank takes until an empty one comes."""
 
     def __init__(self, intake: Intake, rank: int, device: torch.device) -> None:
         self._intake, self._rank, self._device = intake, rank, device
