@@ -184,8 +184,8 @@ def _computed_anew(shape: ModelShape, precision: Precision) -> float:
 
 
 def update_seconds(engines: Engines, gpu: GpuSpec, memory: MemoryPlan, *, colocated: bool, in_turns: bool) -> dict[str, float]:
-    """What is sent, by the busiest link and what messages wait for one another; what each tensor takes; and where trainer and
-    engines take turns, their turns.
+    """Seconds of sending, by the busiest link and what messages wait for one another; what each tensor takes; and where trainer
+    and engines take turns, their turns.
 
     Engines that slept open every handle again, and take weights over at a rate of their own.
     """

@@ -51,7 +51,7 @@ def combined(checksums: Iterable[tuple[SliceKey, str]]) -> Sums:
 
 @dataclass(frozen=True)
 class SentDigests:
-    """What all ranks together sent to one engine, `[N, 5]`: the columns of a `Table` behind the engine."""
+    """Sums of all that the ranks together sent to one engine, `[N, 5]`: the columns of a `Table` behind the engine."""
 
     rows: Table
 

@@ -27,10 +27,10 @@ class Announced(NamedTuple):
 
 
 class Arrivals(Protocol):
-    """Taker of the messages of a call."""
+    """Taker of a call's messages."""
 
     def place(self, message: Sequence[Any]) -> torch.Tensor | None:
-        """Place where a message can be received as it comes; None: it must be copied from elsewhere."""
+        """The place where a message can be received as it comes; None: it must be copied from elsewhere."""
 
     def take(self, message: Sequence[Any], values: torch.Tensor, *, in_place: bool, checked: bool) -> None:
         """Take what has come."""

@@ -236,7 +236,7 @@ class _EngineQueue:
 
 @dataclass(frozen=True)
 class PushSummary:
-    """What came of pushes to several engines, in a few bytes for each rank of an engine: what was sent, why some failed."""
+    """Result of pushes to several engines, in a few bytes for each rank of an engine: what was sent, why some failed."""
 
     sent: Table
     errors: dict[int, str] = field(default_factory=dict)
@@ -244,7 +244,7 @@ class PushSummary:
 
     @classmethod
     def of(cls, pushed: Mapping[int, Pushed]) -> PushSummary:
-        """That of one training rank's pushes."""
+        """Return that of one training rank's pushes."""
         errors = {engine: result.error for engine, result in pushed.items() if result.error is not None}
         tables = [sums_by_rank(result.checksums, engine) for engine, result in pushed.items()]
         nbytes = sum(result.nbytes for result in pushed.values())
@@ -253,7 +253,7 @@ class PushSummary:
 
 @dataclass(frozen=True)
 class UpdateSummary:
-    """What all ranks sent to each engine, and why some failed: the first rank's error."""
+    """Sums of what all ranks sent to each engine, and why some failed: the first rank's error."""
 
     sent: Mapping[int, SentDigests]
     errors: Mapping[int, str]
@@ -261,7 +261,7 @@ class UpdateSummary:
 
     @classmethod
     def of(cls, of_ranks: Sequence[PushSummary]) -> UpdateSummary:
-        """That of one update, from all ranks."""
+        """Return that of one update, from all ranks."""
         errors: dict[int, str] = {}
         for summary in of_ranks:
             errors = summary.errors | errors if summary.errors else errors

@@ -127,7 +127,7 @@ class RankPlan:
         return [(frozenset([engine]), of_engine) for engine, of_engine in sorted(of_engines.items())]
 
     def _boxes(self, buckets: Sequence[TransferBucket]) -> Iterator[SentBox]:
-        """Parts of buckets that are sent."""
+        """The part of buckets that is sent."""
         plan = self._plan
         for bucket in buckets:
             numbers = plan.transfers.tensor[bucket.start : bucket.stop]

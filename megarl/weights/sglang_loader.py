@@ -225,14 +225,14 @@ def _write(held: SliceKey, to: torch.Tensor, values: torch.Tensor, *, checked: b
 
 
 class _Arrivals:
-    """Places where messages of a call belong, and what they are when they have come."""
+    """Places where messages of a call belong, and what is done with them when they have come."""
 
     def __init__(self, model: Any, parameters: ModelParameters) -> None:
         self._model, self._parameters = model, parameters
         self._whole: Whole = []
 
     def place(self, message: Sequence[Any]) -> torch.Tensor | None:
-        """Place where a message can be received as it comes; None: it must be copied from elsewhere."""
+        """The place where a message can be received as it comes; None: it must be copied from elsewhere."""
         return _in_place(self._parameters, message)
 
     def take(self, message: Sequence[Any], values: torch.Tensor, *, in_place: bool, checked: bool) -> None:

@@ -113,7 +113,7 @@ class Hops(NamedTuple):
 
     @property
     def distance(self) -> Ints:
-        """Distance of the relay from the sender, in ranks."""
+        """Distance from the sender to the relay, in ranks."""
         return (self.relay - self.sender) % self.world
 
     def rounds(self, most_bytes: int) -> Ints:
