@@ -90,8 +90,7 @@ class StoredColumns(MutableMapping[str, Tensor]):
 class StoredBatch(Batch):
     """B samples whose tokens, log-probs and further columns lie in a store.
 
-    Reading the mask or a column fetches it: whoever can work on
-    shards does that (`TrainingSide.compute`).
+    Reading the mask or a column fetches it: whoever can work on shards does that (`TrainingSide.compute`).
     """
 
     samples: list[StoredSample]  # type: ignore[assignment]
