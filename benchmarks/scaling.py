@@ -11,6 +11,7 @@ the driver's CPU, one thread; bytes are those of all arguments, and those of tok
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import pickle
 import platform
@@ -133,7 +134,7 @@ class SimulatedGroup:
             self.calls += 1
             self.sent_bytes += len(pickle.dumps((method, *arguments), protocol=5))
         if method == "compute":
-            lengths = [sample.response_length for sample in arguments[2]]
+            lengths = [sum(tokens for _, tokens in sample.versions) for sample in arguments[2]]
             outcome = TokenOutcome(
                 metrics={}, sampled=torch.tensor(lengths), baseline=RunningMean(), kl=None, kl_rows=0, entropy=None
             )
@@ -242,6 +243,7 @@ def main() -> None:
     from workload import machine
 
     torch.set_num_threads(1)
+    gc.freeze()  # as `megarl train` does
     report: dict[str, Any] = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": shlex.join(["python", *sys.argv]),

@@ -6,6 +6,7 @@ What the user did wrong ends as one sentence on stderr and exit code 2; Ctrl-C a
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import re
@@ -263,7 +264,9 @@ def _watch(loop: str, config: AnyConfig, arguments: argparse.Namespace) -> int:
     """Train by module `loop` in a process that is watched over; under torchrun, which does that itself, in this one."""
 
     def train(config: AnyConfig) -> None:
-        importlib.import_module(loop).train(config)
+        module = importlib.import_module(loop)
+        gc.freeze()  # what was imported stays: each collection among a step's samples would walk it
+        module.train(config)
 
     if not arguments.is_watched or is_torchrun():
         train(config)

@@ -92,8 +92,8 @@ class Batch:
             labels[self.mask] = torch.tensor(known)
 
     @classmethod
-    def of_share(cls, samples: Sequence[Sample], share: Share) -> Batch:
-        """Lay the rows of a share, whose `samples` need no tokens; its ids and token columns are left out."""
+    def of_share(cls, samples: Sequence[Any], share: Share) -> Batch:
+        """Lay the rows of a share, whose `samples` are `RowSample`s; its ids and token columns are left out."""
         batch = cls.__new__(cls)
         batch.samples, batch.has_parts, batch.extra = list(samples), True, {}
         batch.lengths = torch.from_numpy(share.lengths)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain, groupby
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -125,6 +125,15 @@ def common_beginnings(ids: Sequence[Sequence[int]]) -> CommonPrefixes:
     return prefixes if any(prefixes.common) else NOTHING_SHARED
 
 
+class RowSample(NamedTuple):
+    """A sample as processes know it that compute on rows of a step, beside its tokens."""
+
+    sample_id: str
+    group_id: str
+    truncated: bool
+    versions: tuple[tuple[int, int], ...]
+
+
 class StoredSample(Sample):
     """A single turn that answers `prompt`, its tokens in a store.
 
@@ -132,8 +141,6 @@ class StoredSample(Sample):
     versions, rewards. Copies with other fields (`dataclasses.replace`), and what other processes are sent, are `Sample`s with
     their tokens.
     """
-
-    _is_light = False
 
     def __new__(cls, *made_of: Any, **named: Any) -> Any:
         """`named` are fields of a `Sample`, which is made then."""
@@ -211,8 +218,6 @@ class StoredSample(Sample):
         return True
 
     def __reduce__(self) -> Any:
-        if self._is_light:
-            return super().__reduce__()
         return Sample, tuple(getattr(self.loaded(), entry.name) for entry in fields(Sample))
 
     def loaded(self) -> Sample:
@@ -222,17 +227,9 @@ class StoredSample(Sample):
                  "prefill")  # fmt: skip
         return Sample(**{name: getattr(self, name) for name in names})
 
-    def without_text(self) -> StoredSample:
-        """A copy for processes that compute: with neither texts, row nor handle."""
-        light = StoredSample.__new__(StoredSample)
-        light.__dict__ |= {name: value for name, value in self.__dict__.items() if name != "_columns"}
-        light._is_light = True
-        light.prompt = Prompt(self.row_id, self.group_id, [], "")
-        light.row, light.media = {}, []
-        light.__dict__["response_text"] = ""
-        of = self.generation
-        light.generation = StoredGeneration(Held(None), Held(None), 0, of.tokens, of.versions, of.finish_reason, {})
-        return light
+    def for_work(self) -> RowSample:
+        """The sample for processes that compute on its row."""
+        return RowSample(self.sample_id, self.group_id, self.truncated, self.versions)
 
     def __repr__(self) -> str:
         return f"StoredSample({self.sample_id!r}, tokens={self.generation.tokens}, finish_reason={self.finish_reason!r})"

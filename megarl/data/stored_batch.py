@@ -113,6 +113,8 @@ class StoredBatch(Batch):
         self.extra = {}
         self.has_parts = False
         self._mask: Tensor | None = None
+        self._units: dict[tuple[Any, ...], UnitRows] = {}
+        self._laid: list[tuple[UnitRows, Assignment, list[Share]]] = []
         self._objects: dict[int, int] = {}
         self._tokens: list[Stored] = []
         self._tokens_in = np.array([self._number(sample.generation.stored) for sample in self.samples], dtype=np.int64)
@@ -245,11 +247,26 @@ class StoredBatch(Batch):
             return NOTHING_SHARED  # of several answers, which were not compared
         return generations[0].common.among([generation.member for generation in generations])
 
+    def unit_rows(self, rows: Sequence[int], *, share_prefix: bool, share_turns: bool = True) -> UnitRows:
+        """Unit rows as `Batch.unit_rows` makes them, once for the passes of a step."""
+        key = ((*rows,), share_prefix, share_turns)
+        if key not in self._units:
+            self._units[key] = super().unit_rows(rows, share_prefix=share_prefix, share_turns=share_turns)
+        return self._units[key]
+
+    def _laid_shares(self, units: UnitRows, plan: Assignment) -> list[Share]:
+        """Replicas' shares without values, once for the passes that have one plan."""
+        for known_units, known_plan, shares in self._laid:
+            if known_units is units and known_plan is plan:
+                return shares
+        self._laid.append((units, plan, [self._laid_prompts(units, share) for share in plan]))
+        return self._laid[-1][2]
+
     def shares(  # type: ignore[override]
         self, units: UnitRows, plan: Assignment, columns: Sequence[str], *, mask: Tensor | None = None, extra: bool = False
     ) -> list[StoredShare]:
         """Shares as `Batch.shares` makes them, with the places of values in place of them."""
-        return [self._share(self._laid_prompts(units, share), columns, mask) for share in plan]
+        return [self._share(laid, columns, mask) for laid in self._laid_shares(units, plan)]
 
     def _share(self, laid: Share, columns: Sequence[str], mask: Tensor | None) -> StoredShare:
         rows, lengths = laid.rows.tolist(), laid.lengths.tolist()

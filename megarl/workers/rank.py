@@ -27,8 +27,8 @@ from megarl.checkpoint.dist_writer import Written
 from megarl.config.layout import Layout
 from megarl.data.answers import Answers
 from megarl.data.batch import Batch, laid_rows
-from megarl.data.sample import Sample
 from megarl.data.shares import Share
+from megarl.data.stored import RowSample
 from megarl.data.stored_shares import Computed, RowWork, StoredShare
 from megarl.data.stream import ScorePosition, TopK
 from megarl.megatron.build import initialize_layout
@@ -149,7 +149,7 @@ class Rank:
         self,
         shared: tuple[RowWork, Any],
         shares: Sequence[Share],
-        samples: Sequence[Sample],
+        samples: Sequence[RowSample],
         arguments: Sequence[Any],
         alone: bool,
     ) -> tuple[Computed, Answers]:

@@ -20,7 +20,7 @@ def compute_on_ranks(group: StoringGroup, batch: StoredBatch, task: RowTask, dea
     calls: dict[int, Any] = {}
     shared = group.shared((task.work, *task.common))
     for replica, rows in enumerate(parts):
-        light = [batch.samples[row].without_text() for row in rows]
+        light = [batch.samples[row].for_work() for row in rows]
         whole = group.whole(replica, [batch.lone_rows(rows, read)])
         calls[group.reporting[replica]] = (shared, whole, light, task.arguments(rows), len(parts) == 1)
     submitted = group.submit_stored(RankCalls.compute, calls)

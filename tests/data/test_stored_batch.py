@@ -97,9 +97,7 @@ def test_samples_read_the_same() -> None:
         sent = pickle.loads(pickle.dumps(other))
         assert type(sent) is Sample
         assert sent == one
-        light = pickle.loads(pickle.dumps(other.without_text()))
-        assert isinstance(light, StoredSample)
-        assert (light.sample_id, light.group_id, light.response_length) == (one.sample_id, one.group_id, one.response_length)
+        assert other.for_work() == (one.sample_id, one.group_id, one.truncated, one.versions)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -182,7 +180,7 @@ def test_the_rows_of_a_share_as_a_batch() -> None:
     there.take(["values", "returns"], [(Held(value), rows)])
     chosen = [1, 4, 5, 10]
     share = whole(there.lone_rows(chosen, [*there.columns]))
-    part = Batch.of_share([there.samples[row].without_text() for row in chosen], share)
+    part = Batch.of_share([there.samples[row].for_work() for row in chosen], share)
     width = part.mask.shape[1]
     assert torch.equal(part.mask, here.mask[chosen, :width])
     assert torch.equal(part.truncated, here.truncated[chosen])
