@@ -73,6 +73,7 @@ def main() -> None:
     from workload import machine
 
     ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=256 * 2**20, log_to_driver=False)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's processes cannot import this file
     actor = ray.remote(num_cpus=0, max_concurrency=20_000)(Everybody).remote()
     ray.get(actor.call.remote(0, 1))
     report: dict[str, Any] = {

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,8 @@ from megarl.data.prefix_tree import NOTHING_SHARED, CommonPrefixes, common_prefi
 from megarl.data.sample import Sample
 from megarl.data.shares import Integers, Share, starts_of
 from megarl.data.stream import MicroBatch
+
+ShareKind = TypeVar("ShareKind", bound=Share)
 
 
 @dataclass(frozen=True)
@@ -242,13 +244,17 @@ class Batch:
             mask=laid_rows(self.mask if mask is None else mask, numbers, lengths),
             columns={name: laid_rows(self.columns[name], numbers, lengths) for name in columns},
         )
-        if extra and self.extra:
-            prompts = self._prompt_of_row[numbers][starts_of(laid.units)[:-1]].tolist()
-            prompt_lengths = laid.prompt_lengths.tolist()
-            of_prompts = {name: ragged.prompts.laid(prompts, prompt_lengths) for name, ragged in self.extra.items()}
-            of_responses = {name: ragged.responses.laid(numbers, lengths) for name, ragged in self.extra.items()}
-            whole = replace(whole, prompt_extra=of_prompts, extra=of_responses)
-        return whole.cut([len(share) for share in plan])
+        return (self._with_extra(whole) if extra else whole).cut([len(share) for share in plan])
+
+    def _with_extra(self, share: ShareKind) -> ShareKind:
+        """The share with the token columns of options."""
+        if not self.extra:
+            return share
+        rows, lengths, prompt_lengths = share.rows.tolist(), share.lengths.tolist(), share.prompt_lengths.tolist()
+        prompts = self._prompt_of_row[rows][starts_of(share.units)[:-1]].tolist()
+        of_prompts = {name: ragged.prompts.laid(prompts, prompt_lengths) for name, ragged in self.extra.items()}
+        of_responses = {name: ragged.responses.laid(rows, lengths) for name, ragged in self.extra.items()}
+        return replace(share, prompt_extra=of_prompts, extra=of_responses)
 
     def _laid_prompts(self, units: UnitRows, micro_batches: Sequence[Sequence[UnitPart]]) -> Share:
         """A share of these micro-batches with the prompts' tokens, and without those of responses."""

@@ -266,7 +266,8 @@ class StoredBatch(Batch):
         self, units: UnitRows, plan: Assignment, columns: Sequence[str], *, mask: Tensor | None = None, extra: bool = False
     ) -> list[StoredShare]:
         """Shares as `Batch.shares` makes them, with the places of values in place of them."""
-        return [self._share(laid, columns, mask) for laid in self._laid_shares(units, plan)]
+        shares = [self._share(laid, columns, mask) for laid in self._laid_shares(units, plan)]
+        return [self._with_extra(share) for share in shares] if extra else shares
 
     def _share(self, laid: Share, columns: Sequence[str], mask: Tensor | None) -> StoredShare:
         rows, lengths = laid.rows.tolist(), laid.lengths.tolist()

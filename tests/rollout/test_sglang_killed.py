@@ -6,6 +6,7 @@ import asyncio
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -54,7 +55,8 @@ def test_an_engine_killed_in_the_middle_of_an_update_answers_again_only_after_a_
                 await asyncio.to_thread(connect, pusher, number, engine)
             assert pusher.unreachable == {}
             delivered: list[int] = []
-            deliver = pusher.senders[1].deliver
+            deliver, to_other = pusher.senders[1].deliver, mock.Mock(side_effect=pusher.senders[0].deliver)
+            monkeypatch.setattr(pusher.senders[0], "deliver", to_other)
 
             def dying(staged: StagedSlices) -> None:
                 if len(delivered) == 3:
@@ -66,7 +68,7 @@ def test_an_engine_killed_in_the_middle_of_an_update_answers_again_only_after_a_
             monkeypatch.setattr(pusher.senders[1], "deliver", dying)
             new = load(tiny_path, seed=8)
             pushed = await update(engines, pusher, new, 31)
-            assert len(delivered) == 4  # it failed at once, and was sent nothing more
+            assert 4 <= len(delivered) < to_other.call_count  # it failed soon, and was sent nothing more
             assert victim.endpoint.url in pushed[1].error
             assert pushed[0].error is None
             await sglang_engine.end_update(31, pushed[0].checksums)

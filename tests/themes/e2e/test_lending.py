@@ -3,6 +3,7 @@ resume, and engines that are killed awake and asleep."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from megarl.config import Config
 from megarl.options.lending.turns import LendingRule, LentEngines
 from megarl.rollout.engines.protocol import EngineRequest, Generation
+from megarl.rollout.engines.stored_turns import loaded
 from megarl.rollout.scheduling.engine_state import EngineState
 from megarl.rollout.scheduling.scheduler import Scheduler
 from megarl.runs.training_side import POLICY
@@ -59,7 +61,7 @@ def answers_of_lent(monkeypatch: pytest.MonkeyPatch) -> list[Generation]:
     async def generate_and_tell(engine: EngineState, request: EngineRequest) -> list[list[Generation]]:
         answers = await generate(engine, request)
         if engine.is_lent:
-            found.extend(one for group in answers for one in group)
+            found.extend([await asyncio.to_thread(loaded, one) for group in answers for one in group])
         return answers
 
     monkeypatch.setattr(EngineState, "generate", generate_and_tell)

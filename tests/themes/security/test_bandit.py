@@ -21,6 +21,7 @@ SHELTERED = {
     ("B102", "rewards/sandbox/tests_child.py"): "so is running the tests of a data row, in a process that is shut in, too",
     ("B108", "launch/*"): "names of folders that are asked about or mounted, not files that are made",
     ("B108", "cli/submit.py"): "the same",
+    ("B301", "weights/intake_ranks.py"): "a server's rank reads what was signed with the server's token, and nothing else",
     ("B301", "platform/peer_memory.py"): "a rank reads what another one of its group sent, as torch.distributed does itself",
     ("B108", "platform/shared_memory.py"): "a folder of which the free space is asked",
     ("B108", "options/sandboxes/containers.py"): "the /tmp of a container, which is its own",
