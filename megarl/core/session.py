@@ -390,9 +390,8 @@ class Session:
             stream_loss = next(filter(None, (part.stream_loss() for part in parts)), None)
             loss = policy_objective(config, self.experience, parts, shown_rows=shown_rows, stream_loss=stream_loss)
             mixed_in = next(filter(None, (part.mixed_in() for part in parts)), None)
-            together = chosen is not None
             running[POLICY] = self.roles.start_update(
-                POLICY, batch, rows, columns, loss, keep_groups=together, mixed_in=mixed_in, shown_as=shown_as
+                POLICY, batch, rows, columns, loss, keep_groups=chosen is not None, mixed_in=mixed_in, shown_as=shown_as
             )
             self.rollouts.stale = True
             self.step += 1

@@ -112,6 +112,11 @@ class Batch:
         return len(self.samples)
 
     @property
+    def longest(self) -> int:
+        """T."""
+        return int(self.lengths.max()) if len(self) else 0
+
+    @property
     def counts(self) -> Tensor:
         """int64 `[B]`: tokens of each response in the mask."""
         return self.mask.sum(1)
@@ -136,7 +141,7 @@ class Batch:
     @property
     def response_tokens(self) -> int:
         """Tokens that the policy sampled."""
-        return int(self.mask.sum())
+        return int(self.counts.sum())
 
     @property
     def truncated(self) -> Tensor:
@@ -146,7 +151,7 @@ class Batch:
     @property
     def last_tokens(self) -> Tensor:
         """bool `[B, T]`, True at the last token of every response."""
-        return torch.arange(self.mask.shape[1]) == self.lengths[:, None] - 1
+        return torch.arange(self.longest) == self.lengths[:, None] - 1
 
     def take_extra(self, name: str, of_rows: Sequence[TokenValues | None]) -> None:
         """Take over the token column `name`, by row of a prompt and its response; None: not known."""
@@ -296,7 +301,7 @@ class Batch:
 
     def _padded(self, rows: Iterable[npt.NDArray[Any]], dtype: torch.dtype) -> Tensor:
         """The values of every row's tokens as `[B, T]`."""
-        padded = torch.zeros(len(self), int(self.lengths.max()) if len(self) else 0, dtype=dtype)
+        padded = torch.zeros(len(self), self.longest, dtype=dtype)
         for values, row in zip(padded.numpy(), rows, strict=True):
             values[: len(row)] = row
         return padded

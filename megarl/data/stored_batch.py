@@ -103,9 +103,9 @@ class StoredBatch(Batch):
         numbers: dict[str, int] = {}
         of_group = [numbers.setdefault(sample.group_id, len(numbers)) for sample in self.samples]
         self.groups = torch.tensor(of_group, dtype=torch.long)
-        prompts = {(group, id(sample.prompt)): sample.prompt for group, sample in zip(of_group, self.samples, strict=True)}
+        keys = [(group, id(sample.prompt)) for group, sample in zip(of_group, self.samples, strict=True)]
+        prompts = {key: sample.prompt for key, sample in zip(keys, self.samples, strict=True)}
         number_of = {key: number for number, key in enumerate(prompts)}
-        keys = ((group, id(sample.prompt)) for group, sample in zip(of_group, self.samples, strict=True))
         self._prompt_of_row = np.array([number_of[key] for key in keys], dtype=np.int64)
         self._prompt_ids = [tokens_of(prompt.prompt_ids) for prompt in prompts.values()]
         self._media = [(*prompt.media,) for prompt in prompts.values()]
@@ -115,18 +115,13 @@ class StoredBatch(Batch):
         self._mask: Tensor | None = None
         self._units: dict[tuple[Any, ...], UnitRows] = {}
         self._laid: list[tuple[UnitRows, Assignment, list[Share]]] = []
-        self._objects: dict[int, int] = {}
         self._tokens: list[Stored] = []
-        self._tokens_in = np.array([self._number(sample.generation.stored) for sample in self.samples], dtype=np.int64)
+        of_objects: dict[int, int] = {}
+        numbered = [_listed(sample.generation.stored, self._tokens, of_objects) for sample in self.samples]
+        self._tokens_in = np.array(numbered, dtype=np.int64)
         self._tokens_at = np.array([sample.generation.place for sample in self.samples], dtype=np.int64)
         self.columns = StoredColumns(self)
         self.columns.store(ROLLOUT, StoredColumn((), np.zeros(0, np.int64), 0))
-
-    def _number(self, stored: Stored) -> int:
-        number = self._objects.setdefault(id(stored), len(self._tokens))
-        if number == len(self._tokens):
-            self._tokens.append(stored)
-        return number
 
     @property
     def is_masked(self) -> bool:
@@ -173,21 +168,6 @@ class StoredBatch(Batch):
         answers: Answers = column.objects[number].get()
         return torch.tensor(answers.columns[column.index, answers.places[row]])
 
-    @property
-    def longest(self) -> int:
-        """T."""
-        return int(self.lengths.max()) if len(self) else 0
-
-    @property
-    def response_tokens(self) -> int:
-        """Tokens that the policy sampled and are in the mask."""
-        return int(self._counts.sum())
-
-    @property
-    def last_tokens(self) -> Tensor:
-        """bool `[B, T]`, True at the last token of every response."""
-        return torch.arange(self.longest) == self.lengths[:, None] - 1
-
     def fetched(self, name: str, column: StoredColumn) -> Tensor:
         """A column as float32 `[B, T]` in this process."""
         values = torch.zeros(len(self), self.longest)
@@ -205,30 +185,19 @@ class StoredBatch(Batch):
 
     def take(self, names: Sequence[str], answers: Sequence[tuple[Stored, Sequence[int]]]) -> None:
         """Take over the columns `names` of the stored `Answers`, each with the rows that it has; other rows are 0."""
-        of_row = np.full(len(self), -1, np.int64)
-        for number, (_, rows) in enumerate(answers):
-            of_row[[*rows]] = number
-        objects = tuple(stored for stored, _ in answers)
+        column = _with_further(StoredColumn((), np.full(len(self), -1, np.int64), 0), answers)
         for index, name in enumerate(names):
-            column = StoredColumn(objects, of_row, index)
-            if name == MASK:
-                self.columns.at[MASK] = column
-            else:
-                self.columns.store(name, column)
+            self.columns.store(name, replace(column, index=index))
 
     def take_mask(self, answers: Sequence[tuple[Stored, Sequence[int]]], index: int, counts: Tensor) -> None:
         """Take over the mask, the `index`-th column of the stored `Answers`, and the numbers of tokens in it, int64 `[B]`."""
-        self.take([MASK], answers)
-        self.columns.at[MASK] = replace(self.columns.at[MASK], index=index)
+        empty = StoredColumn((), np.full(len(self), -1, np.int64), index)
+        self.columns.at[MASK] = _with_further(empty, answers)
         self._mask, self._counts = None, counts
 
     def take_further(self, name: str, answers: Sequence[tuple[Stored, Sequence[int]]]) -> None:
         """Take over the first column of the stored `Answers` for further rows of a column that others have."""
-        known = self.columns.at[name]
-        of_row = known.of_row.copy()
-        for number, (_, rows) in enumerate(answers, start=len(known.objects)):
-            of_row[[*rows]] = number
-        self.columns.at[name] = StoredColumn((*known.objects, *(stored for stored, _ in answers)), of_row, known.index)
+        self.columns.at[name] = _with_further(self.columns.at[name], answers)
 
     def lone_rows(self, rows: Sequence[int], columns: Sequence[str]) -> StoredShare:
         """A share of these rows, in their order, with `columns` and without prompts."""
@@ -276,7 +245,7 @@ class StoredBatch(Batch):
 
         def renumbered(of_responses: Integers, among: Sequence[Stored]) -> Integers:
             used, inverse = np.unique(of_responses, return_inverse=True)
-            new = np.array([-1 if old < 0 else self._listed(among[old], objects, numbers) for old in used.tolist()], np.int64)
+            new = np.array([-1 if old < 0 else _listed(among[old], objects, numbers) for old in used.tolist()], np.int64)
             return new[inverse]
 
         known = self.columns
@@ -303,12 +272,21 @@ class StoredBatch(Batch):
             objects=tuple(objects),
         )
 
-    @staticmethod
-    def _listed(stored: Stored, objects: list[Stored], numbers: dict[int, int]) -> int:
-        number = numbers.setdefault(id(stored), len(objects))
-        if number == len(objects):
-            objects.append(stored)
-        return number
+
+def _listed(stored: Stored, objects: list[Stored], numbers: dict[int, int]) -> int:
+    """The number of a handle among `objects`, to which it is added if it is new; `numbers` are those by id."""
+    number = numbers.setdefault(id(stored), len(objects))
+    if number == len(objects):
+        objects.append(stored)
+    return number
+
+
+def _with_further(column: StoredColumn, answers: Sequence[tuple[Stored, Sequence[int]]]) -> StoredColumn:
+    """The column with the stored `Answers` for further rows."""
+    of_row = column.of_row.copy()
+    for number, (_, rows) in enumerate(answers, start=len(column.objects)):
+        of_row[[*rows]] = number
+    return StoredColumn((*column.objects, *(stored for stored, _ in answers)), of_row, column.index)
 
 
 def batch_of(samples: Sequence[Sample]) -> Batch:

@@ -214,7 +214,7 @@ def _optimizer_redirects() -> Iterator[Redirect]:
 
 
 def _step_without_compiler(step: Callable[..., Any]) -> Callable[..., Any]:
-    """What `torch.optim.optimizer._use_grad_for_differentiable` makes of a step, less the compiler."""
+    """Wrap a step as `torch.optim.optimizer._use_grad_for_differentiable` does, without the compiler."""
 
     @functools.wraps(step)
     def computed(self: Optimizer, *args: Any, **kwargs: Any) -> Any:

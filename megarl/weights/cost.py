@@ -111,7 +111,7 @@ class Cost:
 
 
 def placement_of(request: PlacementRequest, cluster: ClusterRates) -> Placement | None:
-    """Where ranks and engines of a run are on nodes of a cluster; None: they do not fit into such nodes."""
+    """Place ranks and engines of a run on nodes of a cluster; None: they do not fit into such nodes."""
     try:
         return place(request, planned_bundles(request.bundles, cluster.gpus_per_node))
     except (LayoutError, ClusterError):

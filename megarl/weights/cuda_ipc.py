@@ -93,7 +93,7 @@ def _sums_alone(tensor: Tensor) -> Tensor:
 
 
 def _mixed(words: Tensor, places: Tensor) -> Tensor:
-    """What each word at its place adds to the two sums, `[2, len(words)]`."""
+    """Compute what each word at its place adds to the two sums, `[2, len(words)]`."""
     weights = 2 * places + 1
     mixed = words * _FIRST
     mixed ^= mixed >> 29

@@ -1,4 +1,4 @@
-"""Where in the parameters of a rank of SGLang a tensor lies; runs inside the server.
+"""Places of tensors in the parameters of a rank of SGLang; runs inside the server.
 
 SGLang fuses q, k, v and gate, up and the experts of a layer.
 """

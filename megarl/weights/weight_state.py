@@ -73,7 +73,7 @@ class WeightState:
         self.now, self.version, self.updating = Weights.SERVING, self.updating, None
 
     def doubt(self) -> None:
-        """Whether the weights are what was sent takes a closer look, for which `check` is called again."""
+        """Take note that the weights need a closer look, for which `check` is called again."""
         if self.now is not Weights.CHECKING:
             raise EngineError("no weight update is being checked")
         self.now = Weights.UPDATING
