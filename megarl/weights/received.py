@@ -1,4 +1,4 @@
-"""Record of what an engine's rank has received into its parameters: which boxes, and checksums taken while more is on its way."""
+"""Record of what an engine's rank has received into its parameters: boxes, and checksums taken while more is on its way."""
 
 from __future__ import annotations
 
