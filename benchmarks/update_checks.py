@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from reshard_plan import CASES, MODELS
 
 from megarl.config.layout import Layout
 from megarl.models.registry import load_hf_config
@@ -36,16 +37,6 @@ from megarl.weights.pusher import Pushed, PushSummary, UpdateSummary, merge
 from megarl.weights.rank_plan import RankPlan, SliceKey
 from megarl.weights.sglang_targets import EVERY_RANK, EngineTarget
 
-MODELS = Path(__file__).resolve().parent.parent / "examples/models"
-CASES = {
-    "70b": ("llama-3.1-70b", {"tp": 8, "pp": 8}, {"tp": 8}),
-    "671b": (
-        "deepseek-v3",
-        {"tp": 4, "pp": 8, "ep": 32, "first_stage_layers": 7, "last_stage_layers": 6},
-        {"tp": 8, "dp": 8, "ep": 64},
-    ),
-}
-"""Model, training layout but for dp, and engine: as many of them as there are GPUs for."""
 WORLDS = (1024, 10_240)
 
 
