@@ -8,13 +8,16 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
 from rich.table import Table
 
 from megarl.cli.arguments import add_config, make_console, with_models
-from megarl.config import Config, load_any, load_config
+from megarl.config import AnyConfig, Config, load_any, load_config
 from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megarl.planning.plan import CapacityPlan
+    from megarl.planning.search import Found
     from megarl.planning.times import PhaseTime
     from megarl.weights.cost import Cost
     from megarl.weights.plan import ReshardPlan
@@ -94,7 +97,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from megarl.planning.gpus import chosen_gpu, given_efficiencies, with_efficiency
     from megarl.planning.measured import read_measured
     from megarl.planning.plan import check_lengths, lengths_of, make_plan
-    from megarl.planning.search import Search, what_fits
+    from megarl.planning.search import what_fits
     from megarl.planning.show import against_tables, as_json, found_tables, found_tree, plan_tables
 
     config = load_any(arguments.config, arguments.overrides)
@@ -124,15 +127,17 @@ def _plan(arguments: argparse.Namespace) -> int:
     if measured is not None:
         calibration = replace(calibration, whole_pass=measured.whole_pass)
     plan = make_plan(config, gpu, available=arguments.gpus, lengths=lengths, calibration=calibration)
-    ranked = Search(config, plan).ranked() if arguments.search else None
+    ranked = _searched(config, plan, is_given=arguments.gpus is not None) if arguments.search else None
     if arguments.json:
         text = as_json(plan, found_tree(ranked) if ranked is not None else None, measured)
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     else:
-        for part in plan_tables(plan, model):
-            console.print(part, highlight=False)
+        if ranked is None or plan.fits:
+            for part in plan_tables(plan, model):
+                console.print(part, highlight=False)
         if ranked is not None:
-            console.print()
+            if plan.fits:
+                console.print()
             for part in found_tables(ranked):
                 is_text = isinstance(part, str)  # whose overrides are pasted: no line may be cut
                 console.print(part, highlight=False, markup=not is_text, soft_wrap=is_text)
@@ -141,8 +146,23 @@ def _plan(arguments: argparse.Namespace) -> int:
             for part in against_tables(plan, measured):
                 console.print(part, highlight=False)
     if ranked is None and measured is None and not plan.fits:
-        raise ConfigError(f"the run does not fit: {plan.excess}; {what_fits(config, plan)}")
+        raise ConfigError(
+            f"the run does not fit: {plan.excess}; {what_fits(config, plan, is_given=arguments.gpus is not None)}"
+        )
     return 0
+
+
+def _searched(config: AnyConfig, plan: CapacityPlan, *, is_given: bool) -> Found:
+    """What a search finds on the GPUs of `plan`; where the user has not said how many there are, on as many as it takes."""
+    from megarl.planning.search import Refusals, Search
+
+    with Console(stderr=True).status("searching: every layout is planned"):  # a terminal shows it
+        search = Search(config, plan)
+        found = search.ranked()
+        if found.best or is_given:
+            return found
+        enough = search.enough(is_given=False)
+        return found if isinstance(enough, Refusals) else Search(config, replace(plan, available=enough[0])).ranked()
 
 
 def _reshard(arguments: argparse.Namespace) -> int:

@@ -44,14 +44,15 @@ def _rehearse(arguments: argparse.Namespace) -> int:
 
 def show_rehearsal(config: AnyConfig, gpus_per_node: int, *, steps: bool, as_json: bool = False) -> int:
     """Rehearse a run on nodes of so many GPUs and print it; makes no steps if the run is too large, or without `steps`."""
-    from megarl.launch.rehearse import is_small_enough, planned_placement, processes, rehearse, weights_way
+    from megarl.launch.rehearse import MOST_PROCESSES, planned_placement, process_count, processes, rehearse, weights_way
+    from megarl.launch.small_run import STEP
 
     config, console = with_models(config, weights=False), make_console()
     placement = planned_placement(config, gpus_per_node)
     rows, way = processes(config, placement), weights_way(config, placement)
     if not as_json:
         _print(console, placement.summary(), rows, way)
-    small = steps and is_small_enough(config)
+    small = steps and process_count(config) <= MOST_PROCESSES
     done = rehearse(config, placement) if small else None
     if as_json:
         tree = {"placement": placement.as_json(), "processes": rows, "weights": way, "steps": vars(done) if done else None}
@@ -59,12 +60,23 @@ def show_rehearsal(config: AnyConfig, gpus_per_node: int, *, steps: bool, as_jso
     elif done is not None:
         apart = done.log_prob_difference
         differ = f"trainer and engines differ by at most {apart:.1e} in log-probs; " if apart is not None else ""
-        console.print(f"two steps by {done.processes} ranks on {done.nodes} nodes: {differ}{done.folder}", highlight=False)
+        nodes = f"{done.nodes} node{'s' * (done.nodes > 1)}"
+        console.print(
+            f"two steps by {done.processes} ranks on {nodes}, with a learning rate of {STEP:g} of the rehearsal's own, so that "
+            f"an update that an engine missed is seen (its KL is large): {differ}{done.folder}",
+            highlight=False,
+            soft_wrap=True,
+        )
         for log, addresses in done.servers.items():
             met = f", ranks met at {addresses['dist-init-addr']}" if "dist-init-addr" in addresses else ""
             console.print(f"{log} listened on {addresses['host']}:{addresses['port']}{met}", highlight=False)
     elif steps:
-        console.print("no steps were made: the run has too many ranks for this machine", highlight=False)
+        console.print(
+            f"no steps were made: the run has {process_count(config)} ranks of roles and engines, and a rehearsal starts at "
+            f"most {MOST_PROCESSES}; rehearse a part of it by smaller layouts, such as policy.layout.dp=1 rollout.engines=1",
+            highlight=False,
+            soft_wrap=True,
+        )
     return 0
 
 

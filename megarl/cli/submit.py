@@ -19,7 +19,7 @@ from megarl.cli.arguments import add_config, make_console
 from megarl.cli.rehearse import show_rehearsal
 from megarl.config import load_any
 from megarl.config.reference import fields_of
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, ModelError
 from megarl.system.atomic_files import write_text_atomically
 
 if TYPE_CHECKING:
@@ -118,15 +118,16 @@ def _submit(arguments: argparse.Namespace) -> int:
     script = render(arguments.system, job, profile, cwd=Path.cwd())
     if arguments.rehearse:
         return show_rehearsal(load_any(arguments.config, arguments.overrides), profile.places, steps=True)
-    check_folders(job.config)
-    if arguments.preflight:
-        return _preflight(job, profile)
     if arguments.dry_run:
         sys.stdout.write(script)
+        _warn_of_folders(job)
         folder = script_path(job, arguments.system).parent
         if arguments.system in ("slurm", "pbs", "lsf") and not folder.is_dir():
             print(f"megarl: before you submit this script yourself: mkdir -p {folder} (its log goes there)", file=sys.stderr)
         return 0
+    check_folders(job.config)
+    if arguments.preflight:
+        return _preflight(job, profile)
     if arguments.system == "slurm":
         from megarl.launch.preflight import check_site
 
@@ -136,6 +137,16 @@ def _submit(arguments: argparse.Namespace) -> int:
         f"job {', then '.join(numbers)}: {job.nodes} nodes; the script is {script_path(job, arguments.system)}"
     )
     return 0
+
+
+def _warn_of_folders(job: Job) -> None:
+    """Tell what a submission would refuse: the weights may be elsewhere while a script is looked at."""
+    from megarl.launch.job import check_folders
+
+    try:
+        check_folders(job.config)
+    except ModelError as error:
+        print(f"megarl: without --dry-run this job is refused: {error}", file=sys.stderr)
 
 
 def _seeds(text: str | None) -> list[int]:

@@ -129,11 +129,11 @@ def weights_way(config: AnyConfig, placement: Placement) -> dict[str, Any]:
     return way
 
 
-def is_small_enough(config: AnyConfig) -> bool:
-    """Return whether the run's processes can be started on this machine."""
+def process_count(config: AnyConfig) -> int:
+    """Ranks of roles and engines that the run starts, at most `MOST_PROCESSES` of which this machine can be asked for."""
     request = PlacementRequest.of(config)
     ranks = sum(layout.world_size for layout in request.groups.values())
-    return ranks + (request.engines + request.lent) * request.engine_tp <= MOST_PROCESSES
+    return ranks + (request.engines + request.lent) * request.engine_tp
 
 
 def rehearse(config: AnyConfig, placement: Placement) -> Rehearsed:

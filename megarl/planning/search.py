@@ -38,7 +38,9 @@ from megarl.planning.times import TimePlan
 from megarl.weights.run_plan import ITEMSIZE
 
 MORE = 8
-"""Times as many GPUs at most, where nothing fits on those that there are."""
+"""Times as many GPUs at most, where nothing fits on those that the user has."""
+MOST_GPUS = 16_384
+"""GPUs at most, where the user has not said how many there are."""
 SHOWN = 10
 """Layouts of a search that are shown, and whose seconds have the weight update in them."""
 REFINED = 48
@@ -230,6 +232,19 @@ class Search:
         priced, without = {entry.choice for entry in best}, own.plan.times_without_sync
         return ahead + 1 + sum(candidate.seconds < without for candidate in candidates if candidate.choice not in priced)
 
+    def enough(self, *, is_given: bool) -> tuple[int, list[_Candidate]] | Refusals:
+        """The first number of GPUs, of at most `most_gpus`, on which a layout fits, and those that do; or why none fits."""
+        refused, least = Refusals(), self._least_bytes(Layout()) / self.gpu.usable_bytes
+        numbers = list(_numbers(self.plan, most_gpus(self.plan, is_given=is_given)))
+        for gpus in numbers:
+            if gpus < least and gpus != numbers[0]:  # not even the policy, spread over all of them
+                continue
+            candidates, refused_here = self.candidates(gpus)
+            if candidates:
+                return gpus, candidates
+            refused = refused if refused.counts else refused_here
+        return refused
+
     def _trainer_fits(self, config: AnyConfig) -> bool:
         """Return whether there is room for the trainer, if engines took nothing."""
         return plan_memory(replace(run_shape(config), engines=None), self.gpu, self.lengths).fits
@@ -242,21 +257,23 @@ class Search:
         return max((stage.dense + stage.expert) * itemsize + stage.trained * gradient for stage in stages)
 
 
-def what_fits(config: AnyConfig, plan: CapacityPlan) -> str:
-    """The rest of the sentence about a plan that does not fit: the nearest that does, on these GPUs or on more."""
-    search = Search(config, plan)
+def what_fits(config: AnyConfig, plan: CapacityPlan, *, is_given: bool) -> str:
+    """The rest of the sentence about a plan that does not fit: the nearest that does, on these GPUs or on more.
+
+    `is_given`: the user has said how many GPUs there are.
+    """
     itself = f"the config itself fits on {plan.run.gpus:,}; " if plan.memory.fits else ""
-    refused = Refusals()
-    for gpus in _numbers(plan):
-        candidates, refused_here = search.candidates(gpus)
-        refused = refused if refused.counts else refused_here
-        if candidates:
-            nearest = min(candidates, key=lambda one: _distance(config, one.choice))
-            changes = " ".join(nearest.choice.overrides(config)) or "the config as it is"
-            uses = "" if gpus == plan.available else f" {'needs' if gpus > plan.available else 'takes'} {gpus:,} GPUs"
-            return f"{itself}the nearest that fits{uses}: {changes}"
-    tried = f"no layout that was tried fits on up to {plan.available * MORE:,} {plan.gpu.name}"
-    return f"{itself}{tried}; most often: {refused.most}"
+    enough = Search(config, plan).enough(is_given=is_given)
+    if isinstance(enough, Refusals):
+        most = most_gpus(plan, is_given=is_given)
+        tried = f"no layout that was tried fits on up to {most:,} {plan.gpu.name}"
+        return f"{itself}{tried}; most often: {enough.most}"
+    gpus, candidates = enough
+    nearest = min(candidates, key=lambda one: _distance(config, one.choice))
+    changes = " ".join(nearest.choice.overrides(config)) or "the config as it is"
+    uses = "" if gpus == plan.available else f" {'needs' if gpus > plan.available else 'takes'} {gpus:,} GPUs"
+    ranked_by = "" if is_given or not uses else f" (--gpus {gpus} --search ranks what fits on them)"
+    return f"{itself}the nearest that fits{uses}{ranked_by}: {changes}"
 
 
 def gains(entry: Ranked, own: Ranked) -> list[tuple[str, float, float, list[tuple[str, float]]]]:
@@ -274,9 +291,13 @@ def gains(entry: Ranked, own: Ranked) -> list[tuple[str, float, float, list[tupl
     return rows
 
 
-def _numbers(plan: CapacityPlan) -> Iterator[int]:
-    """Numbers of GPUs to try: those that there are, a power of two of them, those of the config, and more."""
-    most = plan.available * MORE
+def most_gpus(plan: CapacityPlan, *, is_given: bool) -> int:
+    """GPUs at most, where nothing fits on those of `plan`; `is_given`: the user has said how many there are."""
+    return max(plan.available * MORE, 0 if is_given else MOST_GPUS)
+
+
+def _numbers(plan: CapacityPlan, most: int) -> Iterator[int]:
+    """Numbers of GPUs to try: those that there are, a power of two of them, those of the config, and more up to `most`."""
     fewer = [size for size in powers(plan.available) if size != plan.available][-1:]
     more = {plan.run.gpus, *powers(most), *(plan.available * factor for factor in powers(MORE))}
     yield from (plan.available, *fewer, *sorted(size for size in more if plan.available < size <= most))

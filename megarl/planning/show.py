@@ -17,6 +17,10 @@ from megarl.planning.turns import STATED
 
 EXPLAINED = 3
 """Number of the best layouts that are compared with the config's own by phase."""
+ALIKE = 0.02
+"""Seconds of a step that differ by less are as good as equal: plans are not closer to runs (docs/evidence/plans.md)."""
+TIGHT = 0.05
+"""Share of a GPU's usable memory: a layout that leaves less free is marked, as planned activations are a few per cent off."""
 KV_CACHE = ("engine", "KV cache")
 PARTS = (*STATIC, "adapters", "KV cache", *MOMENTARY, "working", "staging", "asleep", "contexts")
 
@@ -94,14 +98,15 @@ def _facts(plan: CapacityPlan, model: str) -> Table:
     table.add_row("model", model)
     for role in run.roles:
         sizes = {name: getattr(role.layout, name) or 1 for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")}
-        layout = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one rank"
+        layout = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "no parallelism"
         trained = "trained" if role.trained is not None else "frozen"
         if role.shape.lora is not None:
             trained = f"adapters of rank {role.shape.lora.rank} trained ({role.adapters / 1e6:,.1f}M parameters)"
         elif role.shares_weights:
             trained = "the policy without what its adapters learn"
         where = f"in the processes of {role.group}"
-        table.add_row(role.name, f"{trained}, {role.layout.world_size:,} ranks ({layout}), {where}")
+        ranks = f"{role.layout.world_size:,} rank{'s' * (role.layout.world_size > 1)}"
+        table.add_row(role.name, f"{trained}, {ranks} ({layout}), {where}")
     if run.engines is not None:
         target = run.engines.target
         cache = f"KV cache of {memory.kv_tokens:,} tokens a rank ({memory.kv_wanted:,} would be filled at once)"
@@ -183,16 +188,26 @@ def _times(plan: CapacityPlan) -> list[Table | str]:
 
 def found_tables(found: Found) -> list[Table | str]:
     """The layouts that fit, fastest first, why the best are faster, and why others were refused."""
+    gpus, usable = found.own.plan.available, found.own.plan.memory.usable
+    if found.best:
+        gpus = found.best[0].plan.available
     lines: list[Table | str] = [
-        f"{found.fitting:,} of {found.tried:,} layouts fit; seconds are estimates, with weight updates",
-        f"{'place':>5}  {'s of a step':>11}  {'GB without KV':>13}  {'KV tokens':>10}  what to set",
+        f"{found.fitting:,} of {found.tried:,} layouts fit on {gpus:,} GPUs; seconds are estimates, with weight updates",
     ]
+    if found.best:
+        lines.append(
+            f"{'place':>5}  {'seconds':>9}  {'GB of ' + f'{usable / 1e9:,.1f}':>12}  {'without KV':>10}  {'KV tokens':>10}"
+        )
     for place, entry in enumerate(found.best, 1):
         changes = " ".join(entry.overrides) or "nothing: this is the config itself"
-        lines.append(f"{place:>5}  {_search_figures(entry)}  {changes}")
-    lines += ["", f"yours: {_own_place(found)}", ""]
-    for place, entry in enumerate(found.best[:EXPLAINED], 1):
-        lines += [f"{place}: {explained(entry, found.own)}"]
+        lines += [f"{place:>5}  {_search_figures(entry)}", f"       {changes}"]
+    if (hint := _which_to_take(found)) is not None:
+        lines += ["", hint]
+    if found.place:
+        lines += ["", f"yours: {_own_place(found)}", ""]
+        lines += [f"{place}: {explained(entry, found.own)}" for place, entry in enumerate(found.best[:EXPLAINED], 1)]
+    else:
+        lines += ["", f"yours does not fit: {found.own.plan.excess}"]
     refused = Table("refused", "why", "such as", box=None, pad_edge=False)
     for why, count in sorted(found.refused.counts.items(), key=lambda item: -item[1]):
         refused.add_row(f"{count:,}", why, found.refused.examples[why])
@@ -239,8 +254,26 @@ def explained(entry: Ranked, own: Ranked) -> str:
 
 def _search_figures(entry: Ranked) -> str:
     sizes = _cache_sizes(entry.plan)
-    without, tokens = sizes["bytes_without_kv_cache"] / 1e9, sizes["kv_cache_tokens"]
-    return f"{entry.step_seconds:>11,.4g}  {without:>13,.1f}  {tokens:>10,}"
+    whole, without, tokens = sizes["bytes"] / 1e9, sizes["bytes_without_kv_cache"] / 1e9, sizes["kv_cache_tokens"]
+    figures = f"{entry.step_seconds:>9,.4g}  {whole:>12,.1f}  {without:>10,.1f}  {tokens:>10,}"
+    return f"{figures}  tight: {_free(entry):.0%} free" if _free(entry) < TIGHT else figures
+
+
+def _free(entry: Ranked) -> float:
+    """Share of the memory that may be planned with, which the fullest GPU has left."""
+    return 1 - entry.plan.memory.worst.total / entry.plan.memory.usable
+
+
+def _which_to_take(found: Found) -> str | None:
+    """Advise the roomiest of the layouts that are as fast as the first, as far as an estimate tells."""
+    alike = [entry for entry in found.best if entry.step_seconds <= (1 + ALIKE) * found.best[0].step_seconds]
+    if len(alike) < 2:
+        return None
+    place = max(range(len(alike)), key=lambda at: round(_free(alike[at]), 2))
+    return (
+        f"1 to {len(alike)} differ by at most {ALIKE:.0%}, less than estimates are exact to: take {place + 1}, which leaves "
+        f"the most memory free ({_free(alike[place]):.0%})"
+    )
 
 
 def _cache_sizes(plan: CapacityPlan) -> dict[str, Any]:
@@ -252,7 +285,5 @@ def _cache_sizes(plan: CapacityPlan) -> dict[str, Any]:
 
 def _own_place(found: Found) -> str:
     step_time = f"{found.own.step_seconds:,.4g} s"
-    if not found.place:
-        return f"{step_time}, but it does not fit: {found.own.plan.excess}"
     gpus = "" if found.own.plan.run.gpus == found.own.plan.available else f" on {found.own.plan.run.gpus:,} GPUs"
     return f"{step_time}{gpus}, place {found.place:,} ({found.fitting:,} layouts fit)"

@@ -157,10 +157,16 @@ def test_a_model_folder_that_a_run_could_not_load_is_refused_before_the_queue(
     missing: str, sentence: str, rl_yaml: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (model / missing).unlink()
-    assert main(["submit", "slurm", str(rl_yaml), "--dry-run"]) == 2
+    assert main(["submit", "slurm", str(rl_yaml)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"megarl: model.path is '{model}', which has no ")
     assert sentence in error
+    # who looks at the script only is told, and sees it
+    assert main(["submit", "slurm", str(rl_yaml), "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("#!/")
+    assert f"megarl: without --dry-run this job is refused: model.path is '{model}', which has no " in shown.err
+    assert sentence in shown.err
 
 
 def test_a_run_that_exported_a_model_stands_for_it(rl_yaml: Path, model: Path, tmp_path: Path) -> None:

@@ -137,6 +137,60 @@ def test_gpus_that_no_layout_fits_are_a_sentence_that_says_why(capsys: pytest.Ca
     assert re.search(r"most often: .+ \(so dp=1\)", error)
 
 
+def test_without_gpus_given_a_config_without_a_layout_tells_how_many_it_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "model: {path: examples/models/llama-3.1-70b}\ndata: {train: {source: jsonl, path: rows.jsonl}}\n"
+        "rewards: [{name: exact_text}]\nrun: {name: x}\nresources: {gpu: h100}\n"
+    )
+    error = refusal(capsys, str(config))
+    needed = re.search(r"the nearest that fits needs (\d+) GPUs \(--gpus \1 --search ranks what fits on them\): (.+)", error)
+    assert needed is not None
+    gpus = int(needed[1])
+    fitting = planned(capsys, str(config), *shlex.split(needed[2]))
+    assert (fitting["gpus"], fitting["fits"]) == (gpus, True)
+    # half as many are refused by every layout, and a search goes to the same number
+    refusal(capsys, str(config), "--gpus", "1")
+    assert planned(capsys, str(config), "--search", "--gpus", str(gpus // 2))["search"]["best"] == []
+    searched = planned(capsys, str(config), "--search")["search"]
+    again = planned(capsys, str(config), "--search", "--gpus", str(gpus))["search"]
+    assert searched["best"] == again["best"] != []
+
+
+def test_a_search_for_a_config_that_does_not_fit_shows_no_tables_of_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["plan", LARGE, "--search", "policy.layout={dp: 64}", "model.recompute=none"]) == 0
+    out = capsys.readouterr().out
+    assert "GB of the fullest GPU" not in out
+    assert "where yours takes" not in out
+    assert out.count("yours does not fit: GPU 0 would hold ") == 1
+    figures = [line for line in out.splitlines() if re.match(r"place  +seconds | +\d+  +[\d.,]+  ", line)]
+    assert len(figures) > 1
+    assert all(len(line) <= 80 for line in figures)
+
+
+def test_layouts_that_leave_little_memory_are_marked_and_the_roomiest_of_the_fast_ones_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = planned(capsys, LARGE, "--search")
+    best, usable = plan["search"]["best"], plan["memory"]["usable_bytes"]
+    assert cli.main(["plan", LARGE, "--search"]) == 0
+    out = capsys.readouterr().out
+    free = [1 - entry["bytes"] / usable for entry in best]
+    for place, share in enumerate(free, 1):
+        line = next(line for line in out.splitlines() if re.match(rf" +{place}  +[\d.,]+  ", line))
+        assert ("tight" in line) is (share < 0.05)
+    alike = [at for at, entry in enumerate(best) if entry["step_s"] <= 1.02 * best[0]["step_s"]]
+    advised = re.search(r"1 to (\d+) differ by at most 2%, less than estimates are exact to: take (\d+), ", out)
+    assert advised is not None
+    assert int(advised[1]) == len(alike) > 1
+    assert round(free[int(advised[2]) - 1], 2) == max(round(free[at], 2) for at in alike)
+
+
 MIXTURE = """
 model: {path: examples/models/qwen3-30b-a3b}
 policy: {layout: {tp: 2, dp: 32, ep: 8, sequence_parallel: true}, max_tokens_per_micro_batch: 4096}
