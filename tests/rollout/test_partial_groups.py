@@ -25,6 +25,8 @@ from tests.rollout.fake_engines import FakeEngine, Source, Spelling, check_promp
 
 LENGTH = 6
 PARAMS = SamplingParams(max_new_tokens=LENGTH)
+PATIENCE_S = 300.0
+"""For an answer: no test here is about an engine that hangs, and a busy machine may stop all for a while."""
 
 
 @dataclass
@@ -125,7 +127,7 @@ def open_scheduler() -> Iterator[Callable[..., Scheduler]]:
 def asking(*, episodes: bool) -> Any:
     """How a run asks for groups of two samples: single turns, or episodes of three."""
     kind = Episodes(three_turns, EpisodeContext(Spelling(), 8, 30))
-    return episode_groups(kind, PARAMS, 2, 20.0) if episodes else single_turns(PARAMS, 2, 20.0, Spelling())
+    return episode_groups(kind, PARAMS, 2, PATIENCE_S) if episodes else single_turns(PARAMS, 2, PATIENCE_S, Spelling())
 
 
 async def three_turns(prompt: Prompt, number: int, sample: Any, context: Any) -> Sample:
@@ -252,7 +254,7 @@ def test_an_episode_that_is_told_something_else_when_it_goes_on_begins_its_turn_
         return Sample("g0/0", "g0", "r0", prompt.prompt_ids, ids, mask, log_probs, versions, "stop")
 
     engine = ContinuingEngine(0, book, lambda: 0.05)
-    ask = episode_groups(Episodes(moody, EpisodeContext(Spelling(), 8, 30)), PARAMS, 1, 20.0)
+    ask = episode_groups(Episodes(moody, EpisodeContext(Spelling(), 8, 30)), PARAMS, 1, PATIENCE_S)
     scheduler = open_scheduler([engine], StalenessManager(1, 0, continues=True), ask, keeps_turns=True)
     scheduler.open_step(0, lambda count: [Prompt("r0", "g0", [5], "5")] * count)
     while not any(-1000 in before for before in book.behind.values()):
