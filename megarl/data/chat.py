@@ -6,12 +6,12 @@ Text only: which part of a rendered conversation the model is trained on is deci
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from megarl.data.chat_rendering import TemplateError, render
-from megarl.data.rows import RowPlace
+from megarl.data.rows import Row, RowPlace
 from megarl.errors import DataError
 
 ChatMessage = dict[str, Any]
@@ -29,17 +29,38 @@ def special_tokens(tokenizer: Any) -> set[str]:
     return {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
 
 
+def choose_template(tokenizer: Any, choice: str) -> None:
+    """Give `tokenizer` the template that `data.chat_template` names, where that is a Jinja file.
+
+    Raises:
+        DataError: the file is no template.
+    """
+    if choice.endswith(".jinja"):
+        from megarl.data.template_args import read_template
+
+        tokenizer.chat_template = read_template(choice)
+
+
 class ChatTemplate:
     """Whether and how the tokenizer's chat template is applied. `is_used` says whether."""
 
-    def __init__(self, tokenizer: Any, choice: str, system_prompt: str | None, tools: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        choice: str,
+        system_prompt: str | None,
+        tools: Sequence[dict[str, Any]] = (),
+        template_args: Mapping[str, Any] | None = None,
+    ) -> None:
         """Decide once: `choice` is `data.chat_template`, `system_prompt` comes before every conversation.
 
-        `tools`: JSON schemas of what the policy may call, which the template describes to it as it likes.
+        `tools`: JSON schemas of what the policy may call, which the template describes to it as it likes. `template_args`:
+        its options, which a row's own go before. A `choice` that is a Jinja file becomes the template of `tokenizer`.
 
         Raises:
-            DataError: `choice` is `always`, and the tokenizer has no template.
+            DataError: `choice` is `always`, and the tokenizer has no template; or the file or an option is of no use.
         """
+        choose_template(tokenizer, choice)
         has_template = bool(tokenizer.chat_template)
         if choice == "always" and not has_template:
             raise DataError(
@@ -50,6 +71,8 @@ class ChatTemplate:
         self.is_used = has_template and choice != "never"
         self._why_not = "data.chat_template is 'never'" if choice == "never" else "the tokenizer has no chat template"
         self._special = special_tokens(tokenizer)
+        self.args = dict(template_args or {})
+        self._check_args(self.args, "data.template_args")
 
     def messages(self, value: Any, key: str, place: RowPlace) -> list[ChatMessage]:
         """The value under `key` as messages: text is one user message.
@@ -87,21 +110,58 @@ class ChatTemplate:
         """A prompt of plain text, after the system prompt and an empty line if there is one."""
         return prompt if self.system_prompt is None else f"{self.system_prompt}\n\n{prompt}"
 
-    def render(self, messages: Sequence[ChatMessage], place: RowPlace, *, ask: bool, tools: RowTools | None = None) -> str:
+    def args_of(self, row: Row, place: RowPlace) -> dict[str, Any] | None:
+        """The options under the row's own `template_args`, a mapping or its JSON text; None where it has none.
+
+        Raises:
+            DataError: they are of no use to the template.
+        """
+        if row.get("template_args") is None:
+            return None
+        from megarl.data.template_args import args_of_row
+
+        args = args_of_row(row["template_args"], place)
+        self._check_args(args, f"{place}: template_args")
+        return args
+
+    def _check_args(self, args: Mapping[str, Any], where: str) -> None:
+        if not args:
+            return
+        from megarl.data.template_args import check_args
+
+        if not self.is_used:
+            raise DataError(f"{where} has '{next(iter(args))}', but {self._why_not}, so that nothing reads it; remove it")
+        check_args(self.tokenizer, args, where)
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        place: RowPlace,
+        *,
+        ask: bool,
+        tools: RowTools | None = None,
+        args: Mapping[str, Any] | None = None,
+    ) -> str:
         """`messages` under the template; with `ask` up to where the assistant's next turn begins.
 
-        `tools` are those of the row; None: those of the run.
+        `tools` are those of the row; None: those of the run. `args` are the row's own options, which go before the run's.
 
         Raises:
             DataError: the template refuses them.
         """
         try:
-            return render(self.tokenizer, messages, tools or self.tools, ask=ask)
+            return render(self.tokenizer, messages, tools or self.tools, ask=ask, args={**self.args, **(args or {})})
         except TemplateError as error:
             raise DataError(f"{place} does not fit the tokenizer's chat template: {error}") from None
 
     def spans(
-        self, messages: Sequence[ChatMessage], place: RowPlace, *, after: int = 0, tools: RowTools | None = None
+        self,
+        messages: Sequence[ChatMessage],
+        place: RowPlace,
+        *,
+        after: int = 0,
+        tools: RowTools | None = None,
+        args: Mapping[str, Any] | None = None,
     ) -> list[TrainedText]:
         """The conversation in pieces, up to the end of its last assistant turn.
 
@@ -120,8 +180,8 @@ class ChatTemplate:
         spans: list[TrainedText] = []
         done = ""
         for turn in turns:
-            before = self.render(messages[:turn], place, ask=True, tools=tools)
-            through = self.render(messages[: turn + 1], place, ask=False, tools=tools)
+            before = self.render(messages[:turn], place, ask=True, tools=tools, args=args)
+            through = self.render(messages[: turn + 1], place, ask=False, tools=tools, args=args)
             if not before.startswith(done) or not through.startswith(before):
                 raise DataError(
                     f"{place}: the chat template renders the messages before message {turn} (counted from 0) otherwise once "

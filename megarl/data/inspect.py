@@ -186,6 +186,7 @@ def _build(
             prompt_key=settings.prompt_key,
             system_prompt=settings.system_prompt,
             chat_template=settings.chat_template,
+            template_args=dict(settings.template_args),
             max_prompt_tokens=settings.max_tokens,
             overlong_prompts=settings.overlong,
             bad_pictures=settings.bad_pictures,

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import takewhile
 from typing import Any, Literal, Self, get_args
 
+from megarl.config.section import TemplateChoice
 from megarl.config.sections import PictureFields
 from megarl.config.supervised import LABELLED_LOSSES, PAIR_LOSSES, TOKEN_LOSSES, SupervisedFields
 from megarl.data.chat import ChatMessage, ChatTemplate, RowTools, TrainedText, without_nulls
@@ -52,7 +53,8 @@ class SupervisedSettings:
     margin_key: str | None = None
     equal_pairs: Literal["error", "drop"] = "error"
     system_prompt: str | None = None
-    chat_template: Literal["auto", "always", "never"] = "auto"
+    chat_template: TemplateChoice = "auto"
+    template_args: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int = 1024
     overlong: Literal["error", "drop"] = "error"
     bad_pictures: Literal["error", "drop"] = "error"
@@ -91,7 +93,9 @@ class SupervisedBuilder:
             kinds = get_args(Kind)
             raise DataError(f"the kind of rows is '{kind}'{nearest(kind, kinds)}; it must be one of {', '.join(kinds)}")
         self.tokenizer, self.kind, self.settings = tokenizer, kind, settings
-        self.template = ChatTemplate(tokenizer, settings.chat_template, settings.system_prompt)
+        self.template = ChatTemplate(
+            tokenizer, settings.chat_template, settings.system_prompt, template_args=settings.template_args
+        )
         self.media = media or MediaReader(PictureFields())
         self.dropped = {"overlong": 0, "equal_pairs": 0, "bad_pictures": 0, "not_kept": 0}
 
@@ -212,7 +216,8 @@ class SupervisedBuilder:
             if isinstance(ignored["content"], list)
             for part in ignored["content"]
         )
-        spans = self.template.spans(messages, place, after=after, tools=self._tools(row, place))
+        args = self.template.args_of(row, place)
+        spans = self.template.spans(messages, place, after=after, tools=self._tools(row, place), args=args)
         return spans, shown[: len(shown) - behind]
 
     def _conversation_key(self, row: Row) -> str | None:

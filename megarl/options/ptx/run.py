@@ -34,6 +34,7 @@ class PtxExamples(StepPart):
             prompt_key=config.data.prompt_key,
             system_prompt=config.data.system_prompt,
             chat_template=config.data.chat_template,
+            template_args=config.data.template_args,
             max_tokens=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
             bad_pictures=config.data.bad_pictures,
         )
