@@ -98,6 +98,9 @@ class SupervisedFields(Section):
     messages_key: str | None = None
     """Key of a whole conversation; its assistant turns are trained on (sft, dft), or the last one (kto, bco). null: prompt and
     response; in rows without a response `messages` or `conversations`."""
+    turns: Literal["together", "each", "last"] = "together"
+    """Samples of a conversation (sft, dft): one with all its assistant turns `together`, one for `each`, behind the prompt that
+    it has in generation, or the `last` turn alone."""
     tools_key: str = "tools"
     """Key of the JSON schemas (or their JSON text) of tools that the conversation may call; rows may lack it."""
     chosen_key: str = "chosen"

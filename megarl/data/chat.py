@@ -1,7 +1,4 @@
-"""Chat messages as the text that is tokenised: the tokenizer's template, the system message, and what is trained in it.
-
-Text only: which part of a rendered conversation the model is trained on is decided here, tokens are made elsewhere.
-"""
+"""Chat messages as the text that is tokenised: the tokenizer's template and the system message. Tokens are made elsewhere."""
 
 from __future__ import annotations
 
@@ -17,8 +14,6 @@ from megarl.errors import DataError
 ChatMessage = dict[str, Any]
 RowTools = list[dict[str, Any]]
 """JSON schemas of what may be called."""
-TrainedText = tuple[str, bool]
-"""A piece of text, and whether the model is trained on it."""
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 """Roles by the words of messages with `from` and `value`."""
 
@@ -70,7 +65,6 @@ class ChatTemplate:
         self.tools = list(tools) or None
         self.is_used = has_template and choice != "never"
         self._why_not = "data.chat_template is 'never'" if choice == "never" else "the tokenizer has no chat template"
-        self._special = special_tokens(tokenizer)
         self.args = dict(template_args or {})
         self._check_args(self.args, "data.template_args")
 
@@ -153,50 +147,6 @@ class ChatTemplate:
             return render(self.tokenizer, messages, tools or self.tools, ask=ask, args={**self.args, **(args or {})})
         except TemplateError as error:
             raise DataError(f"{place} does not fit the tokenizer's chat template: {error}") from None
-
-    def spans(
-        self,
-        messages: Sequence[ChatMessage],
-        place: RowPlace,
-        *,
-        after: int = 0,
-        tools: RowTools | None = None,
-        args: Mapping[str, Any] | None = None,
-    ) -> list[TrainedText]:
-        """The conversation in pieces, up to the end of its last assistant turn.
-
-        Trained are the assistant turns among `messages[after:]`, each from where the template asks for it up to and
-        with its end token; a line break that the template writes behind the end token is not.
-
-        Raises:
-            DataError: there is no such turn, the first message is one, or the template renders the beginning of a
-                conversation otherwise when more follows, so that no piece of it is a turn.
-        """
-        if messages and messages[0]["role"] == "assistant":
-            raise DataError(f"{place} begins with an assistant turn, but there must be a message that it answers")
-        turns = [at for at in range(after, len(messages)) if messages[at]["role"] == "assistant"]
-        if not turns:
-            raise DataError(f"{place} has no assistant turn to train on")
-        spans: list[TrainedText] = []
-        done = ""
-        for turn in turns:
-            before = self.render(messages[:turn], place, ask=True, tools=tools, args=args)
-            through = self.render(messages[: turn + 1], place, ask=False, tools=tools, args=args)
-            if not before.startswith(done) or not through.startswith(before):
-                raise DataError(
-                    f"{place}: the chat template renders the messages before message {turn} (counted from 0) otherwise once "
-                    "that one follows, so the tokens of each turn are unknown; it needs a template that only appends"
-                )
-            end = self._end_of_turn(through, len(before))
-            spans += [(before[len(done) :], False), (through[len(before) : end], True)]
-            done = through[:end]
-        return spans
-
-    def _end_of_turn(self, text: str, start: int) -> int:
-        """Behind the end token of the turn `text[start:]`; behind all of it if the template writes none."""
-        ends = [text.rfind(token, start) + len(token) for token in self._special if token and token in text[start:]]
-        end = max(ends, default=len(text))
-        return len(text) if text[end:].strip() else end
 
 
 def _with_role(message: Any) -> Any:
