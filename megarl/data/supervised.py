@@ -17,10 +17,9 @@ from megarl.config.section import TemplateChoice
 from megarl.config.sections import PictureFields
 from megarl.config.supervised import LABELLED_LOSSES, PAIR_LOSSES, TOKEN_LOSSES, SupervisedFields
 from megarl.data.chat import ChatMessage, ChatTemplate, RowTools, without_nulls
-from megarl.data.media import Media
 from megarl.data.row_media import MediaReader
-from megarl.data.rows import Origin, Row, RowPlace, check_text, find_value, value_of
 from megarl.data.row_texts import RowsRead, RowText, RowTokens, TextsOfRow, in_chunks, media_in, share_prompt
+from megarl.data.rows import Origin, Row, RowPlace, check_text, find_value, value_of
 from megarl.data.sample import Sample
 from megarl.data.span_ids import SpanTokeniser
 from megarl.data.turn_spans import Conversation, TrainedText, TurnSpans

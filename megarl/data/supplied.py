@@ -32,7 +32,11 @@ def turn_behind(prompt: str, rendered: str, message: dict[str, Any], where: str)
         DataError: the prompt ends a thought, and the turn has one; or it begins one, and the turn has none.
     """
     if rendered.startswith(prompt):
-        return rendered[len(prompt) :]
+        turn = rendered[len(prompt) :]
+        for opening, closing in THOUGHTS:
+            if prompt.rstrip().endswith(closing):
+                _refuse_reasoning(_reasoning(message, opening, closing), closing, where)
+        return turn
     for opening, closing in THOUGHTS:
         tail = re.search(rf"({re.escape(opening)}\s*)?({re.escape(closing)}\s*)?\Z", prompt)
         assert tail is not None, "it matches an empty end, too"
@@ -57,12 +61,16 @@ def _behind_a_thought(turn: str, reasoning: str, opening: str, closing: str, whe
         turn = answer.lstrip("\n")
     elif bare.startswith(closing):
         turn = bare[len(closing) :].lstrip("\n")
+    _refuse_reasoning(reasoning, closing, where)
+    return turn
+
+
+def _refuse_reasoning(reasoning: str, closing: str, where: str) -> None:
     if reasoning.strip():
         raise DataError(
             f"{where} has reasoning, but the prompt before it ends with '{closing}': it is asked for without thinking; set "
             "template_args so that the model thinks, in this row or for all, or leave the reasoning out"
         )
-    return turn
 
 
 def _within_a_thought(turn: str, reasoning: str, supplied: str, marks: tuple[str, str], where: str) -> str:

@@ -144,7 +144,8 @@ class TurnSpans:
         if following is None:
             return DataError(
                 f"{conversation.place}: the end of an assistant's turn cannot be told: the chat template writes no token "
-                "behind it, and neither the tokenizer nor generation_config.json names an end token; name one there (eos_token_id)"
+                "behind it, and neither the tokenizer nor generation_config.json names an end token; name one there "
+                "(eos_token_id)"
             )
         return DataError(
             f"{conversation.place}: the end of message {at} (counted from 0) cannot be told: the chat template writes no token "
