@@ -7,7 +7,7 @@ once: special tokens part it, and what stands between two of them has tokens of 
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -24,12 +24,12 @@ MOST_KEPT = 10_000
 
 @dataclass(frozen=True)
 class _Parts:
-    """The parts of a text to be tokenised, by piece: `own[k]` are those that begin and end in piece k, or the beginning (up to
-    the boundary) and the whole of a part that is cut."""
+    """A text between special tokens, each part beginning with one, and where pieces end in it."""
 
     parts: list[str]
     cuts: list[tuple[int, int, int]]
-    """Piece, the part's number, and how many of its characters stand in the pieces up to and with it (-1: all)."""
+    """In the order of the text: a piece, the number of a part that stands in it or begins before its end, and how many
+    characters of the part stand before that end (-1: all)."""
 
 
 class SpanTokeniser:
@@ -65,18 +65,15 @@ class SpanTokeniser:
         if self._pattern is None:
             return None
         text = "".join(pieces)
-        starts, tokens = [0], []
-        for match in self._pattern.finditer(text):
-            tokens.append(match.span())
-            if match.start() > 0:
-                starts.append(match.start())
-        parts = [text[a:b] for a, b in pairwise([*starts, len(text)])]
-        ends = list(accumulate(map(len, pieces)))
+        tokens = [match.span() for match in self._pattern.finditer(text)]
         begins = [start for start, _ in tokens]
+        ends = list(accumulate(map(len, pieces)))
         for end in ends:
-            at = bisect_right(begins, end) - 1
-            if at >= 0 and tokens[at][0] < end < tokens[at][1]:
+            at = bisect_left(begins, end) - 1
+            if at >= 0 and end < tokens[at][1]:
                 return None
+        starts = begins if begins and begins[0] == 0 else [0, *begins]
+        parts = [text[a:b] for a, b in pairwise([*starts, len(text)])]
         return _Parts(parts, _cuts(starts, len(text), ends))
 
     def _ids_of(self, texts: set[str]) -> dict[str, list[int]]:

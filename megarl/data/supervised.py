@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from itertools import takewhile
 from typing import Any, Literal, Self, get_args
 
@@ -22,6 +23,7 @@ from megarl.data.row_texts import RowsRead, RowText, RowTokens, TextsOfRow, in_c
 from megarl.data.rows import Origin, Row, RowPlace, check_text, find_value, value_of
 from megarl.data.sample import Sample
 from megarl.data.span_ids import SpanTokeniser
+from megarl.data.turn_shapes import TurnShapes
 from megarl.data.turn_spans import Conversation, TrainedText, TurnSpans
 from megarl.errors import DataError, PictureError, nearest
 
@@ -244,15 +246,28 @@ class SupervisedBuilder:
         if self.kind != "sft" or self.settings.turns == "together":
             return {"": self._together(row, messages, place, after)}
         conversation, shown = self._conversation(row, messages, place, after)
-        turns = self.turns.each(conversation, only_last=self.settings.turns == "last")
-        texts = [RowText(spans, shown[: media_in(conversation.messages[:at])]) for at, spans in turns]
+        spans = (self._shapes_of_each if self.settings.turns == "each" else self._shapes_of_last).spans(conversation)
+        ends = conversation.turns[-len(spans) :]
+        texts = [RowText(one, shown[: media_in(conversation.messages[:at])]) for at, one in zip(ends, spans, strict=True)]
         return {"": texts[0]} if self.settings.turns == "last" else {f"/turn-{n}": text for n, text in enumerate(texts, 1)}
 
     def _together(self, row: Row, messages: list[ChatMessage], place: RowPlace, after: int) -> RowText:
         conversation, shown = self._conversation(row, messages, place, after)
-        spans = self.turns.together(conversation)
+        (spans,) = self._shapes.spans(conversation)
         # what follows the last answer is no part of the sample, nor are its media
-        return RowText(spans, shown[: media_in(conversation.messages[: conversation.turns[-1]])])
+        return RowText(spans, shown[: media_in(conversation.messages[: conversation.turns[-1]])] if shown else [])
+
+    @cached_property
+    def _shapes(self) -> TurnShapes:
+        return TurnShapes(self.turns, lambda turns, conversation: [turns.together(conversation)])
+
+    @cached_property
+    def _shapes_of_each(self) -> TurnShapes:
+        return TurnShapes(self.turns, TurnSpans.each)
+
+    @cached_property
+    def _shapes_of_last(self) -> TurnShapes:
+        return TurnShapes(self.turns, lambda turns, conversation: turns.each(conversation, only_last=True))
 
     def _conversation(
         self, row: Row, messages: list[ChatMessage], place: RowPlace, after: int

@@ -43,7 +43,8 @@ class TurnEnds:
         self._template = template
         tokenizer = template.tokenizer
         added = {str(token) for token in tokenizer.added_tokens_decoder.values()} | special_tokens(tokenizer)
-        self._tokens = tuple(sorted(added - {""}, key=len, reverse=True))
+        self.tokens = tuple(sorted(added - {""}, key=len, reverse=True))
+        """Every added token, the longest first."""
         self._special = special_tokens(tokenizer)
         self.stops = stop_tokens(tokenizer)
         self._end_token: str | None = tokenizer.eos_token or next(iter(self.stops), None)
@@ -66,7 +67,7 @@ class TurnEnds:
         end = len(turn)
         while True:
             end -= len(turn[:end]) - len(turn[:end].rstrip())
-            token = next((token for token in self._tokens if turn.endswith(token, 0, end)), None)
+            token = next((token for token in self.tokens if turn.endswith(token, 0, end)), None)
             if token is None:
                 break
             end -= len(token)
@@ -106,7 +107,7 @@ class TurnEnds:
     def stop_at(self, text: str) -> str | None:
         """The stop token with which `text` begins, with the line breaks before it; None: it begins with none."""
         bare = text.lstrip()
-        token = next((token for token in self._tokens if bare.startswith(token)), None)
+        token = next((token for token in self.tokens if bare.startswith(token)), None)
         return text[: len(text) - len(bare)] + token if token in self.stops else None
 
     def describe(self) -> str:
@@ -140,5 +141,5 @@ class TurnEnds:
             return None
 
     def _first_token(self, text: str) -> str | None:
-        places = [(text.find(token), -len(token), token) for token in self._tokens if token in text]
+        places = [(text.find(token), -len(token), token) for token in self.tokens if token in text]
         return min(places)[2] if places else None

@@ -108,14 +108,14 @@ class TurnSpans:
             done = turn.prompt + turn.body + turn.end
         return spans
 
-    def each(self, conversation: Conversation, *, only_last: bool = False) -> list[tuple[int, list[TrainedText]]]:
-        """Every trained turn, or the last one, behind the prompt that asks for it, with its message's number.
+    def each(self, conversation: Conversation, *, only_last: bool = False) -> list[list[TrainedText]]:
+        """Every trained turn, or the last one, behind the prompt that asks for it.
 
         Raises:
             DataError: as `together`, but for a template that renders turns otherwise when more follows.
         """
-        turns = [(at, self._turn(conversation, at)) for at in conversation.turns[-1 if only_last else 0 :]]
-        return [(at, [(turn.prompt, False), (turn.body + turn.end, True)]) for at, turn in turns]
+        turns = [self._turn(conversation, at) for at in conversation.turns[-1 if only_last else 0 :]]
+        return [[(turn.prompt, False), (turn.body + turn.end, True)] for turn in turns]
 
     def _turn(self, conversation: Conversation, at: int) -> Turn:
         messages, place = conversation.shown, conversation.place
