@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +23,8 @@ Fact = tuple[str, Any, bool]
 Cut = Callable[[TurnSpans, Conversation], list[list[TrainedText]]]
 PLAIN_KEYS = {"role", "content", "weight"}
 MOST_SHAPES = 2_000
+LEARNT_AFTER = 3
+"""Conversations of a shape that are rendered before it is learnt, which takes longer than rendering one."""
 SAMPLES = ("megarl{}content", "megarl{} \"quoted\", \\ {{ and }} & 'é'\n\n- 12 % <b>of</b>\tit\n1content")
 """Contents that shapes are learnt with, the second with what is often escaped or changed."""
 QUESTIONS: dict[str, Callable[[str, Any], bool]] = {
@@ -173,6 +176,7 @@ class TurnShapes:
     turns: TurnSpans
     cut: Cut
     _known: dict[tuple[Any, ...], _Shape | None] = field(default_factory=dict)
+    _seen: Counter[tuple[Any, ...]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         texts = sorted(map(re.escape, self.turns.ends.tokens), key=len, reverse=True)
@@ -189,7 +193,9 @@ class TurnShapes:
             return self.cut(self.turns, conversation)
         contents: list[str] = [message["content"] for message in conversation.messages]
         if key not in self._known and len(self._known) < MOST_SHAPES:
-            self._known[key] = self._learn(conversation)
+            self._seen[key] += 1
+            if self._seen[key] > LEARNT_AFTER:
+                self._known[key] = self._learn(conversation)
         shape = self._known.get(key)
         if shape is None or not self._is_plain(contents) or not shape.fits(contents):
             return self.cut(self.turns, conversation)
