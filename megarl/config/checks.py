@@ -20,7 +20,7 @@ from megarl.config.rollout_checks import check_rollout
 from megarl.config.schema import Config
 from megarl.config.sections import ModelConfig, PictureFields, ReferenceConfig, RunConfig, TrainedRole
 from megarl.config.source_checks import check_held_out, check_source
-from megarl.config.supervised import OBJECTIVE_FIELDS, PAIR_LOSSES, ObjectiveConfig, SupervisedConfig
+from megarl.config.supervised import OBJECTIVE_FIELDS, PAIR_LOSSES, TOKEN_LOSSES, ObjectiveConfig, SupervisedConfig
 from megarl.errors import ConfigError
 from megarl.option_list import functions
 
@@ -118,6 +118,9 @@ def _check_objective(config: SupervisedConfig) -> None:
         raise ConfigError.needs(f"objective.name = '{objective.name}'", "objective.label_smoothing", remedy)
     if data.margin_key is not None and objective.name != "reward_model":
         raise ConfigError.needs_set("data.margin_key", "the loss of a reward model", "objective.name to 'reward_model'")
+    if data.turns != "together" and objective.name not in TOKEN_LOSSES:
+        reason = f"objective.name = '{objective.name}' does not read"
+        raise config.refusal("data.turns", reason, allowed="'together': its rows have one answer each, or part in a turn")
     if objective.name == "kto" and data.rows_per_step < 2:
         reason = "leaves objective.name = 'kto' no other row to pair a prompt with"
         raise config.refusal("data.rows_per_step", reason, allowed="at least 2")

@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 from megarl.config.layout import Layout
 from megarl.config.presets import PRESETS
 from megarl.config.schema import Config
-from megarl.config.section import ClassPath, Section, UserFunction
+from megarl.config.section import ClassPath, JinjaFile, Section, UserFunction
 from megarl.system.user_code import CLASS_FORMS, FORMS
 
 DERIVED = {
@@ -144,6 +144,8 @@ def in_words(annotation: Any) -> str:
         return FORMS
     if annotation == ClassPath:
         return CLASS_FORMS
+    if annotation == JinjaFile:
+        return "path/to/file.jinja"
     if origin is typing.Annotated:
         return in_words(arguments[0])
     if origin in (typing.Union, UnionType):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,6 +17,9 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 UserFunction = Annotated[str, Field(pattern=r"^([\w.]+|.*\.py):\w+$")]
+JinjaFile = Annotated[str, Field(pattern=r"^.+\.jinja$")]
+TemplateChoice = Literal["auto", "always", "never"] | JinjaFile
+"""Use of the tokenizer's chat template, or a Jinja file in its place."""
 ClassPath = Annotated[str, Field(pattern=r"^([\w.]+|.*\.py):[A-Za-z_]\w*$")]
 
 

@@ -16,7 +16,7 @@ from megarl.config.layout_section import LayoutConfig
 from megarl.config.optimizer import OptimizerConfig
 from megarl.config.option_sections import with_options
 from megarl.config.presets import Fp8Format, Fp8RecipeName
-from megarl.config.section import ClassPath, Count, NonNegative, Positive, Seconds, Section
+from megarl.config.section import ClassPath, Count, NonNegative, Positive, Seconds, Section, TemplateChoice
 from megarl.config.sources import SourceConfig, held_out_defaults
 from megarl.option_list import functions
 from megarl.system.processor import computes_bfloat16
@@ -241,9 +241,11 @@ class PromptFields(Section):
     """Key of the data source of a row: metrics of training are given for each source, too. null: for each part of a mixture."""
     system_prompt: str | None = None
     """System message before every prompt. null: none."""
-    chat_template: Literal["auto", "always", "never"] = "auto"
-    """Apply the tokenizer's chat template. `auto`: if the tokenizer has one. `always`: fail if it has none. `never`: plain
-    text."""
+    chat_template: TemplateChoice = "auto"
+    """Apply the tokenizer's chat template. `auto`: if it has one. `always`: fail if it has none. `never`: plain text. A path
+    that ends in `.jinja`: the template in that file in its place."""
+    template_args: dict[str, Any] = Field(default_factory=dict)
+    """Options of the chat template, such as `enable_thinking: false`; a row's own `template_args` go before them."""
     max_prompt_tokens: Positive = 512
     """Maximum length of a prompt in tokens."""
     overlong_prompts: Literal["error", "drop"] = "error"

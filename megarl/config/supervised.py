@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from megarl.config.option_sections import with_options
 from megarl.config.profile import ProfileConfig
 from megarl.config.questions import ConfiguredRole, Questions
-from megarl.config.section import NonNegative, Positive, Section
+from megarl.config.section import NonNegative, Positive, Section, TemplateChoice
 from megarl.config.sections import ModelConfig, PictureFields, PolicyConfig, ReferenceConfig, ResourcesConfig
 from megarl.config.sources import SourceConfig
 
@@ -98,6 +98,9 @@ class SupervisedFields(Section):
     messages_key: str | None = None
     """Key of a whole conversation; its assistant turns are trained on (sft, dft), or the last one (kto, bco). null: prompt and
     response; in rows without a response `messages` or `conversations`."""
+    turns: Literal["together", "each", "last"] = "together"
+    """Samples of a conversation (sft, dft): one with all its assistant turns `together`, one for `each`, behind the prompt that
+    it has in generation, or the `last` turn alone."""
     tools_key: str = "tools"
     """Key of the JSON schemas (or their JSON text) of tools that the conversation may call; rows may lack it."""
     chosen_key: str = "chosen"
@@ -115,9 +118,11 @@ class SupervisedFields(Section):
     """What to do with pairs whose two sides are equal: stop with an `error`, or `drop` and count them."""
     system_prompt: str | None = None
     """System message before every prompt. null: none."""
-    chat_template: Literal["auto", "always", "never"] = "auto"
-    """Apply the tokenizer's chat template. `auto`: if the tokenizer has one. `always`: fail if it has none. `never`: plain
-    text."""
+    chat_template: TemplateChoice = "auto"
+    """Apply the tokenizer's chat template. `auto`: if it has one. `always`: fail if it has none. `never`: plain text. A path
+    that ends in `.jinja`: the template in that file in its place."""
+    template_args: dict[str, Any] = Field(default_factory=dict)
+    """Options of the chat template, such as `enable_thinking: false`; a row's own `template_args` go before them."""
     max_tokens: Positive = 1024
     """Maximum length of prompt and response together, in tokens."""
     overlong: Literal["error", "drop"] = "error"

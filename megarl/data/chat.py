@@ -1,24 +1,19 @@
-"""Chat messages as the text that is tokenised: the tokenizer's template, the system message, and what is trained in it.
-
-Text only: which part of a rendered conversation the model is trained on is decided here, tokens are made elsewhere.
-"""
+"""Chat messages as the text that is tokenised: the tokenizer's template and the system message. Tokens are made elsewhere."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from megarl.data.chat_rendering import TemplateError, render
-from megarl.data.rows import RowPlace
+from megarl.data.rows import Row, RowPlace
 from megarl.errors import DataError
 
 ChatMessage = dict[str, Any]
 RowTools = list[dict[str, Any]]
 """JSON schemas of what may be called."""
-TrainedText = tuple[str, bool]
-"""A piece of text, and whether the model is trained on it."""
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 """Roles by the words of messages with `from` and `value`."""
 
@@ -29,17 +24,38 @@ def special_tokens(tokenizer: Any) -> set[str]:
     return {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
 
 
+def choose_template(tokenizer: Any, choice: str) -> None:
+    """Give `tokenizer` the template that `data.chat_template` names, where that is a Jinja file.
+
+    Raises:
+        DataError: the file is no template.
+    """
+    if choice.endswith(".jinja"):
+        from megarl.data.template_args import read_template
+
+        tokenizer.chat_template = read_template(choice)
+
+
 class ChatTemplate:
     """Whether and how the tokenizer's chat template is applied. `is_used` says whether."""
 
-    def __init__(self, tokenizer: Any, choice: str, system_prompt: str | None, tools: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        choice: str,
+        system_prompt: str | None,
+        tools: Sequence[dict[str, Any]] = (),
+        template_args: Mapping[str, Any] | None = None,
+    ) -> None:
         """Decide once: `choice` is `data.chat_template`, `system_prompt` comes before every conversation.
 
-        `tools`: JSON schemas of what the policy may call, which the template describes to it as it likes.
+        `tools`: JSON schemas of what the policy may call, which the template describes to it as it likes. `template_args`:
+        its options, which a row's own go before. A `choice` that is a Jinja file becomes the template of `tokenizer`.
 
         Raises:
-            DataError: `choice` is `always`, and the tokenizer has no template.
+            DataError: `choice` is `always`, and the tokenizer has no template; or the file or an option is of no use.
         """
+        choose_template(tokenizer, choice)
         has_template = bool(tokenizer.chat_template)
         if choice == "always" and not has_template:
             raise DataError(
@@ -49,7 +65,8 @@ class ChatTemplate:
         self.tools = list(tools) or None
         self.is_used = has_template and choice != "never"
         self._why_not = "data.chat_template is 'never'" if choice == "never" else "the tokenizer has no chat template"
-        self._special = special_tokens(tokenizer)
+        self.args = dict(template_args or {})
+        self._check_args(self.args, "data.template_args")
 
     def messages(self, value: Any, key: str, place: RowPlace) -> list[ChatMessage]:
         """The value under `key` as messages: text is one user message.
@@ -87,56 +104,49 @@ class ChatTemplate:
         """A prompt of plain text, after the system prompt and an empty line if there is one."""
         return prompt if self.system_prompt is None else f"{self.system_prompt}\n\n{prompt}"
 
-    def render(self, messages: Sequence[ChatMessage], place: RowPlace, *, ask: bool, tools: RowTools | None = None) -> str:
+    def args_of(self, row: Row, place: RowPlace) -> dict[str, Any] | None:
+        """The options under the row's own `template_args`, a mapping or its JSON text; None where it has none.
+
+        Raises:
+            DataError: they are of no use to the template.
+        """
+        if row.get("template_args") is None:
+            return None
+        from megarl.data.template_args import args_of_row
+
+        args = args_of_row(row["template_args"], place)
+        self._check_args(args, f"{place}: template_args")
+        return args
+
+    def _check_args(self, args: Mapping[str, Any], where: str) -> None:
+        if not args:
+            return
+        from megarl.data.template_args import check_args
+
+        if not self.is_used:
+            raise DataError(f"{where} has '{next(iter(args))}', but {self._why_not}, so that nothing reads it; remove it")
+        check_args(self.tokenizer, args, where)
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        place: RowPlace,
+        *,
+        ask: bool,
+        tools: RowTools | None = None,
+        args: Mapping[str, Any] | None = None,
+    ) -> str:
         """`messages` under the template; with `ask` up to where the assistant's next turn begins.
 
-        `tools` are those of the row; None: those of the run.
+        `tools` are those of the row; None: those of the run. `args` are the row's own options, which go before the run's.
 
         Raises:
             DataError: the template refuses them.
         """
         try:
-            return render(self.tokenizer, messages, tools or self.tools, ask=ask)
+            return render(self.tokenizer, messages, tools or self.tools, ask=ask, args={**self.args, **(args or {})})
         except TemplateError as error:
             raise DataError(f"{place} does not fit the tokenizer's chat template: {error}") from None
-
-    def spans(
-        self, messages: Sequence[ChatMessage], place: RowPlace, *, after: int = 0, tools: RowTools | None = None
-    ) -> list[TrainedText]:
-        """The conversation in pieces, up to the end of its last assistant turn.
-
-        Trained are the assistant turns among `messages[after:]`, each from where the template asks for it up to and
-        with its end token; a line break that the template writes behind the end token is not.
-
-        Raises:
-            DataError: there is no such turn, the first message is one, or the template renders the beginning of a
-                conversation otherwise when more follows, so that no piece of it is a turn.
-        """
-        if messages and messages[0]["role"] == "assistant":
-            raise DataError(f"{place} begins with an assistant turn, but there must be a message that it answers")
-        turns = [at for at in range(after, len(messages)) if messages[at]["role"] == "assistant"]
-        if not turns:
-            raise DataError(f"{place} has no assistant turn to train on")
-        spans: list[TrainedText] = []
-        done = ""
-        for turn in turns:
-            before = self.render(messages[:turn], place, ask=True, tools=tools)
-            through = self.render(messages[: turn + 1], place, ask=False, tools=tools)
-            if not before.startswith(done) or not through.startswith(before):
-                raise DataError(
-                    f"{place}: the chat template renders the messages before message {turn} (counted from 0) otherwise once "
-                    "that one follows, so the tokens of each turn are unknown; it needs a template that only appends"
-                )
-            end = self._end_of_turn(through, len(before))
-            spans += [(before[len(done) :], False), (through[len(before) : end], True)]
-            done = through[:end]
-        return spans
-
-    def _end_of_turn(self, text: str, start: int) -> int:
-        """Behind the end token of the turn `text[start:]`; behind all of it if the template writes none."""
-        ends = [text.rfind(token, start) + len(token) for token in self._special if token and token in text[start:]]
-        end = max(ends, default=len(text))
-        return len(text) if text[end:].strip() else end
 
 
 def _with_role(message: Any) -> Any:

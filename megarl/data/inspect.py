@@ -27,6 +27,7 @@ from megarl.data.supervised import CONVERSATIONS, Kind, SupervisedBuilder, Super
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import DataError
 
+TEMPLATE = {True: "chat template", False: "plain text"}
 STYLES = {"trained": "bold green", "not trained": "dim", "special": "magenta", "trained special": "bold magenta underline"}
 
 
@@ -97,7 +98,7 @@ def inspect_config(config: AnyConfig, rows: int, console: Console, tools: Sequen
     if isinstance(data, DataConfig):
         prompts = PromptBuilder(tokenizer, data, tools, reader)
         shown = [_shown_prompt(prompt) for prompt in prompts.build(loaded, prefix="row", origin=Origin("data.train", source))]
-        built = shown, prompts.template.is_used, prompts.dropped
+        built = shown, TEMPLATE[prompts.template.is_used], prompts.dropped
     else:
         kind = kind_of_rows(config.trains_by)
         built = _build(loaded, source, tokenizer, SupervisedSettings.of(data), kind, reader)
@@ -112,13 +113,12 @@ def _show(
     path: str,
     rows: int,
     kind: str,
-    built: tuple[list[_Shown], bool, dict[str, int]],
+    built: tuple[list[_Shown], str, dict[str, int]],
     tokenizer: Any,
     reader: MediaReader,
     console: Console,
 ) -> None:
-    shown, used, dropped = built
-    template = "chat template" if used else "plain text"
+    shown, template, dropped = built
     console.print(Text(f"{path}: {rows} row{'s' * (rows > 1)} as {kind}, {template}", style="bold"), soft_wrap=True)
     if console.is_terminal:
         console.print(Text.assemble(*((f"{name}  ", style) for name, style in STYLES.items())))
@@ -177,8 +177,8 @@ def _build(
     settings: SupervisedSettings,
     kind: Kind | Literal["prompts"],
     media: MediaReader,
-) -> tuple[list[_Shown], bool, dict[str, int]]:
-    """Samples to show, whether a chat template was used, and how many rows were dropped for which reason."""
+) -> tuple[list[_Shown], str, dict[str, int]]:
+    """Samples to show, what their text was made by, and how many rows were dropped for which reason."""
     origin = Origin("", source)
     if kind == "prompts":
         data = DataConfig(
@@ -186,13 +186,14 @@ def _build(
             prompt_key=settings.prompt_key,
             system_prompt=settings.system_prompt,
             chat_template=settings.chat_template,
+            template_args=dict(settings.template_args),
             max_prompt_tokens=settings.max_tokens,
             overlong_prompts=settings.overlong,
             bad_pictures=settings.bad_pictures,
         )
         prompts = PromptBuilder(tokenizer, data, media=media)
         built = prompts.build(rows, prefix="row", origin=origin)
-        return [_shown_prompt(item) for item in built], prompts.template.is_used, prompts.dropped
+        return [_shown_prompt(item) for item in built], TEMPLATE[prompts.template.is_used], prompts.dropped
     builder = SupervisedBuilder(tokenizer, kind, settings, media)
     shown = []
     for item in builder.build(rows, prefix="row", origin=origin):
@@ -201,7 +202,10 @@ def _build(
         mask = [0] * len(item.prompt_ids) + item.sampled_mask
         note = f" (prompt {len(item.prompt_ids)}){note}"
         shown.append(_Shown(item.sample_id, item.prompt_ids + item.response_ids, mask, item.media, note))
-    return shown, builder.template.is_used, builder.dropped
+    template = TEMPLATE[builder.template.is_used]
+    if builder.template.is_used:
+        template = f"{template}; {builder.turns.ends.describe()}"
+    return shown, template, builder.dropped
 
 
 def _text(one: _Shown, tokenizer: Any, *, coloured: bool) -> Text:

@@ -148,6 +148,8 @@ def with_parts(message: Any, change: Callable[[dict[str, Any]], dict[str, Any]])
 
 def without_bytes(value: Any) -> Any:
     """`value` with null for what is bytes or a decoded picture; the same object if there are none."""
+    if value is None or isinstance(value, str | int | float):
+        return value
     if isinstance(value, bytes | bytearray | memoryview | Image.Image):
         return None
     if isinstance(value, dict):

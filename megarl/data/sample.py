@@ -98,8 +98,8 @@ class Sample:
                 f"sample {self.sample_id}: response_ids, sampled_mask, rollout_log_probs and weight_versions must have "
                 f"one entry per response token (the last two may both be empty), got lengths {sorted(lengths)}"
             )
-        turns = sum(now and not before for before, now in pairwise([0, *self.sampled_mask]))
-        for name in ("turn_rewards", "turn_states"):
+        for name in ("turn_rewards", "turn_states") if self.turn_rewards or self.turn_states else ():
+            turns = sum(now and not before for before, now in pairwise([0, *self.sampled_mask]))
             count = len(getattr(self, name))
             if count not in (0, turns):
                 raise ValueError(f"sample {self.sample_id}: {name} must have one entry per turn, got {count} for {turns} turns")

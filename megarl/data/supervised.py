@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from itertools import takewhile
 from typing import Any, Literal, Self, get_args
 
+from megarl.config.section import TemplateChoice
 from megarl.config.sections import PictureFields
 from megarl.config.supervised import LABELLED_LOSSES, PAIR_LOSSES, TOKEN_LOSSES, SupervisedFields
-from megarl.data.chat import ChatMessage, ChatTemplate, RowTools, TrainedText, without_nulls
-from megarl.data.media import Media
+from megarl.data.chat import ChatMessage, ChatTemplate, RowTools, without_nulls
 from megarl.data.row_media import MediaReader
+from megarl.data.row_texts import RowsRead, RowText, RowTokens, TextsOfRow, in_chunks, media_in, share_prompt
 from megarl.data.rows import Origin, Row, RowPlace, check_text, find_value, value_of
 from megarl.data.sample import Sample
+from megarl.data.span_ids import SpanTokeniser
+from megarl.data.turn_shapes import TurnShapes
+from megarl.data.turn_spans import Conversation, TrainedText, TurnSpans
 from megarl.errors import DataError, PictureError, nearest
 
 Kind = Literal["sft", "pairs", "kto", "steps"]
 """Responses or conversations; chosen and rejected; responses that are desirable or not; responses judged step by step."""
 CONVERSATIONS = ("messages", "conversations")
 """Keys under which data sets have conversations."""
-_Spans = tuple[list[TrainedText], list[Any]]
-"""Pieces of a conversation, and the media in them."""
+AT_ONCE = 128
+"""Rows that are tokenised together."""
 
 
 def kind_of_rows(objective: str) -> Kind:
@@ -52,7 +57,9 @@ class SupervisedSettings:
     margin_key: str | None = None
     equal_pairs: Literal["error", "drop"] = "error"
     system_prompt: str | None = None
-    chat_template: Literal["auto", "always", "never"] = "auto"
+    turns: Literal["together", "each", "last"] = "together"
+    chat_template: TemplateChoice = "auto"
+    template_args: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int = 1024
     overlong: Literal["error", "drop"] = "error"
     bad_pictures: Literal["error", "drop"] = "error"
@@ -63,26 +70,24 @@ class SupervisedSettings:
         return cls(**{setting.name: getattr(data, setting.name) for setting in fields(cls)})
 
 
-@dataclass
-class _Tokens:
-    """A sample's tokens before it has an id; two are equal where the tokens are."""
-
-    prompt_ids: list[int]
-    response_ids: list[int]
-    mask: list[int]
-    media: list[Media]
-    prompt_text: str = field(compare=False)
-    response_text: str = field(compare=False)
-
-
 class SupervisedBuilder:
     """Makes samples of one kind from rows.
 
     `dropped` counts rows left out, as `overlong`, `equal_pairs`, `bad_pictures`, or `not_kept` by their source.
     """
 
-    def __init__(self, tokenizer: Any, kind: Kind, settings: SupervisedSettings, media: MediaReader | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        kind: Kind,
+        settings: SupervisedSettings,
+        media: MediaReader | None = None,
+        *,
+        field: str = "data.turns",
+    ) -> None:
         """Decide once whether the chat template is used. `media` reads those of rows; None: rows must have none.
+
+        `field` is where the config has `settings.turns`, for errors.
 
         Raises:
             DataError: `kind` is unknown, or `settings.chat_template` is `always` and the tokenizer has none.
@@ -91,12 +96,18 @@ class SupervisedBuilder:
             kinds = get_args(Kind)
             raise DataError(f"the kind of rows is '{kind}'{nearest(kind, kinds)}; it must be one of {', '.join(kinds)}")
         self.tokenizer, self.kind, self.settings = tokenizer, kind, settings
-        self.template = ChatTemplate(tokenizer, settings.chat_template, settings.system_prompt)
+        self.template = ChatTemplate(
+            tokenizer, settings.chat_template, settings.system_prompt, template_args=settings.template_args
+        )
+        each = f"set {field} to 'each', which makes a sample of every assistant turn, or to 'last'"
+        self.turns = TurnSpans(self.template, each if kind == "sft" else "it needs a template that only appends")
+        self._tokeniser = SpanTokeniser(tokenizer, special=not self.template.is_used)
         self.media = media or MediaReader(PictureFields())
         self.dropped = {"overlong": 0, "equal_pairs": 0, "bad_pictures": 0, "not_kept": 0}
 
     def build(self, rows: Iterable[Row | None], *, prefix: str, origin: Origin | None = None) -> list[Sample]:
-        """The samples of all rows in their order: one per row with the row's id, or two, `<row id>/chosen` and `/rejected`.
+        """The samples of all rows in their order: one per row with the row's id, or two, `<row id>/chosen` and `/rejected`, or
+        with `turns: each` one per turn, `<row id>/turn-<number from 1>`.
 
         `row_id` is `<prefix>-<row number>`, and so is `group_id` until a sampler hands the row out. `labels` are set for
         `kto` (the same on every trained token) and `steps` (one per step, on the step's last token).
@@ -112,54 +123,83 @@ class SupervisedBuilder:
         """
         origin = origin or Origin(f"data.{prefix}")
         samples: list[Sample] = []
-        read = 0
+        read = RowsRead()
+        for texts in in_chunks(self._texts(rows, prefix, origin, read), AT_ONCE):
+            spans = [[piece for piece, _ in side.spans] for text in texts for side in text.sides.values()]
+            ids = iter(self._tokeniser.ids(spans))
+            for text in texts:
+                of_sides = {side: next(ids) for side in text.sides}
+                try:
+                    samples += self._of_text(text, of_sides)
+                except PictureError as error:
+                    self._drop_picture(error)
+        if not samples:
+            left = " and ".join(f"{count} dropped as {why}" for why, count in self.dropped.items() if count)
+            raise DataError(f"{origin} gives no samples: {f'of {read.rows} rows {left}' if read.rows else 'it has no rows'}")
+        return samples
+
+    def _texts(self, rows: Iterable[Row | None], prefix: str, origin: Origin, read: RowsRead) -> Iterator[TextsOfRow]:
+        """Every row as text, but for those that are left out, which are counted."""
         settings = self.settings
         keys = [settings.prompt_key, settings.messages_key, settings.chosen_key, settings.rejected_key]
         for place, row in self.media.light_rows(rows, origin, [key for key in keys if key is not None]):
-            read = place.number + 1
+            read.rows = place.number + 1
             if row is None:
                 self.dropped["not_kept"] += 1
                 continue
             try:
                 if isinstance(row, PictureError):
                     raise row
-                samples += self._of_row(row, f"{prefix}-{place.number}", place)
-            except PictureError:
-                if settings.bad_pictures == "error":
-                    raise
-                self.dropped["bad_pictures"] += 1
-        if not samples:
-            left = " and ".join(f"{count} dropped as {why}" for why, count in self.dropped.items() if count)
-            raise DataError(f"{origin} gives no samples: {f'of {read} rows {left}' if read else 'it has no rows'}")
-        return samples
+                text = self._of_row(row, f"{prefix}-{place.number}", place)
+            except PictureError as error:
+                self._drop_picture(error)
+                continue
+            yield text
 
-    def _of_row(self, row: Row, row_id: str, place: RowPlace) -> list[Sample]:
+    def _drop_picture(self, error: PictureError) -> None:
+        if self.settings.bad_pictures == "error":
+            raise error
+        self.dropped["bad_pictures"] += 1
+
+    def _of_row(self, row: Row, row_id: str, place: RowPlace) -> TextsOfRow:
         labels: list[float] = []
         if self.kind == "pairs":
             sides = dict(zip(("/chosen", "/rejected"), self._pair(row, place), strict=True))
             self._check_margin(row, place)
         elif self.kind == "steps":
-            tokens, labels = self._steps(row, place)
-            sides = {"": tokens}
+            text, labels = self._steps(row, place)
+            sides = {"": text}
         else:
-            sides = {"": self._response(row, place)}
+            sides = self._response(row, place)
         if self.kind == "kto":
-            labels = [self._desirable(row, place)] * sum(sides[""].mask)
+            labels = [self._desirable(row, place)]
+        for text in sides.values():
+            check_text("".join(piece for piece, _ in text.spans), place)
+        return TextsOfRow(row, row_id, place, sides, labels)
+
+    def _of_text(self, text: TextsOfRow, ids: Mapping[str, Sequence[Sequence[int]]]) -> list[Sample]:
+        """The samples of a row, whose pieces have these `ids`."""
+        place, row_id, labels = text.place, text.row_id, text.labels
+        sides = {side: self._tokens(one, ids[side], place) for side, one in text.sides.items()}
+        if self.kind == "kto":
+            labels = labels * sum(sides[""].mask)
         for tokens in sides.values():
             if not tokens.prompt_ids:
                 raise DataError(f"{place} has no token before the first one to be trained on; its prompt must not be empty")
         if self._is_left_out(list(sides.values()), place):
             return []
+        if self.kind == "sft" and len(sides) > 1:
+            share_prompt(list(sides.values()))
         return [
             Sample(
                 row_id + side, row_id, row_id, tokens.prompt_ids, tokens.response_ids, tokens.mask, [], [], "stop",
-                prompt_text=tokens.prompt_text, response_text=tokens.response_text, row=row, labels=labels,
+                prompt_text=tokens.prompt_text, response_text=tokens.response_text, row=text.row, labels=labels,
                 media=tokens.media,
             )
             for side, tokens in sides.items()
         ]  # fmt: skip
 
-    def _is_left_out(self, sides: Sequence[_Tokens], place: RowPlace) -> bool:
+    def _is_left_out(self, sides: Sequence[RowTokens], place: RowPlace) -> bool:
         """Return whether the row is dropped; it is counted then."""
         settings = self.settings
         longest = max(len(tokens.prompt_ids) + len(tokens.response_ids) for tokens in sides)
@@ -171,7 +211,7 @@ class SupervisedBuilder:
                 )
             self.dropped["overlong"] += 1
             return True
-        if len(sides) == 2 and sides[0] == sides[1]:
+        if self.kind == "pairs" and sides[0] == sides[1]:
             if settings.equal_pairs == "error":
                 raise DataError(
                     f"{place} has the same tokens under '{settings.chosen_key}' and '{settings.rejected_key}', but a pair "
@@ -181,7 +221,7 @@ class SupervisedBuilder:
             return True
         return False
 
-    def _response(self, row: Row, place: RowPlace) -> _Tokens:
+    def _response(self, row: Row, place: RowPlace) -> dict[str, RowText]:
         settings = self.settings
         if (key := self._conversation_key(row)) is not None:
             value = value_of(row, key, "data.messages_key", place)
@@ -190,30 +230,50 @@ class SupervisedBuilder:
             messages = self.template.with_system(self.template.messages(value, key, place), place)
             if self.kind == "kto" and messages[-1]["role"] != "assistant":
                 raise DataError(f"{place} ends with the {messages[-1]['role']} under '{key}', but its label is of an answer")
-            after = len(messages) - 1 if self.kind == "kto" else 0
-            return self._tokenise(*self._spans(row, messages, place, after), place)
+            return self._by_turns(row, messages, place, len(messages) - 1 if self.kind == "kto" else 0)
         key = settings.response_key
         value = value_of(row, key, "data.response_key", place)
         if not isinstance(value, list):
-            return self._tokenise(*self._answered(row, self._text(row, key, "data.response_key", place), place), place)
+            return {"": self._answered(row, self._text(row, key, "data.response_key", place), place)}
         turns = self.template.messages(value, key, place)
         if turns[0]["role"] != "assistant":
             raise DataError(f"{place} begins with the {turns[0]['role']} under '{key}'; a response begins with the assistant")
         prompt_messages = self._prompt_messages(row, place)
-        return self._tokenise(*self._spans(row, [*prompt_messages, *turns], place, len(prompt_messages)), place)
+        return self._by_turns(row, [*prompt_messages, *turns], place, len(prompt_messages))
 
-    def _spans(self, row: Row, messages: list[ChatMessage], place: RowPlace, after: int = 0) -> _Spans:
-        messages, shown = self.media.arrange(row, messages, place)
+    def _by_turns(self, row: Row, messages: list[ChatMessage], place: RowPlace, after: int) -> dict[str, RowText]:
+        """A conversation as the samples that `data.turns` asks for."""
+        if self.kind != "sft" or self.settings.turns == "together":
+            return {"": self._together(row, messages, place, after)}
+        conversation, shown = self._conversation(row, messages, place, after)
+        spans = (self._shapes_of_each if self.settings.turns == "each" else self._shapes_of_last).spans(conversation)
+        ends = conversation.turns[-len(spans) :]
+        texts = [RowText(one, shown[: media_in(conversation.messages[:at])]) for at, one in zip(ends, spans, strict=True)]
+        return {"": texts[0]} if self.settings.turns == "last" else {f"/turn-{n}": text for n, text in enumerate(texts, 1)}
+
+    def _together(self, row: Row, messages: list[ChatMessage], place: RowPlace, after: int) -> RowText:
+        conversation, shown = self._conversation(row, messages, place, after)
+        (spans,) = self._shapes.spans(conversation)
         # what follows the last answer is no part of the sample, nor are its media
-        last = max((at for at, message in enumerate(messages) if message["role"] == "assistant"), default=len(messages))
-        behind = sum(
-            isinstance(part, dict) and part.get("type") in ("image", "video")
-            for ignored in messages[last:]
-            if isinstance(ignored["content"], list)
-            for part in ignored["content"]
-        )
-        spans = self.template.spans(messages, place, after=after, tools=self._tools(row, place))
-        return spans, shown[: len(shown) - behind]
+        return RowText(spans, shown[: media_in(conversation.messages[: conversation.turns[-1]])] if shown else [])
+
+    @cached_property
+    def _shapes(self) -> TurnShapes:
+        return TurnShapes(self.turns, lambda turns, conversation: [turns.together(conversation)])
+
+    @cached_property
+    def _shapes_of_each(self) -> TurnShapes:
+        return TurnShapes(self.turns, TurnSpans.each)
+
+    @cached_property
+    def _shapes_of_last(self) -> TurnShapes:
+        return TurnShapes(self.turns, lambda turns, conversation: turns.each(conversation, only_last=True))
+
+    def _conversation(
+        self, row: Row, messages: list[ChatMessage], place: RowPlace, after: int
+    ) -> tuple[Conversation, list[Any]]:
+        messages, shown = self.media.arrange(row, messages, place)
+        return Conversation(messages, place, self._tools(row, place), self.template.args_of(row, place), after), shown
 
     def _conversation_key(self, row: Row) -> str | None:
         """`data.messages_key`; where it is null and the row has no response, the name that conversations usually have."""
@@ -235,22 +295,23 @@ class SupervisedBuilder:
             raise DataError(f"{place} has {tools!r:.80} under '{key}' (data.tools_key); it must be a list of JSON schemas")
         return without_nulls(tools) or None
 
-    def _answered(self, row: Row, response: str, place: RowPlace) -> _Spans:
+    def _answered(self, row: Row, response: str, place: RowPlace) -> RowText:
         """The row's prompt, not trained on, and `response` with its end token, trained on."""
         prompt = value_of(row, self.settings.prompt_key, "data.prompt_key", place)
         if isinstance(prompt, str) and not self.template.is_used:
             self.media.check_texts([{"role": "assistant", "content": response}], place)
             text, shown = self.media.arrange_text(row, self.template.plain_prompt(prompt), place)
-            return [(text, False), (response, True)], shown
+            return RowText([(text, False), (response, True)], shown)
         prompt_messages = self._prompt_messages(row, place)
-        return self._spans(row, [*prompt_messages, {"role": "assistant", "content": response}], place, len(prompt_messages))
+        messages = [*prompt_messages, {"role": "assistant", "content": response}]
+        return self._together(row, messages, place, len(prompt_messages))
 
     def _prompt_messages(self, row: Row, place: RowPlace) -> list[ChatMessage]:
         key = self.settings.prompt_key
         messages = self.template.messages(value_of(row, key, "data.prompt_key", place), key, place)
         return self.template.with_system(messages, place)
 
-    def _pair(self, row: Row, place: RowPlace) -> list[_Tokens]:
+    def _pair(self, row: Row, place: RowPlace) -> list[RowText]:
         """Chosen and rejected; of two message lists the assistant turns after their common beginning are trained on."""
         keys = {self.settings.chosen_key: "data.chosen_key", self.settings.rejected_key: "data.rejected_key"}
         values = {key: value_of(row, key, name, place) for key, name in keys.items()}
@@ -258,7 +319,7 @@ class SupervisedBuilder:
             texts = [self._text(row, key, name, place) for key, name in keys.items()]
             if self.settings.prompt_key not in row:
                 return self._pair_of_texts(texts, place)
-            return [self._tokenise(*self._answered(row, text, place), place) for text in texts]
+            return [self._answered(row, text, place) for text in texts]
         for key, value in values.items():
             if isinstance(value, str):
                 raise DataError(
@@ -278,9 +339,9 @@ class SupervisedBuilder:
                     f"{place}: where its two sides part (message {shared}, counted from 0), '{key}' has the {role}, but "
                     "they must share their beginning and part in an assistant turn"
                 )
-        return [self._tokenise(*self._spans(row, side, place, shared), place) for side in sides.values()]
+        return [self._together(row, side, place, shared) for side in sides.values()]
 
-    def _pair_of_texts(self, texts: Sequence[str], place: RowPlace) -> list[_Tokens]:
+    def _pair_of_texts(self, texts: Sequence[str], place: RowPlace) -> list[RowText]:
         """Two texts that both begin with the prompt.
 
         As in TRL (`extract_prompt`): the prompt is what they have in common, without a space at its end; where one side is
@@ -297,7 +358,7 @@ class SupervisedBuilder:
         for text in texts:
             self.media.check_texts([{"role": "assistant", "content": text}], place)
         prompt = self.template.plain_prompt(texts[0][:start])
-        return [self._tokenise([(prompt, False), (text[start:], True)], [], place) for text in texts]
+        return [RowText([(prompt, False), (text[start:], True)], []) for text in texts]
 
     def _check_margin(self, row: Row, place: RowPlace) -> None:
         key = self.settings.margin_key
@@ -329,7 +390,7 @@ class SupervisedBuilder:
             raise DataError(f"{place} has {label!r} under '{key}'; the label of a response must be true or false, or 1 or 0")
         return float(label)
 
-    def _steps(self, row: Row, place: RowPlace) -> tuple[_Tokens, list[float]]:
+    def _steps(self, row: Row, place: RowPlace) -> tuple[RowText, list[float]]:
         """The response of all steps, each ending with a line break or the response, and a label for every step."""
         key, label_key = self.settings.steps_key, self.settings.label_key
         steps, labels = value_of(row, key, "data.steps_key", place), value_of(row, label_key, "data.label_key", place)
@@ -341,13 +402,14 @@ class SupervisedBuilder:
             raise DataError(f"{place} has {len(labels)} labels under '{label_key}' for {len(steps)} steps under '{key}'")
         lines = [step.removesuffix("\n") + "\n" for step in steps[:-1]] + [steps[-1].removesuffix("\n")]
         content = "".join(lines)
-        (*prompt_spans, (turn, _)), shown = self._answered(row, content, place)
+        answered = self._answered(row, content, place)
+        *prompt_spans, (turn, _) = answered.spans
         start = turn.find(content)
         if start < 0:
             raise DataError(f"{place}: the chat template changes the text of the response, so its steps are not found in it")
         ends = [start + sum(map(len, lines[: count + 1])) for count in range(len(lines) - 1)]
         pieces: list[TrainedText] = [(turn[a:b], True) for a, b in zip([0, *ends], [*ends, len(turn)], strict=True)]
-        return self._tokenise([*prompt_spans, *pieces], shown, place, only_ends=True), [float(label) for label in labels]
+        return RowText([*prompt_spans, *pieces], answered.shown, only_ends=True), [float(label) for label in labels]
 
     def _text(self, row: Row, key: str, name: str, place: RowPlace) -> str:
         value = value_of(row, key, name, place)
@@ -355,34 +417,27 @@ class SupervisedBuilder:
             raise DataError(f"{place} has {value!r:.80} under '{key}' ({name}); it must be text that is not empty")
         return value
 
-    def _tokenise(
-        self, spans: Sequence[TrainedText], shown: Sequence[Any], place: RowPlace, *, only_ends: bool = False
-    ) -> _Tokens:
-        """Tokens of `spans`, in which `shown` are.
+    def _tokens(self, text: RowText, pieces: Sequence[Sequence[int]], place: RowPlace) -> RowTokens:
+        """Tokens of a sample, whose spans have the ids `pieces`.
 
-        With `only_ends` the mask is 1 only on the last token of every trained span.
-        Text before a boundary gives the tokens that it gives alone: a response does not change the ids of its prompt,
-        just as when the prompt was sent to an engine. Plain text ends with the tokenizer's end token, if it has one.
+        Plain text ends with the tokenizer's end token, if it has one.
         """
-        plain, end = not self.template.is_used, self.tokenizer.eos_token_id
-        check_text("".join(text for text, _ in spans), place)
+        spans, end = text.spans, self.tokenizer.eos_token_id
         first = next(at for at, (_, is_trained) in enumerate(spans) if is_trained)
         ids: list[int] = []
         mask: list[int] = []
         start = 0
-        for at, (text, is_trained) in enumerate(spans):
+        for at, ((_, is_trained), piece) in enumerate(zip(spans, pieces, strict=True)):
             start = len(ids) if at == first else start
-            whole = self._ids("".join(piece for piece, _ in spans[: at + 1]), special=plain)
-            more = whole[len(ids) :] if whole[: len(ids)] == ids else self._ids(text, special=False)
-            if plain and at == len(spans) - 1 and end is not None:
+            more = [*piece]
+            if not self.template.is_used and at == len(spans) - 1 and end is not None:
                 more.append(end)
             ids += more
-            mask += [int(is_trained and (not only_ends or number == len(more) - 1)) for number in range(len(more))]
+            trained = int(is_trained)
+            mask += [0] * (len(more) - 1) + [trained] * bool(more) if text.only_ends else [trained] * len(more)
         texts = ["".join(piece for piece, _ in part) for part in (spans[:first], spans[first:])]
-        expanded = self.media.expand(ids, shown, place)
-        mask = [trained for trained, count in zip(mask, expanded.counts, strict=True) for _ in range(count)]
-        start = sum(expanded.counts[:start])
-        return _Tokens(expanded.ids[:start], expanded.ids[start:], mask[start:], expanded.media, texts[0], texts[1])
-
-    def _ids(self, text: str, *, special: bool) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+        expanded = self.media.expand(ids, text.shown, place)
+        if text.shown:
+            mask = [trained for trained, count in zip(mask, expanded.counts, strict=True) for _ in range(count)]
+            start = sum(expanded.counts[:start])
+        return RowTokens(expanded.ids[:start], expanded.ids[start:], mask[start:], expanded.media, texts[0], texts[1])

@@ -105,7 +105,7 @@ class PromptBuilder:
             DataError: `data.chat_template` is `always`, and the tokenizer has none.
         """
         self.tokenizer, self.data = tokenizer, data
-        self.template = ChatTemplate(tokenizer, data.chat_template, data.system_prompt, tools)
+        self.template = ChatTemplate(tokenizer, data.chat_template, data.system_prompt, tools, data.template_args)
         self.media = media or MediaReader(data)
         self.dropped = {"overlong": 0, "bad_pictures": 0, "not_kept": 0}
 
@@ -191,4 +191,4 @@ class PromptBuilder:
             return self.media.arrange_text(row, self.template.plain_prompt(prompt), place)
         messages = self.template.with_system(self.template.messages(prompt, key, place), place)
         messages, shown = self.media.arrange(row, messages, place)
-        return self.template.render(messages, place, ask=True), shown
+        return self.template.render(messages, place, ask=True, args=self.template.args_of(row, place)), shown

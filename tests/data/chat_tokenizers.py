@@ -42,3 +42,25 @@ def ids_of(*pieces: str) -> list[int]:
     for piece in pieces:
         ids += [SPECIAL.index(piece)] if piece in SPECIAL else [places[letters[byte]] for byte in piece.encode()]
     return ids
+
+
+def family_tokenizer(
+    template: str,
+    *,
+    special: tuple[str, ...],
+    plain: tuple[str, ...] = (),
+    eos: str | None = None,
+    bos: str | None = None,
+    folder: str = "",
+) -> Any:
+    """One id per byte behind added tokens, of which `plain` are not special; it comes from `folder`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({token: n for n, token in enumerate([*special, *plain, *alphabet])}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
+    named = {"eos_token": eos} | ({} if bos is None else {"bos_token": bos})
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **named)
+    tokenizer.name_or_path = folder
+    return tokenizer

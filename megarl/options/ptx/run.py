@@ -33,12 +33,14 @@ class PtxExamples(StepPart):
         settings = SupervisedSettings(
             prompt_key=config.data.prompt_key,
             system_prompt=config.data.system_prompt,
+            turns=ptx.turns,
             chat_template=config.data.chat_template,
+            template_args=config.data.template_args,
             max_tokens=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
             bad_pictures=config.data.bad_pictures,
         )
         media = open_media(config.data, config.model.path, tokenizer, config.run_folder)
-        builder = SupervisedBuilder(tokenizer, "sft", settings, media)
+        builder = SupervisedBuilder(tokenizer, "sft", settings, media, field="ptx.turns")
         parts = build_parts(builder, source, prefix="ptx", section="ptx.data")
         rows_per_step = ptx.samples_per_step * config.algorithm.epochs
         self._sampler = build_sampler(parts, mixture_weights(source), config.run.seed, rows_per_step=rows_per_step)
