@@ -136,7 +136,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[ChatMessage],
-        place: RowPlace,
+        place: RowPlace | str,
         *,
         ask: bool,
         tools: RowTools | None = None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,25 @@ def args_of_row(value: Any, place: Any) -> dict[str, Any]:
     return {str(key): item for key, item in value.items() if item is not None}
 
 
+def with_defaults(template: str, args: Mapping[str, Any]) -> str:
+    """`template` with `args` as the values of options that its caller does not set; rendered otherwise to the letter."""
+    if not args:
+        return template
+    defaults = "".join(
+        f"{{%- if {name} is undefined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}" for name, value in args.items()
+    )
+    return f"{defaults}\n{template}"  # templates are read with trim_blocks: the line break behind a block is not written
+
+
+def _literal(value: Any) -> str:
+    """A JSON value as Jinja writes it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
 def check_args(tokenizer: Any, args: Mapping[str, Any], where: str) -> None:
     """Refuse options that the tokenizer's template never reads, that megarl sets itself, or whose values are no JSON.
 
@@ -100,7 +120,7 @@ def check_value(value: Any, where: str) -> None:
     elif isinstance(value, list):
         for at, item in enumerate(value):
             check_value(item, f"{where}[{at}]")
-    elif not isinstance(value, JSON_KINDS):
+    elif not isinstance(value, JSON_KINDS) or (isinstance(value, float) and not math.isfinite(value)):
         raise DataError(
             f"{where} is {value!s:.80}, a {type(value).__name__}; it must be text (in quotes), a number, true, false, null, or "
             "a list or mapping of these"
