@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import takewhile
 from typing import Any, Literal, Self, get_args
@@ -55,6 +55,7 @@ class SupervisedSettings:
     system_prompt: str | None = None
     chat_template: TemplateChoice = "auto"
     template_args: Mapping[str, Any] = field(default_factory=dict)
+    ignore_fields: Collection[str] = ()
     max_tokens: int = 1024
     overlong: Literal["error", "drop"] = "error"
     bad_pictures: Literal["error", "drop"] = "error"
@@ -94,7 +95,11 @@ class SupervisedBuilder:
             raise DataError(f"the kind of rows is '{kind}'{nearest(kind, kinds)}; it must be one of {', '.join(kinds)}")
         self.tokenizer, self.kind, self.settings = tokenizer, kind, settings
         self.template = ChatTemplate(
-            tokenizer, settings.chat_template, settings.system_prompt, template_args=settings.template_args
+            tokenizer,
+            settings.chat_template,
+            settings.system_prompt,
+            template_args=settings.template_args,
+            ignore_fields=settings.ignore_fields,
         )
         self.media = media or MediaReader(PictureFields())
         self.dropped = {"overlong": 0, "equal_pairs": 0, "bad_pictures": 0, "not_kept": 0}
@@ -216,8 +221,9 @@ class SupervisedBuilder:
             if isinstance(ignored["content"], list)
             for part in ignored["content"]
         )
-        args = self.template.args_of(row, place)
-        spans = self.template.spans(messages, place, after=after, tools=self._tools(row, place), args=args)
+        tools, args = self._tools(row, place), self.template.args_of(row, place)
+        messages = self.template.fitted(messages, place, after=after, tools=tools, args=args)
+        spans = self.template.spans(messages, place, after=after, tools=tools, args=args)
         return spans, shown[: len(shown) - behind]
 
     def _conversation_key(self, row: Row) -> str | None:

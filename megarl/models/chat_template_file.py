@@ -10,7 +10,7 @@ FILE = "chat_template.jinja"
 
 
 def carry_template(template: Path | None, folder: Path) -> None:
-    """Give the model folder `folder` the template in the file `template`, in place of its own; it keeps it where there is none."""
+    """Give the model folder `folder` the template in the file `template`, in place of its own; it is kept if there is none."""
     if template is None or not template.is_file():
         return
     text = template.read_text(encoding="utf-8")

@@ -41,6 +41,7 @@ def chat(
     """
     tokenizer = load_tokenizer(str(folder))
     template = ChatTemplate(tokenizer, chat_template or "auto", None, template_args=template_args)
+    template.left_out.refuses = False  # what was said goes on
     model, talks = load_model(folder, config), template.is_used
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     begun = [{"role": "system", "content": system_prompt}] if talks and system_prompt is not None else []
@@ -62,7 +63,7 @@ def chat(
 def _prompt_ids(template: ChatTemplate, said: list[dict[str, str]], message: str) -> Any:
     if not said:
         return template.tokenizer(message, return_tensors="pt").input_ids
-    text = template.render(said, "the conversation", ask=True)
+    text = template.render(template.fitted(said, "the conversation"), "the conversation", ask=True)
     return template.tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
 
 

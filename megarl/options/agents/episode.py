@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megarl.data.left_out import LeftOut
 from megarl.data.media import Media
 from megarl.data.sample import EPISODE_REWARD, Prompt, Sample
 from megarl.data.template_args import ROW_KEY, args_of_row
@@ -143,8 +144,14 @@ def open_part(opening: EpisodeOpening) -> None:
         return
     settings, context = agent_of(opening.settings), opening.context
 
+    # ids and names that the protocols want are no news to the policy
+    left_out = LeftOut(context.tokenizer, (*opening.ignore_fields, "name", "tool_call_id"), refuses=False)
+
     def renderer(tools: Sequence[Mapping[str, Any]]) -> TurnTemplate:
-        return TurnTemplate(context.tokenizer, [dict(tool) for tool in tools], "user", opening.pictures, opening.template_args)
+        schemas, args = [dict(tool) for tool in tools], opening.template_args
+        template = TurnTemplate(context.tokenizer, schemas, "user", opening.pictures, args)
+        template.left_out = left_out
+        return template
 
     def question(prompt: Prompt) -> str:
         asked = prompt.row.get(opening.prompt_key, prompt.prompt_text)

@@ -35,6 +35,7 @@ class PtxExamples(StepPart):
             system_prompt=config.data.system_prompt,
             chat_template=config.data.chat_template,
             template_args=config.data.template_args,
+            ignore_fields=config.data.ignore_fields,
             max_tokens=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
             bad_pictures=config.data.bad_pictures,
         )

@@ -42,6 +42,8 @@ class EpisodeOpening:
     pictures: ModelMedia | None
     template_args: Mapping[str, Any]
     """Options of the chat template."""
+    ignore_fields: Sequence[str]
+    """Keys of messages that it may leave out."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def open_episodes(
     built_in = kinds_of_episode()
     if kind in built_in and data.chat_template == "never":
         raise EpisodeError(f"data.chat_template is 'never', but rollout.episode.kind is '{kind}', whose turns are a chat")
-    opening = EpisodeOpening(settings, context, data.prompt_key, pictures, data.template_args)
+    opening = EpisodeOpening(settings, context, data.prompt_key, pictures, data.template_args, data.ignore_fields)
     for open_part in functions("episode", "open_part"):
         open_part(opening)
     if kind in built_in or tokenizer.chat_template:

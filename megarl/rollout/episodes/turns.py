@@ -13,6 +13,7 @@ from typing import Any
 
 from megarl.data.chat import special_tokens
 from megarl.data.chat_rendering import TemplateError, render
+from megarl.data.left_out import LeftOut
 from megarl.data.media import Media
 from megarl.data.row_media import ModelMedia
 from megarl.data.told import KeptPicture, PicturedText
@@ -61,6 +62,8 @@ class TurnTemplate:
             )
         self.tokenizer, self._schemas, self._pictures = tokenizer, list(schemas), pictures
         self._args = dict(template_args or {})
+        self.left_out: LeftOut | None = None
+        """Warns of what the template leaves out of messages; None: nobody looks."""
         added = tokenizer.added_tokens_decoder
         self._special_ids = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
         self._special_texts = sorted((token for token in special_tokens(tokenizer) if len(token) > 1), key=len, reverse=True)
@@ -174,6 +177,8 @@ class TurnTemplate:
         return after
 
     def _render(self, conversation: Sequence[dict[str, Any]], *, ask: bool) -> str:
+        if self.left_out is not None and ask:
+            self.left_out.check(conversation, "a request", tools=self._schemas, args=self._args)
         try:
             return render(self.tokenizer, conversation, self._schemas, ask=ask, args=self._args)
         except TemplateError as error:
