@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.data.chat_rendering import TemplateError, variables_of
+from megarl.data.chat_rendering import TemplateError, names_of
 from megarl.errors import DataError, nearest
 
 ROW_KEY = "template_args"
@@ -38,10 +38,10 @@ def read_template(choice: str) -> str:
     if not text.strip():
         raise DataError(f"data.chat_template is '{choice}', which is empty; it must be a Jinja template")
     try:
-        names = variables_of(text)
+        names = names_of(text)
     except TemplateError as error:
         raise DataError(f"data.chat_template is '{choice}', which is no Jinja template: {error}") from None
-    if "messages" not in names:
+    if "messages" not in names.read:
         raise DataError(f"data.chat_template is '{choice}', which never reads `messages`; it must be a chat template")
     return text
 
@@ -96,7 +96,7 @@ def check_args(tokenizer: Any, args: Mapping[str, Any], where: str) -> None:
     reserved = _reserved(tokenizer)
     template = tokenizer.chat_template
     texts = list(template.values()) if isinstance(template, Mapping) else [template]
-    reads = sorted({name for text in texts for name in variables_of(text)} - reserved)
+    reads = sorted({name for text in texts for name in names_of(text).options} - reserved)
     for name, value in args.items():
         if name in reserved:
             raise DataError(f"{where} has '{name}', which is not an option: megarl or the tokenizer sets it; remove it")
