@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from importlib.metadata import version
 from itertools import chain
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -39,6 +40,7 @@ from megarl.megatron.options import (
     untested_pair,
 )
 from megarl.models.adapters import adapters_of
+from megarl.models.chat_template_file import FILE
 from megarl.models.flops import FlopsModel
 from megarl.models.registry import load_hf_config
 from megarl.models.update_flops import PASSES, update_flops
@@ -127,6 +129,7 @@ class Roles:
             int4_experts=config.model.int4_experts if role in (POLICY, REFERENCE) else 0,
             deterministic=config.run.deterministic,
             freeze=spec.trained.freeze if spec.trained is not None else (),
+            chat_template=str(Path(config.run_folder) / FILE),
             media_folder=str(config.data.kept_in(config.run_folder)),
             collision=role == POLICY and config.needs_collision,
             replays_routes=role == POLICY and config.routing_replay != "none",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megarl.errors import ModelError
 from megarl.models.adapters import LORA_A, LORA_B
+from megarl.models.chat_template_file import FILE
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for, sequence_classifier
 from megarl.options.lora.peft_folder import AdapterFolder
@@ -34,7 +35,8 @@ def merge_adapters(base: str | Path, adapter: str | Path, target: str | Path) ->
         )
     adapters = AdapterFolder(adapter, folder.config)
     config = sequence_classifier(folder.config) if adapters.has_score else folder.config
-    write_hf_folder(target, _merged(folder, adapters), config, extra_files_from=base)
+    template = Path(adapter) / FILE
+    write_hf_folder(target, _merged(folder, adapters), config, extra_files_from=base, template=template)
     return len(adapters.lora.targets)
 
 
