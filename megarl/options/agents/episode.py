@@ -55,7 +55,7 @@ class KeptTurns:
         self._given[question] += 1
         if number < len(generations):
             return generations[number]
-        generation = await self._sample(ids, most, media, stops=stops)
+        generation = await self._sample(ids, most, media, **({"stops": stops} if stops else {}))
         generations.append(generation)
         return generation
 

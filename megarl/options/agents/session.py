@@ -205,8 +205,9 @@ class AgentSession:
         self.counts["turns"] += 1
         before, shown = (parent.ids, parent.media) if parent is not None else ([], [])
         shown += (picture.moved(len(before)) for picture in tokens.media)
+        ends: dict[str, Any] = {"stops": request.stops} if request.stops else {}
         try:
-            generation = await self._sample(before + tokens.ids, most, shown, stops=request.stops)
+            generation = await self._sample(before + tokens.ids, most, shown, **ends)
         except MegarlError as error:
             if not self.failure.done():
                 self.failure.set_exception(error)
