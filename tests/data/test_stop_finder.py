@@ -119,6 +119,13 @@ def test_bytes_that_are_never_a_character_do_not_make_the_search_longer_and_long
     assert sum(decoded) < 40 * len(ids)
 
 
+@pytest.mark.parametrize("before", range(12))
+def test_a_character_is_found_behind_any_number_of_bytes_that_are_none(before: int) -> None:
+    tokenizer = byte_tokenizer()
+    ids = [*[tokenizer.convert_tokens_to_ids("\u00ff")] * before, *ids_of("\u00e9")]
+    assert StopFinder(["\u00e9"], decode_by(tokenizer)).first(ids) == first(ids, ["\u00e9"], tokenizer) == before + 2
+
+
 def test_a_text_without_tokens_and_a_token_that_is_none_are_refused_by_name() -> None:
     tokenizer = words_alone()
     with pytest.raises(ConfigError, match=r"rollout\.stop\[1\] is 'z', which cannot be encoded: the model's tokenizer has no"):
