@@ -17,20 +17,20 @@ SET = {"name": "one", "rows": {"source": "reasoning_gym", "name": "chain_sum"}}
     [
         (
             {"stop": ["a", ""]},
-            r"rollout\.stop\[1\] is '', which would end every response at once; it must be a text of at least",
+            r"rollout\.stop\[1\] is '', which would end every response at once; it must be a text of",
         ),
         (
             {"stop": ["a\ud800"]},
-            r"rollout\.stop\[0\] is 'a\\ud800', which cannot be encoded: its character 1 is half of a surr",
+            r"rollout\.stop\[0\] is 'a\\ud800', which cannot be encoded: its character 1 is half of",
         ),
         (
             {"stop": ["\ufffd"]},
-            r"rollout\.stop\[0\] is '\\ufffd', which has the character U\+FFFD, which stands for bytes that",
+            r"rollout\.stop\[0\] is '\\ufffd', which has the character U\+FFFD, which stands for",
         ),
         ({"stop_token_ids": [3, -1]}, r"rollout\.stop_token_ids\[1\] is -1; it must be a token id, 0 or more"),
         (
             {"stop": ["a"], "ignore_eos": True},
-            r"rollout\.stop needs responses that may end early: remove rollout\.ignore_eos, or",
+            r"rollout\.stop needs responses that may end early: remove rollout\.ignore_eos",
         ),
         ({"stop_token_ids": [1], "ignore_eos": True}, r"rollout\.stop_token_ids needs responses that may end early"),
         ({"stop": "a"}, r"rollout\.stop"),

@@ -25,6 +25,7 @@ from megarl.config.rollout import RolloutConfig
 from megarl.data.stop_finder import ModelTexts, decode_by
 from megarl.data.tokenize import load_tokenizer
 from megarl.errors import ConfigError
+from megarl.options.prediction.section import SpeculativeConfig
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from megarl.rollout.engines.sglang import client as client_file
@@ -39,7 +40,6 @@ from tests.options.prediction.drafted import END, exact_distribution, load, p_va
 from tests.rollout.tiny import PROMPTS, sync, weights_of
 from tests.rollout.tiny import load as load_tiny
 
-SpeculativeConfig = pytest.importorskip("megarl.options.prediction.section").SpeculativeConfig
 ALPHABET = ["<end>", "a", "ab", "ba"]
 DRAWS = 10_000
 PROMPT = [1, 2, 1, 2]
