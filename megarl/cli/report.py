@@ -73,6 +73,9 @@ def add_report(commands: Any) -> None:
     chat.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default: 0)")
     chat.add_argument("--chat-template", metavar="FILE", help="a .jinja file in place of the model's chat template")
     add_template_args(chat)
+    chat.add_argument(
+        "--stop", metavar="TEXT", action="append", help="text that ends an answer; repeatable (default: the run's rollout.stop)"
+    )
     chat.set_defaults(run=_chat)
 
 
@@ -185,6 +188,7 @@ def _samples(arguments: argparse.Namespace) -> int:
 
 
 def _chat(arguments: argparse.Namespace) -> int:
+    from megarl.config.stop_checks import check_stops
     from megarl.models.transformers_names import config_in_transformers
     from megarl.observe.chat import chat
 
@@ -192,7 +196,11 @@ def _chat(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="megarl-chat-") as scratch:
         folder = _as_model(Path(arguments.model), Path(scratch) / "model")
         sampling = {"max_new_tokens": arguments.max_new_tokens, "temperature": arguments.temperature}
-        system = _system_prompt(Path(arguments.model))
+        of_run = _config_of_run(Path(arguments.model))
+        system, rollout = (of_run.get("data") or {}).get("system_prompt"), of_run.get("rollout") or {}
+        stop = arguments.stop if arguments.stop is not None else rollout.get("stop") or ()
+        stops: dict[str, Any] = {"stop": stop, "stop_token_ids": rollout.get("stop_token_ids") or ()}
+        check_stops("rollout", **stops)
         if system is not None:
             console.print(f"system prompt of the run: {system}", style="dim", markup=False)
         chat(
@@ -203,16 +211,17 @@ def _chat(arguments: argparse.Namespace) -> int:
             chat_template=arguments.chat_template,
             template_args=template_args(arguments),
             **sampling,
+            **stops,
         )
     return 0
 
 
-def _system_prompt(folder: Path) -> str | None:
-    """`data.system_prompt` of the run that `folder` is or belongs to."""
+def _config_of_run(folder: Path) -> dict[str, Any]:
+    """The sections of the run that `folder` is or belongs to; empty: it is of none."""
     from megarl.runs.folders import run_of
 
     config = run_of(folder) / "config.yaml"
-    return (read_yaml(config).get("data") or {}).get("system_prompt") if config.is_file() else None
+    return read_yaml(config) if config.is_file() else {}
 
 
 def _as_model(folder: Path, scratch: Path) -> Path:

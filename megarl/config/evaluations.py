@@ -35,6 +35,10 @@ class EvaluationConfig(Section):
     """Sample from tokens with at least this share of the likeliest one's probability. 0: all tokens."""
     max_new_tokens: Positive | None = None
     """Maximum length of a response in tokens. null: `rollout.max_new_tokens`."""
+    stop: Annotated[tuple[str, ...] | None, Field(strict=False)] = None
+    """Texts that end a response. null: `rollout.stop`; []: none."""
+    stop_token_ids: Annotated[tuple[int, ...] | None, Field(strict=False)] = None
+    """Token ids that end a response, beside the model's own end tokens. null: `rollout.stop_token_ids`; []: none."""
     rewards: Annotated[tuple[RewardConfig, ...], Field(strict=False)] | None = None
     """Sources of reward that judge this set. null: those of `rewards`."""
     prompt_key: str | None = None

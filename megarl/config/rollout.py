@@ -111,6 +111,10 @@ class RolloutConfig(Section):
     """Always take the likeliest token instead of sampling."""
     ignore_eos: bool = False
     """Ignore end tokens, so that every response has `max_new_tokens` tokens (for speed measurements)."""
+    stop: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Texts that end a response, or a turn: it ends behind the token that completes the first of them, which it keeps."""
+    stop_token_ids: Annotated[tuple[int, ...], Field(strict=False)] = ()
+    """Token ids that end a response, beside the model's own end tokens."""
     engines: Positive = 1
     """Number of rollout engines."""
     tp: Positive = 1

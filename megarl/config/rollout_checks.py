@@ -6,6 +6,7 @@ from megarl.config.engine_kinds import EngineCapabilities, declared_capabilities
 from megarl.config.option_sections import absent_kind
 from megarl.config.rollout import ServersConfig
 from megarl.config.schema import Config
+from megarl.config.stop_checks import check_config_stops
 from megarl.errors import ConfigError
 from megarl.option_list import functions, part
 
@@ -31,6 +32,7 @@ def check_rollout(config: Config, engine: EngineCapabilities | None = None) -> N
     _check_schedule(config, engine)
     _check_partial_responses(config, engine)
     _check_sampling_limits(config)
+    check_config_stops(config)
     _check_episode(config, engine)
     for check in functions("checks", "check_engines"):
         check(config, engine)

@@ -154,21 +154,21 @@ class Session:
         top_k: int | None = None,
         min_p: float | None = None,
         max_new_tokens: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
     ) -> list[list[Sample]]:
         """Have the engines answer each prompt `n` times: one list of `n` samples for each prompt, in order.
 
         What is None is as the section `rollout` says. Unless `rollout.episode.kind` is `single`, each answer is an episode.
 
         Raises:
-            ConfigError: `n` is below 1.
+            ConfigError: `n` is below 1, or a stop is none.
             EngineError: the engines failed.
         """
-        if n < 1:
-            raise ConfigError(f"n is {n}; it must be at least 1")
         self._refuse_to_forget_gradients("sample")
         distinct_prompts = [self._visit(prompt if isinstance(prompt, Prompt) else self.prompt(prompt)) for prompt in prompts]
-        drawing = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-        samples = self.rollouts.answer(distinct_prompts, n, greedy=greedy, max_new_tokens=max_new_tokens, **drawing)
+        drawing = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "max_new_tokens": max_new_tokens}
+        samples = self.rollouts.answer(distinct_prompts, n, greedy=greedy, stop=stop, stop_token_ids=stop_token_ids, **drawing)
         return [samples[start : start + n] for start in range(0, len(samples), n)]
 
     def _visit(self, prompt: Prompt) -> Prompt:

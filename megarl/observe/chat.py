@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.chat import ChatTemplate
+from megarl.data.stop_finder import StopFinder, check_stops_of, decode_by
 from megarl.data.tokenize import load_tokenizer
 from megarl.errors import ModelError
 
@@ -27,21 +28,25 @@ def chat(
     system_prompt: str | None = None,
     chat_template: str | None = None,
     template_args: Mapping[str, Any] | None = None,
+    stop: Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
 ) -> list[dict[str, str]]:
     """Answer every line of `lines` (None: stdin) in one conversation with the model in the Hugging Face folder `folder`.
 
     `system_prompt` stands before the conversation. `chat_template` is a Jinja file in place of the model's template, and
-    `template_args` are options of it. A model without a chat template continues each line by itself.
-    `temperature` 0 is greedy. `config` is transformers' config object where the folder's own cannot be read as one. Returns
-    what is remembered of the conversation at its end.
+    `template_args` are options of it. A model without a chat template continues each line by itself. `temperature` 0 is greedy.
+    `stop` and `stop_token_ids` end an answer as those of `rollout` end a response. `config` is transformers' config object
+    where the folder's own cannot be read as one. Returns what is remembered of the conversation at its end.
 
     Raises:
+        ConfigError: a stop is none.
         ModelError: `folder` holds no model that can be loaded.
         DataError: the template or an option of it is of no use, or it refuses the conversation.
     """
     tokenizer = load_tokenizer(str(folder))
     template = ChatTemplate(tokenizer, chat_template or "auto", None, template_args=template_args)
     template.left_out.refuses = False  # what was said goes on
+    check_stops_of(tokenizer, "rollout", stop, stop_token_ids)
     model, talks = load_model(folder, config), template.is_used
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     begun = [{"role": "system", "content": system_prompt}] if talks and system_prompt is not None else []
@@ -55,9 +60,23 @@ def chat(
         elif message:
             messages = [*messages, {"role": "user", "content": message}] if talks else []
             ids = _prompt_ids(template, messages, message)
-            answer = _answer(model, tokenizer, ids, console, max_new_tokens=max_new_tokens, **sampling)
+            ends = {"stopping_criteria": [_stopping(tokenizer, stop, stop_token_ids)]} if stop or stop_token_ids else {}
+            answer = _answer(model, tokenizer, ids, console, max_new_tokens=max_new_tokens, **sampling, **ends)
             messages = [*messages, {"role": "assistant", "content": answer}] if talks else []
     return messages
+
+
+def _stopping(tokenizer: Any, stop: Sequence[str], stop_token_ids: Sequence[int]) -> Callable[..., Any]:
+    """A criterion of transformers that ends one answer behind its first stop."""
+    import torch
+
+    finder = StopFinder(stop, decode_by(tokenizer))
+
+    def is_over(ids: Any, scores: Any, **given: Any) -> Any:
+        token = int(ids[0, -1])
+        return torch.tensor([finder.take(token) or token in stop_token_ids], device=ids.device)
+
+    return is_over
 
 
 def _prompt_ids(template: ChatTemplate, said: list[dict[str, str]], message: str) -> Any:

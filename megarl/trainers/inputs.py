@@ -9,11 +9,13 @@ from megarl import platform
 from megarl.algorithms import ADVANTAGES, POLICY_LOSSES
 from megarl.config import Config
 from megarl.config.evaluations import EvaluationConfig
+from megarl.config.stop_checks import stops_of
 from megarl.data.mixture import build_parts
 from megarl.data.prompts import rows_of
 from megarl.data.row_media import open_media
 from megarl.data.rows import Origin
 from megarl.data.sampler import drop_eval_overlap
+from megarl.data.stop_finder import check_stops_of
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import ModelError
 from megarl.experience.inputs import EvaluationSet, RlInputs
@@ -38,6 +40,8 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
         POLICY_LOSSES.resolve(config.algorithm.policy_loss, config.algorithm.policy_loss_args)
     check_engine(config, _platform_of(config))
     tokenizer, data, kind = load_tokenizer(config.model.path), config.data, config.rollout.episode
+    for section in stops_of(config):
+        check_stops_of(tokenizer, *section)
     with ExitStack() as opened:
         media = open_media(data, config.model.path, tokenizer, config.run_folder)
         episodes = None

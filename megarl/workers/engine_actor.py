@@ -11,12 +11,14 @@ from typing import Any
 
 import ray
 
+from megarl.data.stop_finder import Decode, decode_by
 from megarl.data.stored import Held, ResponseTokens, StoredGeneration, common_beginnings, version_runs
 from megarl.data.tokenize import load_tokenizer
 from megarl.errors import EngineError, MegarlError
 from megarl.models.registry import use_architecture
 from megarl.rollout.engines.protocol import Engine, EngineProcess, EngineRequest, Generation
 from megarl.rollout.engines.registry import load_engine
+from megarl.rollout.engines.stops import ended_at_stops
 from megarl.rollout.engines.stored_turns import with_tokens
 from megarl.system.process_exit import end_with_parent
 from megarl.system.user_code import describe
@@ -116,6 +118,7 @@ class EngineActor:
             self.options = {**options, "nodes": [RemoteNode(name) for name in nodes]}
         self.engine: Engine | None = None
         self._tokenizer: Any = None
+        self._decode: Decode | None = None
 
     async def start(self, initial_version: int | None) -> None:
         """Start the engine; `initial_version` is that of the weights in the model folder (None: others will be sent)."""
@@ -144,11 +147,22 @@ class EngineActor:
     async def answer(self, request: EngineRequest) -> tuple[list[list[StoredGeneration]], ResponseTokens, list[str]]:
         """`Engine.generate` with tokens and texts apart: these two values stay in this node's object store, and the first one's
         handles, which are empty, are to be those to them."""
-        engine = self._there()
-        generations = await engine.generate(await asyncio.to_thread(with_tokens, request))
+        generations = await self.generate(await asyncio.to_thread(with_tokens, request))
+        return await asyncio.to_thread(kept_apart, request.prompts, generations, await self._loaded_tokenizer())
+
+    async def generate(self, request: EngineRequest) -> list[list[Generation]]:
+        """`Engine.generate`; what an engine sampled behind a stop text, because it knows no text, is left out."""
+        generations = await self._there().generate(request)
+        if not request.params.looked_for:
+            return generations
+        if self._decode is None:
+            self._decode = decode_by(await self._loaded_tokenizer())
+        return await asyncio.to_thread(ended_at_stops, request.prompts, generations, request.params, self._decode)
+
+    async def _loaded_tokenizer(self) -> Any:
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self.model_path)
-        return await asyncio.to_thread(kept_apart, request.prompts, generations, self._tokenizer)
+        return self._tokenizer
 
     async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Await `engine.method(*arguments, **keywords)`."""

@@ -74,7 +74,7 @@ class EngineCalls:
         """The engine knows its deadline, too, and is given a moment to say itself that it has passed."""
         deadline_s = request.deadline_s + GRACE_S
         if not request.stored:
-            return await self._answer(submit(self.actor, Engine.generate, request), "generate", deadline_s)
+            return await self._answer(self.actor.generate.remote(request), "generate", deadline_s)
         summaries, tokens, texts = self.actor.answer.options(num_returns=3).remote(request)
         answers: list[list[StoredGeneration]] = await self._answer(summaries, "generate", deadline_s)
         stored, said = RayObject(tokens), RayObject(texts)

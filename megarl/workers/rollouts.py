@@ -16,7 +16,8 @@ from megarl.core.staleness_manager import StalenessManager
 from megarl.data.branches import first_branches
 from megarl.data.columns import asked_columns, columns
 from megarl.data.sample import Prompt, RolloutBatch, Sample
-from megarl.errors import EngineError, WorkerError
+from megarl.data.stop_finder import asked_stops
+from megarl.errors import ConfigError, EngineError, WorkerError
 from megarl.experience.inputs import OpenedEpisodes
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.observe.run_state import EngineStatus
@@ -252,7 +253,7 @@ class Rollouts:
     def sample(self, prompts: Sequence[Prompt], settings: EvaluationConfig) -> list[Sample]:
         """The responses that an evaluation set asks for, grouped by prompt in order."""
         params = replace(
-            self.params(),
+            self.params(stop=settings.stop, stop_token_ids=settings.stop_token_ids),
             greedy=not settings.temperature,
             extra=frozenset(),
             temperature=settings.temperature or 1.0,
@@ -265,8 +266,11 @@ class Rollouts:
 
     def answer(self, prompts: Sequence[Prompt], n: int, *, greedy: bool = False, **sampling: Any) -> list[Sample]:
         """`n` responses to each prompt; `sampling` are fields of `SamplingParams`; None: as the section `rollout` says."""
+        if n < 1:
+            raise ConfigError(f"n is {n}; it must be at least 1")
+        stops = asked_stops(self.tokenizer, sampling.pop("stop", None), sampling.pop("stop_token_ids", None))
         changed = {name: value for name, value in sampling.items() if value is not None}
-        return self.ask(prompts, replace(self.params(greedy=greedy), **changed), n)
+        return self.ask(prompts, replace(self.params(greedy=greedy, **stops), **changed), n)
 
     @property
     def answered(self) -> tuple[int, int]:
@@ -294,9 +298,12 @@ class Rollouts:
                 raise next(filter(None, errors), None) or EngineError(f"engines {engines} have no weights, and nothing trains")
             self._updates.update_engines(engines, self.version if version is None else version)
 
-    def params(self, *, greedy: bool = False) -> SamplingParams:
-        """Sampling parameters of the section `rollout`."""
-        rollout = self.config.rollout
+    def params(
+        self, *, greedy: bool = False, stop: Sequence[str] | None = None, stop_token_ids: Sequence[int] | None = None
+    ) -> SamplingParams:
+        """Sampling parameters of the section `rollout`, but for the stops that are given."""
+        rollout, end = self.config.rollout, self.tokenizer.eos_token_id
+        token_ids = rollout.stop_token_ids if stop_token_ids is None else stop_token_ids
         return SamplingParams(
             max_new_tokens=rollout.max_new_tokens,
             temperature=rollout.temperature,
@@ -305,7 +312,8 @@ class Rollouts:
             min_p=rollout.min_p,
             greedy=greedy or rollout.greedy,
             ignore_eos=rollout.ignore_eos,
-            stop_token_ids=(self.tokenizer.eos_token_id,) if self.tokenizer.eos_token_id is not None else (),
+            stop=tuple(rollout.stop if stop is None else stop),
+            stop_token_ids=(*((end,) if end is not None else ()), *token_ids),
             cut_token_ids=self._placeholders,
             extra=asked_columns(self.config) if not greedy else frozenset(),
         )

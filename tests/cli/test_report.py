@@ -183,6 +183,32 @@ def test_chat_answers_each_line_as_the_model_would(monkeypatch, capsys) -> None:
 
 
 @needs_tiny
+@pytest.mark.parametrize(
+    ("rollout", "options", "given"),
+    [
+        ({"stop": ["7"], "stop_token_ids": [4]}, [], {"stop": ["7"], "stop_token_ids": [4]}),
+        ({"stop": ["7"]}, ["--stop", "8", "--stop", "9"], {"stop": ["8", "9"], "stop_token_ids": ()}),
+        ({}, [], {"stop": (), "stop_token_ids": ()}),
+    ],
+)
+def test_chat_has_the_stops_of_its_run_or_of_the_command(rollout, options, given, tmp_path, monkeypatch) -> None:
+    run, seen = write_run(tmp_path / "r"), []
+    (run / "model").symlink_to(TINY.resolve())
+    (run / "config.yaml").write_text(json.dumps({"rollout": rollout}))
+    monkeypatch.setattr("megarl.observe.chat.chat", lambda *_, **told: seen.append({name: told[name] for name in given}))
+    assert main(["chat", str(run), *options]) == 0
+    assert seen == [given]
+
+
+@needs_tiny
+def test_chat_refuses_stops_that_are_none_in_a_sentence(capsys) -> None:
+    assert main(["chat", str(TINY), "--stop", ""]) == 2
+    assert "rollout.stop[0] is '', which would end every response at once" in capsys.readouterr().err
+    assert main(["chat", str(TINY), "--stop", "\u4f60"]) == 2
+    assert "rollout.stop[0] is '\u4f60', which cannot be encoded" in capsys.readouterr().err
+
+
+@needs_tiny
 def test_chat_with_a_run_has_its_system_prompt(tmp_path, monkeypatch, capsys) -> None:
     run = write_run(tmp_path / "r")
     (run / "model").symlink_to(TINY.resolve())

@@ -27,9 +27,9 @@ from megarl.options.agents.agents import Agent, AgentEnd, Agents, FunctionAgent,
 from megarl.options.agents.section import AgentConfig, agent_of
 from megarl.options.agents.server import SessionServer
 from megarl.options.agents.session import AgentSession, SessionLimits
-from megarl.options.agents.stops import PIECE_TOKENS
 from megarl.options.agents.tree import TurnTree
 from megarl.rollout.engines.protocol import Generation
+from megarl.rollout.engines.stops import NO_STOPS, Stops
 from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
 from megarl.rollout.episodes.build import EpisodeOpening
 from megarl.rollout.episodes.transcript import Transcript
@@ -49,13 +49,15 @@ class KeptTurns:
         """From now on everything may be given once more."""
         self._given.clear()
 
-    async def __call__(self, ids: list[int], most: int, media: Sequence[Media] | None = None, /) -> Generation:
-        question = (most, tuple(ids), tuple(shown.pixels for shown in media or ()))
+    async def __call__(
+        self, ids: list[int], most: int, media: Sequence[Media] | None = None, /, stops: Stops = NO_STOPS
+    ) -> Generation:
+        question = (most, tuple(ids), tuple(shown.pixels for shown in media or ()), stops)
         generations, number = self._kept.setdefault(question, []), self._given[question]
         self._given[question] += 1
         if number < len(generations):
             return generations[number]
-        generation = await self._sample(ids, most, media)
+        generation = await self._sample(ids, most, media, **({"stops": stops} if stops else {}))
         generations.append(generation)
         return generation
 
@@ -72,9 +74,7 @@ async def with_agent(prompt: Prompt, number: int, sample: SampleTokens, context:
     """
     agents: Agents = context.shared
     most = context.max_new_tokens
-    # a response of a policy that sees may be cut behind any token, and must not go on then: its turns are sampled in one piece
-    piece = most if context.pictures is not None else PIECE_TOKENS
-    limits = SessionLimits(context.max_turns, context.max_prompt_tokens + most, most, piece)
+    limits = SessionLimits(context.max_turns, context.max_prompt_tokens + most, most)
     end = AgentEnd()
     own_args = args_of_row(prompt.row.get(ROW_KEY), f"row {prompt.row_id}")
     async with agents.at_once:

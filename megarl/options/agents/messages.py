@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megarl.config.stop_checks import why_no_stop
 from megarl.data.told import KeptPicture, MediaKeeper, PicturedText, Shown
 from megarl.errors import PictureError
-from megarl.options.agents.stops import Stops
+from megarl.rollout.engines.stops import Stops
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles that a request may have, and what the chat template is told of them."""
@@ -216,11 +217,14 @@ def stop_strings(value: Any, name: str) -> tuple[str, ...]:
     """`stop` of a request: nothing, a string, or a list of them; empty ones are left out.
 
     Raises:
-        RequestError: it is something else.
+        RequestError: it is something else, or no text that a response could have.
     """
     stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(stop, str) for stop in stops):
         raise RequestError(f"{name} must be a string, or a list of at most {MOST_STOPS} strings")
+    for stop in filter(None, stops):
+        if reason := why_no_stop(stop):
+            raise RequestError(f"{name} has {stop!a}, which {reason}")
     return tuple(filter(None, stops))
 
 

@@ -20,8 +20,8 @@ from megarl.options.agents.messages import (
     template_args,
     told_of,
 )
-from megarl.options.agents.stops import Stops
 from megarl.options.agents.tree import Turn
+from megarl.rollout.engines.stops import Stops
 
 IGNORED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed", "logit_bias")
 """Sampling parameters: the run's are used, because the trainer's log-probs are under them."""

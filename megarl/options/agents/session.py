@@ -14,13 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarl.data.media import Media
 from megarl.data.told import MediaKeeper
 from megarl.errors import DataError, EpisodeError, MegarlError
 from megarl.options.agents.messages import ChatRequest, RequestError, SaidCall, SessionMessage, as_json
-from megarl.options.agents.stops import PIECE_TOKENS, Stopped, sample_until
+from megarl.options.agents.stops import stopped
 from megarl.options.agents.tree import Turn, TurnTree
-from megarl.rollout.engines.protocol import Generation
 from megarl.rollout.episodes.base import SampleTokens
 from megarl.rollout.episodes.tool_calls import parse_turn
 from megarl.rollout.episodes.turns import ToldTokens, TurnTemplate
@@ -38,8 +36,6 @@ class SessionLimits:
     turns: int
     context_tokens: int
     response_tokens: int
-    piece_tokens: int = PIECE_TOKENS
-    """Tokens that are sampled at once in a turn that a stop string may end."""
 
 
 @dataclass(eq=False)
@@ -226,30 +222,18 @@ class AgentSession:
         self.counts["turns"] += 1
         before, shown = (parent.ids, parent.media) if parent is not None else ([], [])
         shown += (picture.moved(len(before)) for picture in tokens.media)
+        ends: dict[str, Any] = {"stops": request.stops} if request.stops else {}
         try:
-            generation, stopped = await self._sampled(request, before + tokens.ids, most, shown)
+            generation = await self._sample(before + tokens.ids, most, shown, **ends)
         except MegarlError as error:
             if not self.failure.done():
                 self.failure.set_exception(error)
             raise RequestError("the engine failed; the episode is begun anew", "engine_failed", 503) from error
-        text = stopped.text if stopped is not None else self._template(request).turn_text(generation)
-        by = stopped.by if stopped is not None else None
+        renderer = self._template(request)
+        end = stopped(request.stops, generation.response_ids, renderer.sampled_text)
+        text, by = (end.text, end.by) if end is not None else (renderer.turn_text(generation), None)
         message = self._said(text, request)
         return self.tree.add(parent, request.tools_key, told, tokens.ids, generation, message, by, tokens.media)
-
-    async def _sampled(
-        self, request: ChatRequest, ids: list[int], most: int, media: list[Media]
-    ) -> tuple[Generation, Stopped | None]:
-        if not request.stops:
-            return await self._sample(ids, most, media), None
-        text_of = self._template(request).sampled_text
-
-        async def sample(behind: list[int], tokens: int) -> Generation:
-            return await self._sample(behind, tokens, media)
-
-        generation, behind, stopped = await sample_until(request.stops, sample, ids, most, text_of, self.limits.piece_tokens)
-        self.counts["tokens_behind_stops"] += behind
-        return generation, stopped
 
     def _said(self, text: str, request: ChatRequest) -> SessionMessage:
         """The turn as the client is told it. A call that cannot be made stays text, so that nobody makes it."""

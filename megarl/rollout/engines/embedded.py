@@ -21,6 +21,7 @@ import torch
 from megarl.config import Config
 from megarl.config.engine_kinds import EMBEDDED
 from megarl.data.media import Media
+from megarl.data.stop_finder import ModelTexts, StopFinder
 from megarl.errors import DeadlineError, EngineError
 from megarl.models.adapters import AdapterSpec, adapter_part
 from megarl.models.hf_folder import HFFolder
@@ -127,7 +128,7 @@ class EmbeddedEngine(Engine):
         self._dequantiser: Any = None
         if served_path is not None:
             self._begin_with(HFFolder(served_path), ServedModel(load_hf_config(model_path), dtype, predicts=updates_draft))
-        self._seed, self._max_batch_samples = seed, max_batch_samples
+        self._seed, self._max_batch_samples, self._texts = seed, max_batch_samples, ModelTexts(model_path)
         self._weights = WeightState(initial_version)
         self._sent: dict[str, str] = {}
         self._stopped = False
@@ -184,6 +185,11 @@ class EmbeddedEngine(Engine):
         ]
         if len(rows) == 1 and self._turns is not None and not request.params.extra:  # columns of what is kept are not known
             rows[0].conversation = request.conversation
+        if texts := request.params.looked_for:
+            decode = await asyncio.to_thread(self._texts.decode)
+            for row in rows:
+                row.finder = StopFinder(texts, decode)
+                row.finder.first(row.response)
         call = _Call(request, rows, time.monotonic())
         self._under_way.append(call)
         work = asyncio.create_task(asyncio.to_thread(self._run, call))

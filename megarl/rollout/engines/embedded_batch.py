@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from megarl.data.columns import TokenValues, of_responses, of_tokens
 from megarl.data.media import Media
 from megarl.data.prefills import NO_PREFILLS, PrefillCounts
+from megarl.data.stop_finder import StopFinder
 from megarl.rollout.engines.drawing import sample
 from megarl.rollout.engines.embedded_turns import KeptTurn, TurnCache
 from megarl.rollout.engines.protocol import FinishReason, Generation, SamplingParams
@@ -67,6 +68,8 @@ class OpenResponse:
     """The token columns of its tokens so far, under the weights that it is sampled by now."""
     prefill: PrefillCounts = NO_PREFILLS
     finish_reason: FinishReason | None = None
+    finder: StopFinder | None = None
+    """Of stop texts; None: there are none."""
 
     def begin_with(self, begun: Generation) -> None:
         """Go on from what there is of a response; one that was not cut is complete."""
@@ -205,7 +208,11 @@ class DecodeBatch:
         row.versions.append(version)
         if token in self._ends:
             row.finish_reason = "stop"
-        elif token in self._params.cut_token_ids or len(row.response) == self._params.max_new_tokens:
+        elif token in self._params.cut_token_ids:
+            row.finish_reason = "length"
+        elif row.finder is not None and row.finder.take(token):
+            row.finish_reason = "stop"
+        elif len(row.response) == self._params.max_new_tokens:
             row.finish_reason = "length"
 
     def _leave_out_ended(self) -> torch.Tensor:

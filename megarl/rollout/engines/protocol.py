@@ -34,7 +34,8 @@ class SamplingParams:
     `min_p` in [0, 1] limit what may be sampled, each judged by the full distribution, and not the log-probs, which are those
     of the full distribution. `greedy` takes the likeliest token and reports log-probs at temperature 1. A response ends
     after the model's own end tokens, any of `stop_token_ids`, or `max_new_tokens` tokens; the end token is part of the
-    response. With `ignore_eos` only the last of these ends it.
+    response. So is the token behind which its text first has one of the texts `stop`, with all that this token says. With
+    `ignore_eos` only `max_new_tokens` ends it.
     `cut_token_ids` end it, too, but as `max_new_tokens` does: such a response must not go on. `extra`: the columns that the
     engine is asked for, by name (`data/columns.py`).
     """
@@ -44,6 +45,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     cut_token_ids: tuple[int, ...] = ()
     greedy: bool = False
@@ -59,6 +61,11 @@ class SamplingParams:
             raise EngineError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
         if not 0 <= self.min_p <= 1:
             raise EngineError(f"min_p is {self.min_p}; it must be from 0 to 1")
+
+    @property
+    def looked_for(self) -> tuple[str, ...]:
+        """The texts that an engine looks for behind every token."""
+        return () if self.ignore_eos else self.stop
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from megarl.data.told import MediaKeeper
 from megarl.errors import EpisodeError, nearest
 from megarl.option_list import parts
 from megarl.rollout.engines.protocol import Generation
+from megarl.rollout.engines.stops import NO_STOPS, Stops
 from megarl.system.user_code import FORMS, load_user_function
 
 if TYPE_CHECKING:
@@ -29,11 +30,13 @@ class SampleTokens(Protocol):
     """Samples a turn. All turns of an episode, and all episodes of a group, ask the same engine under the same sampling
     parameters; the weights may change between two tokens."""
 
-    async def __call__(self, ids: list[int], max_new_tokens: int, media: Sequence[Media] | None = None, /) -> Generation:
+    async def __call__(
+        self, ids: list[int], max_new_tokens: int, media: Sequence[Media] | None = None, /, stops: Stops = NO_STOPS
+    ) -> Generation:
         """At most `max_new_tokens` (1 or more) tokens that follow `ids`, which are all tokens so far, prompt included.
 
-        `media` are the pictures among `ids`; None: those of the prompt that the episode was given. The answer includes the end
-        token, if one was sampled.
+        `media` are the pictures among `ids`; None: those of the prompt that the episode was given. `stops` end the turn beside
+        those of the run. The answer includes the end token, if one was sampled.
         """
         ...
 

@@ -8,6 +8,7 @@ from typing import Any
 from megarl.data.media import Media
 from megarl.errors import EpisodeError
 from megarl.rollout.engines.protocol import Generation
+from megarl.rollout.engines.stops import NO_STOPS, Stops
 
 MOST_ASKED = 100
 """Turns that an episode may ask for beyond those that were written, as one might that reads no finish reason."""
@@ -23,7 +24,9 @@ class ScriptedTurns:
         self.texts, self.asked = list(texts), 0
         self._tokenizer = tokenizer
 
-    async def __call__(self, ids: list[int], max_new_tokens: int, media: Sequence[Media] | None = None, /) -> Generation:
+    async def __call__(
+        self, ids: list[int], max_new_tokens: int, media: Sequence[Media] | None = None, /, stops: Stops = NO_STOPS
+    ) -> Generation:
         """The next turn, at most `max_new_tokens` of it.
 
         Raises:

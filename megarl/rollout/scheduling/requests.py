@@ -13,6 +13,7 @@ from megarl.data.sample import Prompt, Sample
 from megarl.data.stored import StoredGeneration, StoredSample
 from megarl.experience.inputs import OpenedEpisodes
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
+from megarl.rollout.engines.stops import NO_STOPS, Stops
 from megarl.rollout.engines.stored_turns import SampledTurn, loaded
 from megarl.rollout.episodes import SampleTokens
 from megarl.rollout.episodes.single import single_sample
@@ -52,14 +53,16 @@ def episode_groups(kind: OpenedEpisodes, params: SamplingParams, n: int, deadlin
         prompt = groups.prompts[place]
         numbers_taken: dict[int | str, set[int]] = {}
 
-        async def sample(token_ids: list[int], max_new_tokens: int, media: Sequence[Media] | None = None, /) -> Generation:
+        async def sample(
+            token_ids: list[int], max_new_tokens: int, media: Sequence[Media] | None = None, /, stops: Stops = NO_STOPS
+        ) -> Generation:
             length, same = len(token_ids), turn_name(number, token_ids)
             of_length, of_same = numbers_taken.setdefault(length, set()), numbers_taken.setdefault(same, set())
             ordinal, again = _taken(of_length), _taken(of_same)  # branches of an agent may be equally long, or equal
             try:
                 request = EngineRequest(
                     [token_ids],
-                    replace(params, max_new_tokens=max_new_tokens),
+                    stops.added_to(replace(params, max_new_tokens=max_new_tokens)),
                     keys=[
                         f"{prompt_key(prompt)}/{number}/{length}{f'/{ordinal}' if ordinal else ''}"
                     ],  # a seeded engine draws by it

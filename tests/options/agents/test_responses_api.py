@@ -11,11 +11,13 @@ import openai
 import pytest
 
 from megarl.data.sample import Sample
+from megarl.data.stop_finder import decode_by
 from megarl.options.agents.agents import AgentEnd
 from megarl.options.agents.messages import RequestError, SaidCall, SessionMessage
 from megarl.options.agents.responses_form import read_request
 from megarl.options.agents.section import AgentConfig
-from megarl.rollout.engines.protocol import Generation
+from megarl.rollout.engines.protocol import Generation, SamplingParams
+from megarl.rollout.engines.stops import NO_STOPS, Stops, ended_at_text
 from tests.options.agents.test_agents import END, HERE, PROMPT, TOKENIZER, opened
 
 CALL = '<tool_call>{"name": "add", "arguments": {"b": 3, "a": 4}}</tool_call>'
@@ -32,11 +34,12 @@ class Says:
     def __init__(self, *texts: str) -> None:
         self.texts, self.asked = [*texts], list[str]()
 
-    async def __call__(self, ids: list[int], most: int, media: Any = None, /) -> Generation:
+    async def __call__(self, ids: list[int], most: int, media: Any = None, /, stops: Stops = NO_STOPS) -> Generation:
         self.asked.append(TOKENIZER.decode(ids))
         said = [*TOKENIZER(self.texts.pop(0), add_special_tokens=False)["input_ids"], END]
         reason: Any = "stop" if len(said) <= most else "length"
-        return Generation(said[:most], [-0.5] * len(said[:most]), [3] * len(said[:most]), reason)
+        whole = Generation(said[:most], [-0.5] * len(said[:most]), [3] * len(said[:most]), reason)
+        return ended_at_text(whole, len(ids), SamplingParams(max_new_tokens=most, stop=stops.texts), decode_by(TOKENIZER))
 
 
 def acted(sampler: Says, act: Callable[[openai.AsyncOpenAI], Awaitable[None]], **settings: Any) -> list[Sample]:

@@ -18,6 +18,7 @@ import pytest
 from megarl.data.media import Media
 from megarl.data.prefills import PrefillCounts
 from megarl.data.sample import Prompt, Sample
+from megarl.data.stop_finder import decode_by
 from megarl.errors import EngineError
 from megarl.option_list import OPTIONS
 from megarl.options.agents import anthropic_form, openai_form
@@ -25,7 +26,8 @@ from megarl.options.agents.episode import samples_of
 from megarl.options.agents.messages import RequestError, SessionMessage
 from megarl.options.agents.session import REFUSALS, AgentSession, History, SessionLimits
 from megarl.options.agents.tree import TurnTree
-from megarl.rollout.engines.protocol import Generation
+from megarl.rollout.engines.protocol import Generation, SamplingParams
+from megarl.rollout.engines.stops import NO_STOPS, Stops, ended_at_text
 from megarl.rollout.episodes.turns import TurnTemplate
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer, ids_of
 
@@ -365,6 +367,8 @@ def test_an_engine_that_fails_ends_the_episode_with_its_error() -> None:
         ({"n": 0}, "n is 0; it must be a whole number of at least 1"),
         ({"stop": [3]}, "stop must be a string, or a list of at most 16 strings"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids must be a list of token ids"),
+        ({"stop": ["\ud800"]}, "stop has '\\ud800', which cannot be encoded: its character 0 is half of a surrogate pair"),
+        ({"stop": "a\ufffd"}, "stop has 'a\\ufffd', which has the character U+FFFD"),
         ({"top_logprobs": 5}, "top_logprobs must be left out, or 0"),
         ({"response_format": {"type": "json_object"}}, "response_format must be left out"),
         ({"tool_choice": "required"}, "tool_choice is"),
@@ -425,29 +429,27 @@ def test_log_probs_are_those_of_the_sampled_tokens() -> None:
 
 
 class Written:
-    """A sampler that says `text` behind what it was first asked, however it is cut into pieces; token n has log-prob −n/8 and
-    version n // 5."""
+    """An engine that knows no text, so that what it says is cut; token n has log-prob −n/8 and version n // 5."""
 
     def __init__(self, text: str) -> None:
         self.ids = [*TOKENIZER(text, add_special_tokens=False)["input_ids"], END]
-        self.begin: int | None = None
-        self.asked: list[tuple[int, int]] = []
+        self.asked: list[Stops] = []
 
-    async def __call__(self, ids: list[int], most: int, media: Sequence[Media] | None = None, /) -> Generation:
-        self.begin = len(ids) if self.begin is None else self.begin
-        start = len(ids) - self.begin
-        assert ids[self.begin :] == self.ids[:start]
-        self.asked.append((start, most))
-        piece = self.ids[start : start + most]
-        places = range(start, start + len(piece))
-        reason: Any = "stop" if piece[-1] == END else "length"
-        routes = np.arange(len(ids) + len(piece) - 1, dtype=np.uint8)[:, None, None]
+    async def __call__(
+        self, ids: list[int], most: int, media: Sequence[Media] | None = None, /, stops: Stops = NO_STOPS
+    ) -> Generation:
+        self.asked.append(stops)
+        params = stops.added_to(SamplingParams(max_new_tokens=most, stop_token_ids=(END,)))
+        ends = (place for place, token in enumerate(self.ids[:most], start=1) if token in params.stop_token_ids)
+        length = next(ends, None)
+        said, places = self.ids[: length or most], range(length or most)
+        routes = np.arange(len(ids) + len(said) - 1, dtype=np.uint8)[:, None, None]
         extra = {"routes": routes, "drafts": DraftCounts(1, 2, 3)}
-        versions, prefill = [n // 5 for n in places], PrefillCounts(len(ids), max(start - 1, 0))
-        return Generation(piece, [-n / 8 for n in places], versions, reason, extra, prefill)
+        reason: Any = "stop" if length is not None else "length"
+        whole = Generation(said, [-n / 8 for n in places], [n // 5 for n in places], reason, extra, PrefillCounts(len(ids), 0))
+        return ended_at_text(whole, len(ids), params, decode_by(TOKENIZER))
 
 
-@pytest.mark.parametrize("piece", [1, 2, 3, 7, 64])
 @pytest.mark.parametrize(
     ("text", "stop", "said"),
     [
@@ -460,33 +462,28 @@ class Written:
         ("caf\u00e9 \u00e9", ["\u00e9 "], "caf"),
     ],
 )
-def test_a_stop_string_ends_a_turn_behind_the_token_that_completes_it(piece: int, text: str, stop: Any, said: str) -> None:
+def test_a_stop_string_ends_a_turn_behind_the_token_that_completes_it(text: str, stop: Any, said: str) -> None:
     async def scenario() -> None:
         sampler = Written(text)
-        of = session(sampler, replace(WIDE, piece_tokens=piece))
+        of = session(sampler)
         answer = await completion(of, [{"role": "user", "content": "hello"}], stop=stop)
         assert answer["choices"][0]["message"]["content"] == (said or None)
         assert answer["choices"][0]["finish_reason"] == "stop"
         [turn] = of.tree.turns
         stops = [stop] if isinstance(stop, str) else stop
+        assert sampler.asked == [Stops(tuple(stops))]
         ends = min((text.index(one) + len(one) for one in stops if one in text), default=None)
         kept = len(text[:ends].encode()) if ends is not None else len(sampler.ids)
         generation = turn.generation
         assert generation.response_ids == sampler.ids[:kept]
         assert generation.log_probs == [-n / 8 for n in range(kept)]
         assert generation.weight_versions == [n // 5 for n in range(kept)]
-        assert generation.extra["drafts"] == sum([DraftCounts(1, 2, 3)] * len(sampler.asked), DraftCounts())
-        starts = range(0, sampler.asked[-1][0] + 1, piece)
-        assert generation.prefill.asked == sum(len(turn.told_ids) + start for start in starts)
-        assert generation.prefill.cached == sum(start - 1 for start in starts if start)
-        sampled = min(sampler.asked[-1][0] + piece, len(sampler.ids))
-        assert of.counts["tokens_behind_stops"] == sampled - kept
         if "routing_replay" not in OPTIONS:
             return
         routes = generation.extra["routes"]
         assert len(routes) == len(turn.told_ids) + kept - 1
         known = routes[:, 0, 0] != 255
-        of_one_version = (sampled - 1) // 5 == (kept - 1) // 5
+        of_one_version = (len(sampler.ids) - 1) // 5 == (kept - 1) // 5
         assert known.all() if of_one_version else not known.any(), "those of a pass under other weights are gone"
 
     asyncio.run(scenario())
@@ -495,7 +492,7 @@ def test_a_stop_string_ends_a_turn_behind_the_token_that_completes_it(piece: int
 def test_stop_tokens_and_limits_end_a_turn_that_has_stops_and_its_history_goes_on() -> None:
     async def scenario() -> None:
         x = ids_of("x")[0]
-        of = session(Written("say x and y"), replace(WIDE, piece_tokens=2))
+        of = session(Written("say x and y"))
         answer = await completion(of, [{"role": "user", "content": "hello"}], stop_token_ids=[x])
         assert answer["choices"][0]["message"]["content"] == "say"
         told = anthropic_form.answer(of.tree.turns[0], "megarl")
@@ -505,7 +502,7 @@ def test_stop_tokens_and_limits_end_a_turn_that_has_stops_and_its_history_goes_o
         said = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "say"}, {"role": "user", "content": "?"}]
         request = openai_form.read_request(body(said))
         assert of.tree.attach(request.messages, request.tools_key) == (first, 2)
-        cut = session(Written("say x and y"), replace(WIDE, piece_tokens=2))
+        cut = session(Written("say x and y"))
         answer = await completion(cut, [{"role": "user", "content": "hello"}], stop="and", max_completion_tokens=5)
         assert answer["choices"][0]["finish_reason"] == "length"
         assert answer["usage"]["completion_tokens"] == 5

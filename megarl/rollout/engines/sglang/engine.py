@@ -162,7 +162,15 @@ class SglangEngine(ServedEngine):
         options = server.options
         model_path = options.extra.get("model_path", options.model_path)
         columns = answered_columns(model_path, options.extra)
-        super().__init__(server, initial_version, options.media_folder, columns, adds_adapters=options.lora is not None)
+        super().__init__(
+            server,
+            initial_version,
+            options.media_folder,
+            columns,
+            adds_adapters=options.lora is not None,
+            tokenizer_folder=str(Path(options.model_path).resolve()),
+            looks_for_texts=True,
+        )
         self.server = server
         self._store = store
         where = (host(), store.port if store is not None else 0)

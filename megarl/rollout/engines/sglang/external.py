@@ -92,11 +92,15 @@ class ExternalEngine(ServedEngine):
     @classmethod
     async def start(cls, model_path: str, *, initial_version: int | None = None, **options: Any) -> ExternalEngine:
         """The server once it answers; also when it had to be started again by whoever started it."""
-        return await cls.at(trainer=ServedModel(load_hf_config(model_path), options.pop("dtype")), **options)
+        trainer = ServedModel(load_hf_config(model_path), options.pop("dtype"))
+        return await cls.at(trainer=trainer, tokenizer_folder=model_path, **options)
 
     @classmethod
-    async def at(cls, url: str, token: str | None, trainer: ServedModel, deadline_s: float) -> ExternalEngine:
-        """The server at `url`, once it answers.
+    async def at(
+        cls, url: str, token: str | None, trainer: ServedModel, deadline_s: float, tokenizer_folder: str | None = None
+    ) -> ExternalEngine:
+        """The server at `url`, once it answers. `tokenizer_folder`: of the tokenizer by which stop texts are found; None: they
+        are not looked for.
 
         Raises:
             EngineError: it does not answer within `deadline_s`, or serves another model than the trainer's.
@@ -114,7 +118,7 @@ class ExternalEngine(ServedEngine):
             raise EngineError(f"rollout.servers.urls: {url}: {error}") from error
         if not facts.get("skip_tokenizer_init"):
             raise EngineError(f"rollout.servers.urls: {url} must be started with --skip-tokenizer-init: it is sent token ids")
-        return cls(server, columns=answered_columns(path, {}))
+        return cls(server, columns=answered_columns(path, {}), tokenizer_folder=tokenizer_folder)
 
     async def begin_update(self, version: int, base: int | None = None) -> None:
         self._weights.begin(version, base)

@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 
 from megarl.models.adapters import adapter_part
-from megarl.rollout.engines.sglang import repairs
+from megarl.rollout.engines.sglang import repairs, text_stops
 from megarl.system.process_tree import end_tree
 
 
@@ -68,6 +68,7 @@ def _model_path(arguments: list[str]) -> str:
 def _install(arguments: list[str]) -> None:
     """Install what every process of the server needs before it makes the model."""
     repairs.install(_model_path(arguments))
+    text_stops.install()
     if _ADAPTERS in arguments:
         adapter_part("served").install()
 
