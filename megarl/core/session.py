@@ -31,7 +31,7 @@ from megarl.experience.experience import Experience, set_loss_weights
 from megarl.experience.inputs import RlInputs
 from megarl.experience.losses_of_config import check_columns, objective_of, of_tokens, policy_objective
 from megarl.experience.objectives import OwnLoss, TokenFunction
-from megarl.experience.step_parts import ChosenRows
+from megarl.experience.step_parts import ChosenRows, go_to_row
 from megarl.experience.step_tokens import TOKEN_COLUMNS, kept_part
 from megarl.experience.step_work import estimate, make_token_columns
 from megarl.observe.expert_load import EXPERTS
@@ -483,12 +483,9 @@ class Session:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue in the data, and with what shaping and controllers remember, where `state()` was taken."""
-        if self.inputs.train and "sampler" in state:
-            self.sampler.load_state_dict(state["sampler"])
+        sampler = self.sampler if self.inputs.train else None
+        go_to_row(sampler, self.inputs.parts, state, self.config.data.on_change)
         self.experience.load_state_dict(state["experience"])
-        for part in self.inputs.parts:
-            if (of_part := state.get(part.state_name)) is not None:
-                part.load_state_dict(of_part)
 
 
 def _flat(samples: Sequence[Sample | Sequence[Sample]]) -> Iterator[Sample]:

@@ -104,9 +104,12 @@ class SupervisedRun(Run):
             "rewards": asdict(self.rewards),
         }
 
+    def go_to_row(self, state: dict[str, Any]) -> list[str]:
+        """The sampler's place; see `Run`."""
+        return self.sampler.load_state_dict(state["sampler"], self.config.data.on_change)
+
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue where `state()` was taken."""
-        self.sampler.load_state_dict(state["sampler"])
+        """Continue where `state()` was taken, beside the place in the data."""
         self.guards.load_state_dict(state.get("guards"))
         self._load_rewards(state)
 
