@@ -198,6 +198,6 @@ def rates(rank: int, world_size: int, folder: Path) -> list[tuple[float, set[flo
 def test_a_group_s_rate_is_its_share_of_the_schedule_to_the_end(world: World, tmp_path: Path) -> None:
     build_folder("llama", tmp_path / "model")
     [found] = world.call(rates, tmp_path / "model", size=1)
-    assert [shown for shown, _ in found] == pytest.approx([LR / 2, LR, 0.7 * LR, 0.4 * LR, 0.1 * LR, 0.1 * LR])
+    assert [shown for shown, _ in found] == pytest.approx([rate * LR for rate in (0.5, 1, 0.775, 0.55, 0.325, 0.1)])
     for shown, used in found:
         assert sorted(used) == pytest.approx([0.25 * shown, shown])
