@@ -13,8 +13,8 @@ from typing import Any, Literal
 from megarl.config.yaml_tree import tree_leaves
 from megarl.option_list import parts
 
-Kind = Literal["applied", "refused", "kept", "rows", "grows", "steered", "like"]
-KINDS: dict[Kind, str] = {
+AnswerKind = Literal["applied", "refused", "kept", "rows", "grows", "steered", "like"]
+KINDS: dict[AnswerKind, str] = {
     "applied": "applies from the next step",
     "refused": "refused",
     "kept": "kept from the checkpoint",
@@ -27,37 +27,37 @@ KINDS: dict[Kind, str] = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class FieldAnswer:
     """A field's answer; `note` is the reason, the field that steers it, or the field whose answer it has."""
 
-    kind: Kind
+    kind: AnswerKind
     note: str = ""
 
 
-APPLIED, ROWS = Answer("applied"), Answer("rows")
+APPLIED, ROWS = FieldAnswer("applied"), FieldAnswer("rows")
 
 
-def applied(note: str) -> Answer:
+def applied(note: str) -> FieldAnswer:
     """The new value holds from the next step, with a remark."""
-    return Answer("applied", note)
+    return FieldAnswer("applied", note)
 
 
-def refused(why: str) -> Answer:
+def refused(why: str) -> FieldAnswer:
     """The run cannot go on with another value."""
-    return Answer("refused", why)
+    return FieldAnswer("refused", why)
 
 
-def kept(why: str) -> Answer:
+def kept(why: str) -> FieldAnswer:
     """The new value changes nothing, as the checkpoint has what follows from the old one."""
-    return Answer("kept", why)
+    return FieldAnswer("kept", why)
 
 
-def like(field: str) -> Answer:
+def like(field: str) -> FieldAnswer:
     """A section, or a field, with the answers of another."""
-    return Answer("like", field)
+    return FieldAnswer("like", field)
 
 
-def answers(*lines: tuple[str, Answer, str]) -> dict[str, Answer]:
+def answers(*lines: tuple[str, FieldAnswer, str]) -> dict[str, FieldAnswer]:
     """By dotted name the answer of each field; a line has a section (empty: none), an answer, and names apart by spaces."""
     return {f"{section}.{name}".lstrip("."): answer for section, answer, names in lines for name in names.split()}
 
@@ -73,12 +73,16 @@ OF_CORE = answers(
     ("model", APPLIED, "architecture dtype layer_spec recompute fp8 fp8_recipe fp8_param fp8_bf16_layers int4_experts"),
     ("policy.layout", APPLIED, "tp pp cp ep etp dp vpp sequence_parallel first_stage_layers last_stage_layers"),
     ("policy.optimizer", refused("the checkpoint has the other optimizer's moments"), "name"),
-    ("policy.optimizer", applied("the schedule is that of the new config, at the same step"), "lr min_lr warmup_steps schedule"),
+    (
+        "policy.optimizer",
+        applied("the schedule is that of the new config, at the same step"),
+        "lr min_lr warmup_steps schedule",
+    ),
     ("policy.optimizer", APPLIED, "betas eps weight_decay clip_grad offload_fraction momentum newton_schulz_steps"),
     ("policy.optimizer.groups[]", APPLIED, "match lr_factor weight_decay"),
     ("policy.experts", APPLIED, "balance_coef sequence_balance_coef z_loss_coef bias_update_rate"),
     ("policy", APPLIED, "threads_per_rank max_tokens_per_micro_batch static_shapes logit_chunk_tokens share_prefix"),
-    ("policy", Answer("grows", "the checkpoint has no moments of what was frozen"), "freeze"),
+    ("policy", FieldAnswer("grows", "the checkpoint has no moments of what was frozen"), "freeze"),
     ("policy", applied("a field that changes tensors is refused by the ranks"), "megatron"),
     ("critic", like("policy.layout"), "layout"),
     ("critic", like("policy.optimizer"), "optimizer"),
@@ -96,11 +100,11 @@ OF_CORE = answers(
     ("algorithm", APPLIED, "advantage_args policy_loss policy_loss_args aggregation norm_length clip_low clip_high dual_clip"),
     ("algorithm", APPLIED, "gamma gae_lambda advantage_normalisation advantage_eps unbiased_std truncated_responses"),
     ("algorithm", applied("schedules go on at the same step"), "epochs mini_batches"),
-    ("algorithm.old_policy_kl", Answer("steered", "algorithm.old_policy_kl.target"), "coef"),
+    ("algorithm.old_policy_kl", FieldAnswer("steered", "algorithm.old_policy_kl.target"), "coef"),
     ("algorithm.old_policy_kl", APPLIED, "target"),
-    ("algorithm.kl", Answer("steered", "algorithm.kl.target"), "coef"),
+    ("algorithm.kl", FieldAnswer("steered", "algorithm.kl.target"), "coef"),
     ("algorithm.kl", APPLIED, "estimator apply_to unbiased target horizon"),
-    ("algorithm.entropy", Answer("steered", "algorithm.entropy.target"), "coef"),
+    ("algorithm.entropy", FieldAnswer("steered", "algorithm.entropy.target"), "coef"),
     ("algorithm.entropy", APPLIED, "target delta max_coef top_share"),
     ("algorithm.positive_nll", APPLIED, "coef threshold"),
     ("algorithm.shaping", APPLIED, "overlong_tokens length_penalty normalise clip"),
@@ -111,16 +115,22 @@ OF_CORE = answers(
     ("data.train", ROWS, "source name path split args limit seed columns keep"),
     ("data.train", like("data.train"), "parts"),
     ("data.train", APPLIED, "weight weight_by_step"),
-    ("data", APPLIED, "on_change eval answer_key source_key rows_per_step"),
+    ("data", APPLIED, "on_change answer_key source_key rows_per_step"),
+    ("data", applied("the evaluation from before the run is not made again"), "eval"),
     ("data", PROMPTS, "prompt_key system_prompt chat_template image_key video_key image_folder min_pixels max_pixels fps"),
     ("data", PROMPTS, "max_frames video media_folder"),
     ("data", APPLIED, "response_key messages_key tools_key chosen_key rejected_key label_key steps_key margin_key"),
     ("data", ROWS, "max_prompt_tokens overlong_prompts bad_pictures equal_pairs max_tokens overlong"),
-    ("evaluations[]", APPLIED, "name rows samples_per_prompt temperature top_p top_k min_p max_new_tokens prompt_key answer_key"),
+    (
+        "evaluations[]",
+        APPLIED,
+        "name rows samples_per_prompt temperature top_p top_k min_p max_new_tokens prompt_key answer_key",
+    ),
     ("evaluations[]", APPLIED, "source_key"),
     ("evaluations[].rewards", APPLIED, "name weight args"),
     ("rollout", applied("steps of weights and stages are counted on"), "prompts_per_step"),
-    ("rollout", APPLIED, "engine dynamic_sampling_rounds samples_per_prompt max_new_tokens temperature top_p top_k min_p greedy"),
+    ("rollout", applied("refused while the checkpoint has finished groups of the old number"), "samples_per_prompt"),
+    ("rollout", APPLIED, "engine dynamic_sampling_rounds max_new_tokens temperature top_p top_k min_p greedy"),
     ("rollout", APPLIED, "ignore_eos engines tp weight_transport delta_every verify_every replay_from threads engine_args"),
     ("rollout.servers", APPLIED, "urls port model_path"),
     ("rollout.schedule", APPLIED, "mode max_staleness over_sample partial_responses mask_older_tokens"),
@@ -133,7 +143,7 @@ OF_CORE = answers(
 )
 
 
-def at_resume() -> dict[str, Answer]:
+def at_resume() -> dict[str, FieldAnswer]:
     """By dotted name, as `config_fields` gives them, the answer of each field, those of options among them."""
     table = dict(OF_CORE)
     for option in parts("at_resume"):
@@ -141,7 +151,7 @@ def at_resume() -> dict[str, Answer]:
     return table
 
 
-def answer_for(name: str, table: Mapping[str, Answer]) -> Answer:
+def answer_for(name: str, table: Mapping[str, FieldAnswer]) -> FieldAnswer:
     """The answer of the field, or the entry of a mapping or list, that a resolved config has under `name`.
 
     Of a section that came or went as a whole it is the strictest of its fields'.
@@ -149,7 +159,7 @@ def answer_for(name: str, table: Mapping[str, Answer]) -> Answer:
     plain = re.sub(r"\[\d+\]", "[]", name)
     within = [answer for field, answer in table.items() if re.match(rf"{re.escape(plain)}(\[\])?\.", field)]
     if plain not in table and within:
-        order: tuple[Kind, ...] = ("refused", "grows", "rows", "kept")
+        order: tuple[AnswerKind, ...] = ("refused", "grows", "rows", "kept")
         return min(within, key=lambda answer: order.index(answer.kind) if answer.kind in order else len(order))
     known, rest = plain, ""
     while known not in table:
@@ -169,7 +179,7 @@ class Change:
     name: str
     before: Any
     after: Any
-    answer: Answer
+    answer: FieldAnswer
 
     def __str__(self) -> str:
         return f"{self.name} was {self.before!r}, now {self.after!r}"
@@ -185,7 +195,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     ]
 
 
-def _settled(answer: Answer, old: Any, new: Any, before: Mapping[str, Any], after: Mapping[str, Any]) -> Answer:
+def _settled(answer: FieldAnswer, old: Any, new: Any, before: Mapping[str, Any], after: Mapping[str, Any]) -> FieldAnswer:
     """`answer` as applied, refused, kept or left to the rows, with these values."""
     if answer.kind == "grows":
         grows = {*map(str, old or ())} <= {*map(str, new or ())}

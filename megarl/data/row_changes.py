@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import xxhash
 
 from megarl.config.sources import OnChange
+from megarl.data.rows import RowPlace
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import CheckpointError
 
@@ -23,14 +24,21 @@ _KEPT_FILE = re.compile(r'"[^"]*/([0-9a-f]{16,}\.png)"')
 """A picture that the run keeps: its name follows from its contents, its folder from the run's name."""
 
 
-def row_hashes(rows: Iterable[Prompt | Sample]) -> array[int]:
-    """A number of 64 bits for each row: of its id and of its contents, whatever the order of its keys."""
-    return array("Q", (xxhash.xxh3_64_intdigest(_text(row).encode(errors="surrogatepass")) for row in rows))
+def row_hashes(rows: Iterable[Prompt | Sample], place_of: Callable[[str], RowPlace]) -> array[int]:
+    """A number of 64 bits for each row: of its id and of its contents, whatever the order of its keys.
+
+    A generated row is its task, arguments and seed: some tasks have other contents in every process.
+    """
+    return array("Q", (xxhash.xxh3_64_intdigest(_text(row, place_of).encode(errors="surrogatepass")) for row in rows))
 
 
-def _text(record: Prompt | Sample) -> str:
+def _text(record: Prompt | Sample, place_of: Callable[[str], RowPlace]) -> str:
+    source = place_of(record.row_id).origin.source
+    content: Any = record.row
+    if source is not None and source.source == "reasoning_gym":
+        content = [source.name, source.args, source.seed]
     try:
-        text = json.dumps([record.row_id, record.row], sort_keys=True, default=_plain)
+        text = json.dumps([record.row_id, content], sort_keys=True, default=_plain)
     except (TypeError, ValueError):  # keys of several kinds, or a row that holds itself
         text = repr((record.row_id, sorted(map(str, record.row))))
     return _KEPT_FILE.sub(r'"\1"', text) if record.media else text
@@ -58,8 +66,8 @@ def way_on(field: str, hashes: array[int], saved: Mapping[str, Any], on_change: 
     """
     before, now, digest = saved["rows"], len(hashes), saved.get("digest")
     begins_alike = now >= before and digest in (None, digest_of(hashes[:before]))
-    doubt = f"warning: {field}: this checkpoint of an earlier version does not tell which rows it had; only their number was compared"
-    lines = [doubt] if digest is None else []
+    doubt = "this checkpoint of an earlier version does not tell which rows it had; only their number was compared"
+    lines = [f"warning: {field}: {doubt}"] if digest is None else []
     if begins_alike and now == before:
         return "same", lines
     counts = f"{field} has {now} rows, and {before} in the checkpoint"
@@ -69,8 +77,8 @@ def way_on(field: str, hashes: array[int], saved: Mapping[str, Any], on_change: 
         return "append", [*lines, f"{counts}: the {now - before} new ones follow those of this epoch (data.on_change)"]
     if on_change == "append":
         raise CheckpointError(
-            f"{counts}, but data.on_change is 'append' and its first {before} rows are not those of the checkpoint; give it the "
-            "old rows before the new ones, or set data.on_change to 'restart'"
+            f"{counts}, but data.on_change is 'append' and its first {before} rows are not those of the checkpoint; give it "
+            "the old rows before the new ones, or set data.on_change to 'restart'"
         )
     if begins_alike:
         raise CheckpointError(

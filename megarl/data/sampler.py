@@ -7,81 +7,20 @@ one sample, or all samples made from it (the two sides of a pair): they are hand
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from megarl.config.section import Section
 from megarl.config.sources import OnChange, weight_at
 from megarl.data.row_changes import digest_of, row_hashes, way_on
-from megarl.data.rows import Origin, Row, RowPlace
+from megarl.data.row_order import OrderOf, PlaceOf, RowOrder
+from megarl.data.rows import Origin, RowPlace
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import CheckpointError, DataError
-from megarl.option_list import functions
 
 Record = TypeVar("Record", Prompt, Sample)
-PlaceOf = Callable[[str], RowPlace]
-"""The place of a row by its row id."""
 Weight = float | Mapping[int, float]
 """Weight of a part of a mixture: the same at every step, or by step, linear between the steps given and constant outside."""
-
-
-class RowOrder:
-    """The order of one source's rows, which are numbers from 0: shuffled anew in every epoch."""
-
-    takes_pass_rates = False
-    """Whether `record` changes which rows are due."""
-
-    def __init__(self, rows: Sequence[tuple[str, Row]], rows_per_step: int, place_of: PlaceOf) -> None:
-        """`rows`: row id and row. `rows_per_step`: rows that a step of the run takes. `place_of` names rows in errors."""
-        self._size = len(rows)
-
-    @property
-    def stages(self) -> int:
-        """Number of stages, at least one, each with rows of its own."""
-        return 1
-
-    def size_of(self, stage: int) -> int:
-        """Rows of a stage."""
-        return self._size
-
-    def ends_after(self, stage: int) -> int | None:
-        """Number of rows handed out in a stage; None: it is the last one."""
-        return None
-
-    def order(self, stage: int, epoch: int, seed: int | str) -> list[int]:
-        """The rows of a stage in the order of an epoch; `epoch` counts those of all stages from 0."""
-        order = list(range(self._size))
-        random.Random(f"{seed}/{epoch}").shuffle(order)
-        return order
-
-    def record(self, row_id: str, epoch: int, rate: float) -> None:
-        """`rate`, from 0 to 1, is the share of right responses to the row in its visit of `epoch`."""
-
-    def leaves_out(self, row_id: str, epoch: int) -> bool:
-        """Return whether the row is not due in `epoch`."""
-        return False
-
-    def count_left_out(self, epoch: int) -> int:
-        """Rows that are not due in `epoch`."""
-        return 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """The pass rates that it remembers, JSON-able."""
-        return {"rates": {}, "left_out_through": {}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Remember what `state_dict` gave."""
-
-
-OrderOf = Callable[[Sequence[tuple[str, Row]], int, PlaceOf], RowOrder]
-"""Makes the order of a source's rows, of what `RowOrder` is made of."""
-
-
-def order_by(data: Section) -> OrderOf:
-    """The order that a section `data` asks for: that of an option, or `RowOrder`."""
-    orders = (row_order(data) for row_order in functions("order", "row_order"))
-    return next(filter(None, orders), RowOrder)
 
 
 class DataSampler(Protocol[Record]):
@@ -163,7 +102,7 @@ class RowSampler(Generic[Record]):
         pairs = [(name, of_row[0].row) for name, of_row in rows.items()]
         self._order_of_first = lambda count: order(pairs[:count], rows_per_step, places)
         self._order = order(pairs, rows_per_step, places)
-        self._hashes = row_hashes(of_row[0] for of_row in self._rows)  # now: rewards may write into rows
+        self._hashes = row_hashes((of_row[0] for of_row in self._rows), places)  # now: rewards may write into rows
         self._seed = seed
         self._field, self._rows_per_step = field, rows_per_step
         self._grown: tuple[int, list[int]] = (-1, [])

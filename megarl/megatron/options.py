@@ -149,7 +149,7 @@ class ParameterGroup:
 class OptimizerOptions:
     """AdamW, or with `name` `muon` Muon for matrices, which alone uses the last two numbers.
 
-    `schedule` is `constant`, `linear` or `cosine` over `total_steps` updates, `updates_per_step` of which are a step of the run.
+    `schedule` is `constant`, `linear` or `cosine` over `total_steps` updates; a step of the run has `updates_per_step`.
 
     An update that breaks one of `skip_rules` is not applied, nor is one whose loss or gradients are not finite.
     """

@@ -74,7 +74,11 @@ class RankModel:
         if optimizer is not None:
             if self.weight_map.num_experts:
                 self.watch = RouterWatch(self.chunks, options.layout, options.experts)
-            self.skip_rules, self.method, self.updates_per_step = optimizer.skip_rules, optimizer.name, optimizer.updates_per_step
+            self.skip_rules, self.method, self.updates_per_step = (
+                optimizer.skip_rules,
+                optimizer.name,
+                optimizer.updates_per_step,
+            )
             self.optimizer, self.scheduler = build_optimizer(self.chunks, optimizer, options, self.weight_map)
 
     @property

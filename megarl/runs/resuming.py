@@ -92,8 +92,7 @@ def _checked(checkpoint: Path, config: AnyConfig) -> list[Change] | str:
     if not isinstance(before, dict):
         return "it is no mapping"
     _refuse_other_kind(checkpoint, before, config)
-    old = _as_today(before, type(config))
-    changed = changes(old, load_text(to_yaml(config)))
+    changed = changes(_as_today(before, type(config)), load_text(to_yaml(config)))
     refusals = [*_refusals(changed, config), *_of_roles(checkpoint, changed, config), *_of_models(changed)]
     refusals += _of_groups(checkpoint, changed)
     if refusals:
@@ -111,12 +110,12 @@ def _as_today(tree: dict[str, Any], root: type[Config] | type[SupervisedConfig])
 
 
 def _refuse_other_kind(checkpoint: Path, before: Mapping[str, Any], config: AnyConfig) -> None:
-    kinds = {True: "training on given responses", False: "reinforcement learning"}
-    was, is_now = "objective" in before, isinstance(config, SupervisedConfig)
-    if was != is_now:
+    trainer = "supervised" if before.get("objective") else "rl"
+    if trainer != config.trainer:
+        kinds = {"supervised": "training on given responses", "rl": "reinforcement learning"}
         raise ConfigError(
-            f"run.resume cannot continue {checkpoint}, which is of {kinds[was]}, with a config of {kinds[is_now]}; begin a new "
-            "run, with model.path the model that `megarl convert export` makes of the checkpoint"
+            f"run.resume cannot continue {checkpoint}, which is of {kinds[trainer]}, with a config of {kinds[config.trainer]}; "
+            "begin a new run, with model.path the model that `megarl convert export` makes of the checkpoint"
         )
 
 
@@ -131,15 +130,16 @@ def _refusals(changed: Sequence[Change], config: AnyConfig) -> Iterator[str]:
 def _of_roles(checkpoint: Path, changed: Sequence[Change], config: AnyConfig) -> Iterator[str]:
     """Roles that change in this run, of which the checkpoint has nothing, and a head that it does not have."""
     moving = (REFERENCE,) if config.reference.reset_every else ()
-    causes = [str(change) for change in changed if change.name.startswith(("algorithm.", "reference.", "objective."))]
+    told = {change.name: f" ({change})" for change in changed}
     for role in (*config.trained_roles, *moving):
         if not (checkpoint / role).is_dir():
-            yield f"this run trains or moves a {role}, and the checkpoint has none" + "".join(f" ({cause})" for cause in causes[:3])
-    if isinstance(config, SupervisedConfig):
-        for change in changed:
-            scores = ("reward_model", "process_reward_model")
-            if change.name == "objective.name" and (change.before in scores) != (change.after in scores):
-                yield f"{change}, but one of them has a head that scores, and the other predicts tokens"
+            fields = ("reference.reset_every",) if role in moving else ("algorithm.name", "algorithm.advantage")
+            cause = next((told[name] for name in fields if name in told), "")
+            yield f"this run {'moves' if role in moving else 'trains'} a {role}, of which the checkpoint has nothing{cause}"
+    scores = ("reward_model", "process_reward_model")
+    for change in changed:
+        if change.name == "objective.name" and (change.before in scores) != (change.after in scores):
+            yield f"{change}, but one of them has a head that scores, and the other predicts tokens"
 
 
 def _of_models(changed: Sequence[Change]) -> Iterator[str]:

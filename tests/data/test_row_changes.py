@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.config.sources import SourceConfig
 from megarl.data.media import Media
+from megarl.data.mixture import place_of_row
 from megarl.data.row_changes import row_hashes
+from megarl.data.rows import Origin, RowPlace
 from megarl.data.sample import Prompt
 from megarl.data.sampler import MixtureSampler, RowSampler
 from megarl.errors import CheckpointError
@@ -33,7 +37,9 @@ def ids(records: list[Prompt]) -> list[str]:
 def test_as_many_rows_with_other_contents_are_refused() -> None:
     state = state_after(RowSampler(prompts(6), 0), 4)
     assert RowSampler(prompts(6), 0).load_state_dict(state) == []
-    with pytest.raises(CheckpointError, match=r"data\.train has 6 rows, and 6 in the checkpoint with other contents; .*restart"):
+    with pytest.raises(
+        CheckpointError, match=r"data\.train has 6 rows, and 6 in the checkpoint with other contents; .*restart"
+    ):
         RowSampler(prompts(6, "b"), 0).load_state_dict(state)
     swapped = prompts(6)
     swapped[1], swapped[2] = swapped[2], swapped[1]
@@ -151,7 +157,7 @@ def test_weights_by_step_follow_the_steps_of_the_run_when_steps_grow() -> None:
 def test_a_row_is_its_contents_whatever_the_order_of_keys_and_the_folder_of_kept_pictures() -> None:
     def of(row: dict[str, Any], media: bool = False) -> int:
         shown = [Media("image", ("0" * 32,), (1, 2, 2), 0, 1)] if media else []
-        [number] = row_hashes([Prompt("train-0", "", [0], "", row, shown)])
+        [number] = row_hashes([Prompt("train-0", "", [0], "", row, shown)], lambda row_id: RowPlace(Origin("data.train"), 0))
         return number
 
     assert of({"a": 1, "b": [2]}) == of({"b": [2], "a": 1}) != of({"a": 1, "b": [3]})
@@ -159,6 +165,20 @@ def test_a_row_is_its_contents_whatever_the_order_of_keys_and_the_folder_of_kept
     assert of({"images": [f"runs/a/media/{kept}"]}, media=True) == of({"images": [f"runs/b/media/{kept}"]}, media=True)
     assert of({"images": [f"runs/a/{kept}"]}) != of({"images": [f"runs/b/{kept}"]})
     assert of({1: "a", "b": object()}) == of({1: "a", "b": object()})  # nothing of an address in memory
+
+
+def test_a_generated_row_is_its_task_arguments_and_seed() -> None:
+    """Some tasks order sets of texts, so that their rows have other contents in every process."""
+
+    def sampler(what: str, **fields: Any) -> RowSampler[Prompt]:
+        source = SourceConfig(**{"name": "word_ladder", "args": {"min_word_length": 3}, **fields})
+        return RowSampler(prompts(4, what), 0, place_of=partial(place_of_row, source=source))
+
+    state = state_after(sampler("a"), 1)
+    assert sampler("b").load_state_dict(state) == []
+    for other in ({"seed": 1}, {"name": "basic_arithmetic"}, {"args": {}}, {"source": "jsonl", "path": "rows.jsonl"}):
+        with pytest.raises(CheckpointError, match="with other contents"):
+            sampler("a", **other).load_state_dict(state)
 
 
 def test_what_a_reward_writes_into_a_row_does_not_change_the_data() -> None:

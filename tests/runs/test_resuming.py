@@ -10,8 +10,8 @@ import pytest
 import ray
 import yaml
 
-from megarl.config import AnyConfig, parse_any, to_yaml
-from megarl.config.yaml_tree import apply_overrides, load_text
+from megarl.config import AnyConfig, Config, to_yaml
+from megarl.config.yaml_tree import load_text
 from megarl.errors import ConfigError
 from megarl.runs.provenance import CONFIG, provenance
 from megarl.runs.resuming import differences_at_resume, refuse_changes, resumes_from
@@ -36,7 +36,10 @@ def saved(config: AnyConfig, roles: tuple[str, ...] = ("policy",), step: int = 4
 
 
 def resumed(config: AnyConfig, *overrides: str) -> AnyConfig:
-    return parse_any(apply_overrides(load_text(to_yaml(config)), ["run.resume=auto", *overrides]))
+    """The smallest config in the run's folder, resumed with these fields."""
+    same = [f"run.folder={config.run.folder}", f"run.name={config.run.name}", f"model.path={config.model.path}"]
+    make = smallest.config if isinstance(config, Config) else smallest.supervised
+    return make(*same, "run.resume=auto", *overrides)
 
 
 @pytest.fixture
@@ -45,12 +48,14 @@ def run(tmp_path: Path) -> AnyConfig:
 
 
 REFUSED = {
-    "another algorithm": ([PPO], r"trains or moves a critic, and the checkpoint has none .*algorithm\.name was 'grpo', now 'ppo'"),
+    "another algorithm": (
+        [PPO], r"trains a critic, of which the checkpoint has nothing \(algorithm\.name was 'grpo', now 'ppo'\)",
+    ),
     "a reference that is reset": (
-        ["reference.reset_every=2", "algorithm.kl.coef=0.1"], r"moves a reference, and the checkpoint has none",
+        ["reference.reset_every=2", "algorithm.kl.coef=0.1"], r"moves a reference, of which the checkpoint has nothing",
     ),
     "adapters": (["policy.lora.rank=8"], r"policy\.lora\.rank was 0, now 8, but the checkpoint has the other adapters"),
-    "an optimizer": (["policy.optimizer.name=muon"], r"optimizer\.name was 'adamw', now 'muon', but .* other optimizer's moments"),
+    "an optimizer": (["policy.optimizer.name=muon"], r"name was 'adamw', now 'muon', but .* other optimizer's moments"),
     "a seed": (["run.seed=3"], r"run\.seed was 0, now 3, but the order of rows"),
 }  # fmt: skip
 
@@ -76,12 +81,11 @@ def test_all_refusals_are_said_at_once(run: AnyConfig) -> None:
 
 
 def test_a_critic_that_is_there_goes_on_and_one_that_is_not_used_may_be_anything(run: AnyConfig) -> None:
-    of_ppo = parse_any(apply_overrides(load_text(to_yaml(run)), [PPO]))
-    checkpoint = saved(of_ppo, ("policy", "critic"))
-    assert refuse_changes(resumed(of_ppo)) == checkpoint
+    checkpoint = saved(resumed(run, PPO), ("policy", "critic"))
+    assert refuse_changes(resumed(run, PPO)) == checkpoint
     assert refuse_changes(resumed(run, "critic.optimizer.name=muon")) == checkpoint  # GRPO from there
     with pytest.raises(ConfigError, match=r"critic\.optimizer\.name was 'adamw', now 'muon'"):
-        refuse_changes(resumed(of_ppo, "critic.optimizer.name=muon"))
+        refuse_changes(resumed(run, PPO, "critic.optimizer.name=muon"))
 
 
 def test_models_of_other_sizes_are_refused_and_a_folder_that_moved_is_not(run: AnyConfig, tmp_path: Path) -> None:
@@ -107,7 +111,9 @@ def test_runs_of_the_other_kind_are_refused(run: AnyConfig, tmp_path: Path) -> N
 def test_a_head_that_scores_and_one_that_predicts_are_refused_of_each_other(tmp_path: Path) -> None:
     sft = smallest.supervised(f"run.folder={tmp_path}", "run.name=mine")
     saved(sft)
-    with pytest.raises(ConfigError, match=r"objective\.name was 'sft', now 'reward_model', but one of them has a head that scores"):
+    with pytest.raises(
+        ConfigError, match=r"objective\.name was 'sft', now 'reward_model', but one of them has a head that scores"
+    ):
         given.train(resumed(sft, "objective.name=reward_model"))
     assert refuse_changes(resumed(sft, "objective.name=dft")) is not None
 
@@ -122,11 +128,11 @@ def test_what_applies_and_what_is_kept_is_said(run: AnyConfig) -> None:
     checkpoint = saved(run)
     changed = resumed(run, "run.steps=9", "policy.optimizer.lr=2e-6", "data.train.limit=7", "critic.init_from=elsewhere")
     assert differences_at_resume(checkpoint, changed, 4) == [
-        "the config has changed since the checkpoint, and applies from the next step: policy.optimizer.lr was 1e-06, now 2e-06; "
-        f"run.steps was {run.run.steps}, now 9",
+        "the config has changed since the checkpoint, and applies from the next step: policy.optimizer.lr was 1e-06, now "
+        f"2e-06; run.steps was {run.run.steps}, now 9",
         "the config has changed since the checkpoint, and the rows decide (data.on_change): data.train.limit was None, now 7",
-        "the config has changed since the checkpoint, which is kept: critic.init_from was None, now 'elsewhere' (the weights are "
-        "the checkpoint's)",
+        "the config has changed since the checkpoint, which is kept: critic.init_from was None, now 'elsewhere' (the weights "
+        "are the checkpoint's)",
     ]
     assert differences_at_resume(checkpoint, resumed(run), 4) == []
 

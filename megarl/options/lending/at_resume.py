@@ -1,4 +1,4 @@
-"""Answer of `rollout.schedule.lent_engines` to a change at resume."""
+"""FieldAnswer of `rollout.schedule.lent_engines` to a change at resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answer of `run.mirror` to a change at resume."""
+"""FieldAnswer of `run.mirror` to a change at resume."""
 
 from __future__ import annotations
 
