@@ -28,9 +28,9 @@ class OptimizerConfig(Section):
     lr: NonNegative = 1e-6
     """Peak learning rate."""
     min_lr: NonNegative = 0.0
-    """Learning rate at the end of the cosine or linear schedule."""
+    """Learning rate at the end of the cosine or linear schedule, one optimizer step behind the last."""
     warmup_steps: Count = 0
-    """Number of steps of linear warm-up from 0 to `lr`."""
+    """Number of optimizer steps of linear warm-up from 0 to `lr`, which the last of them has."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after the warm-up."""
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)

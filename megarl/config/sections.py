@@ -17,7 +17,7 @@ from megarl.config.optimizer import OptimizerConfig
 from megarl.config.option_sections import with_options
 from megarl.config.presets import Fp8Format, Fp8RecipeName
 from megarl.config.section import ClassPath, Count, NonNegative, Positive, Seconds, Section, TemplateChoice
-from megarl.config.sources import SourceConfig, held_out_defaults
+from megarl.config.sources import OnChange, SourceConfig, held_out_defaults
 from megarl.option_list import functions
 from megarl.system.processor import computes_bfloat16
 
@@ -231,6 +231,9 @@ class PromptFields(Section):
 
     train: SourceConfig
     """Rows to train on."""
+    on_change: OnChange = "refuse"
+    """Other rows of `train` at resume: `refuse`; `append`: finish the old order, then the added rows; `restart`: from the first
+    row of the new data."""
     eval: SourceConfig | None = None
     """Rows to evaluate on; generated tasks default to 200 rows from seed 1000000. null: no evaluation."""
     prompt_key: str = "question"

@@ -13,6 +13,9 @@ from megarl.config.section import Count, NonNegative, Positive, Section
 HELD_OUT_ROWS, HELD_OUT_SEED = 200, 1_000_000
 """`limit` and `seed` of held-out rows that are generated: they keep clear of the training rows."""
 
+OnChange = Literal["refuse", "append", "restart"]
+"""The ways of a run that goes on from a checkpoint with other training rows: the values of `data.on_change`."""
+
 
 class SourceConfig(Section):
     """A source of rows."""

@@ -12,7 +12,7 @@ from megarl.config.profile import ProfileConfig
 from megarl.config.questions import ConfiguredRole, Questions
 from megarl.config.section import NonNegative, Positive, Section, TemplateChoice
 from megarl.config.sections import ModelConfig, PictureFields, PolicyConfig, ReferenceConfig, ResourcesConfig
-from megarl.config.sources import SourceConfig
+from megarl.config.sources import OnChange, SourceConfig
 
 PAIR_PREFERENCES = ("dpo", "cdpo", "robust_dpo", "ipo", "apo_zero", "apo_down", "bco_pair", "simpo", "orpo")
 LABELLED_LOSSES = ("kto", "bco")
@@ -87,6 +87,9 @@ class SupervisedFields(Section):
 
     train: SourceConfig
     """Rows to train on."""
+    on_change: OnChange = "refuse"
+    """Other rows of `train` at resume: `refuse`; `append`: finish the old order, then the added rows; `restart`: from the first
+    row of the new data."""
     eval: SourceConfig | None = None
     """Rows to evaluate on. null: no evaluation."""
     rows_per_step: Positive = 32

@@ -38,11 +38,11 @@ from megarl.runs.expert_record import ExpertRecord
 from megarl.runs.folders import checkpoint_in
 from megarl.runs.guards import Guards, newest_sound_before
 from megarl.runs.leader_first import leader_first
-from megarl.runs.manifest import made_by
 from megarl.runs.marks import RunMarks
 from megarl.runs.observers import RunStart, open_observers
 from megarl.runs.profiling import Profiling
-from megarl.runs.provenance import CONFIG, differences, provenance
+from megarl.runs.provenance import provenance
+from megarl.runs.resuming import differences_at_resume
 from megarl.runs.run_checkpoint import CheckpointFolder, read_state
 from megarl.runs.saving import Saving, unwritable
 from megarl.runs.stop import StopRequest
@@ -117,6 +117,14 @@ class Run(ABC):
     @abstractmethod
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from `state()`'s answer."""
+
+    @abstractmethod
+    def go_to_row(self, state: dict[str, Any]) -> list[str]:
+        """Go to the place in the data of `state()`'s answer, before anything starts; returns what is to be said of it.
+
+        Raises:
+            CheckpointError: the rows are others, and the config does not say how to go on.
+        """
 
     @abstractmethod
     def gates(self) -> dict[str, float | None]:
@@ -208,6 +216,8 @@ class Run(ABC):
         resume_from = self._resume_point()
         state = read_state(resume_from) if resume_from is not None else None
         self.step = state["step"] if state is not None else 0
+        changed = differences_at_resume(resume_from, config, self.step)
+        changed += self.go_to_row(state) if state is not None else []
         self._refuse_to_overwrite()
         self.was_finished = self.finished and (self.folder / "summary.json").exists()
         if self.leads:
@@ -238,7 +248,7 @@ class Run(ABC):
         self.phases.listen(self._name_what_is_written)
         for damage in self.checkpoints.damaged:
             self.progress.say(f"a checkpoint was passed over: {damage}")
-        for line in (*self._observers_lines(), *self._differences(resume_from)):
+        for line in (*self._observers_lines(), *changed):
             self.progress.say(line)
         if not self.was_finished:
             with self.phases("start"):
@@ -284,13 +294,6 @@ class Run(ABC):
         """At the begin of every phase, so that a checkpoint is there soon after it is whole."""
         if phase is not None and self.saving.is_under_way:
             self.saving.finish(self.roles, wait=False)
-
-    def _differences(self, checkpoint: Path | None) -> list[str]:
-        """Describe how the code and the config that made the checkpoint differ from those that resume it."""
-        if checkpoint is None or not (checkpoint / CONFIG).exists():
-            return []
-        text = self.saving.config_text
-        return differences(made_by(checkpoint), provenance(text, self.step, None), (checkpoint / CONFIG).read_text(), text)
 
     def _refuse_to_overwrite(self) -> None:
         """With `auto`, as a batch system restarts a job, what a run left that had no checkpoint yet is begun anew."""

@@ -19,9 +19,10 @@ from megarl.core.protocols import Placed, RolloutSide, StartProcesses
 from megarl.data.batch import Batch
 from megarl.data.branches import first_branches, spread_rewards
 from megarl.data.mixture import mixture_weights, place_of_row
+from megarl.data.row_order import order_by
 from megarl.data.rows import Origin
 from megarl.data.sample import Prompt, Sample
-from megarl.data.sampler import DataSampler, build_sampler, order_by
+from megarl.data.sampler import DataSampler, build_sampler
 from megarl.data.stored_batch import batch_of
 from megarl.data.stored_shares import RowTask
 from megarl.data.tokenize import PromptBuilder
@@ -31,7 +32,7 @@ from megarl.experience.experience import Experience, set_loss_weights
 from megarl.experience.inputs import RlInputs
 from megarl.experience.losses_of_config import check_columns, objective_of, of_tokens, policy_objective
 from megarl.experience.objectives import OwnLoss, TokenFunction
-from megarl.experience.step_parts import ChosenRows
+from megarl.experience.step_parts import ChosenRows, go_to_row
 from megarl.experience.step_tokens import TOKEN_COLUMNS, kept_part
 from megarl.experience.step_work import estimate, make_token_columns
 from megarl.observe.expert_load import EXPERTS
@@ -483,12 +484,9 @@ class Session:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue in the data, and with what shaping and controllers remember, where `state()` was taken."""
-        if self.inputs.train and "sampler" in state:
-            self.sampler.load_state_dict(state["sampler"])
+        sampler = self.sampler if self.inputs.train else None
+        go_to_row(sampler, self.inputs.parts, state, self.config.data.on_change)
         self.experience.load_state_dict(state["experience"])
-        for part in self.inputs.parts:
-            if (of_part := state.get(part.state_name)) is not None:
-                part.load_state_dict(of_part)
 
 
 def _flat(samples: Sequence[Sample | Sequence[Sample]]) -> Iterator[Sample]:

@@ -30,7 +30,7 @@ from megarl.experience.inputs import RlInputs
 from megarl.experience.parity_checks import ParityChecks, bounds
 from megarl.experience.samples_file import SamplesFile
 from megarl.experience.source_figures import DataSources
-from megarl.experience.step_parts import ChosenRows
+from megarl.experience.step_parts import ChosenRows, go_to_row
 from megarl.experience.step_tokens import count_older_tokens, older_part
 from megarl.experience.step_work import estimate, make_token_columns
 from megarl.observe import MetricsFile, distributions
@@ -110,6 +110,10 @@ class RlRun(Run):
             "guards": self.guards.state_dict(),
             "gates": self.parity.figures(),
         }
+
+    def go_to_row(self, state: dict[str, Any]) -> list[str]:
+        """The places of the sampler and of options' rows; see `Run`."""
+        return go_to_row(self.sampler, self.parts, state, self.config.data.on_change)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where `state()` was taken; the engines have yet to be given the policy."""

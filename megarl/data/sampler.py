@@ -7,80 +7,20 @@ one sample, or all samples made from it (the two sides of a pair): they are hand
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from megarl.config.section import Section
-from megarl.config.sources import weight_at
-from megarl.data.rows import Origin, Row, RowPlace
+from megarl.config.sources import OnChange, weight_at
+from megarl.data.row_changes import digest_of, row_hashes, way_on
+from megarl.data.row_order import OrderOf, PlaceOf, RowOrder
+from megarl.data.rows import Origin, RowPlace
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import CheckpointError, DataError
-from megarl.option_list import functions
 
 Record = TypeVar("Record", Prompt, Sample)
-PlaceOf = Callable[[str], RowPlace]
-"""The place of a row by its row id."""
 Weight = float | Mapping[int, float]
 """Weight of a part of a mixture: the same at every step, or by step, linear between the steps given and constant outside."""
-
-
-class RowOrder:
-    """The order of one source's rows, which are numbers from 0: shuffled anew in every epoch."""
-
-    takes_pass_rates = False
-    """Whether `record` changes which rows are due."""
-
-    def __init__(self, rows: Sequence[tuple[str, Row]], rows_per_step: int, place_of: PlaceOf) -> None:
-        """`rows`: row id and row. `rows_per_step`: rows that a step of the run takes. `place_of` names rows in errors."""
-        self._size = len(rows)
-
-    @property
-    def stages(self) -> int:
-        """Number of stages, at least one, each with rows of its own."""
-        return 1
-
-    def size_of(self, stage: int) -> int:
-        """Rows of a stage."""
-        return self._size
-
-    def ends_after(self, stage: int) -> int | None:
-        """Number of rows handed out in a stage; None: it is the last one."""
-        return None
-
-    def order(self, stage: int, epoch: int, seed: int | str) -> list[int]:
-        """The rows of a stage in the order of an epoch; `epoch` counts those of all stages from 0."""
-        order = list(range(self._size))
-        random.Random(f"{seed}/{epoch}").shuffle(order)
-        return order
-
-    def record(self, row_id: str, epoch: int, rate: float) -> None:
-        """`rate`, from 0 to 1, is the share of right responses to the row in its visit of `epoch`."""
-
-    def leaves_out(self, row_id: str, epoch: int) -> bool:
-        """Return whether the row is not due in `epoch`."""
-        return False
-
-    def count_left_out(self, epoch: int) -> int:
-        """Rows that are not due in `epoch`."""
-        return 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """The pass rates that it remembers, JSON-able."""
-        return {"rates": {}, "left_out_through": {}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Remember what `state_dict` gave."""
-
-
-OrderOf = Callable[[Sequence[tuple[str, Row]], int, PlaceOf], RowOrder]
-"""Makes the order of a source's rows, of what `RowOrder` is made of."""
-
-
-def order_by(data: Section) -> OrderOf:
-    """The order that a section `data` asks for: that of an option, or `RowOrder`."""
-    orders = (row_order(data) for row_order in functions("order", "row_order"))
-    return next(filter(None, orders), RowOrder)
 
 
 class DataSampler(Protocol[Record]):
@@ -102,8 +42,9 @@ class DataSampler(Protocol[Record]):
     def state_dict(self) -> dict[str, Any]:
         """The position, JSON-able."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where `state_dict()` was taken; CheckpointError if that was over other data."""
+    def load_state_dict(self, state: dict[str, Any], on_change: OnChange = "refuse") -> list[str]:
+        """Go to where `state_dict()` was taken, or as `on_change` says if that was over other data, and return what is to be
+        said of it; CheckpointError if it may not go on."""
 
 
 def build_sampler(
@@ -113,6 +54,7 @@ def build_sampler(
     order: OrderOf = RowOrder,
     rows_per_step: int = 1,
     place_of: PlaceOf | None = None,
+    field: str = "data.train",
 ) -> DataSampler[Record]:
     """The sampler of a data set: of its only part, or of several `parts` by their `weights` (one each, above 0).
 
@@ -123,13 +65,14 @@ def build_sampler(
         order: in which order rows come, and which are left out.
         rows_per_step: rows that a step takes; steps of stages and weights are counted by the rows handed out.
         place_of: names a row by its row id in errors.
+        field: the config field that the records come from.
 
     Raises:
         DataError: a row has no difficulty, or a stage of the curriculum has no rows.
     """
     if len(parts) == 1:
-        return RowSampler(parts[0], seed, "data.train", order, rows_per_step, place_of)
-    return MixtureSampler(parts, weights, seed, order, rows_per_step, place_of)
+        return RowSampler(parts[0], seed, field, order, rows_per_step, place_of)
+    return MixtureSampler(parts, weights, seed, order, rows_per_step, place_of, field)
 
 
 class RowSampler(Generic[Record]):
@@ -156,9 +99,14 @@ class RowSampler(Generic[Record]):
         self._rows: list[list[Record]] = list(rows.values())
         self._row_ids = set(rows)
         places = place_of or (lambda row_id: RowPlace(Origin(field), int(row_id.rpartition("-")[2])))
-        self._order = order([(name, of_row[0].row) for name, of_row in rows.items()], rows_per_step, places)
+        pairs = [(name, of_row[0].row) for name, of_row in rows.items()]
+        self._order_of_first = lambda count: order(pairs[:count], rows_per_step, places)
+        self._order = order(pairs, rows_per_step, places)
+        self._hashes = row_hashes((of_row[0] for of_row in self._rows), places)  # now: rewards may write into rows
         self._seed = seed
-        self._field = field
+        self._field, self._rows_per_step = field, rows_per_step
+        self._grown: tuple[int, list[int]] = (-1, [])
+        """An epoch in which rows were added, and how many there were before each time."""
         self._stage = self._taken_in_stage = 0
         self._position = 0
         """In the sequence of the stage's epochs, rows that were left out included."""
@@ -190,52 +138,85 @@ class RowSampler(Generic[Record]):
         return {"curriculum/left_out": self._order.count_left_out(self._epochs_before + self._place()[0])}
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, JSON-able, and the number of rows that gives it its meaning."""
+        """The position, JSON-able, and the number and digest of the rows that give it its meaning."""
         return {
             "position": self._position,
             "rows": len(self._rows),
+            "digest": digest_of(self._hashes),
+            "rows_per_step": self._rows_per_step,
             "stage": self._stage,
             "taken_in_stage": self._taken_in_stage,
             "epochs_before": self._epochs_before,
+            "epoch": self._epochs_before + self._place()[0],
+            "grown": self._grown,
             "pass_rates": self._order.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position.
+    def load_state_dict(self, state: dict[str, Any], on_change: OnChange = "refuse") -> list[str]:
+        """Go to a saved position, as `on_change` says where it was in other rows; returns what is to be said of it.
 
         Raises:
-            CheckpointError: the state was saved over another number of rows, or over a mixture.
+            CheckpointError: the state was saved over other rows, or over a mixture, and `on_change` does not allow it.
         """
         if "parts" in state:
+            if on_change == "restart":
+                return [f"{self._field} was a mixture in the checkpoint: it begins with its first row (data.on_change)"]
             raise CheckpointError(
                 f"{self._field} is a single source, and a mixture of {len(state['parts'])} parts in the checkpoint; "
-                "a resumed run must have the same data"
+                "a resumed run must have the same data, unless data.on_change is 'restart'"
             )
-        if state["rows"] != len(self._rows):
-            raise CheckpointError(
-                f"{self._field} has {len(self._rows)} rows, and {state['rows']} in the checkpoint; "
-                "a resumed run must have the same data"
-            )
+        way, lines = way_on(self._field, self._hashes, state, on_change)
+        self._shown, self._has_handed_out, self._grown = (-1, []), True, (-1, [])
+        if way == "restart":  # in an epoch that was not yet, so that no visit of a row has the id of an earlier one
+            self._stage = self._taken_in_stage = self._position = 0
+            self._epochs_before = state.get("epoch", state["position"] // state["rows"]) + 1
+            return lines
         self._position = state["position"]
         if "stage" not in state:  # an earlier version's, which had no curricula
-            self._taken_in_stage = self._position
-            return
-        if state["stage"] >= self._order.stages:
+            self._stage, self._epochs_before, self._taken_in_stage = 0, 0, self._position
+        elif state["stage"] >= self._order.stages:
             raise CheckpointError(
                 f"data.curriculum has {self._order.stages} stages, and the checkpoint is in number {state['stage'] + 1}; "
                 "a resumed run must have the same curriculum"
             )
-        self._stage, self._taken_in_stage = state["stage"], state["taken_in_stage"]
-        self._epochs_before, self._has_handed_out = state["epochs_before"], True
-        self._order.load_state_dict(state["pass_rates"])
-        self._shown = (-1, [])
+        else:  # stages are counted in steps: so many rows as they would have taken by now
+            self._stage, self._epochs_before = state["stage"], state["epochs_before"]
+            before = state.get("rows_per_step", self._rows_per_step)
+            self._taken_in_stage = state["taken_in_stage"] * self._rows_per_step // before
+            self._order.load_state_dict(state["pass_rates"])
+            epoch, counts = state.get("grown", self._grown)
+            self._grown = (epoch, list(counts))
+        if way == "append":
+            self._grow(state["rows"])
+        return lines
+
+    def _grow(self, before: int) -> None:
+        """Have the present epoch go on with the rows behind the first `before`, once these have been handed out."""
+        size = self._order_of_first(before).size_of(self._stage)
+        of_stage, position = divmod(self._position, size)
+        if position == 0 and of_stage:  # at the end of an epoch: the new rows are what is left of it
+            of_stage, position = of_stage - 1, size
+        self._epochs_before, self._position = self._epochs_before + of_stage, position
+        if position:
+            earlier = self._grown[1] if self._grown[0] == self._epochs_before else []
+            self._grown = (self._epochs_before, [*earlier, before])
+
+    def _order_in(self, epoch: int) -> list[int]:
+        """The rows of an epoch in order: all, or, if some were added in it, those of before and then the others."""
+        counts = self._grown[1] if self._grown[0] == epoch else []
+        order: list[int] = []
+        for first, count in zip([0, *counts], counts, strict=False):
+            of_first = self._order_of_first(count).order(self._stage, epoch, self._seed)
+            order += [row for row in of_first if row >= first]
+        behind = counts[-1] if counts else 0
+        return order + [row for row in self._order.order(self._stage, epoch, self._seed) if row >= behind]
 
     def _place(self) -> tuple[int, int]:
         """The epoch of the stage, and the place in its order, of the next row."""
         return divmod(self._position, self._order.size_of(self._stage))
 
     def _take(self) -> list[Record]:
-        if self._taken_in_stage == self._order.ends_after(self._stage):
+        if (ends_after := self._order.ends_after(self._stage)) is not None and self._taken_in_stage >= ends_after:
             self._epochs_before += -(-self._position // self._order.size_of(self._stage))
             self._stage += 1
             self._taken_in_stage = self._position = 0
@@ -245,7 +226,7 @@ class RowSampler(Generic[Record]):
             if position == 0:
                 self._has_handed_out = False
             if self._shown[0] != epoch:
-                self._shown = (epoch, self._order.order(self._stage, epoch, self._seed))
+                self._shown = (epoch, self._order_in(epoch))
             records = self._rows[self._shown[1][position]]
             self._position += 1
             # an epoch of which every row is left out ends with its last row: there is always one to hand out
@@ -272,18 +253,21 @@ class MixtureSampler(Generic[Record]):
         order: OrderOf = RowOrder,
         rows_per_step: int = 1,
         place_of: PlaceOf | None = None,
+        field: str = "data.train",
     ) -> None:
         """`parts` and `weights` are of one length; weights are above 0 and need not sum to 1.
 
         A weight by step may be 0, but not those of all parts at the same step. The others are those of `build_sampler`.
         """
         self._parts: list[RowSampler[Record]] = [
-            RowSampler(part, f"{seed}/{number}", f"data.train.parts[{number}]", order, rows_per_step, place_of)
+            RowSampler(part, f"{seed}/{number}", f"{field}.parts[{number}]", order, rows_per_step, place_of)
             for number, part in enumerate(parts)
         ]
         self._weights = [dict(weight) if isinstance(weight, Mapping) else {0: weight} for weight in weights]
-        self._seed, self._rows_per_step = seed, rows_per_step
+        self._seed, self._rows_per_step, self._field = seed, rows_per_step, field
         self._draws = 0
+        self._steps_from = (0, 0)
+        """A number of draws and the step of the run that it was: from there on steps have `rows_per_step` draws."""
         steps = {step for weight in self._weights for step in weight}
         never = any(not isinstance(weight, Mapping) and weight <= 0 for weight in weights)
         if (
@@ -313,26 +297,40 @@ class MixtureSampler(Generic[Record]):
         return {name: sum(figures[name] for figures in of_parts) for name in of_parts[0]}
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of draws so far, and where every part stands."""
-        return {"draws": self._draws, "parts": [part.state_dict() for part in self._parts]}
+        """The number of draws so far, what they were in steps, and where every part stands."""
+        return {
+            "draws": self._draws,
+            "rows_per_step": self._rows_per_step,
+            "steps_from": self._steps_from,
+            "parts": [part.state_dict() for part in self._parts],
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved place.
+    def load_state_dict(self, state: dict[str, Any], on_change: OnChange = "refuse") -> list[str]:
+        """Go to a saved place, as `on_change` says where it was in other rows; returns what is to be said of it.
 
         Raises:
-            CheckpointError: the state was saved over other parts.
+            CheckpointError: the state was saved over other parts, and `on_change` does not allow it.
         """
-        saved = len(state.get("parts", [None]))
-        if saved != len(self._parts):
+        saved, now = len(state.get("parts", [None])), len(self._parts)
+        if "parts" not in state or saved > now or (saved < now and on_change == "refuse"):
+            if on_change == "restart":
+                return [f"{self._field} has {now} parts, and {saved} in the checkpoint: it begins anew (data.on_change)"]
             raise CheckpointError(
-                f"data.train has {len(self._parts)} parts, and {saved} in the checkpoint; a resumed run must have the same data"
+                f"{self._field} has {now} parts, and {saved} in the checkpoint; a resumed run must have the same data, unless "
+                "data.on_change is 'restart', or 'append' where parts are added behind the others"
             )
-        for part, position in zip(self._parts, state["parts"], strict=True):
-            part.load_state_dict(position)
-        self._draws = state["draws"]
+        pairs = zip(self._parts, state["parts"], strict=False)
+        lines = [line for part, position in pairs for line in part.load_state_dict(position, on_change)]
+        self._draws, (draws, step) = state["draws"], state.get("steps_from", (0, 0))
+        before = state.get("rows_per_step", self._rows_per_step)
+        if before != self._rows_per_step:
+            draws, step = self._draws, step + (self._draws - draws) // before
+        self._steps_from = (draws, step)
+        return [*lines, *(f"{part._field} is new: it begins with its first row" for part in self._parts[saved:])]
 
     def _draw(self) -> list[Record]:
-        step = self._draws // self._rows_per_step
+        draws, first = self._steps_from
+        step = first + (self._draws - draws) // self._rows_per_step
         weights = [weight_at(weight, step) for weight in self._weights]
         chosen = random.Random(f"{self._seed}/draw {self._draws}").choices(self._parts, weights)[0]
         self._draws += 1

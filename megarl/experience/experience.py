@@ -213,7 +213,7 @@ class Experience:
             "baseline": asdict(self.baseline),
             "normaliser": self.normaliser.state_dict(),
             "kl": kl,
-            "old_policy_kl": self.old_policy_kl,
+            "old_policy_kl": self.old_policy_kl if self.config.algorithm.old_policy_kl.target is not None else None,
             "entropy": self.entropy.state_dict() if self.entropy is not None else None,
         }
 
@@ -221,8 +221,8 @@ class Experience:
         """Continue from `state_dict()`'s answer."""
         self.baseline = RunningMean(**state["baseline"])
         self.normaliser.load_state_dict(state["normaliser"])
-        if self.config.algorithm.old_policy_kl.target is not None:
-            self.old_policy_kl = state.get("old_policy_kl", self.old_policy_kl)
+        if self.config.algorithm.old_policy_kl.target is not None and state.get("old_policy_kl") is not None:
+            self.old_policy_kl = state["old_policy_kl"]
         if self.kl is not None and state["kl"] is not None:
             self.kl.load_state_dict(state["kl"])
         if self.entropy is not None and state.get("entropy") is not None:

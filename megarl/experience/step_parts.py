@@ -9,8 +9,10 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from megarl.config import Config
+from megarl.config.sources import OnChange
 from megarl.data.batch import Batch
 from megarl.data.sample import Prompt, Sample
+from megarl.data.sampler import DataSampler
 from megarl.data.stream import PackedStream
 from megarl.option_list import functions
 from megarl.runs.training_side import TrainingSide
@@ -128,6 +130,25 @@ class StepPart:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`'s answer."""
+
+
+def go_to_row(
+    sampler: DataSampler[Prompt] | None, parts: Sequence[StepPart], state: Mapping[str, Any], on_change: OnChange
+) -> list[str]:
+    """Go to the places in the data that a checkpoint's `state` has of the sampler (None: no rows) and of the rows of `parts`.
+
+    Returns what is to be said of it.
+
+    Raises:
+        CheckpointError: the rows are others, and `on_change` does not say how to go on.
+    """
+    lines = []
+    if sampler is not None and "sampler" in state:
+        lines = sampler.load_state_dict(state["sampler"], on_change)
+    for part in parts:
+        if (of_part := state.get(part.state_name)) is not None:
+            part.load_state_dict(of_part)
+    return lines
 
 
 def open_parts(config: Config, tokenizer: Any) -> list[StepPart]:

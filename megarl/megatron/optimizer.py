@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,20 +45,44 @@ def build_optimizer(
         for tensor in matrices:
             setattr(tensor, BY_MUON, True)
         add_muon(parts_of(optimizer), matrices, options)
-    scheduler = OptimizerParamScheduler(
+    scheduler = schedule_of(optimizer, options)
+    return optimizer, scheduler
+
+
+def schedule_of(optimizer: Any, options: OptimizerOptions) -> OptimizerParamScheduler:
+    """The learning rate of every update, the first of which is number 1; `optimizer` has `param_groups`.
+
+    It rises to `lr`, which update `warmup_steps` has (or the first one), and would be `min_lr` one update behind the last:
+    no update of a run that decays to 0 is lost.
+    """
+    peak = max(options.warmup_steps, 1)
+    return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=options.lr,
         min_lr=options.min_lr if options.schedule != "constant" else options.lr,
-        lr_warmup_steps=options.warmup_steps,
-        lr_decay_steps=max(options.total_steps, options.warmup_steps + 1),
+        lr_warmup_steps=peak,
+        lr_decay_steps=max(options.total_steps, peak) + 1,
         lr_decay_style=options.schedule,
         start_wd=options.weight_decay,
         end_wd=options.weight_decay,
         wd_incr_steps=1,
         wd_incr_style="constant",
     )
-    return optimizer, scheduler
+
+
+def place_in_schedule(scheduler: OptimizerParamScheduler, updates_per_step: int) -> dict[str, int]:
+    """State of the schedule for a checkpoint: the updates so far, and how many of them make a step of the run."""
+    return {"num_steps": scheduler.num_steps, "updates_per_step": updates_per_step}
+
+
+def continue_schedule(scheduler: OptimizerParamScheduler, saved: Mapping[str, int], updates_per_step: int) -> None:
+    """Go to the place that `place_in_schedule` gave, in the schedule of the config in force.
+
+    Where steps have another number of updates now, that is the place of the same step.
+    """
+    scheduler.num_steps = round(saved["num_steps"] * updates_per_step / saved.get("updates_per_step", updates_per_step))
+    scheduler.step(0)
 
 
 def _open_buffers_to_peers(chunks: Sequence[torch.nn.Module]) -> None:

@@ -151,7 +151,7 @@ class ParameterGroup:
 class OptimizerOptions:
     """AdamW, or with `name` `muon` Muon for matrices, which alone uses the last two numbers.
 
-    `schedule` is `constant`, `linear` or `cosine` over `total_steps` updates.
+    `schedule` is `constant`, `linear` or `cosine` over `total_steps` updates; a step of the run has `updates_per_step`.
 
     An update that breaks one of `skip_rules` is not applied, nor is one whose loss or gradients are not finite.
     """
@@ -160,6 +160,7 @@ class OptimizerOptions:
     min_lr: float = 0.0
     warmup_steps: int = 0
     total_steps: int = 1
+    updates_per_step: int = 1
     schedule: str = "constant"
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8

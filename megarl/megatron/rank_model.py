@@ -26,7 +26,7 @@ from megarl.megatron.box_reader import BoxReader, read_weights
 from megarl.megatron.build import build_model
 from megarl.megatron.global_names import global_tensors
 from megarl.megatron.moving_average import MovingAverage
-from megarl.megatron.optimizer import build_optimizer
+from megarl.megatron.optimizer import build_optimizer, continue_schedule, place_in_schedule
 from megarl.megatron.optimizer_state import absent_elements, finish_moments, make_moments, moment_boxes, owned_boxes, step_of
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.megatron.pass_parts import PassParts, open_pass_parts
@@ -74,7 +74,11 @@ class RankModel:
         if optimizer is not None:
             if self.weight_map.num_experts:
                 self.watch = RouterWatch(self.chunks, options.layout, options.experts)
-            self.skip_rules, self.method = optimizer.skip_rules, optimizer.name
+            self.skip_rules, self.method, self.updates_per_step = (
+                optimizer.skip_rules,
+                optimizer.name,
+                optimizer.updates_per_step,
+            )
             self.optimizer, self.scheduler = build_optimizer(self.chunks, optimizer, options, self.weight_map)
 
     @property
@@ -238,7 +242,8 @@ class RankModel:
         absent = absent_elements(state)
         owned = owned_boxes(self.optimizer, state)
         step = step_of(self.optimizer) or self.scheduler.num_steps  # of a rank that trains nothing Adam counts nothing
-        state |= {"moments": {"step": step, "method": self.method}, "scheduler": self.scheduler.state_dict()}
+        schedule = place_in_schedule(self.scheduler, self.updates_per_step)
+        state |= {"moments": {"step": step, "method": self.method}, "scheduler": schedule}
         state |= {"layout": asdict(self.options.layout), "seed": initial_seed(), "rng": sharded_rng_state()}
         return shards_of(state, owned, absent)
 
@@ -286,7 +291,7 @@ class RankModel:
                 raise CheckpointError(f"'{folder}' does not have the model's weights: {', '.join(map(str, incompatible_keys))}")
         if self.optimizer is not None:
             finish_moments(self.optimizer, saved["moments"]["step"], has_masters=has_masters)
-            self.scheduler.load_state_dict(saved["scheduler"])
+            continue_schedule(self.scheduler, saved["scheduler"], self.updates_per_step)
             if is_same_layout:
                 restore_rng_state(state["rng"])
             else:

@@ -13,14 +13,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from megarl.config.yaml_tree import load_text, tree_leaves
 from megarl.version import __version__
 
 CONFIG = "config.yaml"
 _LIBRARIES = ("torch", "megatron-core")
-_EXPECTED_TO_DIFFER = ("run.resume",)
 
 
 def provenance(config_text: str, step: int, weight_version: int | None) -> dict[str, Any]:
@@ -38,31 +34,17 @@ def provenance(config_text: str, step: int, weight_version: int | None) -> dict[
     }
 
 
-def differences(made: Mapping[str, Any], now: Mapping[str, Any], config_before: str, config_now: str) -> list[str]:
-    """A sentence for each way in which a checkpoint was made by something else than what resumes it.
+def code_differences(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A sentence, if a checkpoint was made by other code or libraries than resume it; none if not.
 
-    `made` and `now` are `provenance()`'s answers of the two, the texts are their resolved configs.
+    `made` and `now` are `provenance()`'s answers of the two.
     """
     code = [
         f"{name} {made[name] or 'of unknown origin'}, now {now[name] or 'of unknown origin'}"
         for name in ("megarl", "commit", *_LIBRARIES)
         if name in made and made[name] != now[name]
     ]
-    sentences = [f"the checkpoint was written by {'; '.join(code)}"] if code else []
-    if made.get("config_sha256") != now["config_sha256"]:
-        try:
-            before, after = (dict(tree_leaves(load_text(text))) for text in (config_before, config_now))
-        except yaml.YAMLError as error:
-            why = " ".join(str(error).split())
-            return [*sentences, f"the config has changed since the checkpoint, whose own cannot be read: {why}"]
-        changed = [
-            f"{name} was {before.get(name)!r}, now {after.get(name)!r}"
-            for name in sorted({*before, *after})
-            if before.get(name) != after.get(name) and name not in _EXPECTED_TO_DIFFER
-        ]
-        if changed:
-            sentences.append(f"the config has changed since the checkpoint: {'; '.join(changed)}")
-    return sentences
+    return [f"the checkpoint was written by {'; '.join(code)}"] if code else []
 
 
 @cache

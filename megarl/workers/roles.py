@@ -146,7 +146,8 @@ class Roles:
             rules = skip_rules(config.run.guards, role, config.metric_prefix(role), others=others)
             settings = spec.trained.optimizer.model_dump()
             settings["groups"] = tuple(ParameterGroup(**group) for group in settings["groups"])
-            optimizer = OptimizerOptions(**settings, total_steps=self.updates, skip_rules=rules)
+            per_step = config.optimizer_steps_per_step
+            optimizer = OptimizerOptions(**settings, total_steps=self.updates, updates_per_step=per_step, skip_rules=rules)
         phase, deadline_s = f"loading of {role}", self._deadlines.start_s
         answers = group.call(RankCalls.add_role, role, options, optimizer, phase=phase, deadline_s=deadline_s)
         if role == POLICY:

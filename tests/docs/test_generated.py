@@ -51,6 +51,11 @@ def test_a_page_that_is_out_of_date_is_named_and_then_written(tmp_path: Path) ->
     assert page.read_text() == (DOCS / "errors.md").read_text()
 
 
+def test_the_answers_to_changes_at_resume_are_those_of_the_program(generate: ModuleType) -> None:
+    assert (DOCS / "checkpoints.md").read_text() == generate.with_answers(DOCS)["checkpoints.md"], f"run `{COMMAND}`"
+    assert "| `policy.optimizer` | `name` | refused |" in (DOCS / "checkpoints.md").read_text()
+
+
 @pytest.mark.parametrize("name", FIGURES_PAGES)
 def test_the_tables_are_those_of_the_figures(generate: ModuleType, name: str) -> None:
     assert (DOCS / name).read_text() == generate.with_figures(DOCS)[name], f"docs/{name} is out of date: run `{COMMAND}`"

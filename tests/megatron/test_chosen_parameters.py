@@ -178,6 +178,31 @@ def test_what_was_frozen_must_stay_frozen(world: World, tmp_path: Path, freeze: 
     assert "what is trained was frozen when it was written; freeze it again, or begin a new run" in said
 
 
+def frozen_later(rank: int, world_size: int, folder: Path, freeze: tuple[str, ...], saved: str) -> dict[str, float]:
+    """By name the largest step of a weight in an update behind a checkpoint of a role that trained everything."""
+    from megarl.megatron.build import initialize_layout
+    from megarl.megatron.options import ModelOptions, OptimizerOptions
+    from megarl.megatron.rank_model import RankModel
+
+    initialize_layout(Layout(), seed=1)
+    role = RankModel(ModelOptions(str(folder), Layout()), OptimizerOptions(lr=LR))
+    role.update(micro_batches(MODES["packed"], 1, units())[0], policy_loss)
+    save_role(role, saved)
+    trained = {name: tensor.clone() for name, tensor in role.export()}
+    later = RankModel(ModelOptions(str(folder), Layout(), freeze=freeze), OptimizerOptions(lr=LR))
+    later.load(saved)
+    later.update(micro_batches(MODES["packed"], 1, units())[0], policy_loss)
+    return {name: float((tensor - trained[name]).abs().max()) for name, tensor in later.export()}
+
+
+def test_more_may_be_frozen_behind_a_checkpoint(world: World, tmp_path: Path) -> None:
+    build_folder("llama", tmp_path / "model")
+    [moved] = world.call(frozen_later, tmp_path / "model", ("model.layers.1.*",), str(tmp_path / "saved"), size=1)
+    frozen = {name for name in moved if name.startswith("model.layers.1.")}
+    assert frozen
+    assert {name for name, step in moved.items() if step == 0} == frozen
+
+
 def rates(rank: int, world_size: int, folder: Path) -> list[tuple[float, set[float]]]:
     """Of each update the rate that is shown, and those that its parameters had."""
     from megarl.megatron.build import initialize_layout
@@ -198,6 +223,6 @@ def rates(rank: int, world_size: int, folder: Path) -> list[tuple[float, set[flo
 def test_a_group_s_rate_is_its_share_of_the_schedule_to_the_end(world: World, tmp_path: Path) -> None:
     build_folder("llama", tmp_path / "model")
     [found] = world.call(rates, tmp_path / "model", size=1)
-    assert [shown for shown, _ in found] == pytest.approx([LR / 2, LR, 0.7 * LR, 0.4 * LR, 0.1 * LR, 0.1 * LR])
+    assert [shown for shown, _ in found] == pytest.approx([rate * LR for rate in (0.5, 1, 0.775, 0.55, 0.325, 0.1)])
     for shown, used in found:
         assert sorted(used) == pytest.approx([0.25 * shown, shown])

@@ -24,6 +24,7 @@ import figures  # noqa: E402
 from megarl import errors  # noqa: E402
 from megarl.cli import commands  # noqa: E402
 from megarl.config import Config, SupervisedConfig, config_fields  # noqa: E402
+from megarl.config.at_resume import KINDS, FieldAnswer, at_resume  # noqa: E402
 from megarl.supervise import restarts  # noqa: E402
 
 BY_PRESET = "by algorithm.name"
@@ -35,7 +36,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is out of date")
     parser.add_argument("--folder", type=Path, default=ROOT / "docs", help="folder of the pages (default: docs)")
     arguments = parser.parse_args()
-    pages = {**generated(), **with_figures(arguments.folder)}
+    pages = {**generated(), **with_figures(arguments.folder), **with_answers(arguments.folder)}
     stale = {name: text for name, text in pages.items() if not _is(arguments.folder / name, text)}
     for name, text in stale.items():
         if not arguments.check:
@@ -55,6 +56,33 @@ def with_figures(folder: Path) -> dict[str, str]:
     """By name of the page below `folder`, its text with the tables of today's figures."""
     present = [page for page in figures.TABLES if (folder / page).is_file()]
     return {page: figures.with_tables(page, (folder / page).read_text()) for page in present}
+
+
+def with_answers(folder: Path) -> dict[str, str]:
+    """The page on checkpoints below `folder`, if it is there, with the table of today's answers to changes at resume."""
+    page, begin, end = folder / "checkpoints.md", "<!-- at resume: begin -->\n", "<!-- at resume: end -->"
+    if not page.is_file():
+        return {}
+    before, _, rest = page.read_text().partition(begin)
+    if end not in rest:
+        raise SystemExit(f"{page} lacks the marks of the table of answers: {begin.strip()} and {end}")
+    return {page.name: f"{before}{begin}" + "\n".join(_answers()) + f"\n{end}{rest.partition(end)[2]}"}
+
+
+def _answers() -> Iterator[str]:
+    """A line for the fields of a section that have the same answer, in the order of the reference."""
+    table, lines = at_resume(), dict[tuple[str, FieldAnswer], list[str]]()
+    for name in dict.fromkeys(field.name for root in (Config, SupervisedConfig) for field in config_fields(root)):
+        section, _, last = name.rpartition(".")
+        lines.setdefault((section, table[name]), []).append(f"`{last}`")
+    yield from ("| section | fields | other value at resume | remark |", "|---|---|---|---|")
+    for (section, answer), names in lines.items():
+        words, remark = KINDS[answer.kind], answer.note
+        if answer.kind == "like":
+            words, remark = f"as `{answer.note}`", ""
+        if answer.kind == "steered":
+            remark = f"the target is `{answer.note}`"
+        yield f"| {f'`{section}`' if section else ''} | {', '.join(names)} | {words} | {remark} |"
 
 
 def config_page() -> str:

@@ -13,8 +13,8 @@ from typing import Any
 
 from megarl.config.section import Section
 from megarl.data.row_numbers import bounds_of, number_of
+from megarl.data.row_order import OrderOf, PlaceOf, RowOrder
 from megarl.data.rows import Row
-from megarl.data.sampler import OrderOf, PlaceOf, RowOrder
 from megarl.errors import DataError
 from megarl.options.curriculum.section import CurriculumConfig, curriculum_of
 

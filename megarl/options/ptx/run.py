@@ -44,7 +44,9 @@ class PtxExamples(StepPart):
         builder = SupervisedBuilder(tokenizer, "sft", settings, media, field="ptx.turns")
         parts = build_parts(builder, source, prefix="ptx", section="ptx.data")
         rows_per_step = ptx.samples_per_step * config.algorithm.epochs
-        self._sampler = build_sampler(parts, mixture_weights(source), config.run.seed, rows_per_step=rows_per_step)
+        weights, seed = mixture_weights(source), config.run.seed
+        self._sampler = build_sampler(parts, weights, seed, rows_per_step=rows_per_step, field="ptx.data")
+        self._on_change = config.data.on_change
         self._per_update = ptx.samples_per_step // config.algorithm.mini_batches
 
     def mixed_in(self) -> tuple[Batch, list[str]]:
@@ -63,7 +65,7 @@ class PtxExamples(StepPart):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`'s answer."""
-        self._sampler.load_state_dict(state)
+        self._sampler.load_state_dict(state, self._on_change)
 
 
 SUMMED = ("ptx/loss",)

@@ -13,7 +13,9 @@ from megarl.core import loop
 from megarl.core.protocols import Placed, Processes
 from megarl.core.steps import RlRun
 from megarl.experience.inputs import RlInputs
+from megarl.runs.resuming import refuse_changes
 from megarl.runs.training_side import POLICY
+from megarl.supervise.child_run import is_restart
 from megarl.trainers.inputs import read_inputs
 from megarl.trainers.start import cluster_ahead, open_cluster, open_roles
 from megarl.weights.run_plan import check_transport
@@ -28,8 +30,9 @@ def train(config: Config) -> dict[str, Any]:
     Raises:
         MegarlError: anything the user can mend, as one sentence.
     """
-    with ExitStack() as stack:
-        return loop.train(open_run(config, cluster_ahead(config, stack)))
+    is_told_to_resume = refuse_changes(config) is not None and not is_restart()
+    with ExitStack() as stack:  # what a checkpoint refuses once rows are read is refused before Ray, too
+        return loop.train(open_run(config, None if is_told_to_resume else cluster_ahead(config, stack)))
 
 
 def open_run(config: Config, cluster: Cluster | None = None) -> RlRun:

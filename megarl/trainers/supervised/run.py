@@ -17,9 +17,10 @@ from megarl.core.run import Run
 from megarl.data.batch import Batch
 from megarl.data.mixture import build_parts, mixture_weights, place_of_row
 from megarl.data.row_media import open_media
+from megarl.data.row_order import order_by
 from megarl.data.rows import find_value
 from megarl.data.sample import Sample
-from megarl.data.sampler import build_sampler, count_held_out, order_by
+from megarl.data.sampler import build_sampler, count_held_out
 from megarl.data.stream import ScorePosition, pack
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings, kind_of_rows
 from megarl.data.tokenize import load_tokenizer
@@ -107,9 +108,12 @@ class SupervisedRun(Run):
             "rewards": asdict(self.rewards),
         }
 
+    def go_to_row(self, state: dict[str, Any]) -> list[str]:
+        """The sampler's place; see `Run`."""
+        return self.sampler.load_state_dict(state["sampler"], self.config.data.on_change)
+
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue where `state()` was taken."""
-        self.sampler.load_state_dict(state["sampler"])
+        """Continue where `state()` was taken, beside the place in the data."""
         self.guards.load_state_dict(state.get("guards"))
         self._load_rewards(state)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.config import SupervisedConfig
+from megarl.runs.resuming import refuse_changes
 from megarl.system.torchrun import is_leader
 from megarl.trainers.supervised.run import SupervisedRun
 
@@ -17,6 +18,7 @@ def train(config: SupervisedConfig) -> dict[str, Any]:
     Raises:
         MegarlError: anything the user can mend, as one sentence.
     """
+    refuse_changes(config)
     with SupervisedRun(config, leads=is_leader()) as run:
         run.evaluate("before")
         while not run.finished:

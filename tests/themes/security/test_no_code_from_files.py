@@ -36,7 +36,9 @@ from megarl.errors import CheckpointError, EngineError, ModelError
 from megarl.models.hf_folder import HFFolder
 from megarl.models.safetensors_layout import read_entries
 from megarl.rollout.engines.embedded import EmbeddedEngine
-from megarl.runs.provenance import differences
+from megarl.runs.manifest import seal
+from megarl.runs.resuming import differences_at_resume
+from tests.config import smallest
 from tests.rollout.tiny import TINY, save_tiny
 
 
@@ -375,7 +377,11 @@ HOSTILE = {
 def test_yaml_of_others_is_read_by_the_loader_that_has_limits(kind: str, role: Path, touched: Path) -> None:
     """A checkpoint's config, which a resume compares and a conversion looks into, and the card of a data set."""
     text = HOSTILE[kind]
-    [said] = differences({"config_sha256": "a"}, {"config_sha256": "b"}, text, "run: {name: a}\n")
+    checkpoint = touched.parent / "of_others"
+    checkpoint.mkdir()
+    (checkpoint / "config.yaml").write_text(text)
+    seal(checkpoint, {})
+    [said] = differences_at_resume(checkpoint, smallest.config(), 1)
     assert said.startswith("the config has changed since the checkpoint, whose own cannot be read: ")
     assert len(said) < 1000
     assert read_configurations(f"---\nconfigs: [{{config_name: a}}]\n{text}\n---\n") == []

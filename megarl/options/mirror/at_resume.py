@@ -1,0 +1,9 @@
+"""FieldAnswer of `run.mirror` to a change at resume."""
+
+from __future__ import annotations
+
+from megarl.config.at_resume import APPLIED, answers
+
+AT_RESUME = answers(
+    ("run", APPLIED, "mirror"),
+)
