@@ -24,8 +24,9 @@ from typing import IO, Any, Self
 
 import psutil
 
-from megarl.errors import RunStopped
+from megarl.errors import OwnerError, RunStopped
 from megarl.observe.phases import Phases
+from megarl.runs.owner import check_owned
 from megarl.supervise.reaper import start_reaper
 from megarl.system.process_exit import adopt_orphans, end_with_parent, heeded
 from megarl.system.process_tree import descendants, end_tree
@@ -106,7 +107,11 @@ def is_watched() -> bool:
 
 
 def follow(phases: Phases) -> None:
-    """Tell the parent, if this process is somebody's attempt, of every phase from now on."""
+    """Look at every phase from now on whether the run still owns its folder; tell the parent, if there is one, of the phase.
+
+    Where another process has taken the folder over, the phase raises OwnerError.
+    """
+    phases.listen(lambda name: check_owned())
     if _report is not None:
         _report.follow(phases)
 
@@ -154,16 +159,24 @@ class ChildRun:
     """Where they go if they were asked for: until then a run has no files."""
     on_step: Callable[[], None]
     """Called once, when the attempt has done its first step."""
+    meanwhile: Callable[[], None]
+    """Called several times a second, to show that this process owns the run's folder."""
     outcome: ExitStatus = field(default_factory=ExitStatus)
     _unread: bytes = b""
+    _lost: OwnerError | None = None
 
     def watch(self) -> ExitStatus:
-        """Wait until the attempt has ended; nothing that it started is left then."""
+        """Wait until the attempt has ended; nothing that it started is left then.
+
+        Raises:
+            OwnerError: `meanwhile` did, and the attempt, which did not notice itself, was ended at once.
+        """
         silent_s = teardown_s = 0.0
         code: int | None = None
         while code is None:
             before = time.monotonic()
             heard = self._read()
+            self._keep()
             # time in which this process was stopped itself is nobody's silence
             spent = min(time.monotonic() - before, 2 * SLICE_S)
             silent_s = 0.0 if heard else silent_s + spent
@@ -184,7 +197,19 @@ class ChildRun:
             self._fail({"kinds": [], "who": "driver", "what": f"it {how}"})
         self.outcome.code = code
         end_descendants()
+        if self._lost is not None:
+            raise self._lost
         return self.outcome
+
+    def _keep(self) -> None:
+        """Show that the folder is owned; where it no longer is, end the attempt before it writes further."""
+        if self._lost is None and self.outcome.failure is None:
+            try:
+                self.meanwhile()
+            except OwnerError as error:
+                self._lost = error
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
 
     def _reap(self) -> int | None:
         """The attempt's exit code if it has ended; orphans of its are seen off too."""
@@ -241,10 +266,12 @@ class ChildRun:
         self._fail({"kinds": [], "who": "driver", "what": f"{state} for {SILENT_S:.0f} s; {where}"})
 
 
-def start_child_run(stack_file: Path, signals: Signals, on_step: Callable[[], None], restarts: int = 0) -> ChildRun | None:
+def start_child_run(
+    stack_file: Path, signals: Signals, on_step: Callable[[], None], meanwhile: Callable[[], None], restarts: int = 0
+) -> ChildRun | None:
     """Fork: the parent gets the attempt; the attempt itself gets None and goes on as if it had no parent.
 
-    `restarts`: attempts that failed before this one.
+    `restarts`: attempts that failed before this one. The others are those of `ChildRun`.
     """
     global _report, _restarts
     adopt_orphans()
@@ -257,7 +284,7 @@ def start_child_run(stack_file: Path, signals: Signals, on_step: Callable[[], No
         start_reaper(pid)
         signals.pass_on_to(pid)
         os.close(write)
-        return ChildRun(pid, read, stacks, stack_file, on_step)
+        return ChildRun(pid, read, stacks, stack_file, on_step, meanwhile)
     signals.__exit__()
     os.setsid()  # a terminal's Ctrl-C comes once, through the parent
     end_with_parent()

@@ -13,6 +13,7 @@ from megarl.core import loop
 from megarl.core.protocols import Placed, Processes
 from megarl.core.steps import RlRun
 from megarl.experience.inputs import RlInputs
+from megarl.runs.owner import owned
 from megarl.runs.training_side import POLICY
 from megarl.trainers.inputs import read_inputs
 from megarl.trainers.start import cluster_ahead, open_cluster, open_roles
@@ -28,7 +29,7 @@ def train(config: Config) -> dict[str, Any]:
     Raises:
         MegarlError: anything the user can mend, as one sentence.
     """
-    with ExitStack() as stack:
+    with owned(config), ExitStack() as stack:
         return loop.train(open_run(config, cluster_ahead(config, stack)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.config import SupervisedConfig
+from megarl.runs.owner import owned
 from megarl.system.torchrun import is_leader
 from megarl.trainers.supervised.run import SupervisedRun
 
@@ -17,7 +18,7 @@ def train(config: SupervisedConfig) -> dict[str, Any]:
     Raises:
         MegarlError: anything the user can mend, as one sentence.
     """
-    with SupervisedRun(config, leads=is_leader()) as run:
+    with owned(config, leads=is_leader()), SupervisedRun(config, leads=is_leader()) as run:
         run.evaluate("before")
         while not run.finished:
             with run.next_step():
