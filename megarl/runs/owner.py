@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import ConfigError, OwnerError
+from megarl.errors import CheckpointError, ConfigError, OwnerError
 
 FILE = "owner.json"
 BEAT_S = 2.0
@@ -416,21 +416,30 @@ def owned(config: Any, *, leads: bool = True) -> Iterator[None]:
         yield
         return
     claim = take_run(config)
+    try:
+        with beating(claim):
+            yield
+    finally:
+        leave_run(claim)
+
+
+@contextlib.contextmanager
+def beating(claim: Claim) -> Iterator[None]:
+    """Have a thread show meanwhile that the owner lives; one that was replaced is not told."""
     is_over = threading.Event()
 
     def beat() -> None:
-        with contextlib.suppress(OwnerError):  # the run sees it at its next phase
+        with contextlib.suppress(OwnerError):
             while not is_over.wait(BEAT_S):
                 claim.beat()
 
-    beats = threading.Thread(target=beat, name="owner of the run folder", daemon=True)
+    beats = threading.Thread(target=beat, name="owner of a folder", daemon=True)
     beats.start()
     try:
         yield
     finally:
         is_over.set()
         beats.join()
-        leave_run(claim)
 
 
 def check_owned() -> None:
@@ -441,3 +450,36 @@ def check_owned() -> None:
     """
     for claim in _held:
         claim.check()
+
+
+# a conversion and its target ------------------------------------------------------------------------------------------
+
+
+def take_target(path: Path, what: str) -> Claim:
+    """Claim, by the file `path`, the folder in which a command writes `what`; who has it calls `beat` and `release`.
+
+    Raises:
+        OwnerError: a command that is alive writes it.
+        CheckpointError: nothing can be written there.
+    """
+
+    def refusal(owner: Owner) -> str:
+        return f"another command is at work on {what}: {owner}; wait for it, or end it with `kill {owner.pid}` on {owner.host}"
+
+    try:
+        return take(path.absolute(), refusal)
+    except OSError as error:
+        raise CheckpointError(f"nothing can be written to '{path.parent}' ({error.strerror})") from None
+
+
+@contextlib.contextmanager
+def writing(target: str | Path) -> Iterator[None]:
+    """Be the only command that writes the folder `target` meanwhile; raises as `take_target` does."""
+    folder = Path(target).absolute()
+    claim = take_target(folder.with_name(f".{folder.name}.{FILE}"), f"'{target}'")
+    try:
+        with beating(claim):
+            yield
+        claim.look()
+    finally:
+        claim.release()
