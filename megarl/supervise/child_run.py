@@ -28,6 +28,7 @@ from megarl.errors import OwnerError, RunStopped
 from megarl.observe.phases import Phases
 from megarl.runs.owner import check_owned
 from megarl.supervise.reaper import start_reaper
+from megarl.system.own_temporary import OwnTemporary
 from megarl.system.process_exit import adopt_orphans, end_with_parent, heeded
 from megarl.system.process_tree import descendants, end_tree
 from megarl.system.threads import share_heaps
@@ -38,6 +39,8 @@ SILENT_S = 60.0
 TEARDOWN_S = 90.0
 """For an attempt that failed to take down its world; then it is ended."""
 SLICE_S = 0.2
+RAY_LOGS = ("raylet", "gcs_server", "monitor")
+RAY_LOG_BYTES = 2**16
 INPUTS = "inputs"
 """Name of an attempt's work before its first phase: it reads the user's files, and nothing but Ray is begun or written."""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -161,6 +164,8 @@ class ChildRun:
     """Called once, when the attempt has done its first step."""
     meanwhile: Callable[[], None]
     """Called several times a second, to show that this process owns the run's folder."""
+    temporary: OwnTemporary
+    """Where temporary files of the attempt and of all that it starts are."""
     outcome: ExitStatus = field(default_factory=ExitStatus)
     _unread: bytes = b""
     _lost: OwnerError | None = None
@@ -197,9 +202,22 @@ class ChildRun:
             self._fail({"kinds": [], "who": "driver", "what": f"it {how}"})
         self.outcome.code = code
         end_descendants()
+        self._keep_ray_logs()
+        self.temporary.remove()
         if self._lost is not None:
             raise self._lost
         return self.outcome
+
+    def _keep_ray_logs(self) -> None:
+        """Keep the ends of what Ray's own processes said of a failure, as their files are among the temporary ones."""
+        kinds = self.outcome.failure["kinds"] if self.outcome.failure is not None else ["MegarlError"]
+        if self._lost is not None or ("MegarlError" in kinds and "WorkerError" not in kinds):
+            return
+        for log in self.temporary.ray.glob("session_*/logs/*"):
+            if log.stem in RAY_LOGS and not log.parent.parent.is_symlink() and log.is_file():
+                kept = self.stack_file.parent.parent / "ray" / log.name
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_bytes(log.read_bytes()[-RAY_LOG_BYTES:])
 
     def _keep(self) -> None:
         """Show that the folder is owned; where it no longer is, end the attempt before it writes further."""
@@ -279,18 +297,20 @@ def start_child_run(
     stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the attempt runs
     sys.stdout.flush()
     sys.stderr.flush()
+    temporary = OwnTemporary(is_seen_to=True)
     pid = os.fork()
     if pid:
-        start_reaper(pid)
+        start_reaper(pid, temporary.folders)
         signals.pass_on_to(pid)
         os.close(write)
-        return ChildRun(pid, read, stacks, stack_file, on_step, meanwhile)
+        return ChildRun(pid, read, stacks, stack_file, on_step, meanwhile, temporary)
     signals.__exit__()
     os.setsid()  # a terminal's Ctrl-C comes once, through the parent
     end_with_parent()
     os.close(read)
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     share_heaps()
+    temporary.use()
     _report, _restarts = StatusPipe(write), restarts
     return None
 

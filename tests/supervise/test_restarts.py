@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 PROGRAM = """
-import os, signal, subprocess, sys, time
+import os, signal, subprocess, sys, tempfile, time
 from pathlib import Path
 from megarl import errors
 from megarl.config import parse_config
@@ -34,6 +34,8 @@ def train(config):
     number = len(tries.read_text().split()) if tries.exists() else 0
     with tries.open("a") as file:
         file.write(config.run.resume + " ")
+    tempfile.mkstemp()
+    subprocess.run([sys.executable, "-c", "import tempfile; tempfile.mkdtemp()"])
     (folder / f"restart-{number}").write_text(str(child_run.is_restart()))
     fail(number, -1)
     phases = Phases()
@@ -96,8 +98,9 @@ def start(
 ) -> subprocess.Popen[str]:
     (folder / "program.py").write_text(PROGRAM)
     command = [sys.executable, str(folder / "program.py"), str(folder), behaviour, str(restarts), resume, str(clock_is_ahead_s)]
-    root = str(Path(__file__).parents[2])
-    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": root}, text=True, stderr=subprocess.PIPE)
+    (folder / "t").mkdir(exist_ok=True)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(folder / "t")}
+    return subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE)
 
 
 def run(folder: Path, behaviour: str, restarts: int = 3, **further: Any) -> tuple[int, list[str], list[dict[str, Any]], str]:
@@ -118,7 +121,8 @@ def wait_for(path: Path) -> None:
 
 
 def nothing_is_left(folder: Path) -> bool:
-    return not any(psutil.pid_exists(int(path.read_text())) for path in folder.glob("child-*"))
+    alive = [path.name for path in folder.glob("child-*") if psutil.pid_exists(int(path.read_text()))]
+    return not alive and not list((folder / "t").iterdir())
 
 
 @pytest.mark.slow
@@ -229,6 +233,10 @@ def test_all_that_a_run_started_ends_with_the_process_that_watches_it(tmp_path: 
         process.communicate(timeout=30)
         _, alive = psutil.wait_procs(below, timeout=20)
         assert alive == []
+        ends_at = time.monotonic() + 60
+        while list((tmp_path / "t").iterdir()):
+            assert time.monotonic() < ends_at
+            time.sleep(0.05)
         assert stranger.poll() is None
     finally:
         stranger.kill()
