@@ -38,7 +38,7 @@ NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EM
 
 
 @dataclass(frozen=True)
-class Owner:
+class FolderOwner:
     """A process, told from all others: also from one of the same id after it or on another machine."""
 
     token: str
@@ -60,7 +60,7 @@ class Owner:
     def __str__(self) -> str:
         return f"process {self.pid} of {self.user} on {self.host}, since {self.since}"
 
-    def fate(self, me: Owner) -> bool | None:
+    def fate(self, me: FolderOwner) -> bool | None:
         """Return whether it is alive, as far as the process `me` can know without waiting; None: not."""
         if (self.host, self.boot, self.pids) == (me.host, me.boot, me.pids):
             return self.started == started(self.pid)
@@ -71,13 +71,13 @@ class Owner:
         return None
 
 
-def this_process() -> Owner:
+def this_process() -> FolderOwner:
     """Describe the process that asks."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container may have no name for it
         user = f"user {os.getuid()}"
-    return Owner(
+    return FolderOwner(
         token=secrets.token_hex(8),
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -103,7 +103,7 @@ def started(pid: int) -> int | None:
 class Claim:
     """The ownership of a folder by this process, or by the one that forked it; made by `take`."""
 
-    def __init__(self, path: Path, owner: Owner, file: int, made: list[Path]) -> None:
+    def __init__(self, path: Path, owner: FolderOwner, file: int, made: list[Path]) -> None:
         self.path, self.owner = path, owner
         self._file, self._made = file, made
         self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -188,7 +188,7 @@ class Claim:
         _remove(mine)
 
 
-def take(path: Path, refusal: Callable[[Owner], str], say: Callable[[str], None] | None = None) -> Claim:
+def take(path: Path, refusal: Callable[[FolderOwner], str], say: Callable[[str], None] | None = None) -> Claim:
     """Claim the folder of `path`, which is made if need be, by the file `path`. Of several processes one gets it.
 
     An owner that is dead is replaced: at once where this machine can tell, else after `MISSED_S` seconds without a beat, in
@@ -217,7 +217,7 @@ def take(path: Path, refusal: Callable[[Owner], str], say: Callable[[str], None]
         _remove(mine)
 
 
-def _holder(path: Path) -> tuple[Owner | None, Path, list[Path]]:
+def _holder(path: Path) -> tuple[FolderOwner | None, Path, list[Path]]:
     """The owner by the file `path`, the file that says so, and the files of succession that led to it.
 
     Who replaces an owner first makes a link that is named after that owner: so only one does.
@@ -231,11 +231,11 @@ def _holder(path: Path) -> tuple[Owner | None, Path, list[Path]]:
     return found, at, passed
 
 
-def _after(path: Path, owner: Owner) -> Path:
+def _after(path: Path, owner: FolderOwner) -> Path:
     return path.with_name(f".{path.name}.after-{owner.token}")
 
 
-def _succeed(path: Path, holder: Owner | None, mine: Path, me: Owner, passed: list[Path]) -> bool:
+def _succeed(path: Path, holder: FolderOwner | None, mine: Path, me: FolderOwner, passed: list[Path]) -> bool:
     """Replace `holder`, which is dead, or nobody; False: another process was faster, or the holder has left."""
     if holder is None:
         return _link(mine, path)
@@ -280,7 +280,7 @@ def _same_token(mine: Path, path: Path) -> bool:
     return one is not None and other is not None and one.token == other.token
 
 
-def _is_alive(holder: Owner, at: Path, me: Owner, say: Callable[[str], None]) -> bool:
+def _is_alive(holder: FolderOwner, at: Path, me: FolderOwner, say: Callable[[str], None]) -> bool:
     """Whether `holder` lives, by what this machine knows or by whether its beat changes."""
     known = holder.fate(me)
     if known is not None:
@@ -309,20 +309,20 @@ def _beat_of(path: Path) -> tuple[int, int] | None:
         os.close(file)
 
 
-def _read(path: Path) -> Owner | None:
+def _read(path: Path) -> FolderOwner | None:
     """The owner that a file names: an unknown one where nobody can read it, None where there is no file."""
     try:
         read: Any = json.loads(path.read_bytes())
-        known = {field.name for field in fields(Owner)}
-        return Owner(**{name: value for name, value in read.items() if name in known})
+        known = {field.name for field in fields(FolderOwner)}
+        return FolderOwner(**{name: value for name, value in read.items() if name in known})
     except FileNotFoundError:
         return None
     except OSError as error:
         if error.errno == errno.ESTALE:  # it was replaced from another host
-            return Owner(token="stale")
+            return FolderOwner(token="stale")
         raise
     except (ValueError, TypeError, AttributeError):
-        return Owner(token="unreadable")
+        return FolderOwner(token="unreadable")
 
 
 def _make_folder(folder: Path) -> list[Path]:
@@ -381,7 +381,7 @@ def take_run(config: Any) -> Claim:
     """
     folder = Path(config.run_folder)
 
-    def refusal(owner: Owner) -> str:
+    def refusal(owner: FolderOwner) -> str:
         return (
             f"{folder} belongs to a run that is alive: {owner}; end that with `kill {owner.pid}` on {owner.host} (it saves "
             f"first), give this run another run.name, or take the folder over by removing {folder / FILE}"
@@ -463,7 +463,7 @@ def take_target(path: Path, what: str) -> Claim:
         CheckpointError: nothing can be written there.
     """
 
-    def refusal(owner: Owner) -> str:
+    def refusal(owner: FolderOwner) -> str:
         return f"another command is at work on {what}: {owner}; wait for it, or end it with `kill {owner.pid}` on {owner.host}"
 
     try:

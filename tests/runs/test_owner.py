@@ -18,7 +18,7 @@ import pytest
 
 from megarl.errors import ConfigError, OwnerError
 from megarl.runs import owner
-from megarl.runs.owner import Claim, Owner, started, take, this_process
+from megarl.runs.owner import Claim, FolderOwner, started, take, this_process
 
 FORK = multiprocessing.get_context("fork")
 
@@ -27,13 +27,13 @@ def claim(path: Path) -> Claim:
     return take(path, lambda holder: f"it belongs to {holder}", say=lambda line: None)
 
 
-def written(path: Path, one: Owner) -> Owner:
+def written(path: Path, one: FolderOwner) -> FolderOwner:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(one)))
     return one
 
 
-def gone() -> Owner:
+def gone() -> FolderOwner:
     """The owner that a process was which has ended."""
     process = FORK.Process(target=lambda: None)
     process.start()
@@ -42,7 +42,7 @@ def gone() -> Owner:
     return replace(this_process(), pid=pid or 0, started=since or 1)
 
 
-def elsewhere(**different: Any) -> Owner:
+def elsewhere(**different: Any) -> FolderOwner:
     return replace(this_process(), host="far", boot="other", pids="other", **different)
 
 
