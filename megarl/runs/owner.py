@@ -48,6 +48,8 @@ class FolderOwner:
     """Clock ticks from the boot to its start."""
     boot: str = ""
     """The id that Linux gives to each boot of a machine."""
+    machine: str = ""
+    """The id of the installation; empty where there is none, as in containers."""
     pids: str = ""
     """The namespace of its process id; containers have their own."""
     user: str = "an unknown user"
@@ -64,8 +66,8 @@ class FolderOwner:
         """Return whether it is alive, as far as the process `me` can know without waiting; None: not."""
         if (self.host, self.boot, self.pids) == (me.host, me.boot, me.pids):
             return self.started == started(self.pid)
-        if self.host == me.host and self.boot != me.boot:  # the machine was started again
-            return False
+        if self.machine and (self.host, self.machine) == (me.host, me.machine) and self.boot != me.boot:
+            return False  # it was started again
         if self.job and self.job == me.job and self.requeues < me.requeues:
             return False
         return None
@@ -77,17 +79,19 @@ def this_process() -> FolderOwner:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container may have no name for it
         user = f"user {os.getuid()}"
+    requeues = os.environ.get("SLURM_RESTART_COUNT", "")
     return FolderOwner(
         token=secrets.token_hex(8),
         host=socket.gethostname(),
         pid=os.getpid(),
         started=started(os.getpid()) or 0,
         boot=_text("/proc/sys/kernel/random/boot_id"),
+        machine=_text("/etc/machine-id"),
         pids=_link_text("/proc/self/ns/pid"),
         user=user,
         since=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         job=os.environ.get("SLURM_JOB_ID", ""),
-        requeues=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        requeues=int(requeues) if requeues.isdigit() else 0,
     )
 
 

@@ -213,11 +213,12 @@ class ChildRun:
         kinds = self.outcome.failure["kinds"] if self.outcome.failure is not None else ["MegarlError"]
         if self._lost is not None or ("MegarlError" in kinds and "WorkerError" not in kinds):
             return
-        for log in self.temporary.ray.glob("session_*/logs/*"):
-            if log.stem in RAY_LOGS and not log.parent.parent.is_symlink() and log.is_file():
-                kept = self.stack_file.parent.parent / "ray" / log.name
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                kept.write_bytes(log.read_bytes()[-RAY_LOG_BYTES:])
+        kept = self.stack_file.parent.parent / "ray"
+        with contextlib.suppress(OSError):  # a disk that is full is told of elsewhere
+            for log in self.temporary.ray.glob("session_*/logs/*"):
+                if log.stem in RAY_LOGS and not log.parent.parent.is_symlink() and log.is_file():
+                    kept.mkdir(parents=True, exist_ok=True)
+                    (kept / log.name).write_bytes(log.read_bytes()[-RAY_LOG_BYTES:])
 
     def _keep(self) -> None:
         """Show that the folder is owned; where it no longer is, end the attempt before it writes further."""

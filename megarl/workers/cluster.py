@@ -227,7 +227,7 @@ class Cluster:
         else:
             # On a CPU machine more ranks than cores may share the cores: places are counted, not cores.
             on_cpu = megarl.platform.detect().name == "cpu"
-            sizes = {"num_cpus": max(self.cores, self.wanted.bundles), "num_gpus": 0} if on_cpu else {}
+            sizes: dict[str, Any] = {"num_cpus": max(self.cores, self.wanted.bundles), "num_gpus": 0} if on_cpu else {}
             # Its GCS never comes back: who has lost it need not try for a minute.
             os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
             # it would keep 280 MB of what actors were asked for

@@ -111,11 +111,13 @@ def test_a_successor_that_died_while_it_replaced_a_dead_owner_is_replaced_too(tm
 
 
 def test_a_process_is_told_from_a_later_one_of_its_id_and_from_one_before_the_machine_was_started_again() -> None:
-    me = this_process()
+    me = replace(this_process(), machine="installed once")
     assert me.fate(me) is True
     assert replace(me, started=me.started - 1).fate(me) is False
     assert gone().fate(me) is False
     assert replace(me, boot="an earlier one").fate(me) is False
+    assert replace(me, boot="an earlier one", machine="another of that name").fate(me) is None
+    assert replace(me, boot="an earlier one", machine="").fate(replace(me, machine="")) is None
     assert replace(me, pids="another container").fate(me) is None
     assert replace(me, host="far").fate(me) is None
     assert elsewhere(job="7", requeues=0).fate(replace(me, job="7", requeues=1)) is False
