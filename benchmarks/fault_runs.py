@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,9 @@ def sums():
 
 Outcome = tuple[list[tuple[Any, ...]], str]
 """What was trained on, in order: (step, group, prompt, response) of every sample; and a hash of the final weights."""
+
+Records = tuple[list[tuple[Any, ...]], Counter[int], list[str]]
+"""Step, reward and loss of every row of metrics.jsonl; events of trace.jsonl by step; the checkpoints."""
 
 SLOW = """
 import time
@@ -230,6 +234,12 @@ class Run:
             environ = environment(self.clock, ROOT) | (self._workers.environment if self._workers is not None else {})
         self.process = subprocess.Popen(command, env=environ, stdout=self.output, stderr=self.output)
 
+    def rival(self) -> subprocess.Popen[bytes]:
+        """The same command once more, beside the run, with its output in a pipe."""
+        environ = environment(self.clock, ROOT) | (self._workers.environment if self._workers is not None else {})
+        command = [*MEGARL, "train", str(self._config)]
+        return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
     @property
     def last_step(self) -> int:
         """See the function."""
@@ -237,6 +247,8 @@ class Run:
 
     def find(self, target: str, draw: random.Random) -> psutil.Process | None:
         """A process of that kind that runs now."""
+        if target == "rival":
+            return psutil.Process(self.process.pid) if (self.folder / "owner.json").exists() else None
         if target == "reward_server":
             return psutil.Process(self.reward.process.pid) if self.reward.process.poll() is None else None
         if target in ("supervisor", "clock"):
@@ -316,3 +328,11 @@ class Run:
         samples = [(row["step"], row["group_id"], tuple(row["prompt_ids"]), tuple(row["response_ids"])) for row in rows]
         weights = sorted((self.folder / "model").glob("*.safetensors"))
         return samples, hashlib.sha256(b"".join(path.read_bytes() for path in weights)).hexdigest()
+
+    def records(self) -> Records:
+        """What its other files say of it."""
+        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        metrics = [(row["step"], row.get("reward/mean"), row.get("policy/loss")) for row in rows]
+        events = [json.loads(line) for line in (self.folder / "trace.jsonl").read_text().splitlines()]
+        checkpoints = sorted(path.name for path in (self.folder / "checkpoints").iterdir())
+        return metrics, Counter(event.get("step", 0) for event in events), checkpoints

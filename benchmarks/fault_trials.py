@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from fault_runs import Outcome, Place, Run
+from fault_runs import Outcome, Place, Records, Run
 
 from megarl.system.atomic_files import write_text_atomically
 
@@ -40,6 +41,8 @@ TARGETS = {
     "node": "the second node: all of Ray there, a rank and an engine; started again by its service manager, here the benchmark",
     "link": "the second node's link to the network",
     "ray": "one of Ray's own processes: raylet, GCS, agents, monitors",
+    "rival": "a second `megarl train` of the same config, with run.resume=auto, beside the run: it must be refused with a "
+    "sentence that names the first",
     "clock": "the time of day, for all Python code of the run (a real one would change it for the machine)",
 }
 DEEDS = {
@@ -49,6 +52,7 @@ DEEDS = {
     "cut": (None, "one of its TCP connections is shut down, both ways"),
     "starve": (None, "it gets no more memory from now on (RLIMIT_AS at what it has)"),
     "oom": (None, "the kernel ends it for want of memory, in a memory cgroup of its own that gets no more"),
+    "start": (None, "it is started, once the run owns its folder, and waited for"),
     "jump": (None, "a day to the future or to the past"),
 }
 KINDS = {
@@ -56,7 +60,7 @@ KINDS = {
         "kill driver", "kill supervisor", "kill rank", "kill engine", "kill reward_server", "kill ray",
         "stop driver", "stop rank", "stop engine", "pause driver", "pause rank", "pause engine", "pause reward_server",
         "cut driver", "cut rank", "cut engine", "cut reward_server", "starve rank", "oom rank",
-        "jump clock",
+        "jump clock", "start rival",
     ),
     "agents": (
         "kill agent", "stop agent", "pause agent", "cut agent", "kill engine", "stop engine", "kill driver", "kill supervisor",
@@ -99,6 +103,8 @@ class Trial:
     prompts_duplicated: int = -1
     same_samples: bool = False
     same_parameters: bool = False
+    same_records: bool = True
+    """Of a run beside which a rival was started: whether no file of it differs in steps, and nothing was begun again."""
     left_behind: list[str] = field(default_factory=list)
     recovered_s: float | None = None
     """From the fault until the run was further than before it, what had to be done again included."""
@@ -113,6 +119,7 @@ class Trial:
             bool(self.hit)
             and self.completed
             and exact
+            and self.same_records
             and not (self.prompts_lost or self.prompts_duplicated or self.left_behind)
         )
 
@@ -135,6 +142,8 @@ def do(kind: str, process: psutil.Process, run: Run, draw: random.Random) -> tup
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
         return what, None
+    if deed == "start":
+        return f"rival: {start_rival(run)}", None
     if deed == "cut":
         return f"{what}: {cut(process, draw)}", None
     if deed == "starve":
@@ -156,6 +165,30 @@ def do(kind: str, process: psutil.Process, run: Run, draw: random.Random) -> tup
 
 class NotHit(Exception):
     """The process gave no occasion for the deed, for as long as it was looked at."""
+
+
+RIVAL_S = 120.0
+
+
+def start_rival(run: Run) -> str:
+    """Start the run's command beside it and return what it said, which must be that the run is alive, by its process.
+
+    Raises:
+        NotHit: the run was over before the rival looked.
+    """
+    rival = run.rival()
+    try:
+        said = rival.communicate(timeout=RIVAL_S)[0].decode(errors="replace").strip()
+    except subprocess.TimeoutExpired:
+        said = f"it still ran after {RIVAL_S:.0f} s"
+    finally:
+        rival.kill()
+    wanted = f"belongs to a run that is alive: process {run.process.pid} of"
+    if rival.returncode == 2 and wanted in said and len(said.splitlines()) == 1:
+        return said
+    if run.process.poll() is not None:
+        raise NotHit
+    return f"NOT REFUSED (exit code {rival.returncode}): {said[-500:]}"
 
 
 def cut(process: psutil.Process, draw: random.Random) -> str:
@@ -220,6 +253,7 @@ class Reference:
     steps: int
     start_s: float
     step_s: float
+    records: Records
 
 
 def undisturbed(place: Place, family: str, steps: int) -> Reference:
@@ -232,10 +266,10 @@ def undisturbed(place: Place, family: str, steps: int) -> Reference:
         time.sleep(0.1)
     if run.process.returncode != 0 or run.left():
         raise SystemExit(f"the undisturbed run failed or left something behind; see {run.folder / 'output.log'}")
-    outcome = run.outcome()
+    outcome, records = run.outcome(), run.records()
     run.end()
     first = times[min(set(times) - {0})]
-    return Reference(outcome, steps, first - began, (times[max(times)] - first) / max(1, steps - 1))
+    return Reference(outcome, steps, first - began, (times[max(times)] - first) / max(1, steps - 1), records)
 
 
 def attempt(trial: Trial, place: Place, reference: Reference, draw: random.Random) -> Trial:
@@ -300,3 +334,6 @@ def judge(trial: Trial, run: Run, reference: Reference) -> None:
     prompts, got_prompts = (Counter((row[0], row[1]) for row in rows) for rows in (wanted, got))
     trial.prompts_lost, trial.prompts_duplicated = (prompts - got_prompts).total(), (got_prompts - prompts).total()
     trial.same_samples, trial.same_parameters = wanted == got, weights == got_weights
+    if trial.kind == "start rival":
+        is_refused = "NOT REFUSED" not in trial.hit and not trial.restarts
+        trial.same_records = is_refused and run.records() == reference.records

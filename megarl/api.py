@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +63,9 @@ def open(config: AnyTree = None, *, rewards: Iterable[Reward] = (), overrides: I
         stack.callback(inputs.close)
         session = Session(checked, inputs, start_processes)
         stack.callback(session.close)
-        session.start(tempfile.mkdtemp(prefix="megarl-logs-"))
+        logs = tempfile.mkdtemp(prefix="megarl-logs-")
+        session.at_close(partial(_remove_logs, session, logs))
+        session.start(logs)
         session.at_close(inputs.close)
         stack.pop_all()
     return session
@@ -95,6 +99,13 @@ def _close_ray(config: AnyConfig) -> None:
             "Ray was imported before megarl.open or megarl.train, so whoever reaches its ports may use it; import it later, "
             "or set RAY_AUTH_MODE (docs/security.md)"
         )
+
+
+def _remove_logs(session: Session, folder: str) -> None:
+    """Remove the logs of a session whose processes have ended, but not where it did not start or wrote stacks: errors name
+    them."""
+    if hasattr(session, "roles") and not os.path.exists(os.path.join(folder, "stacks")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def no_rows() -> list[dict[str, Any]]:

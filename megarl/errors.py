@@ -111,6 +111,10 @@ class ConfigError(MegarlError):
     """A config field is unknown, has the wrong type, or contradicts another field."""
 
 
+class OwnerError(ConfigError):
+    """A folder belongs to another process that is alive, or was taken over by one."""
+
+
 class DataError(MegarlError):
     """A data file or one of its rows cannot be used."""
 

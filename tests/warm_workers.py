@@ -16,6 +16,7 @@ import os
 import random
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -167,6 +168,7 @@ def _become_worker(request: dict[str, Any], files: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     Config.initialize("")  # Ray's library reads its settings from the environment again
+    tempfile.tempdir = None  # that of the environment
     os.chdir(request["folder"])
     sys.argv = request["arguments"]
     random.seed()
@@ -175,6 +177,13 @@ def _become_worker(request: dict[str, Any], files: Sequence[int]) -> None:
     os._exit(0)
 
 
+def _end_with_client(address: str) -> None:
+    """When who started the server is gone, however it ended, remove the folder of the socket and end."""
+    sys.stdin.read()
+    shutil.rmtree(Path(address).parent, ignore_errors=True)
+    os._exit(0)
+
+
 if __name__ == "__main__":
-    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+    threading.Thread(target=_end_with_client, args=(sys.argv[1],), daemon=True).start()
     serve(sys.argv[1])

@@ -294,14 +294,19 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     check_evaluates(config)
     config = with_models(config)
     _close_ray(config, arguments)
+    from megarl.system.own_temporary import own_temporary
     from megarl.trainers.evaluate import evaluate, watch
 
     if arguments.watch and arguments.out is not None:
         raise ConfigError("--out is given, but --watch writes no responses: remove one of them")
     if arguments.watch:
-        watch(config, _say)
+        with own_temporary():
+            watch(config, _say)
     else:
-        figures = evaluate(config, arguments.checkpoint, lambda line: print(line, file=sys.stderr, flush=True), arguments.out)
+        with own_temporary():
+            figures = evaluate(
+                config, arguments.checkpoint, lambda line: print(line, file=sys.stderr, flush=True), arguments.out
+            )
         print(json.dumps({"model": arguments.checkpoint or config.model.path} | figures, indent=2))
     return 0
 
@@ -309,9 +314,11 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _generate(arguments: argparse.Namespace) -> int:
     config = with_models(load_config(arguments.config, arguments.overrides))
     _close_ray(config, arguments)
+    from megarl.system.own_temporary import own_temporary
     from megarl.trainers.generate import generate
 
-    rows = generate(config, arguments.out, arguments.form, arguments.checkpoint)
+    with own_temporary():
+        rows = generate(config, arguments.out, arguments.form, arguments.checkpoint)
     print(f"{rows} rows written to {arguments.out}")
     return 0
 

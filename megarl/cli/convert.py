@@ -57,6 +57,8 @@ def add_convert(commands: Any) -> None:
     merging.add_argument("--adapter", metavar="FOLDER", required=True, help="PEFT folder of low-rank adapters")
     merging.add_argument("--out", metavar="FOLDER", required=True, help="folder to write; it appears when it is complete")
     merging.set_defaults(run=_merge)
+    for action in (*added, merging):
+        action.set_defaults(run=_writing(action.get_default("run")))
 
     verify = actions.add_parser("verify", help="compare two folders, or one with its own record", description=_verify.__doc__)
     verify.add_argument("left", metavar="A", help="Hugging Face folder or distributed checkpoint")
@@ -94,6 +96,18 @@ def _knowing(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Nam
     return known
 
 
+def _writing(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """`run`, while no other command writes its target."""
+
+    def alone(arguments: argparse.Namespace) -> int:
+        from megarl.runs.owner import writing
+
+        with writing(arguments.out if "out" in arguments else arguments.target):
+            return run(arguments)
+
+    return alone
+
+
 def _add_work_options(action: argparse.ArgumentParser) -> None:
     action.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="processes (default: %(default)s)")
     action.add_argument(
@@ -126,7 +140,10 @@ def _export(arguments: argparse.Namespace) -> int:
 
     source = _open_dist(arguments, adapters=True)
     if source.holds_adapters:
-        written = part("lora", "convert", f"'{arguments.source}'").export_adapters(source, arguments.target)
+        from megarl.runs.owner import writing
+
+        with writing(arguments.target):
+            written = part("lora", "convert", f"'{arguments.source}'").export_adapters(source, arguments.target)
         print(f"{arguments.target}: {written:,} adapters, as a PEFT folder")
         return 0
     return _carry_out(plan_hf("export", source, arguments.dtype), arguments)

@@ -18,7 +18,10 @@ from typing import Any, TextIO
 
 from megarl.convert.plan import ConversionPlan
 from megarl.errors import CheckpointError
+from megarl.runs.owner import Claim, take_target
 
+OWN = ("journal-*", "owner-*", ".owner-*")
+"""Files that are no part of the target."""
 _WAIT_S = 10.0
 """How long the journal of a killed command may stay locked: until its worker processes have noticed."""
 
@@ -30,6 +33,7 @@ class Journal:
         self.plan, self.target, self.index, self.count = plan, target, index, count
         self.staging = target.with_name(f".{target.name}.converting")
         self.header = {"plan": fingerprint(plan), "shards": count, "kind": plan.kind, "source": str(plan.source.path.resolve())}
+        self.claim: Claim | None = None
         self._file: TextIO | None = None
 
     @contextmanager
@@ -37,11 +41,23 @@ class Journal:
         """Hold this shard's journal, made if it is not there; no other command may hold it meanwhile.
 
         Raises:
-            CheckpointError: the target exists, another command is writing this shard, or the folder holds another conversion.
+            OwnerError: another command is writing this shard.
+            CheckpointError: the target exists, or the folder holds another conversion.
         """
         refuse_existing(self.target)
-        self.staging.mkdir(parents=True, exist_ok=True)
-        with _locked(self.path(self.index), f"shard {self.index} of {self.count} of '{self.target}'", _WAIT_S) as file:
+        shard = f"shard {self.index} of {self.count} of '{self.target}'"
+        self.claim = take_target(self.staging / f"owner-{self.index}-of-{self.count}.json", shard)
+        try:
+            with self._held(shard):
+                yield self
+        finally:
+            self.claim.release()
+            self.claim = None
+
+    @contextmanager
+    def _held(self, shard: str) -> Iterator[None]:
+        """Lock the journal as well: worker processes of a command that was killed hold it until they end."""
+        with _locked(self.path(self.index), shard, _WAIT_S) as file:
             self._file = file
             refuse_existing(self.target)
             for journal in self.staging.glob("journal-*"):
@@ -49,8 +65,17 @@ class Journal:
             if not self._lines(self.index):
                 file.truncate(0)
                 self._write(self.header)
-            yield self
+            yield
         self._file = None
+
+    def beat(self) -> None:
+        """Show others that this command is alive; called often.
+
+        Raises:
+            OwnerError: another one has taken the shard over.
+        """
+        if self.claim is not None:
+            self.claim.beat()
 
     def done(self, index: int | None = None) -> dict[int, list[str]]:
         """Checksums of what each finished task wrote, by the task's number; of this shard, or of shard `index`."""
@@ -85,8 +110,8 @@ class Journal:
                 for task, checksums in self.done(shard).items():
                     named |= dict(zip(self.plan.tasks[task].names, checksums, strict=True))
             self.plan.finish(self.staging, {name: named[name] for task in self.plan.tasks for name in task.names})
-            for leftover in (*self.staging.glob("journal-*"), self.staging / "finish.lock"):
-                leftover.unlink()
+            for leftover in (*(path for own in OWN for path in self.staging.glob(own)), self.staging / "finish.lock"):
+                leftover.unlink(missing_ok=True)
             self.staging.replace(self.target)
         return True
 

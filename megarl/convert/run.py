@@ -66,6 +66,7 @@ def run_plan(
         total, done = sum(plan.tasks[n].nbytes for n in shard_tasks), sum(plan.tasks[n].nbytes for n in finished_tasks)
 
         def tick(nbytes: int) -> None:
+            journal.beat()
             if progress is not None:
                 progress(done + nbytes, total)
 
@@ -192,6 +193,7 @@ def _still_there(plan: ConversionPlan, journal: Journal) -> set[int]:
     intact = set()
     with closing(Files(journal.staging, os.O_RDONLY)) as files:
         for number, checksums in journal.done().items():
+            journal.beat()
             on_disk = [extent_checksum(files, extent, itemsize) for _, extent, itemsize in target_extents(plan.tasks[number])]
             if on_disk == checksums:
                 intact.add(number)

@@ -26,6 +26,7 @@ from megarl.errors import (
     ConfigError,
     DeadlineError,
     MegarlError,
+    OwnerError,
     RunInterrupted,
     RunStopped,
     WorkerError,
@@ -148,7 +149,7 @@ class Run(ABC):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.marks.end(error)
-        ranks_are_well = isinstance(error, Exception) and not isinstance(error, WorkerError | DeadlineError)
+        ranks_are_well = isinstance(error, Exception) and not isinstance(error, WorkerError | DeadlineError | OwnerError)
         if self.saving.is_under_way and ranks_are_well and not is_torchrun():  # else other drivers may know of no error
             with suppress(MegarlError):  # what is there already is not to be lost, whatever happened since
                 self.saving.finish(self.roles, wait=True)
@@ -157,7 +158,7 @@ class Run(ABC):
             observer.end(wait=error is None or ranks_are_well)
             for line in observer.take_lines():
                 self.progress.say(line)
-        if self.leads:
+        if self.leads and not isinstance(error, OwnerError):
             self.checkpoints.remove_unfinished()
         if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
             raise self._disk_trouble(error) from error

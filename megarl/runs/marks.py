@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.secrets import redacted
-from megarl.errors import RunInterrupted, RunStopped
+from megarl.errors import OwnerError, RunInterrupted, RunStopped
 from megarl.observe import machine, versions
 from megarl.runs.provenance import commit
 from megarl.system.atomic_files import write_text_atomically
@@ -36,8 +36,8 @@ class RunMarks:
             write_text_atomically(self._machine, json.dumps(self._facts, indent=1) + "\n")
 
     def end(self, error: BaseException | None) -> None:
-        """Say how the run ended, where it did so by `error`."""
-        if error is None or not self._facts:
+        """Say how the run ended, where it did so by `error`; not in a folder that another run has taken over."""
+        if error is None or isinstance(error, OwnerError) or not self._facts:
             return
         told_to = isinstance(error, RunStopped | RunInterrupted) or not isinstance(error, Exception)
         why = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else redacted(str(error)) or type(error).__name__

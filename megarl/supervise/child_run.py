@@ -24,9 +24,11 @@ from typing import IO, Any, Self
 
 import psutil
 
-from megarl.errors import RunStopped
+from megarl.errors import OwnerError, RunStopped
 from megarl.observe.phases import Phases
+from megarl.runs.owner import check_owned
 from megarl.supervise.reaper import start_reaper
+from megarl.system.own_temporary import OwnTemporary
 from megarl.system.process_exit import adopt_orphans, end_with_parent, heeded
 from megarl.system.process_tree import descendants, end_tree
 from megarl.system.threads import share_heaps
@@ -37,6 +39,8 @@ SILENT_S = 60.0
 TEARDOWN_S = 90.0
 """For an attempt that failed to take down its world; then it is ended."""
 SLICE_S = 0.2
+RAY_LOGS = ("raylet", "gcs_server", "monitor")
+RAY_LOG_BYTES = 2**16
 INPUTS = "inputs"
 """Name of an attempt's work before its first phase: it reads the user's files, and nothing but Ray is begun or written."""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -106,7 +110,11 @@ def is_watched() -> bool:
 
 
 def follow(phases: Phases) -> None:
-    """Tell the parent, if this process is somebody's attempt, of every phase from now on."""
+    """Look at every phase from now on whether the run still owns its folder; tell the parent, if there is one, of the phase.
+
+    Where another process has taken the folder over, the phase raises OwnerError.
+    """
+    phases.listen(lambda name: check_owned())
     if _report is not None:
         _report.follow(phases)
 
@@ -154,16 +162,26 @@ class ChildRun:
     """Where they go if they were asked for: until then a run has no files."""
     on_step: Callable[[], None]
     """Called once, when the attempt has done its first step."""
+    meanwhile: Callable[[], None]
+    """Called several times a second, to show that this process owns the run's folder."""
+    temporary: OwnTemporary
+    """Where temporary files of the attempt and of all that it starts are."""
     outcome: ExitStatus = field(default_factory=ExitStatus)
     _unread: bytes = b""
+    _lost: OwnerError | None = None
 
     def watch(self) -> ExitStatus:
-        """Wait until the attempt has ended; nothing that it started is left then."""
+        """Wait until the attempt has ended; nothing that it started is left then.
+
+        Raises:
+            OwnerError: `meanwhile` did, and the attempt, which did not notice itself, was ended at once.
+        """
         silent_s = teardown_s = 0.0
         code: int | None = None
         while code is None:
             before = time.monotonic()
             heard = self._read()
+            self._keep()
             # time in which this process was stopped itself is nobody's silence
             spent = min(time.monotonic() - before, 2 * SLICE_S)
             silent_s = 0.0 if heard else silent_s + spent
@@ -184,7 +202,33 @@ class ChildRun:
             self._fail({"kinds": [], "who": "driver", "what": f"it {how}"})
         self.outcome.code = code
         end_descendants()
+        self._keep_ray_logs()
+        self.temporary.remove()
+        if self._lost is not None:
+            raise self._lost
         return self.outcome
+
+    def _keep_ray_logs(self) -> None:
+        """Keep the ends of what Ray's own processes said of a failure, as their files are among the temporary ones."""
+        kinds = self.outcome.failure["kinds"] if self.outcome.failure is not None else ["MegarlError"]
+        if self._lost is not None or ("MegarlError" in kinds and "WorkerError" not in kinds):
+            return
+        kept = self.stack_file.parent.parent / "ray"
+        with contextlib.suppress(OSError):  # a disk that is full is told of elsewhere
+            for log in self.temporary.ray.glob("session_*/logs/*"):
+                if log.stem in RAY_LOGS and not log.parent.parent.is_symlink() and log.is_file():
+                    kept.mkdir(parents=True, exist_ok=True)
+                    (kept / log.name).write_bytes(log.read_bytes()[-RAY_LOG_BYTES:])
+
+    def _keep(self) -> None:
+        """Show that the folder is owned; where it no longer is, end the attempt before it writes further."""
+        if self._lost is None and self.outcome.failure is None:
+            try:
+                self.meanwhile()
+            except OwnerError as error:
+                self._lost = error
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
 
     def _reap(self) -> int | None:
         """The attempt's exit code if it has ended; orphans of its are seen off too."""
@@ -241,10 +285,12 @@ class ChildRun:
         self._fail({"kinds": [], "who": "driver", "what": f"{state} for {SILENT_S:.0f} s; {where}"})
 
 
-def start_child_run(stack_file: Path, signals: Signals, on_step: Callable[[], None], restarts: int = 0) -> ChildRun | None:
+def start_child_run(
+    stack_file: Path, signals: Signals, on_step: Callable[[], None], meanwhile: Callable[[], None], restarts: int = 0
+) -> ChildRun | None:
     """Fork: the parent gets the attempt; the attempt itself gets None and goes on as if it had no parent.
 
-    `restarts`: attempts that failed before this one.
+    `restarts`: attempts that failed before this one. The others are those of `ChildRun`.
     """
     global _report, _restarts
     adopt_orphans()
@@ -252,18 +298,20 @@ def start_child_run(stack_file: Path, signals: Signals, on_step: Callable[[], No
     stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the attempt runs
     sys.stdout.flush()
     sys.stderr.flush()
+    temporary = OwnTemporary(is_seen_to=True)
     pid = os.fork()
     if pid:
-        start_reaper(pid)
+        start_reaper(pid, temporary.folders)
         signals.pass_on_to(pid)
         os.close(write)
-        return ChildRun(pid, read, stacks, stack_file, on_step)
+        return ChildRun(pid, read, stacks, stack_file, on_step, meanwhile, temporary)
     signals.__exit__()
     os.setsid()  # a terminal's Ctrl-C comes once, through the parent
     end_with_parent()
     os.close(read)
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     share_heaps()
+    temporary.use()
     _report, _restarts = StatusPipe(write), restarts
     return None
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from megarl.config import AnyConfig
 from megarl.errors import RunStopped, WorkerError
+from megarl.runs.owner import Claim, leave_run, take_run
 from megarl.runs.run_checkpoint import CheckpointFolder
 from megarl.supervise.child_run import INPUTS, ExitStatus, Signals, report_end, start_child_run
 from megarl.system.atomic_files import write_text_atomically
@@ -50,18 +51,23 @@ def run_with_restarts(config: AnyConfig, train: Callable[[AnyConfig], Any]) -> i
     have imported what starts threads.
 
     Raises:
+        OwnerError: a run that is alive owns the folder, or took it over.
         WorkerError: it failed once more than it may be restarted, and could not say so itself.
         RunStopped: a signal ended it between two attempts.
     """
     if not config.run.max_restarts:
         train(config)
         return 0
-    return _Supervision(config, train).run()
+    claim = take_run(config)
+    try:
+        return _Supervision(config, train, claim).run()
+    finally:
+        leave_run(claim)
 
 
 class _Supervision:
-    def __init__(self, config: Any, train: Callable[[Any], Any]) -> None:
-        self.config, self.train = config, train
+    def __init__(self, config: Any, train: Callable[[Any], Any], claim: Claim) -> None:
+        self.config, self.train, self.claim = config, train, claim
         self.folder = Path(config.run_folder)
         self.checkpoints = CheckpointFolder(self.folder / "checkpoints")
         self.faults: list[Fault] = []
@@ -76,7 +82,7 @@ class _Supervision:
         with self.signals:
             while True:
                 stacks = self.folder / "logs" / "stacks" / "driver.txt"
-                attempt = start_child_run(stacks, self.signals, self._recovered, len(self.faults))
+                attempt = start_child_run(stacks, self.signals, self._recovered, self.claim.beat, len(self.faults))
                 if attempt is None:
                     return self._as_attempt(config)
                 outcome = attempt.watch()
@@ -140,6 +146,7 @@ class _Supervision:
         ends_at = time.monotonic() + wait_s
         while (left_s := ends_at - time.monotonic()) > 0:
             self._leave_if_told("it was to be begun again")
+            self.claim.beat()
             time.sleep(min(left_s, 0.2))
 
     def _leave_if_told(self, meanwhile: str) -> None:
@@ -169,6 +176,7 @@ class _Supervision:
             self._write()
 
     def _write(self) -> None:
+        self.claim.look()
         lines = "".join(json.dumps(asdict(fault)) + "\n" for fault in self.faults)
         write_text_atomically(self.folder / "faults.jsonl", self._earlier + lines)
 

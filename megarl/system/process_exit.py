@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import os
+import select
 import signal
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +20,14 @@ def end_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it went in between
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for_parent(pid: int) -> None:
+    """Return when the parent, whose process id was `pid`, is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        handle = os.pidfd_open(pid)
+        if os.getppid() == pid:
+            select.select([handle], [], [])
 
 
 def adopt_orphans() -> None:

@@ -26,6 +26,7 @@ from megarl.config.layout import Layout
 from megarl.errors import ClusterError, WorkerError
 from megarl.platform import Platform
 from megarl.system.hub import CachedModel
+from megarl.system.own_temporary import OwnTemporary, current
 from megarl.weights.placement import Placement, PlacementRequest, place
 from megarl.workers import engine_actor
 from megarl.workers.bundles import find_bundles
@@ -88,6 +89,7 @@ class Cluster:
         self.engine_nodes: list[Any] = []
         self._reserved: PlacementGroup | None = None
         self._owns_ray = self._have_gpus = False
+        self._temporary: OwnTemporary | None = None
         self._starter: ThreadPoolExecutor | None = None
         self._starting: Future[None] | None = None
 
@@ -170,6 +172,8 @@ class Cluster:
             wait([self._starting])
         if ray.is_initialized():
             self._shutdown()
+        if self._temporary is not None:
+            self._temporary.remove()
         if self._starter is not None:  # not before: the kernel ends Ray's processes with the thread that started them
             self._starter.shutdown()
 
@@ -223,7 +227,7 @@ class Cluster:
         else:
             # On a CPU machine more ranks than cores may share the cores: places are counted, not cores.
             on_cpu = megarl.platform.detect().name == "cpu"
-            sizes = {"num_cpus": max(self.cores, self.wanted.bundles), "num_gpus": 0} if on_cpu else {}
+            sizes: dict[str, Any] = {"num_cpus": max(self.cores, self.wanted.bundles), "num_gpus": 0} if on_cpu else {}
             # Its GCS never comes back: who has lost it need not try for a minute.
             os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
             # it would keep 280 MB of what actors were asked for
@@ -231,8 +235,13 @@ class Cluster:
             os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # every actor has an environment of its own
             # a rank that is ended would take along who removes its shared memory, which would stay until the machine restarts
             os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "0")
+            own = current()
+            if own is None:  # in a program that is not ours to lead elsewhere
+                own = self._temporary = OwnTemporary()
+            sizes |= {"include_dashboard": False, "object_store_memory": 512 * 2**20, "_temp_dir": str(own.ray)}
             try:
-                ray.init(address="local", **sizes, include_dashboard=False, object_store_memory=512 * 2**20, **quiet)
+                with own.led_there():
+                    ray.init(address="local", **sizes, **quiet)
             except Exception as error:
                 if "timed out" not in str(error).lower():  # Ray has no class of its own for this
                     raise

@@ -21,7 +21,7 @@ from megarl.convert import run as convert_run
 from megarl.convert.plan import plan_dist
 from megarl.convert.run import run_plan
 from megarl.convert.sources import open_hf
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, OwnerError
 from tests.convert.conftest import exported, imported
 
 LAYOUT = Layout(tp=2, pp=2)
@@ -207,16 +207,49 @@ def test_a_worker_that_dies_is_named_and_its_work_is_done_by_the_next_command(
 
 
 @pytest.mark.slow
-def test_two_commands_do_not_write_one_shard_at_once(families: Callable[[str], Path], tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("megarl.convert.journal._WAIT_S", 0.3)
+def test_two_commands_do_not_write_one_shard_at_once_and_the_second_names_the_first(
+    families: Callable[[str], Path], tmp_path: Path
+) -> None:
     from megarl.convert.journal import Journal
 
     plan = plan_dist("import", open_hf(families("llama")), LAYOUT, None)
-    with (
-        Journal(plan, tmp_path / "dist", 0, 1).opened(),
-        pytest.raises(CheckpointError, match="another command is at work on shard 0 of 1"),
-    ):
-        run_plan(plan, tmp_path / "dist")
+    with Journal(plan, tmp_path / "dist", 0, 1).opened():
+        with pytest.raises(OwnerError) as refused:
+            run_plan(plan, tmp_path / "dist")
+        said = f"another command is at work on shard 0 of 1 of '{tmp_path / 'dist'}': process {os.getpid()} of "
+        assert str(refused.value).startswith(said)
+        assert f"`kill {os.getpid()}`" in str(refused.value)
+    assert run_plan(plan, tmp_path / "dist").finished
+    assert [path.name for path in (tmp_path / "dist").glob("*owner*")] == []
+
+
+@pytest.mark.slow
+def test_a_conversion_that_was_taken_over_ends_before_it_writes_further(
+    families: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.runs.owner.BEAT_S", 0.0)
+    run, staging = convert_run.run_task, tmp_path / ".dist.converting"
+
+    def robbed(*arguments: Any) -> Any:
+        (staging / "owner-0-of-1.json").unlink(missing_ok=True)
+        return run(*arguments)
+
+    monkeypatch.setattr(convert_run, "run_task", robbed)
+    with pytest.raises(OwnerError, match="was removed"):
+        imported(families("llama"), tmp_path / "dist", LAYOUT)
+    assert not (tmp_path / "dist").exists()
+
+
+def test_merging_into_a_folder_that_another_command_writes_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megarl.runs.owner import writing
+
+    with writing(tmp_path / "out"):
+        arguments = ["convert", "merge", "--base", "a", "--adapter", "b", "--out", str(tmp_path / "out")]
+        assert cli.main(arguments) == 2
+    assert f"another command is at work on '{tmp_path / 'out'}': process {os.getpid()} of" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_record_names_source_layout_and_a_checksum_for_every_chunk(families: Callable[[str], Path], tmp_path: Path) -> None:

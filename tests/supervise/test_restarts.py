@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 PROGRAM = """
-import os, signal, subprocess, sys, time
+import os, signal, subprocess, sys, tempfile, time
 from pathlib import Path
 from megarl import errors
 from megarl.config import parse_config
@@ -34,6 +34,8 @@ def train(config):
     number = len(tries.read_text().split()) if tries.exists() else 0
     with tries.open("a") as file:
         file.write(config.run.resume + " ")
+    tempfile.mkstemp()
+    subprocess.run([sys.executable, "-c", "import tempfile; tempfile.mkdtemp()"])
     (folder / f"restart-{number}").write_text(str(child_run.is_restart()))
     fail(number, -1)
     phases = Phases()
@@ -96,8 +98,9 @@ def start(
 ) -> subprocess.Popen[str]:
     (folder / "program.py").write_text(PROGRAM)
     command = [sys.executable, str(folder / "program.py"), str(folder), behaviour, str(restarts), resume, str(clock_is_ahead_s)]
-    root = str(Path(__file__).parents[2])
-    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": root}, text=True, stderr=subprocess.PIPE)
+    (folder / "t").mkdir(exist_ok=True)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(folder / "t")}
+    return subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE)
 
 
 def run(folder: Path, behaviour: str, restarts: int = 3, **further: Any) -> tuple[int, list[str], list[dict[str, Any]], str]:
@@ -110,8 +113,16 @@ def run(folder: Path, behaviour: str, restarts: int = 3, **further: Any) -> tupl
     return process.returncode, (folder / "tries").read_text().split(), lines, said
 
 
+def wait_for(path: Path) -> None:
+    ends_at = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < ends_at
+        time.sleep(0.05)
+
+
 def nothing_is_left(folder: Path) -> bool:
-    return not any(psutil.pid_exists(int(path.read_text())) for path in folder.glob("child-*"))
+    alive = [path.name for path in folder.glob("child-*") if psutil.pid_exists(int(path.read_text()))]
+    return not alive and not list((folder / "t").iterdir())
 
 
 @pytest.mark.slow
@@ -204,10 +215,7 @@ def test_without_restarts_nothing_stands_between_the_caller_and_the_run(tmp_path
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGINT, 130)])
 def test_a_signal_is_passed_on_and_ends_the_run_for_good(tmp_path: Path, number: signal.Signals, code: int) -> None:
     process = start(tmp_path, "sleep@9,1", 3)
-    ends_at = time.monotonic() + 30
-    while not (tmp_path / "sleeps").exists():
-        assert time.monotonic() < ends_at
-        time.sleep(0.05)
+    wait_for(tmp_path / "sleeps")
     process.send_signal(number)
     _, said = process.communicate(timeout=30)
     assert process.returncode == code, said
@@ -218,20 +226,52 @@ def test_a_signal_is_passed_on_and_ends_the_run_for_good(tmp_path: Path, number:
 def test_all_that_a_run_started_ends_with_the_process_that_watches_it(tmp_path: Path) -> None:
     process, stranger = start(tmp_path, "sleep@9,1", 3), subprocess.Popen(["sleep", "600"])
     try:
-        ends_at = time.monotonic() + 30
-        while not (tmp_path / "sleeps").exists():
-            assert time.monotonic() < ends_at
-            time.sleep(0.05)
+        wait_for(tmp_path / "sleeps")
         below = psutil.Process(process.pid).children(recursive=True)
         assert int((tmp_path / "child-0").read_text()) in [child.pid for child in below]
         process.kill()
         process.communicate(timeout=30)
         _, alive = psutil.wait_procs(below, timeout=20)
         assert alive == []
+        ends_at = time.monotonic() + 60
+        while list((tmp_path / "t").iterdir()):
+            assert time.monotonic() < ends_at
+            time.sleep(0.05)
         assert stranger.poll() is None
     finally:
         stranger.kill()
         stranger.wait()
+
+
+def test_a_second_run_in_the_folder_is_refused_while_the_first_lives_and_begins_at_once_when_it_is_killed(
+    tmp_path: Path,
+) -> None:
+    first = start(tmp_path, "sleep@1,1", restarts=3)
+    wait_for(tmp_path / "sleeps")
+    second = start(tmp_path, "sleep@0,0", restarts=3, resume="auto")
+    _, said = second.communicate(timeout=60)
+    assert second.returncode == 2
+    assert f"{tmp_path / 'runs' / 'run'} belongs to a run that is alive: process {first.pid} of" in said
+    assert f"`kill {first.pid}`" in said
+    assert (tmp_path / "tries").read_text().split() == ["never"]
+    first.kill()
+    first.communicate(timeout=60)
+    code, tries, _, said = run(tmp_path, "sleep@0,0", resume="auto")
+    assert (code, tries) == (0, ["never", "auto"])
+    assert not (tmp_path / "runs" / "run" / "owner.json").exists()
+
+
+def test_a_run_whose_folder_is_taken_from_it_ends_with_all_that_it_started_and_is_not_begun_again(tmp_path: Path) -> None:
+    first = start(tmp_path, "sleep@1,1", restarts=3)
+    wait_for(tmp_path / "sleeps")
+    (tmp_path / "runs" / "run" / "owner.json").unlink()
+    _, said = first.communicate(timeout=60)
+    assert first.returncode == 2
+    assert "OwnerError: " in said
+    assert "was removed" in said
+    assert (tmp_path / "tries").read_text().split() == ["never"]
+    assert not (tmp_path / "runs" / "run" / "faults.jsonl").exists()
+    assert nothing_is_left(tmp_path)
 
 
 def test_what_watches_a_run_is_small() -> None:

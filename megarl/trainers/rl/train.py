@@ -13,6 +13,7 @@ from megarl.core import loop
 from megarl.core.protocols import Placed, Processes
 from megarl.core.steps import RlRun
 from megarl.experience.inputs import RlInputs
+from megarl.runs.owner import owned
 from megarl.runs.resuming import refuse_changes
 from megarl.runs.training_side import POLICY
 from megarl.supervise.child_run import is_restart
@@ -30,8 +31,8 @@ def train(config: Config) -> dict[str, Any]:
     Raises:
         MegarlError: anything the user can mend, as one sentence.
     """
-    is_told_to_resume = refuse_changes(config) is not None and not is_restart()
-    with ExitStack() as stack:  # what a checkpoint refuses once rows are read is refused before Ray, too
+    with owned(config), ExitStack() as stack:  # what a checkpoint refuses once rows are read is refused before Ray, too
+        is_told_to_resume = refuse_changes(config) is not None and not is_restart()
         return loop.train(open_run(config, None if is_told_to_resume else cluster_ahead(config, stack)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.config import SupervisedConfig
+from megarl.runs.owner import owned
 from megarl.runs.resuming import refuse_changes
 from megarl.system.torchrun import is_leader
 from megarl.trainers.supervised.run import SupervisedRun
@@ -18,7 +19,12 @@ def train(config: SupervisedConfig) -> dict[str, Any]:
     Raises:
         MegarlError: anything the user can mend, as one sentence.
     """
-    refuse_changes(config)
+    with owned(config, leads=is_leader()):
+        refuse_changes(config)
+        return _train(config)
+
+
+def _train(config: SupervisedConfig) -> dict[str, Any]:
     with SupervisedRun(config, leads=is_leader()) as run:
         run.evaluate("before")
         while not run.finished:

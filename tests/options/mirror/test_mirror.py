@@ -291,6 +291,7 @@ def test_records_come_back_where_they_lack_and_damaged_ones_are_passed_over(
     (run / "media").mkdir()
     (run / "media" / "9b.png").write_bytes(b"a picture")
     (run / ".hidden").write_bytes(b"-")
+    (run / "owner.json").write_bytes(b"{}")
     (run / "metrics.jsonl.1-2.part").write_bytes(b"-")
     for name, content in records.items():
         (run / name).write_bytes(content)
