@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 from typing import Any, Protocol
 
+from megarl.config.sources import FILE_SOURCES
 from megarl.errors import DataError, nearest
 
 Row = dict[str, Any]
@@ -71,9 +70,12 @@ class RowPlace:
     number: int
 
     def __str__(self) -> str:
-        source = self.origin.source
-        line = line_of_row(source.path, self.number) if source is not None and source.source == "jsonl" else None
-        return f"{self.origin} row {self.number} (counted from 0)" if line is None else f"{self.origin} line {line}"
+        source, line = self.origin.source, None
+        if source is not None and source.source in FILE_SOURCES:
+            from megarl.data.row_folder import line_of_row
+
+            line = line_of_row(source, self.number)
+        return f"{self.origin} {line or f'row {self.number} (counted from 0)'}"
 
 
 def value_of(row: Row, key: str, field: str, place: RowPlace | str) -> Any:
@@ -127,19 +129,9 @@ def _same_thing(key: str, row: Row) -> str:
 
 def describe_source(source: DataSource) -> str:
     """The source as error messages name it: its file, task or function."""
-    if source.source in ("jsonl", "parquet", "dataset"):
+    if source.source in FILE_SOURCES:
         parts = [part for part in (source.name, source.split) if part is not None] if source.source == "dataset" else []
         return f"'{source.path}'" + (f" ({', '.join(parts)})" if parts else "")
     if source.source == "mixture":
         return f"a mixture of {len(source.parts)} sources"
     return f"{source.source} source '{source.name}'"
-
-
-def line_of_row(path: str | None, number: int) -> int | None:
-    """The line of row `number` (counted from 0) in a JSONL file, whose blank lines are no rows; None if it cannot be read."""
-    try:
-        with Path(path or "").open("rb") as file:
-            lines = (line for line, text in enumerate(file, start=1) if text.strip())
-            return next(islice(lines, number, None), None)
-    except OSError:
-        return None
