@@ -16,6 +16,7 @@ from megarl.config.layout_section import LayoutConfig
 from megarl.config.optimizer import OptimizerConfig
 from megarl.config.option_sections import with_options
 from megarl.config.presets import Fp8Format, Fp8RecipeName
+from megarl.config.row_template import Template, with_prompt_key
 from megarl.config.section import ClassPath, Count, NonNegative, Positive, Seconds, Section
 from megarl.config.sources import SourceConfig, held_out_defaults
 from megarl.option_list import functions
@@ -233,6 +234,9 @@ class PromptFields(Section):
     """Rows to train on."""
     eval: SourceConfig | None = None
     """Rows to evaluate on; generated tasks default to 200 rows from seed 1000000. null: no evaluation."""
+    prompt: Template | None = None
+    """Template that makes the prompt of several columns of a row, such as `"{instruction}\\n{input}"`; it stands under
+    `prompt_key` then. null: the row has it there."""
     prompt_key: str = "question"
     """Key of the prompt in a row. The prompt is text or a list of chat messages."""
     answer_key: str = "answer"
@@ -241,6 +245,8 @@ class PromptFields(Section):
     """Key of the data source of a row: metrics of training are given for each source, too. null: for each part of a mixture."""
     system_prompt: str | None = None
     """System message before every prompt. null: none."""
+    system_key: str | None = "system"
+    """Key of a row's own system message, a text; rows may lack it. null: not read."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """Apply the tokenizer's chat template. `auto`: if the tokenizer has one. `always`: fail if it has none. `never`: plain
     text."""
@@ -252,7 +258,7 @@ class PromptFields(Section):
     @model_validator(mode="before")
     @classmethod
     def _keep_held_out_rows_apart(cls, tree: Any) -> Any:
-        return held_out_defaults(tree, "eval")
+        return with_prompt_key(held_out_defaults(tree, "eval"))
 
 
 @with_options

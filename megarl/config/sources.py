@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from megarl.config.row_template import ColumnOrTemplate
 from megarl.config.section import Count, NonNegative, Positive, Section
 
 HELD_OUT_ROWS, HELD_OUT_SEED = 200, 1_000_000
@@ -49,7 +50,7 @@ class SourceConfig(Section):
     all)."""
     seed: Count = 0
     """Seed of generated tasks. Row i is generated from seed + i."""
-    columns: dict[str, str] = Field(default_factory=dict)
+    columns: dict[str, ColumnOrTemplate] = Field(default_factory=dict)
     """Renames keys of a row, as `new name: name in the row`, or makes them of several, as `new name: "{question} {hint}"`.
     Other keys keep their names."""
     keep: dict[str, Annotated[tuple[float | None, float | None], Field(strict=False)]] = Field(default_factory=dict)

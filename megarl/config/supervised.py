@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from megarl.config.option_sections import with_options
 from megarl.config.profile import ProfileConfig
 from megarl.config.questions import ConfiguredRole, Questions
+from megarl.config.row_template import Template, with_prompt_key
 from megarl.config.section import NonNegative, Positive, Section
 from megarl.config.sections import ModelConfig, PictureFields, PolicyConfig, ReferenceConfig, ResourcesConfig
 from megarl.config.sources import SourceConfig
@@ -91,6 +92,9 @@ class SupervisedFields(Section):
     """Rows to evaluate on. null: no evaluation."""
     rows_per_step: Positive = 32
     """Number of rows (or pairs) per optimizer step, over all data-parallel ranks."""
+    prompt: Template | None = None
+    """Template that makes the prompt of several columns of a row, such as `"{instruction}\\n{input}"`; it stands under
+    `prompt_key` then. null: the row has it there."""
     prompt_key: str = "prompt"
     """Key of the prompt in a row, text or a list of chat messages. Keys here may be dotted: `a.b` is key `b` inside `a`."""
     response_key: str = "response"
@@ -98,8 +102,9 @@ class SupervisedFields(Section):
     messages_key: str | None = None
     """Key of a whole conversation; its assistant turns are trained on (sft, dft), or the last one (kto, bco). null: prompt and
     response; in rows without a response `messages` or `conversations`."""
-    tools_key: str = "tools"
-    """Key of the JSON schemas (or their JSON text) of tools that the conversation may call; rows may lack it."""
+    tools_key: str | None = "tools"
+    """Key of the JSON schemas (or their JSON text) of tools that the conversation may call; rows may lack it. null:
+    not read."""
     chosen_key: str = "chosen"
     """Key of the better response of a pair."""
     rejected_key: str = "rejected"
@@ -115,6 +120,8 @@ class SupervisedFields(Section):
     """What to do with pairs whose two sides are equal: stop with an `error`, or `drop` and count them."""
     system_prompt: str | None = None
     """System message before every prompt. null: none."""
+    system_key: str | None = "system"
+    """Key of a row's own system message, a text; rows may lack it. null: not read."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """Apply the tokenizer's chat template. `auto`: if the tokenizer has one. `always`: fail if it has none. `never`: plain
     text."""
@@ -122,6 +129,11 @@ class SupervisedFields(Section):
     """Maximum length of prompt and response together, in tokens."""
     overlong: Literal["error", "drop"] = "error"
     """What to do with longer rows: stop with an `error`, or `drop` and count them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_prompt(cls, tree: Any) -> Any:
+        return with_prompt_key(tree)
 
 
 @with_options

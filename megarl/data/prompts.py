@@ -9,11 +9,13 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+from megarl.config.row_template import is_template
 from megarl.config.source_checks import PROCEDURAL_ROWS
 from megarl.config.sources import FILE_SOURCES
 from megarl.data.hub_dataset import hub_rows
 from megarl.data.row_folder import local_rows
 from megarl.data.row_numbers import is_kept
+from megarl.data.row_template import fill
 from megarl.data.rows import DataSource, Origin, Row, RowPlace, describe_source, value_of
 from megarl.errors import DataError, nearest
 from megarl.system.hub import HubRepo
@@ -79,7 +81,11 @@ def _renamed(rows: Iterable[Row | None], columns: dict[str, str], source: DataSo
             yield row
             continue
         place = RowPlace(Origin("", source), number)
-        yield {**row, **{new: value_of(row, old, f"columns.{new}", place) for new, old in columns.items()}}
+        yield {**row, **{new: _column(row, old, f"columns.{new}", place) for new, old in columns.items()}}
+
+
+def _column(row: Row, old: str, field: str, place: RowPlace) -> Any:
+    return fill(old, row, field, place) if is_template(old) else value_of(row, old, field, place)
 
 
 def _dataset_rows(source: DataSource) -> Iterator[Row]:

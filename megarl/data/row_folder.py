@@ -41,7 +41,7 @@ def files_of(source: DataSource) -> list[File]:
     if not path.is_file():
         siblings = [str(p) for p in path.parent.iterdir() if p != path] if path.parent.is_dir() else []
         what, needs = "no file", f"a {source.source} source needs one"
-        if source.source == "dataset":
+        if source.source == "dataset" and not path.suffix:
             what = "no folder"
             needs = "a dataset source needs one, or ORG/NAME of the hub (hf://ORG/NAME where a folder ORG is here)"
         raise DataError(f"'{source.path}' is {what}{nearest(str(path), siblings)}; {needs}")

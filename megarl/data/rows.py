@@ -79,13 +79,24 @@ class RowPlace:
 
 
 def value_of(row: Row, key: str, field: str, place: RowPlace | str) -> Any:
-    """The value of `row` under `key`, which the config's `field` names; `a.b` is also key `b` of the mapping under `a`.
+    """The value of `row` under `key`, which the config's `field` names.
+
+    `a.b` is also key `b` of the mapping under `a`, and `a.0` the first item of the list under `a`.
 
     Raises:
         DataError: the row, named as `place`, has no such key.
     """
-    value, path = row, list[str]()
+    value: Any = row
+    path = list[str]()
     for name in [key] if key in row else key.split("."):
+        if isinstance(value, list) and name.isdigit():
+            if int(name) >= len(value):
+                raise DataError(
+                    f"'{'.'.join(path)}' of {place} has {len(value)} items, but '{key}' ({field}) names item {name}"
+                )
+            value = value[int(name)]
+            path.append(name)
+            continue
         if not isinstance(value, dict) or name not in value:
             within = f"'{'.'.join(path)}' of {place}" if path else f"{place}"
             if not isinstance(value, dict):
@@ -101,7 +112,10 @@ def find_value(row: Mapping[str, Any], key: str) -> Any:
     """The value that `value_of` finds, or None where there is nothing."""
     value: Any = row
     for name in [key] if key in row else key.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
+        if isinstance(value, list) and name.isdigit():
+            value = value[int(name)] if int(name) < len(value) else None
+        else:
+            value = value.get(name) if isinstance(value, Mapping) else None
     return value
 
 
