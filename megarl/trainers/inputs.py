@@ -55,7 +55,7 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
         rewards.check([*(prompt for part in kept for prompt in part), *held_out])
         if not is_restart():  # they judged before, and a server that is lost may be a while in coming back
             is_single = kind.kind == "single"
-            rewards.try_sources([*(prompt for part in kept for prompt in part[:1]), *held_out[:1]], functions=is_single)
+            rewards.try_sources([*(prompt for part in kept for prompt in part), *held_out], functions=is_single)
             for evaluation in evaluations:
                 if evaluation.settings.rewards is not None:
                     evaluation.rewards.try_sources(evaluation.prompts, functions=is_single)
