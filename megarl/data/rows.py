@@ -91,9 +91,8 @@ def value_of(row: Row, key: str, field: str, place: RowPlace | str) -> Any:
     for name in [key] if key in row else key.split("."):
         if isinstance(value, list) and name.isdigit():
             if int(name) >= len(value):
-                raise DataError(
-                    f"'{'.'.join(path)}' of {place} has {len(value)} items, but '{key}' ({field}) names item {name}"
-                )
+                has = f"'{'.'.join(path)}' of {place} has {len(value)} items"
+                raise DataError(f"{has}, but '{key}' ({field}) names item {name}, counted from 0")
             value = value[int(name)]
             path.append(name)
             continue
