@@ -230,7 +230,7 @@ def _serving_and_data_commands(commands: Any) -> None:
         "Of a config (.yaml) these are the rows of data.train, with its keys, system prompt, filters and tools.",
     )
     inspect.add_argument(
-        "file", metavar="FILE", help="config (.yaml), .jsonl or .parquet file, or a folder of Arrow or Parquet files"
+        "file", metavar="FILE", help="config (.yaml), file of rows, folder of such files, or data set of the hub"
     )
     inspect.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="fields of a config to override")
     inspect.add_argument("--model", metavar="FOLDER", help="model folder that the tokenizer comes from (default: the config's)")
@@ -239,6 +239,7 @@ def _serving_and_data_commands(commands: Any) -> None:
         "--kind", choices=("prompts", "sft", "pairs", "kto", "steps"), help="kind of rows (default: guessed from their keys)"
     )
     inspect.add_argument("--prompt-key", default="prompt", help="key of the prompt (default: prompt)")
+    inspect.add_argument("--prompt", metavar="TEMPLATE", help='columns that make the prompt, such as "{instruction}\\n{input}"')
     inspect.add_argument("--messages-key", help="key of a conversation (default: messages)")
     inspect.add_argument(
         "--chat-template", metavar="CHOICE", default="auto", help="auto, always, never, or a .jinja file (default: auto)"
@@ -335,6 +336,18 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
+def _template(text: str) -> str:
+    """A template of the command line, in which a line break may be written as a backslash and an n."""
+    from megarl.config.row_template import columns_of
+
+    template = text.replace("\\n", "\n")
+    try:
+        columns_of(template)
+    except ValueError as error:
+        raise ConfigError(f"--prompt: {error}") from None
+    return template
+
+
 def _inspect(arguments: argparse.Namespace) -> int:
     from megarl.config.sections import PictureFields
     from megarl.data.inspect import inspect
@@ -348,8 +361,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"unrecognized arguments: {' '.join(arguments.overrides)}; only a config (.yaml) has fields to override"
         )
-    settings = {name: getattr(arguments, name) for name in ("prompt_key", "messages_key", "max_tokens", "chat_template")}
+    names = ("prompt", "prompt_key", "messages_key", "max_tokens", "chat_template")
+    settings = {name: getattr(arguments, name) for name in names}
     settings["template_args"] = template_args(arguments)
+    if arguments.prompt is not None:
+        settings["prompt"] = _template(arguments.prompt)
     names = ("image_key", "video_key", "image_folder", "media_folder", "max_pixels")
     pictures = PictureFields(**{name: getattr(arguments, name) for name in names})
     inspect(

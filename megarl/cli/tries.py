@@ -62,6 +62,7 @@ def _add_row(parser: argparse.ArgumentParser) -> None:
 
 
 def _try_rewards(arguments: argparse.Namespace) -> int:
+    from megarl.data.row_template import with_prompt
     from megarl.data.rows import find_value, value_of
     from megarl.data.sample import Prompt
     from megarl.rewards import build_rewards
@@ -69,7 +70,7 @@ def _try_rewards(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments.config, arguments.overrides)
     data, number = config.data, arguments.row
-    row = _training_row(data, number)
+    row = with_prompt(_training_row(data, number), data.prompt, data.prompt_key, f"row {number} of data.train")
     prompt_text = _text(value_of(row, data.prompt_key, "data.prompt_key", f"row {number} of data.train"))
     prompt = Prompt(f"train-{number}", f"train-{number}@0", [], prompt_text, row)
     sources = build_rewards(config.rewards, data)

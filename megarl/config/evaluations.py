@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from megarl.config.row_template import Template, with_prompt_key
 from megarl.config.section import Count, NonNegative, Positive, Section
 from megarl.config.sections import RewardConfig
 from megarl.config.sources import SourceConfig, held_out_defaults
@@ -41,6 +42,8 @@ class EvaluationConfig(Section):
     """Token ids that end a response, beside the model's own end tokens. null: `rollout.stop_token_ids`; []: none."""
     rewards: Annotated[tuple[RewardConfig, ...], Field(strict=False)] | None = None
     """Sources of reward that judge this set. null: those of `rewards`."""
+    prompt: Template | None = None
+    """Template that makes the prompt of several columns of a row. null: `data.prompt`, or with a `prompt_key` none."""
     prompt_key: str | None = None
     """Key of the prompt in a row. null: `data.prompt_key`."""
     answer_key: str | None = None
@@ -51,7 +54,7 @@ class EvaluationConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _keep_apart_from_training_rows(cls, tree: Any) -> Any:
-        return held_out_defaults(tree, "rows")
+        return with_prompt_key(held_out_defaults(tree, "rows"))
 
 
 def check_evaluations(sets: Sequence[EvaluationConfig], *, has_rewards: bool, single_turn: bool) -> None:

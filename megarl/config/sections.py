@@ -16,6 +16,7 @@ from megarl.config.layout_section import LayoutConfig
 from megarl.config.optimizer import OptimizerConfig
 from megarl.config.option_sections import with_options
 from megarl.config.presets import Fp8Format, Fp8RecipeName
+from megarl.config.row_template import Template, with_prompt_key
 from megarl.config.section import ClassPath, Count, NonNegative, Positive, Seconds, Section, TemplateChoice
 from megarl.config.sources import OnChange, SourceConfig, held_out_defaults
 from megarl.option_list import functions
@@ -236,6 +237,9 @@ class PromptFields(Section):
     row of the new data."""
     eval: SourceConfig | None = None
     """Rows to evaluate on; generated tasks default to 200 rows from seed 1000000. null: no evaluation."""
+    prompt: Template | None = None
+    """Template that makes the prompt of several columns of a row, such as `"{instruction}\\n{input}"`; it stands under
+    `prompt_key` then. null: the row has it there."""
     prompt_key: str = "question"
     """Key of the prompt in a row. The prompt is text or a list of chat messages."""
     answer_key: str = "answer"
@@ -244,6 +248,8 @@ class PromptFields(Section):
     """Key of the data source of a row: metrics of training are given for each source, too. null: for each part of a mixture."""
     system_prompt: str | None = None
     """System message before every prompt. null: none."""
+    system_key: str | None = "system"
+    """Key of a row's own system message, a text; rows may lack it. null: not read."""
     chat_template: TemplateChoice = "auto"
     """Apply the tokenizer's chat template. `auto`: if it has one. `always`: fail if it has none. `never`: plain text. A path
     that ends in `.jinja`: the template in that file in its place."""
@@ -259,7 +265,7 @@ class PromptFields(Section):
     @model_validator(mode="before")
     @classmethod
     def _keep_held_out_rows_apart(cls, tree: Any) -> Any:
-        return held_out_defaults(tree, "eval")
+        return with_prompt_key(held_out_defaults(tree, "eval"))
 
 
 @with_options

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config.sources import SourceConfig, weight_at
+from megarl.config.sources import FILE_SOURCES, SourceConfig, weight_at
 from megarl.errors import ConfigError
 from megarl.system.user_code import FORMS
 
@@ -46,7 +46,7 @@ def _check_single_source(field: str, source: SourceConfig) -> None:
         raise ConfigError.needs_set(f"{field}.parts", f"{field}.source = 'mixture'", f"{field}.source")
     for key, (low, high) in source.keep.items():
         check_bounds(f"{field}.keep.{key}[0]", low, f"{field}.keep.{key}[1]", high)
-    needs = "path" if source.source in ("jsonl", "parquet", "dataset") else "name"
+    needs = "path" if source.source in FILE_SOURCES else "name"
     if getattr(source, needs) is None:
         example = {
             "reasoning_gym": "a task such as 'basic_arithmetic'",

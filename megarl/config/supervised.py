@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from megarl.config.option_sections import with_options
 from megarl.config.profile import ProfileConfig
 from megarl.config.questions import ConfiguredRole, Questions
+from megarl.config.row_template import Template, with_prompt_key
 from megarl.config.section import NonNegative, Positive, Section, TemplateChoice
 from megarl.config.sections import ModelConfig, PictureFields, PolicyConfig, ReferenceConfig, ResourcesConfig
 from megarl.config.sources import OnChange, SourceConfig
@@ -94,6 +95,9 @@ class SupervisedFields(Section):
     """Rows to evaluate on. null: no evaluation."""
     rows_per_step: Positive = 32
     """Number of rows (or pairs) per optimizer step, over all data-parallel ranks."""
+    prompt: Template | None = None
+    """Template that makes the prompt of several columns of a row, such as `"{instruction}\\n{input}"`; it stands under
+    `prompt_key` then. null: the row has it there."""
     prompt_key: str = "prompt"
     """Key of the prompt in a row, text or a list of chat messages. Keys here may be dotted: `a.b` is key `b` inside `a`."""
     response_key: str = "response"
@@ -104,8 +108,9 @@ class SupervisedFields(Section):
     turns: Literal["together", "each", "last"] = "together"
     """Samples of a conversation (sft, dft): one with all its assistant turns `together`, one for `each`, behind the prompt that
     it has in generation, or the `last` turn alone."""
-    tools_key: str = "tools"
-    """Key of the JSON schemas (or their JSON text) of tools that the conversation may call; rows may lack it."""
+    tools_key: str | None = "tools"
+    """Key of the JSON schemas (or their JSON text) of tools that the conversation may call; rows may lack it. null:
+    not read."""
     chosen_key: str = "chosen"
     """Key of the better response of a pair."""
     rejected_key: str = "rejected"
@@ -121,6 +126,8 @@ class SupervisedFields(Section):
     """What to do with pairs whose two sides are equal: stop with an `error`, or `drop` and count them."""
     system_prompt: str | None = None
     """System message before every prompt. null: none."""
+    system_key: str | None = "system"
+    """Key of a row's own system message, a text; rows may lack it. null: not read."""
     chat_template: TemplateChoice = "auto"
     """Apply the tokenizer's chat template. `auto`: if it has one. `always`: fail if it has none. `never`: plain text. A path
     that ends in `.jinja`: the template in that file in its place."""
@@ -132,6 +139,11 @@ class SupervisedFields(Section):
     """Maximum length of prompt and response together, in tokens."""
     overlong: Literal["error", "drop"] = "error"
     """What to do with longer rows: stop with an `error`, or `drop` and count them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_prompt(cls, tree: Any) -> Any:
+        return with_prompt_key(tree)
 
 
 @with_options

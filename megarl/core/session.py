@@ -84,7 +84,8 @@ class Session:
     @cached_property
     def _builder(self) -> PromptBuilder:
         episodes = self.inputs.episodes
-        return PromptBuilder(self.inputs.tokenizer, self.config.data, episodes.tool_schemas if episodes is not None else ())
+        data = self.config.data.model_copy(update={"prompt": None})  # texts are given, not made of columns
+        return PromptBuilder(self.inputs.tokenizer, data, episodes.tool_schemas if episodes is not None else ())
 
     # processes ----------------------------------------------------------------------------------------------------
 

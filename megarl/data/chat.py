@@ -9,14 +9,13 @@ from typing import Any
 
 from megarl.data.chat_rendering import TemplateError, render
 from megarl.data.left_out import LeftOut
+from megarl.data.message_forms import in_todays_form, system_of, with_own_system
 from megarl.data.rows import Row, RowPlace
 from megarl.errors import DataError
 
 ChatMessage = dict[str, Any]
 RowTools = list[dict[str, Any]]
 """JSON schemas of what may be called."""
-SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-"""Roles by the words of messages with `from` and `value`."""
 
 
 def special_tokens(tokenizer: Any) -> set[str]:
@@ -80,7 +79,8 @@ class ChatTemplate:
         """
         if isinstance(value, str):
             return [{"role": "user", "content": value}]
-        messages = [_with_calls(_with_role(message)) for message in value] if isinstance(value, list) else []
+        value = in_todays_form(value, str(self.tokenizer.chat_template or ""))
+        messages = [_with_calls(message) for message in value] if isinstance(value, list) else []
         wrong = [at for at, item in enumerate(messages) if not (isinstance(item, dict) and {"role", "content"} <= item.keys())]
         if not messages or wrong:
             which = f", whose message {wrong[0]} (counted from 0) is {messages[wrong[0]]!r:.80}" if wrong else ""
@@ -92,21 +92,27 @@ class ChatTemplate:
             raise DataError(f"{place} has chat messages under '{key}', but {self._why_not}; it must be text")
         return messages
 
-    def with_system(self, messages: list[ChatMessage], place: RowPlace) -> list[ChatMessage]:
-        """`messages` after the system message, if there is one.
+    def with_system(self, messages: list[ChatMessage], place: RowPlace, row: Row, key: str | None) -> list[ChatMessage]:
+        """`messages` after the system message, if there is one: the run's, or that of `row` under `key` (`data.system_key`).
 
         Raises:
             DataError: the row brings a system message of its own as well.
         """
+        messages = with_own_system(messages, system_of(row, key, place), key, place)
         if self.system_prompt is None:
             return messages
         if messages and messages[0]["role"] == "system":
             raise DataError(f"{place} has a system message of its own, but data.system_prompt is set; it must be null")
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
-    def plain_prompt(self, prompt: str) -> str:
-        """A prompt of plain text, after the system prompt and an empty line if there is one."""
-        return prompt if self.system_prompt is None else f"{self.system_prompt}\n\n{prompt}"
+    def plain_prompt(self, prompt: str, place: RowPlace, row: Row, key: str | None) -> str:
+        """A prompt of plain text, after the system message and an empty line if there is one.
+
+        Raises:
+            DataError: the row brings a system message of its own as well.
+        """
+        said = self.with_system([{"role": "user", "content": prompt}], place, row, key)
+        return "\n\n".join(str(message["content"]) for message in said)
 
     def args_of(self, row: Row, place: RowPlace) -> dict[str, Any] | None:
         """The options under the row's own `template_args`, a mapping or its JSON text; None where it has none.
@@ -176,13 +182,6 @@ class ChatTemplate:
             return render(self.tokenizer, messages, tools or self.tools, ask=ask, args={**self.args, **(args or {})})
         except TemplateError as error:
             raise DataError(f"{place} does not fit the tokenizer's chat template: {error}") from None
-
-
-def _with_role(message: Any) -> Any:
-    """A message with `from` and `value` (ShareGPT) as one with `role` and `content`; any other as it is."""
-    if not isinstance(message, dict) or not {"from", "value"} <= message.keys() or str(message["from"]) not in SHAREGPT_ROLES:
-        return message
-    return {"role": SHAREGPT_ROLES[message["from"]], "content": message["value"]}
 
 
 def _with_calls(message: Any) -> Any:

@@ -9,15 +9,15 @@ from typing import Any
 
 import yaml
 
+from megarl.config.sources import COMPRESSED
 from megarl.config.yaml_tree import load_text
-from megarl.data.arrow_folder import table_rows
-from megarl.data.json_lines import json_rows
+from megarl.data.row_files import file_rows, kind_of_file
 from megarl.data.rows import DataSource, Row
 from megarl.errors import DataError, nearest
 from megarl.system.hub import HubRepo, exactly
 
-KINDS = (".parquet", ".arrow", ".jsonl", ".json")
-"""Files of rows; where a split has several kinds, the first of these is read."""
+KINDS = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+"""Files of rows; where a split has several kinds, the first of these is read. `.json` beside others describes them."""
 SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -40,8 +40,7 @@ def hub_rows(source: DataSource, repo: HubRepo) -> Iterator[Row]:
     local = repo.pinned(folder).download(exactly(chosen), error=DataError, named=named)
     for name in chosen:
         file = local / name
-        kind = file.suffix.removeprefix(".")
-        yield from json_rows(file) if kind in ("jsonl", "json") else table_rows(file, kind)
+        yield from file_rows(file, str(kind_of_file(file)))
 
 
 def read_configurations(card: str) -> list[dict[str, Any]]:
@@ -73,7 +72,7 @@ def choose_files(
     Raises:
         DataError: there is no such configuration or split, several and none is named, or no file of rows.
     """
-    rows = [file for file in files if file.endswith(KINDS)]
+    rows = [file for file in files if kind_of_file(PurePosixPath(file)) is not None]
     if not rows:
         raise DataError(
             f"{named} has no files of rows ({', '.join(KINDS)}); it has {', '.join(files[:5]) or 'nothing'}, and the hub may "
@@ -85,8 +84,16 @@ def choose_files(
     chosen = splits.get(split) if split is not None else next(iter(splits.values()), None)
     if not chosen:
         raise DataError(f"{named} has no split '{split}'{nearest(split or '', splits)}; it has {', '.join(splits) or 'none'}")
-    first = next(kind for kind in KINDS if any(file.endswith(kind) for file in chosen))
-    return sorted(file for file in chosen if file.endswith(first))
+    first = min(map(_rank, chosen))
+    return sorted(file for file in chosen if _rank(file) == first)
+
+
+def _rank(file: str) -> int:
+    """The place of a file's kind among `KINDS`; `.ndjson` is another name of `.jsonl`."""
+    name = file.lower().replace(".ndjson", ".jsonl")
+    for ending in COMPRESSED:
+        name = name.removesuffix(ending)
+    return KINDS.index(PurePosixPath(name).suffix)
 
 
 def _by_card(

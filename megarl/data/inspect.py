@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
-from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
@@ -21,7 +20,8 @@ from megarl.data.chat import special_tokens
 from megarl.data.media import Media
 from megarl.data.prompts import load_rows, rows_of
 from megarl.data.row_media import MediaReader, open_media
-from megarl.data.rows import Origin, Row
+from megarl.data.row_template import with_prompt
+from megarl.data.rows import Origin, Row, RowPlace
 from megarl.data.sample import Prompt
 from megarl.data.supervised import CONVERSATIONS, Kind, SupervisedBuilder, SupervisedSettings, kind_of_rows
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
@@ -59,7 +59,7 @@ def inspect(
     kind: Kind | Literal["prompts"] | None = None,
     pictures: PictureFields | None = None,
 ) -> None:
-    """Show the first `rows` rows of a .jsonl or .parquet file, or of a folder of Arrow or Parquet files.
+    """Show the first `rows` rows of a file of rows, of a folder of such files, or of a data set of the hub.
 
     Args:
         path: the file or folder.
@@ -75,10 +75,11 @@ def inspect(
         ModelError: there is no tokenizer.
     """
     console = console or Console()
-    source = SourceConfig(source=_source_of(Path(path)), path=path, limit=rows)
+    source = SourceConfig(path=path, limit=rows)
     loaded = load_rows(source)
     if kind is None:
-        kind, settings = _kind_of(loaded[0], settings, path)
+        first = with_prompt(loaded[0], settings.prompt, settings.prompt_key, RowPlace(Origin("", source), 0))
+        kind, settings = _kind_of(first, settings, path)
     tokenizer = load_tokenizer(tokenizer_path)
     reader = open_media(pictures or PictureFields(), tokenizer_path, tokenizer, None)
     _show(path, len(loaded), kind, _build(loaded, source, tokenizer, settings, kind, reader), tokenizer, reader, console)
@@ -134,16 +135,6 @@ def _show(
             console.print(Text(f"\n{count} of {rows} rows dropped as {why}"))
 
 
-def _source_of(path: Path) -> Literal["jsonl", "parquet", "dataset"]:
-    if path.is_dir():
-        return "dataset"
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise DataError(
-            f"'{path}' ends in '{path.suffix}', but rows come in a .jsonl file, a .parquet file or a folder of such files"
-        )
-    return "jsonl" if path.suffix == ".jsonl" else "parquet"
-
-
 def _kind_of(row: Row, settings: SupervisedSettings, path: str) -> tuple[Kind | Literal["prompts"], SupervisedSettings]:
     """The kind of `row` by its keys, and settings that name the key of its conversation if it is one."""
     messages_key = settings.messages_key or next((key for key in CONVERSATIONS if key in row), "messages")
@@ -183,7 +174,9 @@ def _build(
     if kind == "prompts":
         data = DataConfig(
             train=source,
+            prompt=settings.prompt,
             prompt_key=settings.prompt_key,
+            system_key=settings.system_key,
             system_prompt=settings.system_prompt,
             chat_template=settings.chat_template,
             template_args=dict(settings.template_args),

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
+from megarl.config.row_template import is_template
 from megarl.config.source_checks import PROCEDURAL_ROWS
-from megarl.data.arrow_folder import dataset_rows, table_rows
+from megarl.config.sources import FILE_SOURCES
 from megarl.data.hub_dataset import hub_rows
-from megarl.data.json_lines import json_rows
+from megarl.data.row_folder import local_rows
 from megarl.data.row_numbers import is_kept
+from megarl.data.row_template import fill
 from megarl.data.rows import DataSource, Origin, Row, RowPlace, describe_source, value_of
 from megarl.errors import DataError, nearest
 from megarl.system.hub import HubRepo
@@ -43,8 +44,7 @@ def rows_of(source: DataSource) -> Iterator[Row | None]:
             yield from rows
         return
     readers = {
-        "jsonl": _jsonl_rows,
-        "parquet": _parquet_rows,
+        **dict.fromkeys(FILE_SOURCES, local_rows),
         "dataset": _dataset_rows,
         "python": _python_rows,
         "reasoning_gym": _reasoning_gym_rows,
@@ -81,28 +81,16 @@ def _renamed(rows: Iterable[Row | None], columns: dict[str, str], source: DataSo
             yield row
             continue
         place = RowPlace(Origin("", source), number)
-        yield {**row, **{new: value_of(row, old, f"columns.{new}", place) for new, old in columns.items()}}
+        yield {**row, **{new: _column(row, old, f"columns.{new}", place) for new, old in columns.items()}}
 
 
-def _existing_file(source: DataSource) -> Path:
-    path = Path(source.path or "")
-    if not path.is_file():
-        siblings = [str(p) for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise DataError(f"'{source.path}' is no file{nearest(str(path), siblings)}; a {source.source} source needs one")
-    return path
-
-
-def _jsonl_rows(source: DataSource) -> Iterator[Row]:
-    return json_rows(_existing_file(source))
-
-
-def _parquet_rows(source: DataSource) -> Iterator[Row]:
-    return table_rows(_existing_file(source), "parquet")
+def _column(row: Row, old: str, field: str, place: RowPlace) -> Any:
+    return fill(old, row, field, place) if is_template(old) else value_of(row, old, field, place)
 
 
 def _dataset_rows(source: DataSource) -> Iterator[Row]:
     repo = HubRepo.meant_by("dataset", source.path or "")
-    return dataset_rows(source) if repo is None else hub_rows(source, repo)
+    return local_rows(source) if repo is None else hub_rows(source, repo)
 
 
 def _python_rows(source: DataSource) -> Iterator[Row]:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 
 from megarl.data.rows import Row, RowPlace, value_of
 from megarl.errors import DataError
 
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+
 
 def number_of(row: Row, key: str, place: RowPlace, field: str) -> float:
-    """The number under `key`.
+    """The number under `key`, which may be written as text.
 
     Raises:
         DataError: there is none.
     """
     value = value_of(row, key, field, place)
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):  # as cells of CSV have it
+        return float(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise DataError(f"{place} has {value!r:.80} under '{key}' ({field}); it must be a number")
     return float(value)

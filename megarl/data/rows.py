@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 from typing import Any, Protocol
 
+from megarl.config.sources import FILE_SOURCES
 from megarl.errors import DataError, nearest
 
 Row = dict[str, Any]
@@ -71,19 +70,32 @@ class RowPlace:
     number: int
 
     def __str__(self) -> str:
-        source = self.origin.source
-        line = line_of_row(source.path, self.number) if source is not None and source.source == "jsonl" else None
-        return f"{self.origin} row {self.number} (counted from 0)" if line is None else f"{self.origin} line {line}"
+        source, line = self.origin.source, None
+        if source is not None and source.source in FILE_SOURCES:
+            from megarl.data.row_folder import line_of_row
+
+            line = line_of_row(source, self.number)
+        return f"{self.origin} {line or f'row {self.number} (counted from 0)'}"
 
 
 def value_of(row: Row, key: str, field: str, place: RowPlace | str) -> Any:
-    """The value of `row` under `key`, which the config's `field` names; `a.b` is also key `b` of the mapping under `a`.
+    """The value of `row` under `key`, which the config's `field` names.
+
+    `a.b` is also key `b` of the mapping under `a`, and `a.0` the first item of the list under `a`.
 
     Raises:
         DataError: the row, named as `place`, has no such key.
     """
-    value, path = row, list[str]()
+    value: Any = row
+    path = list[str]()
     for name in [key] if key in row else key.split("."):
+        if isinstance(value, list) and name.isdigit():
+            if int(name) >= len(value):
+                has = f"'{'.'.join(path)}' of {place} has {len(value)} items"
+                raise DataError(f"{has}, but '{key}' ({field}) names item {name}, counted from 0")
+            value = value[int(name)]
+            path.append(name)
+            continue
         if not isinstance(value, dict) or name not in value:
             within = f"'{'.'.join(path)}' of {place}" if path else f"{place}"
             if not isinstance(value, dict):
@@ -99,7 +111,10 @@ def find_value(row: Mapping[str, Any], key: str) -> Any:
     """The value that `value_of` finds, or None where there is nothing."""
     value: Any = row
     for name in [key] if key in row else key.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
+        if isinstance(value, list) and name.isdigit():
+            value = value[int(name)] if int(name) < len(value) else None
+        else:
+            value = value.get(name) if isinstance(value, Mapping) else None
     return value
 
 
@@ -127,19 +142,9 @@ def _same_thing(key: str, row: Row) -> str:
 
 def describe_source(source: DataSource) -> str:
     """The source as error messages name it: its file, task or function."""
-    if source.source in ("jsonl", "parquet", "dataset"):
+    if source.source in FILE_SOURCES:
         parts = [part for part in (source.name, source.split) if part is not None] if source.source == "dataset" else []
         return f"'{source.path}'" + (f" ({', '.join(parts)})" if parts else "")
     if source.source == "mixture":
         return f"a mixture of {len(source.parts)} sources"
     return f"{source.source} source '{source.name}'"
-
-
-def line_of_row(path: str | None, number: int) -> int | None:
-    """The line of row `number` (counted from 0) in a JSONL file, whose blank lines are no rows; None if it cannot be read."""
-    try:
-        with Path(path or "").open("rb") as file:
-            lines = (line for line, text in enumerate(file, start=1) if text.strip())
-            return next(islice(lines, number, None), None)
-    except OSError:
-        return None

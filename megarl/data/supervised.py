@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import takewhile
@@ -18,7 +19,9 @@ from megarl.config.section import TemplateChoice
 from megarl.config.sections import PictureFields
 from megarl.config.supervised import LABELLED_LOSSES, PAIR_LOSSES, TOKEN_LOSSES, SupervisedFields
 from megarl.data.chat import ChatMessage, ChatTemplate, RowTools, without_nulls
+from megarl.data.message_forms import OLD_TOOLS, as_schemas
 from megarl.data.row_media import MediaReader
+from megarl.data.row_template import with_prompt
 from megarl.data.row_texts import RowsRead, RowText, RowTokens, TextsOfRow, in_chunks, media_in, share_prompt
 from megarl.data.rows import Origin, Row, RowPlace, check_text, find_value, value_of
 from megarl.data.sample import Sample
@@ -46,10 +49,11 @@ def kind_of_rows(objective: str) -> Kind:
 class SupervisedSettings:
     """Keys of a row and what is done with it; the fields are those of the config's `data` section, described there."""
 
+    prompt: str | None = None
     prompt_key: str = "prompt"
     response_key: str = "response"
     messages_key: str | None = None
-    tools_key: str = "tools"
+    tools_key: str | None = "tools"
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     label_key: str = "label"
@@ -57,6 +61,7 @@ class SupervisedSettings:
     margin_key: str | None = None
     equal_pairs: Literal["error", "drop"] = "error"
     system_prompt: str | None = None
+    system_key: str | None = "system"
     turns: Literal["together", "each", "last"] = "together"
     chat_template: TemplateChoice = "auto"
     template_args: Mapping[str, Any] = field(default_factory=dict)
@@ -155,6 +160,7 @@ class SupervisedBuilder:
             try:
                 if isinstance(row, PictureError):
                     raise row
+                row = with_prompt(row, settings.prompt, settings.prompt_key, place)
                 text = self._of_row(row, f"{prefix}-{place.number}", place)
             except PictureError as error:
                 self._drop_picture(error)
@@ -229,10 +235,10 @@ class SupervisedBuilder:
     def _response(self, row: Row, place: RowPlace) -> dict[str, RowText]:
         settings = self.settings
         if (key := self._conversation_key(row)) is not None:
-            value = value_of(row, key, "data.messages_key", place)
+            value = _from_json(value_of(row, key, "data.messages_key", place))
             if isinstance(value, str):
                 raise DataError(f"{place} has text under '{key}', but data.messages_key names a list of chat messages")
-            messages = self.template.with_system(self.template.messages(value, key, place), place)
+            messages = self._with_system(self.template.messages(value, key, place), row, place)
             if self.kind == "kto" and messages[-1]["role"] != "assistant":
                 raise DataError(f"{place} ends with the {messages[-1]['role']} under '{key}', but its label is of an answer")
             return self._by_turns(row, messages, place, len(messages) - 1 if self.kind == "kto" else 0)
@@ -292,7 +298,10 @@ class SupervisedBuilder:
     def _tools(self, row: Row, place: RowPlace) -> RowTools | None:
         """Tools that the assistant of this row may call: JSON schemas, or their JSON text."""
         key = self.settings.tools_key
-        tools = find_value(row, key)
+        if key is None:
+            return None
+        if (tools := find_value(row, key)) is None:
+            tools = find_value(row, OLD_TOOLS)
         if isinstance(tools, str):
             try:
                 tools = json.loads(tools) if tools.strip() else None
@@ -300,14 +309,14 @@ class SupervisedBuilder:
                 raise DataError(f"{place} has text under '{key}' (data.tools_key) that is no JSON: {error}") from None
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise DataError(f"{place} has {tools!r:.80} under '{key}' (data.tools_key); it must be a list of JSON schemas")
-        return without_nulls(tools) or None
+        return as_schemas(without_nulls(tools)) if tools else None
 
     def _answered(self, row: Row, response: str, place: RowPlace) -> RowText:
         """The row's prompt, not trained on, and `response` with its end token, trained on."""
         prompt = value_of(row, self.settings.prompt_key, "data.prompt_key", place)
         if isinstance(prompt, str) and not self.template.is_used:
             self.media.check_texts([{"role": "assistant", "content": response}], place)
-            text, shown = self.media.arrange_text(row, self.template.plain_prompt(prompt), place)
+            text, shown = self.media.arrange_text(row, self._plain_prompt(prompt, row, place), place)
             return RowText([(text, False), (response, True)], shown)
         prompt_messages = self._prompt_messages(row, place)
         messages = [*prompt_messages, {"role": "assistant", "content": response}]
@@ -316,7 +325,13 @@ class SupervisedBuilder:
     def _prompt_messages(self, row: Row, place: RowPlace) -> list[ChatMessage]:
         key = self.settings.prompt_key
         messages = self.template.messages(value_of(row, key, "data.prompt_key", place), key, place)
-        return self.template.with_system(messages, place)
+        return self._with_system(messages, row, place)
+
+    def _with_system(self, messages: list[ChatMessage], row: Row, place: RowPlace) -> list[ChatMessage]:
+        return self.template.with_system(messages, place, row, self.settings.system_key)
+
+    def _plain_prompt(self, prompt: str, row: Row, place: RowPlace) -> str:
+        return self.template.plain_prompt(prompt, place, row, self.settings.system_key)
 
     def _pair(self, row: Row, place: RowPlace) -> list[RowText]:
         """Chosen and rejected; of two message lists the assistant turns after their common beginning are trained on."""
@@ -325,7 +340,7 @@ class SupervisedBuilder:
         if all(isinstance(value, str) for value in values.values()):
             texts = [self._text(row, key, name, place) for key, name in keys.items()]
             if self.settings.prompt_key not in row:
-                return self._pair_of_texts(texts, place)
+                return self._pair_of_texts(texts, row, place)
             return [self._answered(row, text, place) for text in texts]
         for key, value in values.items():
             if isinstance(value, str):
@@ -348,7 +363,7 @@ class SupervisedBuilder:
                 )
         return [self._together(row, side, place, shared) for side in sides.values()]
 
-    def _pair_of_texts(self, texts: Sequence[str], place: RowPlace) -> list[RowText]:
+    def _pair_of_texts(self, texts: Sequence[str], row: Row, place: RowPlace) -> list[RowText]:
         """Two texts that both begin with the prompt.
 
         As in TRL (`extract_prompt`): the prompt is what they have in common, without a space at its end; where one side is
@@ -364,7 +379,7 @@ class SupervisedBuilder:
             start -= 1
         for text in texts:
             self.media.check_texts([{"role": "assistant", "content": text}], place)
-        prompt = self.template.plain_prompt(texts[0][:start])
+        prompt = self._plain_prompt(texts[0][:start], row, place)
         return [RowText([(prompt, False), (text[start:], True)], []) for text in texts]
 
     def _check_margin(self, row: Row, place: RowPlace) -> None:
@@ -387,8 +402,8 @@ class SupervisedBuilder:
         if isinstance(find_value(row, self.settings.prompt_key), list):
             prompt = self.template.messages(find_value(row, self.settings.prompt_key), self.settings.prompt_key, place)
             if messages[: len(prompt)] != prompt:
-                return self.template.with_system([*prompt, *messages], place)
-        return self.template.with_system(messages, place)
+                return self._with_system([*prompt, *messages], row, place)
+        return self._with_system(messages, row, place)
 
     def _desirable(self, row: Row, place: RowPlace) -> float:
         key = self.settings.label_key
@@ -448,3 +463,11 @@ class SupervisedBuilder:
             mask = [trained for trained, count in zip(mask, expanded.counts, strict=True) for _ in range(count)]
             start = sum(expanded.counts[:start])
         return RowTokens(expanded.ids[:start], expanded.ids[start:], mask[start:], expanded.media, texts[0], texts[1])
+
+
+def _from_json(value: Any) -> Any:
+    """A list of messages that is written as JSON text, as a cell of a table has it; any other value as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value

@@ -15,6 +15,7 @@ from typing import Any
 from megarl.config.sections import DataConfig
 from megarl.data.chat import ChatTemplate
 from megarl.data.row_media import MediaReader
+from megarl.data.row_template import with_prompt
 from megarl.data.rows import Origin, Row, RowPlace, check_text, value_of
 from megarl.data.sample import Prompt
 from megarl.errors import DataError, ModelError, PictureError, nearest
@@ -163,6 +164,7 @@ class PromptBuilder:
         """The prompt of a light row; None: it is too long, and counted."""
         if isinstance(row, PictureError):
             raise row
+        row = with_prompt(row, self.data.prompt, self.data.prompt_key, place)
         text, shown = self._render(row, place)
         check_text(text, place)
         # A template writes the special tokens itself; plain text gets those that the tokenizer adds (BOS).
@@ -187,11 +189,11 @@ class PromptBuilder:
 
     def _render(self, row: Row, place: RowPlace) -> tuple[str, list[Any]]:
         """The prompt of `row` as the text that is tokenised, and its media."""
-        key = self.data.prompt_key
+        key, system_key = self.data.prompt_key, self.data.system_key
         prompt = value_of(row, key, "data.prompt_key", place)
         if isinstance(prompt, str) and not self.template.is_used:
-            return self.media.arrange_text(row, self.template.plain_prompt(prompt), place)
-        messages = self.template.with_system(self.template.messages(prompt, key, place), place)
+            return self.media.arrange_text(row, self.template.plain_prompt(prompt, place, row, system_key), place)
+        messages = self.template.with_system(self.template.messages(prompt, key, place), place, row, system_key)
         messages, shown = self.media.arrange(row, messages, place)
         args = self.template.args_of(row, place)
         return self.template.render(self.template.fitted(messages, place, args=args), place, ask=True, args=args), shown

@@ -32,6 +32,18 @@ def foreign_form(function: Callable[..., Any]) -> Foreign | None:
     return next((call for needed, call in _FORMS.items() if needed <= names.keys()), None)
 
 
+def columns_missing(function: Callable[..., Any], row: Mapping[str, Any], keys: RowKeys, args: Mapping[str, Any]) -> list[str]:
+    """The keys that `row` lacks and that the function, of another trainer, has parameters without a default for."""
+    form, parameters = foreign_form(function), _signature(function)
+    needed = [name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty]
+    if form is _trl:
+        kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        given = {"prompts", "completions", "completion_ids", *args}
+        return [name for name in needed if parameters[name].kind not in kinds and name not in given and name not in row]
+    truths = {"ground_truth", "ground_truths"} & {*needed} if form in (_verl, _verl_batch) else set()
+    return [keys.answer] if truths - args.keys() and find_value(row, keys.answer) is None else []
+
+
 def numbers_of(answer: Any) -> Any:
     """The rewards in what another trainer takes beside numbers: verl's `{"score": …}`, OpenRLHF's `{"rewards": …}`."""
     if isinstance(answer, Mapping):
@@ -107,7 +119,11 @@ def _taken(function: Callable[..., Any], **columns: Any) -> dict[str, Any]:
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
+    return {name: parameter.kind for name, parameter in _signature(function).items()}
+
+
+def _signature(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
-        return {name: parameter.kind for name, parameter in inspect.signature(function).parameters.items()}
+        return inspect.signature(function).parameters
     except ValueError:
         return {}

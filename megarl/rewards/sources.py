@@ -53,6 +53,8 @@ BUILT_IN: dict[str, type[Any]] = {
 """Each is made with the key of the gold answer in a row, `ReasoningGymTask` with the sources of rows instead."""
 
 
+FORMS_TRIED = 8
+"""Sets of keys of rows, such as rows with and without `answer`, that a function of the user is tried with."""
 TRIED_S = 60.0
 """For a function of the user that is tried before a run."""
 SCORED_S = 600.0
@@ -113,7 +115,8 @@ class RewardSources:
     def try_sources(self, prompts: Sequence[Prompt], *, functions: bool = True) -> None:
         """Have others' programs judge made-up responses to the first of `prompts`, so that a mistake is told early.
 
-        The user's own functions judge two, unless `functions` is false: they may read turns, which a made-up response lacks.
+        The user's own functions judge two to the first prompt of each set of keys that rows have, unless `functions` is false:
+        they may read turns, which a made-up response lacks.
         Servers of `http` judge one; judges (`llm_judge`) are not asked, as their answers may cost money.
 
         Raises:
@@ -126,7 +129,7 @@ class RewardSources:
                 key, count, deadline_s = scorer.answer_key, 1, SCORED_S
             else:
                 continue
-            for prompt in prompts[:1]:
+            for prompt in _one_of_each(prompts) if isinstance(scorer, UserReward) else prompts[:1]:
                 samples = [made_up_sample(prompt, _gold_text(prompt, key), number) for number in range(count)]
                 try:
                     _within(scorer, samples, time.monotonic() + deadline_s, label, deadline_s)
@@ -180,6 +183,12 @@ def made_up_sample(prompt: Prompt, text: str, number: int = 0) -> Sample:
         *ids, list(prompt.prompt_ids), [0], [1], [0.0], [0], "stop",
         prompt_text=prompt.prompt_text, response_text=text, row=dict(prompt.row),
     )  # fmt: skip
+
+
+def _one_of_each(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The first prompt of each set of keys that rows have, of the first `FORMS_TRIED` sets."""
+    firsts = {frozenset(prompt.row): prompt for prompt in reversed(prompts)}
+    return sorted(firsts.values(), key=prompts.index)[:FORMS_TRIED]
 
 
 def _gold_text(prompt: Prompt, key: str) -> str:

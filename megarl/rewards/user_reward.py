@@ -15,7 +15,7 @@ from typing import Any
 
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
-from megarl.rewards.foreign_forms import RowKeys, foreign_form, numbers_of
+from megarl.rewards.foreign_forms import RowKeys, columns_missing, foreign_form, numbers_of
 from megarl.system.user_code import describe, load_user_function, why_not_called
 
 DEFAULT_KEYS = RowKeys()
@@ -49,7 +49,7 @@ class UserReward:
             answer = self._ask(samples)
         except (Exception, SystemExit) as error:
             asks_a_sample = isinstance(error, AttributeError) and isinstance(error.obj, Sample)
-            has = f"; a Sample has {SAMPLE_HAS}" if asks_a_sample else ""
+            has = f"; a Sample has {SAMPLE_HAS}" if asks_a_sample else _of_row(error, samples)
             raise RewardError(f"reward function '{self.name}' raised {describe(error)}{has}") from error
         if hasattr(answer, "tolist"):  # NumPy arrays and tensors
             answer = answer.tolist()
@@ -62,7 +62,16 @@ class UserReward:
         return [self._number(value, sample) for value, sample in zip(answer, samples, strict=True)]
 
     def check(self, prompt: Prompt) -> None:
-        """Accept every row: what a function of the user needs is its own business."""
+        """Refuse a row without a column that a function of another trainer asks for by a parameter's name.
+
+        What a function reads in `sample.row` is its own business.
+        """
+        missing = columns_missing(self.function, prompt.row, self.keys, self.args) if self.foreign is not None else []
+        if missing:
+            raise RewardError(
+                f"reward function '{self.name}' asks for '{missing[0]}', but row {prompt.row_id} has no such key; it has "
+                f"{', '.join(prompt.row)}; rename a column (columns), or give the parameter a default"
+            )
 
     def _ask(self, samples: Sequence[Sample]) -> Any:
         """Call the function outside any event loop, so that it may have one of its own; what it awaits runs at once."""
@@ -74,8 +83,15 @@ class UserReward:
         if not self.single:
             answer = self.function(list(samples), **self.args)
             return asyncio.run(_gather([answer]))[0] if inspect.isawaitable(answer) else answer
-        answers = [self.function(sample, **self.args) for sample in samples]
+        answers = [self._of_one(sample) for sample in samples]
         return asyncio.run(_gather(answers)) if answers and inspect.isawaitable(answers[0]) else answers
+
+    def _of_one(self, sample: Sample) -> Any:
+        try:
+            return self.function(sample, **self.args)
+        except (Exception, SystemExit) as error:
+            error.add_note(f"row {sample.row_id}")
+            raise
 
     def _number(self, value: Any, sample: Sample) -> float:
         if hasattr(value, "item") and getattr(value, "shape", None) == ():  # NumPy scalars and 0-d tensors
@@ -94,6 +110,15 @@ class UserReward:
 
 async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     return list(await asyncio.gather(*awaitables))
+
+
+def _of_row(error: BaseException, samples: Sequence[Sample]) -> str:
+    """The row at which a function failed, where it is known: the one that it judged, or one without the key it asked for."""
+    key = error.args[0] if isinstance(error, KeyError) and error.args else None
+    lacking = next((sample for sample in samples if isinstance(key, str) and key not in sample.row), None)
+    if lacking is not None:
+        return f"; row {lacking.row_id} has no key '{key}', it has {', '.join(lacking.row) or 'none'}"
+    return f"; it judged a response to {error.__notes__[0]}" if getattr(error, "__notes__", None) else ""
 
 
 def _first_parameter(function: Any) -> str:

@@ -59,7 +59,7 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
         rewards.check([*(prompt for part in kept for prompt in part), *held_out])
         if not is_restart():  # they judged before, and a server that is lost may be a while in coming back
             is_single = kind.kind == "single"
-            rewards.try_sources([*(prompt for part in kept for prompt in part[:1]), *held_out[:1]], functions=is_single)
+            rewards.try_sources([*(prompt for part in kept for prompt in part), *held_out], functions=is_single)
             for evaluation in evaluations:
                 if evaluation.settings.rewards is not None:
                     evaluation.rewards.try_sources(evaluation.prompts, functions=is_single)
@@ -84,7 +84,8 @@ def _dense_layers(config: Config) -> int | None:
 
 def _evaluation_set(config: Config, one: EvaluationConfig, builder: PromptBuilder) -> EvaluationSet:
     keys = {"prompt_key": one.prompt_key, "answer_key": one.answer_key}
-    data = config.data.model_copy(update={"eval": one.rows} | {key: value for key, value in keys.items() if value is not None})
+    keys = {"eval": one.rows} | {key: value for key, value in keys.items() if value is not None}
+    data = config.data.model_copy(update=keys | ({"prompt": one.prompt} if one.prompt_key is not None else {}))
     index = config.evaluations.index(one)
     prompts = builder.of_rows_like(data).build(
         rows_of(one.rows), prefix="eval", origin=Origin(f"evaluations[{index}].rows", one.rows)

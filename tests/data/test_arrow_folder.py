@@ -85,8 +85,8 @@ def test_what_is_wrong_with_a_folder_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"state\.json' is not what datasets writes: JSONDecodeError"):
         load_rows(_source(tmp_path / "both" / "train"))
     (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "rows.csv").write_text("a")
-    with pytest.raises(DataError, match=r"holds no \.arrow or \.parquet files; it has rows\.csv"):
+    (tmp_path / "text" / "rows.txt").write_text("a")
+    with pytest.raises(DataError, match=r"text' holds no files of rows \(\.arrow, \.jsonl, .*\); it has rows\.txt"):
         load_rows(_source(tmp_path / "text"))
 
 

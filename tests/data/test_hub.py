@@ -319,9 +319,9 @@ def test_which_files_are_a_split(
     ("files", "name", "sentence"),
     [
         (
-            ["a.csv"],
+            ["a.txt"],
             None,
-            r"'x' has no files of rows \(\.parquet, .*; it has a\.csv, and the hub may have it as Parquet at @refs/co",
+            r"'x' has no files of rows \(\.parquet, .*; it has a\.txt, and the hub may have it as Parquet at @refs/co",
         ),
         (["a/train/0.parquet", "b/train/0.parquet"], None, "'x' has several configurations; set name to one of a, b"),
         (["a/train/0.parquet"], "c", "'x' has no configuration 'c'; its card names none, and its folders are a, train"),

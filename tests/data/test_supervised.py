@@ -335,9 +335,9 @@ def test_answers_of_several_tools_stand_in_the_turn_that_the_template_makes_of_t
 
 
 def test_a_message_that_is_none_is_told_by_its_number() -> None:
-    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "text": "a"}]
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "body": "a"}]
     with pytest.raises(
-        DataError, match=r"whose message 1 \(counted from 0\) is \{'role': 'assistant', 'text': 'a'\}; it must be"
+        DataError, match=r"whose message 1 \(counted from 0\) is \{'role': 'assistant', 'body': 'a'\}; it must be"
     ):
         SupervisedBuilder(byte_tokenizer(TOOLS), "sft", SupervisedSettings()).build([{"messages": turns}], prefix="train")
     with pytest.raises(DataError, match=r"has text under 'tools' \(data.tools_key\) that is no JSON"):

@@ -55,6 +55,11 @@ def rewards() -> RewardSources:
         ("print(2 * int(open(0).read()), '  ')", PAIRS, 1.0),
         ("print(4)", PAIRS, 0.5),
         ("print(2 * int(input())); raise SystemExit(1)", PAIRS, 0.0),
+        ("def double(x): return 2 * x", "def check(f):\n    assert f(2) == 4\n\ncheck(double)", 1.0),
+        ("def double(x): return 4", "def check(f):\n    assert f(5) == 10\n\ncheck(double)", 0.0),
+        ("print(2 * int(input()))", {"inputs": ["2\n", "-1"], "outputs": ["4\n", "-2"]}, 1.0),
+        ("print(4)", json.dumps({"inputs": ["2\n", "-1"], "outputs": ["4\n", "-2"]}), 0.5),
+        ("print(4)", {"input": ["2\n", "-1"], "output": ["4\n", "-2"]}, 0.5),
         ("import threading\nt = threading.Thread(target=lambda: print(2 * int(input())))\nt.start()", PAIRS, 1.0),
     ],
 )

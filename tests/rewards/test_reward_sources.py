@@ -180,6 +180,54 @@ def test_functions_are_tried_on_made_up_responses_before_a_run(tmp_path: Path) -
     build_rewards([RewardConfig(name="exact_number")], DATA).try_sources([Prompt("r", "g", [], "")])  # megarl's own are not
 
 
+def test_a_row_without_a_key_that_a_function_reads_is_found_before_the_run(tmp_path: Path) -> None:
+    """Rows with other keys than the first are tried as well; a function of megarl's form says nothing of what it reads."""
+    rows = [{"question": "q", "answer": "2"}] * 3 + [{"question": "q"}] + [{"question": "q", "level": 1}]
+    prompts = [Prompt(f"train-{number}", "g", [1], "q", row) for number, row in enumerate(rows)]
+    for body in (
+        "def f(sample): return float(sample.row['answer'])",
+        "def f(samples): return [len(s.row['answer']) for s in samples]",
+    ):
+        sentence = (
+            r"mine\.py:f' raised KeyError: 'answer' \(.*mine\.py line 1\); row train-3 has no key 'answer', it has question; "
+            "asked before the run about made-up responses to row train-3"
+        )
+        with pytest.raises(RewardError, match=sentence):
+            _function(tmp_path, body).try_sources(prompts)
+    counting = (
+        "import pathlib\ndef f(samples):\n    open(__file__ + '.asked', 'a').write(samples[0].row_id + ' ')\n    return [0, 0]"
+    )
+    _function(tmp_path, counting).try_sources(prompts)
+    assert (tmp_path / "mine.py.asked").read_text() == "train-0 train-3 train-4 "
+
+
+def test_a_function_that_fails_on_one_of_many_rows_is_told_with_it(tmp_path: Path) -> None:
+    rewards = _function(tmp_path, "def f(sample): return 1 / (3 - int(sample.response_text))")
+    with pytest.raises(RewardError, match=r"raised ZeroDivisionError: .*; it judged a response to row train-3$"):
+        rewards.score(_samples(5))
+
+
+@pytest.mark.parametrize(
+    ("body", "asked"),
+    [
+        ("def f(completions, gold, **_): return [0.0] * len(completions)", "gold"),
+        ("def f(prompts, completions, answer, gold): return [0.0] * len(completions)", "gold"),
+        ("def f(solution_str, ground_truth): return 0.0", "answer"),
+        ("def f(solution_strs, ground_truths): return [0.0] * len(solution_strs)", "answer"),
+    ],
+)
+def test_a_column_that_a_function_of_another_trainer_names_must_be_in_every_row(tmp_path: Path, body: str, asked: str) -> None:
+    rewards = _function(tmp_path, body)
+    whole = {"question": "q", "answer": "2", "gold": "3"}
+    rewards.check([Prompt("train-0", "g", [1], "q", whole)])
+    lacking = {key: value for key, value in whole.items() if key != asked}
+    sentence = rf"mine\.py:f' asks for '{asked}', but row train-7 has no such key; it has {', '.join(lacking)}; rename a column"
+    with pytest.raises(RewardError, match=sentence):
+        rewards.check([Prompt("train-7", "g", [1], "q", lacking)])
+    optional = body.replace("gold,", "gold=None,").replace("gold)", "gold=None)").replace("ground_truth)", "ground_truth=None)")
+    _function(tmp_path, optional.replace("ground_truths)", "ground_truths=None)")).check([Prompt("r", "g", [1], "q", lacking)])
+
+
 @pytest.mark.parametrize("functions", [True, False])
 def test_servers_of_rewards_are_asked_once_before_a_run_and_judges_are_not(functions: bool) -> None:
     asked: list[Any] = []

@@ -152,3 +152,26 @@ def test_gold_that_cannot_be_read_is_counted_and_a_missing_one_is_named(name: st
 def test_unusable_arguments_are_refused(name: str, args: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RewardError, match=sentence):
         _rewards(name, **args)
+
+
+@pytest.mark.parametrize(
+    ("gold", "first", "letter"), [(0, 0, "A"), (3, 0, "D"), ("2", 0, "C"), ("2", 1, "B"), (4, 1, "D"), ("B", 1, "B")]
+)
+def test_a_gold_choice_may_be_a_number(gold: Any, first: int, letter: str) -> None:
+    rewards = _rewards("multiple_choice", choices="ABCD", first_index=first)
+    assert rewards.score([_sample(f"\\boxed{{{stated}}}", gold) for stated in "ABCD"]) == [
+        float(stated == letter) for stated in "ABCD"
+    ]
+    assert rewards.failures == {}
+
+
+@pytest.mark.parametrize(("gold", "first"), [(4, 0), (0, 1), (-1, 0), ("123", 0), (True, 0)])
+def test_a_number_beyond_the_choices_cannot_be_judged(gold: Any, first: int) -> None:
+    rewards = _rewards("multiple_choice", choices="ABCD", first_index=first)
+    assert rewards.score([_sample("\\boxed{A}", gold)]) == [0.0]
+    assert rewards.failures == {"train-0": 1}
+
+
+def test_a_first_index_is_0_or_1() -> None:
+    with pytest.raises(RewardError, match=r"reward 'multiple_choice': first_index is 2; it must be 0 or 1"):
+        _rewards("multiple_choice", first_index=2)

@@ -13,6 +13,7 @@ from typing import Any
 
 from megarl.config import AnyConfig
 from megarl.config.questions import MEAN_SHARE
+from megarl.config.sources import FILE_SOURCES
 from megarl.data.micro_batches import Grid
 from megarl.errors import ConfigError, MegarlError
 from megarl.models.vision import Vision
@@ -85,7 +86,7 @@ def _limits(settings: dict[str, Any], frames: int) -> tuple[int | None, int | No
 def _of_rows(config: AnyConfig, rules: PictureRules) -> PromptPictures | None:
     """Pictures of the first rows, where they are in a file that can be read; a user's functions are not called for a plan."""
     source, data = config.data.train, config.data
-    if source.source not in ("jsonl", "parquet", "dataset") or source.path is None or not Path(source.path).exists():
+    if source.source not in FILE_SOURCES or source.path is None or not Path(source.path).exists():
         return None
     from megarl.data.prompts import rows_of
     from megarl.options.pictures.picture_sizes import grids_of_row

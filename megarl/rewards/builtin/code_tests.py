@@ -6,6 +6,7 @@ It runs in the sandbox, or not at all.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -28,7 +29,8 @@ _PYTHON = ("python", "python3", "py")
 class CodeTests(Verifier):
     """The verifier over rows whose gold answer is a list of tests, or its JSON text.
 
-    A test is Python text with assert statements, or `{"input": standard input, "output": what must be printed}`.
+    A test is Python text with assert statements, or `{"input": standard input, "output": what must be printed}`. Such text
+    alone is one test, and lists of inputs and outputs, as `{"inputs": [...], "outputs": [...]}`, are as many.
     """
 
     name = "code_tests"
@@ -119,7 +121,7 @@ def extract_program(response: str) -> str:
 def parsed_tests(gold: Any) -> list[Any] | None:
     """The tests in a row, all of one kind; None if there are none or one is no test."""
     try:
-        tests = json.loads(gold) if isinstance(gold, str) else gold
+        tests = _listed(json.loads(gold) if isinstance(gold, str) and not _asserts(gold) else gold)
         if not isinstance(tests, list) or not tests:
             return None
         if all(isinstance(test, str) for test in tests):
@@ -131,6 +133,25 @@ def parsed_tests(gold: Any) -> list[Any] | None:
     pairs = all(isinstance(test, dict) and {"input", "output"} <= test.keys() for test in tests)
     texts = pairs and all(isinstance(test[key], str) for test in tests for key in ("input", "output"))
     return tests if texts else None
+
+
+def _listed(gold: Any) -> Any:
+    """One text of assert statements, and inputs and outputs that stand apart (APPS, CodeContests), as a list of tests."""
+    if isinstance(gold, str):
+        return [gold]
+    if not isinstance(gold, dict) or gold.get("fn_name"):
+        return gold
+    inputs, outputs = (gold.get(f"{name}s", gold.get(name)) for name in ("input", "output"))
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        return gold
+    return [{"input": given, "output": printed} for given, printed in zip(inputs, outputs, strict=True)]
+
+
+def _asserts(text: str) -> bool:
+    """Return whether a text is Python that asserts something: the printed form of a list, which is Python too, does not."""
+    if "assert" not in text or text.lstrip().startswith(("[", "{", '"')):
+        return False
+    return any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(text)))
 
 
 def _lines(text: str) -> list[str]:

@@ -15,16 +15,24 @@ from megarl.rewards.scorer import Verdict, Verifier
 
 
 class MultipleChoice(Verifier):
-    """The verifier over rows whose gold answer is a letter, alone or as in `(B)`, `B.`, `B) text` or `<answer>B</answer>`."""
+    """The verifier over rows whose gold answer is a letter, alone or as in `(B)`, `B.`, `B) text` or `<answer>B</answer>`.
+
+    It may also be the number of a choice.
+    """
 
     name = "multiple_choice"
 
-    def __init__(self, answer_key: str, *, choices: str = "ABCDEFGHIJ") -> None:
+    def __init__(self, answer_key: str, *, choices: str = "ABCDEFGHIJ", first_index: int = 0) -> None:
         """`choices`: the letters that may be stated; small ones in an answer count as their capitals.
 
+        `first_index`: the number of the first choice where gold answers are numbers: 0 (MMLU) or 1.
+
         Raises:
-            RewardError: `choices` is empty or has something else than letters.
+            RewardError: `choices` is empty or has something else than letters, or `first_index` is neither 0 nor 1.
         """
+        if first_index not in (0, 1):
+            raise self.error(f"first_index is {first_index!r}; it must be 0 or 1")
+        self._choices, self._first_index = choices.upper(), first_index
         if not choices.isalpha():
             raise self.error(f"choices is '{choices}'; it must be letters such as 'ABCD'")
         super().__init__(answer_key)
@@ -49,5 +57,12 @@ class MultipleChoice(Verifier):
 
     def judge(self, sample: Sample) -> Verdict:
         """1.0 or 0.0, or None where the gold answer is none of the choices."""
-        gold: Any = self._gold.fullmatch(extract_answer(str(self.gold(sample))))
-        return None if gold is None else float(self.final_answer(sample.response_text) == gold["gold"].upper())
+        gold = self._gold_letter(extract_answer(str(self.gold(sample))))
+        return None if gold is None else float(self.final_answer(sample.response_text) == gold)
+
+    def _gold_letter(self, gold: str) -> str | None:
+        if re.fullmatch(r"[0-9]{1,2}", gold):
+            number = int(gold) - self._first_index
+            return self._choices[number] if 0 <= number < len(self._choices) else None
+        match: Any = self._gold.fullmatch(gold)
+        return None if match is None else str(match["gold"]).upper()
