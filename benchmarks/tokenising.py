@@ -25,24 +25,24 @@ from megarl.data.supervised import SupervisedBuilder, SupervisedSettings
 from megarl.data.tokenize import load_tokenizer
 
 TURNS, WORDS = 10, (5, 60)
-"""Messages of a conversation, and words of one: 41 tokens of SmolLM2 on average, and its ends."""
-VOCABULARY = (
-    "the of and to in is that it for was on are as with they be at one have this from by hot word but what some we can out other "
-    "were all there when up use your how said an each she which do their time if will way about many then them write would like "
-    "so these her long make thing see him two has look more day could go come did number sound no most people my over know water "
-    "than call first who may down side been now find any new work part take get place made live where after back little only "
-    "round man year came show every good me give our under name very through just form sentence great think say help low line "
-    "differ turn cause much mean before move right boy old too same tell does set three want air well also play small end put"
-).split()
+"""Messages of a conversation, and words of one: 40 tokens of SmolLM2 on average, with its ends."""
+TEXT = """
+the of and to in is that it for was on are as with they be at one have this from by hot word but what some we can out
+other were all there when up use your how said an each she which do their time if will way about many then them write
+would like so these her long make thing see him two has look more day could go come did number sound no most people my
+over know water than call first who may down side been now find any new work part take get place made live where after
+back little only round man year came show every good me give our under name very through just form sentence great think
+say help low line
+"""
 
 
 def conversations(count: int) -> list[dict[str, Any]]:
     """Rows of user and assistant in turn, in common words."""
-    draw = random.Random(0)
+    draw, vocabulary = random.Random(0), TEXT.split()
     return [
         {
             "messages": [
-                {"role": ("user", "assistant")[turn % 2], "content": " ".join(draw.choices(VOCABULARY, k=draw.randint(*WORDS)))}
+                {"role": ("user", "assistant")[turn % 2], "content": " ".join(draw.choices(vocabulary, k=draw.randint(*WORDS)))}
                 for turn in range(TURNS)
             ]
         }
