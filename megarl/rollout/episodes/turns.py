@@ -171,14 +171,14 @@ class TurnTemplate:
 
     def _after_turn(self, messages: Sequence[dict[str, Any]], *, ask: bool) -> str:
         conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}, *messages]
-        _, turn, after = self._render(conversation, ask=ask).partition(_TURN)
+        _, turn, after = self._render(conversation, ask=ask, own=2).partition(_TURN)
         if not turn:
             raise EpisodeError("the tokenizer's chat template does not write what an assistant said word for word")
         return after
 
-    def _render(self, conversation: Sequence[dict[str, Any]], *, ask: bool) -> str:
+    def _render(self, conversation: Sequence[dict[str, Any]], *, ask: bool, own: int = 0) -> str:
         if self.left_out is not None and ask:
-            self.left_out.check(conversation, "a request", tools=self._schemas, args=self._args)
+            self.left_out.check(conversation, "a request", tools=self._schemas, args=self._args, own=own)
         try:
             return render(self.tokenizer, conversation, self._schemas, ask=ask, args=self._args)
         except TemplateError as error:
