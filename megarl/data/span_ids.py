@@ -7,7 +7,6 @@ once: special tokens part it, and what stands between two of them has tokens of 
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -61,20 +60,14 @@ class SpanTokeniser:
         return answers
 
     def _part(self, pieces: Sequence[str]) -> _Parts | None:
-        """None: a boundary stands within a special token, or the tokenizer is not of the kind."""
+        """None: the tokenizer is not of the kind."""
         if self._pattern is None:
             return None
         text = "".join(pieces)
-        tokens = [match.span() for match in self._pattern.finditer(text)]
-        begins = [start for start, _ in tokens]
-        ends = list(accumulate(map(len, pieces)))
-        for end in ends:
-            at = bisect_left(begins, end) - 1
-            if at >= 0 and end < tokens[at][1]:
-                return None
+        begins = [match.start() for match in self._pattern.finditer(text)]
         starts = begins if begins and begins[0] == 0 else [0, *begins]
         parts = [text[a:b] for a, b in pairwise([*starts, len(text)])]
-        return _Parts(parts, _cuts(starts, len(text), ends))
+        return _Parts(parts, _cuts(starts, len(text), list(accumulate(map(len, pieces)))))
 
     def _ids_of(self, texts: set[str]) -> dict[str, list[int]]:
         wanted = list(texts)

@@ -113,8 +113,13 @@ class TurnEnds:
     def describe(self) -> str:
         """A line for people."""
         if self.written is not None:
-            stops = f"; the model stops at {', '.join(self.stops)}" if self.written not in self.stops else ""
-            return f"a turn ends with {self.written}{stops}"
+            if self.written in self.stops:
+                return f"a turn ends with {self.written}"
+            stops = f"it stops at {', '.join(self.stops)}" if self.stops else "it stops at none"
+            return (
+                f"a turn ends with {self.written}, at which generation does not stop ({stops}): name it under eos_token_id in "
+                "the model's generation_config.json"
+            )
         markers = [(marker.strip(), role) for role in ("user", "tool") if (marker := self._marker_of(role)) is not None]
         if markers:
             return "a turn ends with the marker of the next role: " + ", ".join(f"{token} ({role})" for token, role in markers)

@@ -72,11 +72,6 @@ def test_a_row_with_one_turn_too_long_goes_as_a_whole() -> None:
     assert builder.dropped["overlong"] == 1
 
 
-def test_two_turns_that_are_equal_are_two_samples() -> None:
-    tokenizer = byte_tokenizer()
-    assert len(samples(tokenizer, [*CHAT[:2], *CHAT[:2]], turns="each", equal_pairs="error")) == 2
-
-
 def weighted(*weights: Any) -> list[dict[str, Any]]:
     turns = iter(weights)
     return [message | ({"weight": next(turns)} if message["role"] == "assistant" else {}) for message in CHAT]

@@ -70,6 +70,8 @@ class SupervisedRun(Run):
             partial(place_of_row, source=config.data.train),
         )
         self.dropped = builder.dropped
+        self.turn_end = builder.turns.ends.describe() if builder.template.is_used else None
+        self.samples = sum(len(part) for part in train)
 
     # the frame ----------------------------------------------------------------------------------------------------
 
@@ -79,6 +81,10 @@ class SupervisedRun(Run):
         if self.config.data.eval is not None:
             held_out, limit = len({sample.row_id for sample in self.held_out}), self.config.data.eval.limit
         self.progress.say(rows_line(self.rows, held_out, limit, {}))
+        if self.config.data.turns == "each":
+            self.progress.say(f"{self.samples} samples, one for each assistant turn")
+        if self.turn_end is not None:
+            self.progress.say(self.turn_end)
         if self.overlap:
             self.progress.say(
                 f"warning: {self.overlap} of {self.rows} training rows have the prompt of a row of data.eval, so that "

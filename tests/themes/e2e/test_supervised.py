@@ -347,6 +347,47 @@ def test_two_and_one_resumed_equal_three(objective: dict[str, Any], supervised_c
     assert len(losses["whole"]) == 3
 
 
+FORGETS = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}={% else %}"
+    "{{ m.content if loop.last else m.content[-1] }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+"""Leaves of an earlier answer its last character, as templates do that drop reasoning."""
+CHATS = [
+    {"messages": [{"role": role, "content": content} for role, content in chat]}
+    for chat in (
+        [("user", "1+2"), ("assistant", "1+2=3"), ("user", "5+3"), ("assistant", "5+3=8")],
+        [("user", "4+4"), ("assistant", "8")],
+    )
+]
+
+
+def of_each_turn(r: Reference) -> Tensor:
+    end = r.tokenizer.eos_token
+    turns = [("1+2=", "1+2=3"), (f"1+2=3{end}5+3=", "5+3=8"), ("4+4=", "8")]
+    return -torch.cat([r.log_probs(prompt, answer) for prompt, answer in turns]).mean()
+
+
+def test_turns_of_a_conversation_are_trained_on_behind_their_own_prompts(
+    supervised_config: Callable[..., SupervisedConfig],
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    template = tmp_path / "forgets.jinja"
+    template.write_text(FORGETS)
+    fields = {"policy.layout": {"dp": 2}, "data.chat_template": str(template), "data.turns": "each"}
+    config = supervised_config({"name": "sft"}, CHATS, **fields)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"eval": config.data.train})})
+    summary = train(config)
+    said = capsys.readouterr().out.splitlines()
+    assert "3 samples, one for each assistant turn" in said
+    metrics = [row for row in read_metrics(Path(config.run_folder) / "metrics.jsonl") if "train/loss" in row]
+    expected = Reference(tiny_model).losses(of_each_turn)
+    assert expected[0] != pytest.approx(expected[2], rel=1e-3)
+    assert [row["train/loss"] for row in metrics] == pytest.approx(expected, rel=2e-4, abs=2e-5)
+    assert summary["eval"]["before"]["loss"] == pytest.approx(expected[0], rel=2e-4)
+
+
 def test_torchrun_gives_the_losses_that_ray_gives(supervised_config: Callable[..., SupervisedConfig], tmp_path: Path) -> None:
     layout = {"policy.layout": {"dp": 2}}
     config = supervised_config({"name": "dpo", "beta": BETA}, PAIRS, **layout)
