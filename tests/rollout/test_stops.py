@@ -112,8 +112,7 @@ def test_responses_with_stops_have_their_exact_probabilities(folders: dict[str, 
         engine = opened(folders, policy, algorithm)
         free = drawn(engine, SamplingParams(max_new_tokens=5), DRAWS)
         assert p_value(free, exact) < 1e-6, "the test sees stops that nobody looked for"
-        decode = decode_by(load_tokenizer(str(folders[policy])))
-        [late] = ended_at_stops([PROMPT], [free], params, decode)
+        [late] = ended_at_stops([PROMPT], [free], params, ModelTexts(folders[policy]))
         assert p_value(late, exact) > 0.01, "an engine that knows no text"
 
 
@@ -401,7 +400,8 @@ def test_an_actor_cuts_what_an_engine_of_the_user_s_own_says_behind_a_stop(folde
             return [[Generation([1, 2, 3, 3, 1], [0.0] * 5, [4] * 5, "length")] for _ in request.prompts]
 
     actor = object.__new__(EngineActor.__ray_metadata__.modified_class)
-    actor.engine, actor.model_path, actor._tokenizer, actor._decode = Own(), str(folders["llama"]), None, None
+    actor.engine, actor.model_path, actor._tokenizer = Own(), str(folders["llama"]), None
+    actor._texts = ModelTexts(folders["llama"])
     [[one]] = asyncio.run(actor.generate(EngineRequest([PROMPT], SamplingParams(5, stop=("bb",)))))
     assert (text_of(one.response_ids), one.finish_reason) == ("aabba", "stop")
     summaries, tokens, texts = asyncio.run(actor.answer(EngineRequest([PROMPT], SamplingParams(5, stop=("bb",)))))
@@ -443,9 +443,8 @@ def test_sglang_and_the_embedded_engine_end_greedy_responses_alike(
         for (own,), (one,), (again,), (piece, _), (whole,) in zip(ours, theirs, continued, pieces, free, strict=True):
             texts = {length: tokenizer.decode(whole.response_ids[:length]) for length in range(1, 25)}
             first = next(length for length, text in texts.items() if any(stop in text for stop in params.stop))
-            assert (
-                own.response_ids == one.response_ids == again.response_ids == piece.response_ids == whole.response_ids[:first]
-            )
+            found = [own.response_ids, one.response_ids, again.response_ids, piece.response_ids]
+            assert found == [whole.response_ids[:first]] * 4
             assert own.log_probs == pytest.approx(one.log_probs, abs=1e-4)
             assert {one.finish_reason, own.finish_reason, again.finish_reason, piece.finish_reason} == {"stop"}
             assert (whole.finish_reason, first < 24) == ("length", True)
