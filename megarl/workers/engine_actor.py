@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from megarl.data.stop_finder import Decode, decode_by
+from megarl.data.stop_finder import ModelTexts
 from megarl.data.stored import Held, ResponseTokens, StoredGeneration, common_beginnings, version_runs
 from megarl.data.tokenize import load_tokenizer
 from megarl.errors import EngineError, MegarlError
@@ -113,12 +113,11 @@ class EngineActor:
         use_architecture(architecture)
         if reachable:
             _listen_on_node()
-        self.path, self.model_path, self.options = path, model_path, options
+        self.path, self.model_path, self.options, self._texts = path, model_path, options, ModelTexts(model_path)
         if nodes:
             self.options = {**options, "nodes": [RemoteNode(name) for name in nodes]}
         self.engine: Engine | None = None
         self._tokenizer: Any = None
-        self._decode: Decode | None = None
 
     async def start(self, initial_version: int | None) -> None:
         """Start the engine; `initial_version` is that of the weights in the model folder (None: others will be sent)."""
@@ -148,21 +147,16 @@ class EngineActor:
         """`Engine.generate` with tokens and texts apart: these two values stay in this node's object store, and the first one's
         handles, which are empty, are to be those to them."""
         generations = await self.generate(await asyncio.to_thread(with_tokens, request))
-        return await asyncio.to_thread(kept_apart, request.prompts, generations, await self._loaded_tokenizer())
+        if self._tokenizer is None:
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, self.model_path)
+        return await asyncio.to_thread(kept_apart, request.prompts, generations, self._tokenizer)
 
     async def generate(self, request: EngineRequest) -> list[list[Generation]]:
         """`Engine.generate`; what an engine sampled behind a stop text, because it knows no text, is left out."""
         generations = await self._there().generate(request)
         if not request.params.looked_for:
             return generations
-        if self._decode is None:
-            self._decode = decode_by(await self._loaded_tokenizer())
-        return await asyncio.to_thread(ended_at_stops, request.prompts, generations, request.params, self._decode)
-
-    async def _loaded_tokenizer(self) -> Any:
-        if self._tokenizer is None:
-            self._tokenizer = await asyncio.to_thread(load_tokenizer, self.model_path)
-        return self._tokenizer
+        return await asyncio.to_thread(ended_at_stops, request.prompts, generations, request.params, self._texts)
 
     async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Await `engine.method(*arguments, **keywords)`."""

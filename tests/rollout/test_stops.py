@@ -28,17 +28,15 @@ from megarl.errors import ConfigError
 from megarl.options.prediction.section import SpeculativeConfig
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
-from megarl.rollout.engines.sglang import client as client_file
-from megarl.rollout.engines.sglang import text_stops
-from megarl.rollout.engines.sglang.client import SglangClient
+from megarl.rollout.engines.sglang import piece_client, text_stops
 from megarl.rollout.engines.sglang.engine import SglangEngine
+from megarl.rollout.engines.sglang.piece_client import PieceClient
 from megarl.rollout.engines.stops import NO_STOPS, Stops, ended_at_stops, ended_at_text
 from megarl.workers.engine_actor import EngineActor
 from megarl.workers.rollouts import Rollouts
 from tests.data.chat_tokenizers import byte_tokenizer, ids_of
 from tests.options.prediction.drafted import END, exact_distribution, load, p_value, write_model
-from tests.rollout.tiny import PROMPTS, sync, weights_of
-from tests.rollout.tiny import load as load_tiny
+from tests.rollout.tiny import PROMPTS, sync, weights_that_never_end
 
 ALPHABET = ["<end>", "a", "ab", "ba"]
 DRAWS = 10_000
@@ -114,8 +112,7 @@ def test_responses_with_stops_have_their_exact_probabilities(folders: dict[str, 
         engine = opened(folders, policy, algorithm)
         free = drawn(engine, SamplingParams(max_new_tokens=5), DRAWS)
         assert p_value(free, exact) < 1e-6, "the test sees stops that nobody looked for"
-        decode = decode_by(load_tokenizer(str(folders[policy])))
-        [late] = ended_at_stops([PROMPT], [free], params, decode)
+        [late] = ended_at_stops([PROMPT], [free], params, ModelTexts(folders[policy]))
         assert p_value(late, exact) > 0.01, "an engine that knows no text"
 
 
@@ -292,7 +289,7 @@ class Server:
         return web.json_response({"output_ids": said, "meta_info": info})
 
 
-def served(server: Server, folder: Path, ask: Callable[[SglangClient], Any]) -> Any:
+def served(server: Server, folder: Path, ask: Callable[[PieceClient], Any]) -> Any:
     """What `ask` returns of a client of the server."""
 
     async def scenario() -> Any:
@@ -303,7 +300,7 @@ def served(server: Server, folder: Path, ask: Callable[[SglangClient], Any]) -> 
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         try:
-            return await ask(SglangClient(server, tokenizer_folder=str(folder)))
+            return await ask(PieceClient(server, (), str(folder)))
         finally:
             await runner.cleanup()
 
@@ -314,7 +311,7 @@ def served(server: Server, folder: Path, ask: Callable[[SglangClient], Any]) -> 
 def test_a_server_that_knows_no_text_is_asked_in_pieces(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
-    monkeypatch.setattr(client_file, "PIECE_TOKENS", piece)
+    monkeypatch.setattr(piece_client, "PIECE_TOKENS", piece)
     numbers = random.Random(3)
     for number in range(12):
         ids = [*numbers.choices([1, 2, 3], k=numbers.randrange(4, 12)), END]
@@ -337,10 +334,10 @@ def test_a_server_that_knows_no_text_is_asked_in_pieces(
 def test_a_response_that_is_cut_between_two_pieces_ends_with_what_it_has(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_file, "PIECE_TOKENS", 2)
+    monkeypatch.setattr(piece_client, "PIECE_TOKENS", 2)
     server = Server([1] * 20, PROMPT)
 
-    async def ask(client: SglangClient) -> Any:
+    async def ask(client: PieceClient) -> Any:
         respond = client._post
 
         async def post(session: Any, endpoint: str, body: dict[str, Any]) -> Any:
@@ -403,7 +400,8 @@ def test_an_actor_cuts_what_an_engine_of_the_user_s_own_says_behind_a_stop(folde
             return [[Generation([1, 2, 3, 3, 1], [0.0] * 5, [4] * 5, "length")] for _ in request.prompts]
 
     actor = object.__new__(EngineActor.__ray_metadata__.modified_class)
-    actor.engine, actor.model_path, actor._tokenizer, actor._decode = Own(), str(folders["llama"]), None, None
+    actor.engine, actor.model_path, actor._tokenizer = Own(), str(folders["llama"]), None
+    actor._texts = ModelTexts(folders["llama"])
     [[one]] = asyncio.run(actor.generate(EngineRequest([PROMPT], SamplingParams(5, stop=("bb",)))))
     assert (text_of(one.response_ids), one.finish_reason) == ("aabba", "stop")
     summaries, tokens, texts = asyncio.run(actor.answer(EngineRequest([PROMPT], SamplingParams(5, stop=("bb",)))))
@@ -414,9 +412,13 @@ def test_an_actor_cuts_what_an_engine_of_the_user_s_own_says_behind_a_stop(folde
 
 
 def test_sglang_and_the_embedded_engine_end_greedy_responses_alike(
-    sglang_engine: SglangEngine, embedded_engine: EmbeddedEngine, tiny_path: Path, tmp_path: Path
+    sglang_engine: SglangEngine,
+    embedded_engine: EmbeddedEngine,
+    tiny_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where SGLang is given a response to go on with."""
+    """Also where SGLang is given a response to go on with, and where its server is not this run's."""
     numbers = random.Random(5)
     words = ["".join(numbers.choices("abc", k=numbers.randrange(1, 4))) + str(n) for n in range(512)]
     words = [*"abc", *words[3:]]
@@ -424,29 +426,27 @@ def test_sglang_and_the_embedded_engine_end_greedy_responses_alike(
 
     async def scenario() -> None:
         for engine in (sglang_engine, embedded_engine):
-            await sync(engine, weights_of(load_tiny(tiny_path)), 300)
+            await sync(engine, weights_that_never_end(tiny_path), 300)
         sglang_engine._client._tokenizer_folder = str(tmp_path)
         embedded_engine._texts = ModelTexts(tmp_path)
         free = await embedded_engine.generate(EngineRequest(PROMPTS, SamplingParams(24, greedy=True)))
-        stops, reasons = Counter[str](), Counter[str]()
-        for (whole,), length in zip(free, (5, 11, 17), strict=True):
-            text = tokenizer.decode(whole.response_ids[:length])
-            stops[text[-5:]] += 1
+        ends = zip(free, (5, 11, 17), strict=True)
+        stops = {tokenizer.decode(whole.response_ids[:length])[-5:] for (whole,), length in ends}
         params = SamplingParams(24, greedy=True, stop=tuple(stops))
         ours = await embedded_engine.generate(EngineRequest(PROMPTS, params))
         theirs = await sglang_engine.generate(EngineRequest(PROMPTS, params))
         begun = [[Generation(one.response_ids[:2], one.log_probs[:2], [300] * 2, "abort")] for (one,) in free]
         continued = await sglang_engine.generate(EngineRequest(PROMPTS, params, keys=["a", "b", "c"], begun=begun))
-        for (own,), (one,), (again,), (whole,) in zip(ours, theirs, continued, free, strict=True):
-            lengths = range(1, 25)
-            texts = (tokenizer.decode(whole.response_ids[:length]) for length in lengths)
-            first = next(
-                length for length, text in zip(lengths, texts, strict=True) if any(stop in text for stop in params.stop)
-            )
-            assert own.response_ids == one.response_ids == again.response_ids == whole.response_ids[:first]
+        monkeypatch.setattr(piece_client, "PIECE_TOKENS", 2)  # as if somebody else had started the server
+        pieces = await PieceClient(sglang_engine.server, (), str(tmp_path)).generate(EngineRequest(PROMPTS, params, n=2), 300)
+        assert [second for _, second in pieces] == [first for first, _ in pieces]
+        for (own,), (one,), (again,), (piece, _), (whole,) in zip(ours, theirs, continued, pieces, free, strict=True):
+            texts = {length: tokenizer.decode(whole.response_ids[:length]) for length in range(1, 25)}
+            first = next(length for length, text in texts.items() if any(stop in text for stop in params.stop))
+            found = [own.response_ids, one.response_ids, again.response_ids, piece.response_ids]
+            assert found == [whole.response_ids[:first]] * 4
             assert own.log_probs == pytest.approx(one.log_probs, abs=1e-4)
-            assert own.finish_reason == one.finish_reason == again.finish_reason == "stop"
-            reasons[one.finish_reason] += first < 24
-        assert reasons["stop"] == 3
+            assert {one.finish_reason, own.finish_reason, again.finish_reason, piece.finish_reason} == {"stop"}
+            assert (whole.finish_reason, first < 24) == ("length", True)
 
     asyncio.run(scenario())

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megarl.data.columns import cut
-from megarl.data.stop_finder import Decode, StopFinder
+from megarl.data.stop_finder import Decode, ModelTexts, StopFinder
 from megarl.rollout.engines.protocol import Generation, SamplingParams
 
 
@@ -35,9 +35,10 @@ NO_STOPS = Stops()
 
 
 def ended_at_stops(
-    prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Generation]], params: SamplingParams, decode: Decode
+    prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Generation]], params: SamplingParams, texts: ModelTexts
 ) -> list[list[Generation]]:
     """Responses `[prompt][sample]` as an engine ends them that looks for `params.stop` behind every token."""
+    decode = texts.decode()
     return [
         [ended_at_text(generation, len(prompt), params, decode) for generation in group]
         for prompt, group in zip(prompts, groups, strict=True)

@@ -17,20 +17,16 @@ from typing import Any, Protocol
 import aiohttp
 
 from megarl.data.prefills import NO_PREFILLS, PrefillCounts
-from megarl.data.stop_finder import Decode, ModelTexts, StopFinder
 from megarl.errors import DeadlineError, EngineError
 from megarl.rollout.engines.capacity import EndedResponses, EngineCapacity
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams, behind
 from megarl.rollout.engines.sglang.answered import AnsweredColumn
 from megarl.rollout.engines.sglang.asked_prompt import AskedPrompt
 from megarl.rollout.engines.sglang.text_stops import asked
-from megarl.rollout.engines.stops import cut_behind
 from megarl.system.http_requests import MAX_ANSWER_BYTES, AnswerError, parsed, read_unpacked
 
 MAX_IN_FLIGHT = 512  # requests on the wire at once; the server queues beyond max_running_requests itself
 CONTROL_TIMEOUT_S = 300.0
-PIECE_TOKENS = 64
-"""Tokens that a server which knows no text is asked for at once, where a stop text may end the response."""
 MAX_GENERATION_BYTES = 1 << 30
 """The longest answer to a request for a response: log-probs and columns of each of its tokens."""
 DYING_S = 2.0
@@ -62,12 +58,10 @@ class SglangClient:
         columns: Sequence[AnsweredColumn] = (),
         adapters: Callable[[], str | None] | None = None,
         media_folder: Path | None = None,
-        *,
         tokenizer_folder: str | None = None,
-        looks_for_texts: bool = False,
     ) -> None:
-        """`columns`: those of options that the server answers. `looks_for_texts`: it ends responses at stop texts
-        (`text_stops.py`) by the tokenizer in `tokenizer_folder`; if not, they are asked for piece by piece.
+        """`columns`: those of options that the server answers. `tokenizer_folder`: that of a server that ends responses at stop
+        texts (`text_stops.py`); None: it knows no text.
 
         `adapters` says what the server calls those to answer with now; None: the model has none. `media_folder` has the
         pictures that prompts show; the server must see it, too.
@@ -76,9 +70,7 @@ class SglangClient:
         self._request_ids = (f"{os.getpid():x}-{i:08x}" for i in itertools.count())
         self._under_way: dict[str, str] = {}  # keys of prompts by request
         self.ended = EndedResponses()
-        self._cut: set[str] = set()  # requests whose responses are to end with what they have
-        self._tokenizer_folder, self._looks_for_texts = tokenizer_folder, looks_for_texts
-        self._texts = ModelTexts(tokenizer_folder) if tokenizer_folder is not None and not looks_for_texts else None
+        self._tokenizer_folder = tokenizer_folder
 
     async def generate(self, request: EngineRequest, version: int) -> list[list[Generation]]:
         """`Engine.generate`; `version` is that of tokens for which the server names none."""
@@ -89,7 +81,7 @@ class SglangClient:
         under_way = {rid: key for key, group in zip(request.keys or (), ids, strict=False) for rid in group}
         self._under_way |= under_way
         async with self._session(None) as session:
-            call = _GenerateCall(session, request.params, version, has_groups=request.n > 1)
+            call = GenerateCall(session, request.params, version, has_groups=request.n > 1)
             groups = zip(prompts, ids, begun, strict=True)
             work = asyncio.gather(*(self._group(call, prompt, group, of_group) for prompt, group, of_group in groups))
             try:
@@ -105,18 +97,15 @@ class SglangClient:
             finally:
                 for rid in under_way:
                     del self._under_way[rid]
-                self._cut -= {*under_way}
                 self.ended.forget(under_way.values())
 
     async def cut(self, keys: Sequence[str]) -> None:
         """`Engine.cut`."""
         chosen = {*keys}
-        rids = [rid for rid, key in self._under_way.items() if key in chosen]
-        self._cut |= {*rids}
-        await self._abort(rids)
+        await self._abort([rid for rid, key in self._under_way.items() if key in chosen])
 
     async def _group(
-        self, call: _GenerateCall, prompt: AskedPrompt, ids: Sequence[str], begun: Sequence[Generation | None]
+        self, call: GenerateCall, prompt: AskedPrompt, ids: Sequence[str], begun: Sequence[Generation | None]
     ) -> list[Generation]:
         """All samples of one prompt. The prompt is prefilled once; the samples find it in the radix cache."""
         begun_by_id = {rid: generation for rid, generation in zip(ids, begun, strict=True) if generation is not None}
@@ -129,43 +118,24 @@ class SglangClient:
         first = replace(samples[0], prefill=samples[0].prefill + prefill)
         return [first, *samples[1:]]
 
-    async def _sample(self, call: _GenerateCall, prompt: AskedPrompt, rid: str, begun: Generation | None) -> Generation:
+    async def _sample(self, call: GenerateCall, prompt: AskedPrompt, rid: str, begun: Generation | None) -> Generation:
         if begun is not None and begun.finish_reason != "abort":
             return begun
-        if call.params.looked_for and self._texts is not None:
-            generation = await self._in_pieces(call, prompt, rid, begun, await asyncio.to_thread(self._texts.decode))
-        else:
-            generation = await self._asked(call, prompt, rid, begun, call.params.max_new_tokens)
+        generation = await self._response(call, prompt, rid, begun)
         call.answered += 1
         if call.has_groups and rid in self._under_way:
             self.ended.note(self._under_way[rid])
         return generation
 
-    async def _in_pieces(
-        self, call: _GenerateCall, prompt: AskedPrompt, rid: str, begun: Generation | None, decode: Decode
+    async def _response(
+        self, call: GenerateCall, prompt: AskedPrompt, rid: str, begun: Generation | None, most: int | None = None
     ) -> Generation:
-        """A response of a server that knows no text: what it sampled behind a stop text, at most a piece, is left out."""
-        finder, params, whole = StopFinder(call.params.looked_for, decode), call.params, begun
-        finder.first(begun.response_ids if begun is not None else [])
-        while True:
-            had = whole.tokens if whole is not None else 0
-            whole = await self._asked(call, prompt, rid, whole, PIECE_TOKENS)
-            if (count := finder.first(whole.response_ids[had:])) is not None:
-                return cut_behind(whole, len(prompt.ids), had + count)
-            is_over = whole.finish_reason != "length" or whole.tokens == params.max_new_tokens
-            if is_over or whole.response_ids[-1] in params.cut_token_ids:
-                return whole
-            if rid in self._cut:
-                return replace(whole, finish_reason="abort")
-
-    async def _asked(
-        self, call: _GenerateCall, prompt: AskedPrompt, rid: str, begun: Generation | None, most: int
-    ) -> Generation:
-        """The response that goes on from `begun`, with at most `most` tokens more."""
+        """The response that goes on from `begun`, with at most `most` tokens more (None: as many as there may be)."""
         had = len(begun.response_ids) if begun is not None else 0
         full_prompt = prompt.followed_by(begun.response_ids) if begun is not None else prompt
-        sampling = call.sampling | {"max_new_tokens": min(most, call.params.max_new_tokens - had)}
-        if self._tokenizer_folder is not None and self._looks_for_texts:
+        room = call.params.max_new_tokens - had
+        sampling = call.sampling | {"max_new_tokens": room if most is None else min(most, room)}
+        if self._tokenizer_folder is not None:
             sampling |= asked(call.params.looked_for, self._tokenizer_folder, had)
         body = full_prompt.body | {"sampling_params": sampling, "rid": rid, "return_logprob": True}
         columns = [column for column in self._columns if not column.body or column.name in call.params.extra]
@@ -307,7 +277,7 @@ class _BadRequest(EngineError):
     """The server would not take a request: it may have other adapters than those that the request named."""
 
 
-class _GenerateCall:
+class GenerateCall:
     """One call of `generate`: what its requests have in common, and how many have been answered."""
 
     def __init__(self, session: aiohttp.ClientSession, params: SamplingParams, version: int, *, has_groups: bool) -> None:
@@ -337,7 +307,7 @@ def _object(answer: Any, url: str) -> dict[str, Any]:
     return answer
 
 
-def _generation(answer: Mapping[str, Any], call: _GenerateCall, url: str) -> Generation:
+def _generation(answer: Mapping[str, Any], call: GenerateCall, url: str) -> Generation:
     """SGLang's answer to one request as a Generation."""
     try:
         info = answer["meta_info"]

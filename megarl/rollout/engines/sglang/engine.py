@@ -169,7 +169,6 @@ class SglangEngine(ServedEngine):
             columns,
             adds_adapters=options.lora is not None,
             tokenizer_folder=str(Path(options.model_path).resolve()),
-            looks_for_texts=True,
         )
         self.server = server
         self._store = store

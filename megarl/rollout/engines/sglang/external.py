@@ -22,6 +22,7 @@ from megarl.errors import EngineError
 from megarl.models.registry import load_hf_config
 from megarl.rollout.engines.protocol import EnginePlace
 from megarl.rollout.engines.sglang.answered import answered_columns
+from megarl.rollout.engines.sglang.piece_client import PieceClient
 from megarl.rollout.engines.sglang.served import ServedEngine
 from megarl.system.http_requests import AnswerError, open_url, parsed, read_answer
 from megarl.weights.model_compatibility import ServedModel, check_same_model
@@ -118,7 +119,10 @@ class ExternalEngine(ServedEngine):
             raise EngineError(f"rollout.servers.urls: {url}: {error}") from error
         if not facts.get("skip_tokenizer_init"):
             raise EngineError(f"rollout.servers.urls: {url} must be started with --skip-tokenizer-init: it is sent token ids")
-        return cls(server, columns=answered_columns(path, {}), tokenizer_folder=tokenizer_folder)
+        engine = cls(server, columns=answered_columns(path, {}))
+        if tokenizer_folder is not None:
+            engine._client = PieceClient(server, answered_columns(path, {}), tokenizer_folder)
+        return engine
 
     async def begin_update(self, version: int, base: int | None = None) -> None:
         self._weights.begin(version, base)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from megarl.models.adapters import served_name
 from megarl.rollout.engines.capacity import EngineCapacity
@@ -27,16 +26,15 @@ class ServedEngine(Engine):
         *,
         adds_adapters: bool = False,
         tokenizer_folder: str | None = None,
-        looks_for_texts: bool = False,
     ) -> None:
         """`media_folder` has the pictures that prompts show; the server must see it, too. `columns`: those of options that
         it answers.
 
         `adds_adapters`: every request must say of which version the adapters are that it is to be answered with.
-        `looks_for_texts`: the server ends responses at stop texts, by the tokenizer in `tokenizer_folder`.
+        `tokenizer_folder`: that of a server which ends responses at stop texts.
         """
-        of_texts: dict[str, Any] = {"tokenizer_folder": tokenizer_folder, "looks_for_texts": looks_for_texts}
-        self._client = SglangClient(server, columns, self._adapters if adds_adapters else None, media_folder, **of_texts)
+        adapters = self._adapters if adds_adapters else None
+        self._client = SglangClient(server, columns, adapters, media_folder, tokenizer_folder)
         self._weights = WeightState(initial_version)
 
     @property
