@@ -313,8 +313,11 @@ def _beat_of(path: Path) -> tuple[int, int] | None:
         os.close(file)
 
 
-def _read(path: Path) -> FolderOwner | None:
-    """The owner that a file names: an unknown one where nobody can read it, None where there is no file."""
+def _read(path: Path, tries: int = 5) -> FolderOwner | None:
+    """The owner that a file names: an unknown one where nobody can read it, None where there is no file.
+
+    Half a file is read again: without hard links it is seen while it is written.
+    """
     try:
         read: Any = json.loads(path.read_bytes())
         known = {field.name for field in fields(FolderOwner)}
@@ -326,7 +329,10 @@ def _read(path: Path) -> FolderOwner | None:
             return FolderOwner(token="stale")
         raise
     except (ValueError, TypeError, AttributeError):
-        return FolderOwner(token="unreadable")
+        if tries == 1:
+            return FolderOwner(token="unreadable")
+    time.sleep(0.1)
+    return _read(path, tries - 1)
 
 
 def _make_folder(folder: Path) -> list[Path]:
