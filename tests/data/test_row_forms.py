@@ -194,10 +194,12 @@ PART = CHATML.replace("{{ m.content }}", "{{ m['thinking'] }}{{ m.content }}{# e
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
-@pytest.mark.parametrize(("template", "wanted"), [(THINKING, "<think>Hm</think>r"), (PART, "Hmr"), (CHATML, "r")])
+@pytest.mark.parametrize(("template", "wanted"), [(THINKING, "<think>Hm</think>r"), (PART, "Hmr")])
 def test_what_the_assistant_thought_is_under_the_name_that_the_template_reads(key: str, template: str, wanted: str) -> None:
     messages = [say("user", "q"), {**say("assistant", "r"), key: "Hm", "weight": 1}]
     assert imitated({"messages": messages}, byte_tokenizer(template)).endswith(f"assistant\n{wanted}<|end|>")
+    with pytest.raises(DataError, match=f"the chat template leaves out '{key}' of message 1 "):
+        imitated({"messages": messages}, byte_tokenizer(CHATML))
 
 
 def messages_of(value: Any) -> Any:

@@ -85,7 +85,7 @@ def test_options_reach_rows_with_responses_of_every_kind(kind: Any, row: dict[st
     settings = SupervisedSettings(template_args=OFF)
     sample, *_ = SupervisedBuilder(tokenizer, kind, settings).build([row], prefix="train")
     whole = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    expected = written(tokenizer, whole, ask=False, **OFF)
+    expected = written(tokenizer, whole, ask=False, **OFF) + tokenizer.eos_token  # no message follows: the end is learnt
     assert sample.prompt_text + sample.response_text == expected
     assert "hi/nothink" in expected
     own = {**row, "template_args": {"enable_thinking": True}}
