@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl.config import Config
+from megarl.config.sections import DataConfig
 from megarl.data.rows import find_value
 from megarl.data.sample import Sample
 from megarl.errors import ConfigError
@@ -49,7 +50,7 @@ def generate(config: Config, out: str, form: Form, checkpoint: str | None) -> in
         raise ConfigError("--as is 'pairs', but rollout.samples_per_prompt is 1; a pair is two responses to one prompt")
     samples, scores = answer(config, checkpoint)
     makers = {"samples": _all, "sft": _right, "pairs": _pairs, "pass_rates": _pass_rates}
-    rows = list(makers[form](samples, scores, config.data.prompt_key))
+    rows = list(makers[form](samples, scores, config.data))
     if not rows:
         raise ConfigError(f"none of {len(samples)} responses makes a row of --as {form}; sample more of them")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,10 +58,10 @@ def generate(config: Config, out: str, form: Form, checkpoint: str | None) -> in
     return len(rows)
 
 
-def _all(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) -> Iterator[dict[str, Any]]:
+def _all(samples: Sequence[Sample], scores: Sequence[float], data: DataConfig) -> Iterator[dict[str, Any]]:
     for sample, score in zip(samples, scores, strict=True):
         yield {
-            "prompt": find_value(sample.row, prompt_key),
+            "prompt": find_value(sample.row, data.prompt_key),
             "response": sample.response_text,
             "turns": sample.turns,
             "reward": score,
@@ -70,16 +71,16 @@ def _all(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) ->
         }
 
 
-def _right(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) -> Iterator[dict[str, Any]]:
+def _right(samples: Sequence[Sample], scores: Sequence[float], data: DataConfig) -> Iterator[dict[str, Any]]:
     seen: set[tuple[str, str]] = set()
     for sample in samples:
         key = (sample.group_id, sample.response_text)
         if is_right(sample) and not sample.truncated and key not in seen:
             seen.add(key)
-            yield {"prompt": find_value(sample.row, prompt_key), "response": sample.response_text, **_own_args(sample)}
+            yield {**_asked(sample, data), "response": sample.response_text}
 
 
-def _pairs(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) -> Iterator[dict[str, Any]]:
+def _pairs(samples: Sequence[Sample], scores: Sequence[float], data: DataConfig) -> Iterator[dict[str, Any]]:
     groups: dict[str, dict[bool, dict[str, Sample]]] = {}
     for sample in samples:
         if not sample.truncated and sample.response_text:
@@ -87,17 +88,20 @@ def _pairs(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) 
             sides[bool(is_right(sample))].setdefault(sample.response_text, sample)
     for sides in groups.values():
         for right, wrong in zip(sides[True].values(), sides[False].values(), strict=False):
-            prompt = find_value(right.row, prompt_key)
-            yield {"prompt": prompt, "chosen": right.response_text, "rejected": wrong.response_text, **_own_args(right)}
+            yield {**_asked(right, data), "chosen": right.response_text, "rejected": wrong.response_text}
 
 
-def _own_args(sample: Sample) -> dict[str, Any]:
-    """The row's own options of the chat template, which its prompt was written under."""
-    args = sample.row.get("template_args")
-    return {} if args is None else {"template_args": args}
+def _asked(sample: Sample, data: DataConfig) -> dict[str, Any]:
+    """The prompt of a row to imitate, and the row's own system message and options of the chat template, if it has them, under
+    the keys that are read by default."""
+    own = {
+        "system": find_value(sample.row, data.system_key) if data.system_key is not None else None,
+        "template_args": sample.row.get("template_args"),
+    }
+    return {"prompt": find_value(sample.row, data.prompt_key)} | {key: value for key, value in own.items() if value}
 
 
-def _pass_rates(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) -> Iterator[dict[str, Any]]:
+def _pass_rates(samples: Sequence[Sample], scores: Sequence[float], data: DataConfig) -> Iterator[dict[str, Any]]:
     of_rows: dict[str, list[Sample]] = {}
     for sample in samples:
         of_rows.setdefault(sample.row_id, []).append(sample)

@@ -31,7 +31,6 @@ class PtxExamples(StepPart):
         source, self._loss = ptx.data, PtxLoss(ptx.coef)
         assert source is not None, "the config's checks see to it"
         settings = SupervisedSettings(
-            prompt=config.data.prompt,
             prompt_key=config.data.prompt_key,
             system_key=config.data.system_key,
             system_prompt=config.data.system_prompt,
