@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-FILE = "chat_template.jinja"
-"""In a run's folder, where it uses another template than its model's own or options of it; and in model folders."""
+from megarl.config.section import TEMPLATE_FILE
 
 
 def carry_template(template: Path | None, folder: Path) -> None:
@@ -14,7 +13,7 @@ def carry_template(template: Path | None, folder: Path) -> None:
     if template is None or not template.is_file():
         return
     text = template.read_text(encoding="utf-8")
-    (folder / FILE).write_text(text, encoding="utf-8")
+    (folder / TEMPLATE_FILE).write_text(text, encoding="utf-8")
     (folder / "chat_template.json").unlink(missing_ok=True)  # a processor's copy of the old one
     settings_file = folder / "tokenizer_config.json"
     if not settings_file.is_file():
@@ -28,5 +27,5 @@ def carry_template(template: Path | None, folder: Path) -> None:
 def template_of_run(weights: Path) -> Path | None:
     """The file of the run whose checkpoint of a role `weights` is (`<run>/checkpoints/step_N/<role>`), if it has one."""
     parents = weights.resolve().parents
-    file = parents[2] / FILE if len(parents) > 2 else None
+    file = parents[2] / TEMPLATE_FILE if len(parents) > 2 else None
     return file if file is not None and file.is_file() and (parents[2] / "config.yaml").is_file() else None

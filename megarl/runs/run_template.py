@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megarl.config.section import TEMPLATE_FILE
 from megarl.config.sections import PromptFields
 from megarl.config.supervised import SupervisedFields
-from megarl.models.chat_template_file import FILE
 from megarl.system.atomic_files import write_text_atomically
 
 
@@ -17,8 +17,8 @@ def keep_template(folder: Path, tokenizer: Any, data: PromptFields | SupervisedF
     `tokenizer` has the template that `data.chat_template` names.
     """
     if not data.template_args and not data.chat_template.endswith(".jinja"):
-        (folder / FILE).unlink(missing_ok=True)
+        (folder / TEMPLATE_FILE).unlink(missing_ok=True)
         return
     from megarl.data.template_args import with_defaults
 
-    write_text_atomically(folder / FILE, with_defaults(tokenizer.get_chat_template(), data.template_args))
+    write_text_atomically(folder / TEMPLATE_FILE, with_defaults(tokenizer.get_chat_template(), data.template_args))

@@ -23,6 +23,7 @@ from megarl.config.fp8 import token_multiple
 from megarl.config.guard_rules import skip_rules
 from megarl.config.megatron_options import megatron_of
 from megarl.config.rollout import RolloutConfig
+from megarl.config.section import TEMPLATE_FILE
 from megarl.data.answers import Answers
 from megarl.data.batch import Batch
 from megarl.data.micro_batches import plan_micro_batches
@@ -40,7 +41,6 @@ from megarl.megatron.options import (
     untested_pair,
 )
 from megarl.models.adapters import adapters_of
-from megarl.models.chat_template_file import FILE
 from megarl.models.flops import FlopsModel
 from megarl.models.registry import load_hf_config
 from megarl.models.update_flops import PASSES, update_flops
@@ -129,7 +129,7 @@ class Roles:
             int4_experts=config.model.int4_experts if role in (POLICY, REFERENCE) else 0,
             deterministic=config.run.deterministic,
             freeze=spec.trained.freeze if spec.trained is not None else (),
-            chat_template=str(Path(config.run_folder) / FILE),
+            chat_template=str(Path(config.run_folder) / TEMPLATE_FILE),
             media_folder=str(config.data.kept_in(config.run_folder)),
             collision=role == POLICY and config.needs_collision,
             replays_routes=role == POLICY and config.routing_replay != "none",

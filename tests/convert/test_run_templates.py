@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from megarl.config.layout import Layout
+from megarl.config.section import TEMPLATE_FILE
 from megarl.config.sections import DataConfig
 from megarl.config.sources import SourceConfig
 from megarl.convert.plan import plan_dist, plan_hf
 from megarl.convert.run import run_plan
 from megarl.convert.sources import open_dist, open_hf
 from megarl.data.tokenize import load_tokenizer
-from megarl.models.chat_template_file import FILE
 from megarl.models.hf_folder import copy_companions
 from megarl.runs.run_template import keep_template
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer
@@ -61,21 +61,21 @@ def test_every_place_of_a_folder_that_has_a_template_has_the_same_one(inside: bo
     byte_tokenizer(CHATML).save_pretrained(model)
     target.mkdir()
     if inside:  # as older versions of transformers write it, and processors
-        (model / FILE).unlink()
+        (model / TEMPLATE_FILE).unlink()
         settings = json.loads((model / "tokenizer_config.json").read_text())
         (model / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": CHATML}))
         (model / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
     keep_template(tmp_path, byte_tokenizer(QWEN3), data(template_args=OFF))
-    copy_companions(model, target, tmp_path / FILE)
+    copy_companions(model, target, tmp_path / TEMPLATE_FILE)
     assert written(target) == expected(QWEN3, **OFF)
     assert CHATML not in "".join(json.dumps(json.loads(file.read_text())) for file in target.glob("*.json"))
 
 
 def test_a_run_with_its_model_s_own_template_keeps_none(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text("of an earlier start")
+    (tmp_path / TEMPLATE_FILE).write_text("of an earlier start")
     keep_template(tmp_path, byte_tokenizer(QWEN3), data())
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / TEMPLATE_FILE).exists()
     mine = tmp_path / "mine.jinja"
     mine.write_text(QWEN3)
     keep_template(tmp_path, byte_tokenizer(QWEN3), data(chat_template=str(mine)))
-    assert (tmp_path / FILE).read_text() == QWEN3
+    assert (tmp_path / TEMPLATE_FILE).read_text() == QWEN3
