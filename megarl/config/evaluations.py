@@ -59,7 +59,9 @@ def check_rewards(field: str, rewards: Sequence[RewardConfig], *, of_steps: bool
                 continue
             if reward.on_error == "stop":
                 what = "failures that do not stop the run"
-                raise ConfigError.needs_set(f"{field}[{index}].{name}", what, f"{field}[{index}].on_error to zero or drop_group")
+                raise ConfigError.needs_set(
+                    f"{field}[{index}].{name}", what, f"{field}[{index}].on_error to zero or drop_group"
+                )
             if name == "strict_steps" and not of_steps:
                 reason = "an evaluation does not read"
                 raise ConfigError.of(f"{field}[{index}].{name}", value, reason, allowed=f"{unset}")

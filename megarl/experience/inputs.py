@@ -117,7 +117,8 @@ class RlInputs:
         records = [record for tolerance in tolerances for record in tolerance.take_records()]
         for record in (record for record in records if "traceback" in record):
             what = "left out with their groups" if record["on_error"] == "drop_group" else "counted as 0"
-            say(f"reward '{record['reward']}' failed on {record['errors']} responses, {what}; the first: {record['error']}")
+            how_many = f"{record['errors']} response{'s' if record['errors'] > 1 else ''}"
+            say(f"reward '{record['reward']}' failed on {how_many}, {what}; the first error: {record['error']}")
         return records
 
     def close(self) -> None:

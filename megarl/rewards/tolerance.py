@@ -6,6 +6,7 @@ Steps of a run and evaluations go on. Whoever else has samples judged, such as a
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any, Literal
 
 from megarl.config.sections import RewardConfig
 from megarl.data.sample import Sample
-from megarl.errors import RewardError
+from megarl.errors import RewardError, RewardServerError
 from megarl.rewards.scorer import Outcome, Scorer, Verdict
 
 LONGEST_TRACEBACK = 8000
@@ -100,7 +101,9 @@ class Tolerance:
             outcomes = [error] * len(samples)
         finally:
             scorer.keeps_errors = False
-        failed = [(sample, outcome) for sample, outcome in zip(samples, outcomes, strict=True) if isinstance(outcome, Exception)]
+        failed = [
+            (sample, outcome) for sample, outcome in zip(samples, outcomes, strict=True) if isinstance(outcome, Exception)
+        ]
         now.asked[label] = now.asked.get(label, 0) + len(samples)
         now.errors[label] = now.errors.get(label, 0) + len(failed)
         if failed:
@@ -128,7 +131,8 @@ class Tolerance:
         errors, asked = now.errors[label], now.asked[label]
         if errors > config.max_error_share * asked:
             of = f"step {now.step + 1}" if now.kind == "step" else "an evaluation"
-            raise RewardError(
+            kind = RewardServerError if isinstance(first, RewardServerError) else RewardError  # runs restart for a server
+            raise kind(
                 f"reward '{label}' failed on {errors} of {asked} responses of {of}, which is more than its max_error_share = "
                 f"{config.max_error_share:g} allows; the first failure: {row['error']}"
             ) from first
@@ -148,7 +152,14 @@ class Tolerance:
         errors = self._step.errors
         return {
             "reward/errors": sum(errors.values()),
-            **{f"reward/errors/{label}": errors.get(label, 0) for label in self._configs},
+            **{f"reward/errors/{name}": errors.get(label, 0) for label, name in metric_names([*self._configs]).items()},
             "reward/errors_so_far": sum(self.totals.values()),
             "reward/dropped_groups": len(self._step.dropped),
         }
+
+
+def metric_names(labels: Sequence[str]) -> dict[str, str]:
+    """Names of sources in metrics: of a file without its folders, `own.py_judge`, unless two have that name."""
+    short = {label: re.sub(r"[^\w.-]+", "_", label.rpartition("/")[2]) for label in labels}
+    whole = {label: re.sub(r"[^\w.-]+", "_", label) for label in labels}
+    return {label: name if [*short.values()].count(name) == 1 else whole[label] for label, name in short.items()}
