@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from megarl.config import Config
-from megarl.config.doubtful import doubtful_choices
+from megarl.config.doubtful import doubtful_choices, notices
 from megarl.core.protocols import StartProcesses
 from megarl.core.run import Run
 from megarl.core.session import Session
@@ -89,6 +89,8 @@ class RlRun(Run):
                 self.progress.say(f"{count} rows left out as {why}")
         for choice in self.inputs.episodes.choices if self.inputs.episodes is not None else ():
             self.progress.say(choice)
+        for notice in notices(config):
+            self.progress.say(notice)
         for doubt in doubtful_choices(config):
             self.progress.say(f"warning: {doubt}")
         logged, after = config.run.log_samples, self.step or None

@@ -23,8 +23,8 @@ ROWS = ("metrics", "distributions", "experts", "trace", "faults", "reward_errors
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run. `metrics`, `distributions`, `experts`, `trace`, `samples`, `faults` and `reward_errors` are the rows of the files
-    of these names."""
+    """One run. `metrics`, `distributions`, `experts`, `trace`, `samples`, `faults` and `reward_errors` are the rows of the
+    files of these names."""
 
     folder: Path
     name: str

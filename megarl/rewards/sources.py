@@ -97,8 +97,8 @@ def _scorer(config: RewardConfig, data: DataConfig) -> Scorer:
 class RewardSources:
     """The weighted sum of sources of reward.
 
-    `failures` counts, per `row_id`, the samples that a verifier could not judge; each got 0 from it. A source that fails raises,
-    unless there is a `tolerance`.
+    `failures` counts, per `row_id`, the samples that a verifier could not judge; each got 0 from it. A source that fails
+    raises, unless there is a `tolerance`.
     """
 
     def __init__(self, sources: Sequence[tuple[str, float, Scorer]]) -> None:

@@ -1,7 +1,8 @@
 """A source of reward that fails on a response: `rewards[].on_error` says what a run does, within bounds, and everything is
 counted. A run whose sources all have `on_error: stop` has nothing of this.
 
-Steps of a run and evaluations go on. Whoever else has samples judged, such as a loop of the user's own, is told of each failure.
+Steps of a run and evaluations go on. Whoever else has samples judged, such as a loop of the user's own, is told of each
+failure.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Tolerance:
         scorer.keeps_errors = True
         try:
             outcomes = ask()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a source may raise anything
             outcomes = [error] * len(samples)
         finally:
             scorer.keeps_errors = False

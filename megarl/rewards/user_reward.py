@@ -130,14 +130,14 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     async def awaited(answer: Awaitable[Any]) -> Any:
         try:
             return await answer
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
             return _as_exception(error)
 
     @wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         try:
             answer = function(*args, **named)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
             return _as_exception(error)
         return awaited(answer) if inspect.isawaitable(answer) else answer
 

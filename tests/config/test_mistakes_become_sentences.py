@@ -166,9 +166,7 @@ def test_a_wrong_field_is_named_with_what_it_may_be(override: str, parts: list[s
         (["rewards=[]"], ["needs a source of reward: set rewards, or set reward_model.path"]),
         (
             ["rewards=[{name: exact_number, max_error_share: 0.2}]"],
-            [
-                "rewards[0].max_error_share needs failures that do not stop the run: set rewards[0].on_error to zero or drop_group"
-            ],
+            ["rewards[0].max_error_share needs failures that do not stop the run: set rewards[0].on_error to zero or drop_"],
         ),
         (
             ["rewards=[{name: exact_number, strict_steps: 3}]"],

@@ -179,10 +179,10 @@ def test_a_greedy_response_that_was_not_judged_takes_its_group_along(tmp_path: P
 
 def test_a_step_without_enough_groups_stops_with_a_sentence(tmp_path: Path) -> None:
     everything = [one.response_text for one in step_of()]
-    with pytest.raises(RewardError, match="5 of 5 prompt groups of a step were left out.*needs at least 1 responses"):
+    with pytest.raises(RewardError, match=r"5 of 5 prompt groups of a step were left out.*needs at least 1 responses"):
         trained(a_run(config(folder=tmp_path, bad=everything)), step_of())
     settings = config("algorithm.mini_batches=5", "policy.layout.dp=2", folder=tmp_path, bad=["0", "4", "8"])
-    with pytest.raises(RewardError, match="3 of 5 prompt groups .*needs at least 10 responses"):
+    with pytest.raises(RewardError, match=r"3 of 5 prompt groups .*needs at least 10 responses"):
         trained(a_run(settings), step_of())
     settings = config("algorithm.mini_batches=5", "policy.layout.dp=2", folder=tmp_path, bad=["0", "4"])
     assert len(trained(a_run(settings), step_of())[0]) == 12
