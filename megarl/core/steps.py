@@ -26,7 +26,6 @@ from megarl.experience.experience import (
     mini_batch_rows,
     reward_statistics,
     set_loss_weights,
-    without_groups,
 )
 from megarl.experience.inputs import RlInputs
 from megarl.experience.parity_checks import ParityChecks, bounds
@@ -201,7 +200,11 @@ class RlRun(Run):
             more = self.generate(missing)
             groups += group_rewards(more, self.score(more))
             spent += 1
-        kept = without_groups(self.config, groups, dropped)
+        kept = groups
+        if dropped:
+            from megarl.experience.failed_groups import without_groups
+
+            kept = without_groups(self.config, groups, dropped)
         chosen = sorted(kept, key=lambda group: is_tied(group, needed))[:required] if rounds else kept
         if rounds:
             self.metrics |= {"rollout/dynamic_sampling_rounds": spent, "rollout/discarded_groups": len(groups) - len(chosen)}

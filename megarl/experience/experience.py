@@ -3,7 +3,7 @@ remembers of it. The part of the tokens is `experience/estimation.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -26,7 +26,6 @@ from megarl.algorithms.catalogue import EstimatorNeeds
 from megarl.config import Config
 from megarl.data.batch import Batch
 from megarl.data.sample import EPISODE_REWARD, Sample
-from megarl.errors import RewardError
 from megarl.experience.estimation import RowInputs, TokenOutcome, estimate_tokens, kl_is_in_reward, mean_entropy
 from megarl.experience.step_parts import StepPart
 from megarl.system.user_code import absolute_name
@@ -57,31 +56,6 @@ def group_rewards(samples: Sequence[Sample], rewards: Sequence[float]) -> list[l
     for sample, reward in zip(samples, rewards, strict=True):
         groups.setdefault(sample.group_id, []).append((sample, reward))
     return list(groups.values())
-
-
-def without_groups(
-    config: Config, groups: Sequence[list[tuple[Sample, float]]], dropped: Collection[str]
-) -> list[list[tuple[Sample, float]]]:
-    """Leave out the groups whose ids are `dropped`, because a source of reward failed on a response to them.
-
-    Raises:
-        RewardError: those that are left are too few for the mini-batches and the data-parallel ranks.
-    """
-    left = [group for group in groups if group[0][0].group_id not in dropped]
-    responses = len({sample.episode_id for group in left for sample, _ in group})
-    shared, of_what = (len(left), "groups") if config.algorithm.loss_needs.pairs else (responses, "responses")
-    needed = max(
-        role.layout.dp * (config.algorithm.mini_batches if role.trained is not None else 1)
-        for role in config.roles
-        if role.layout is not None
-    )
-    if len(left) < len(groups) and shared < needed:
-        raise RewardError(
-            f"{len(groups) - len(left)} of {len(groups)} prompt groups of a step were left out, as rewards failed on them "
-            f"(rewards[].on_error is 'drop_group'), and a step needs at least {needed} {of_what}; mend the reward, then go on "
-            "with run.resume=auto"
-        )
-    return left
 
 
 def is_tied(group: Sequence[tuple[Sample, float]], needed: EstimatorNeeds | None = None) -> bool:

@@ -114,12 +114,7 @@ class RlInputs:
         `say` is told of the first ones of each source.
         """
         tolerances = [sources.tolerance for sources in self._all_rewards if sources.tolerance is not None]
-        records = [record for tolerance in tolerances for record in tolerance.take_records()]
-        for record in (record for record in records if "traceback" in record):
-            what = "left out with their groups" if record["on_error"] == "drop_group" else "counted as 0"
-            how_many = f"{record['errors']} response{'s' if record['errors'] > 1 else ''}"
-            say(f"reward '{record['reward']}' failed on {how_many}, {what}; the first error: {record['error']}")
-        return records
+        return [record for tolerance in tolerances for record in tolerance.take_records(say)]
 
     def close(self) -> None:
         """End what episodes started, such as the processes of tools."""

@@ -143,9 +143,16 @@ class Tolerance:
         self.totals |= {label: totals[label] for label in self.totals if label in totals}
         self._traced |= {label for label, errors in self.totals.items() if errors}
 
-    def take_records(self) -> list[dict[str, Any]]:
-        """Take the records of calls with failures since the last time; the first one of a source has its traceback."""
+    def take_records(self, say: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
+        """Take the records of calls with failures since the last time.
+
+        The first one of a source has its traceback, and `say` is told of it.
+        """
         taken, self._records = self._records, []
+        for record in (record for record in taken if "traceback" in record):
+            what = "left out with their groups" if record["on_error"] == "drop_group" else "counted as 0"
+            how_many = f"{record['errors']} response{'s' if record['errors'] > 1 else ''}"
+            say(f"reward '{record['reward']}' failed on {how_many}, {what}; the first error: {record['error']}")
         return taken
 
     def step_figures(self) -> dict[str, float]:
