@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         kto,
         kto_kl_reference,
         mismatched_rows,
+        share_above,
     )
     from megarl.algorithms.registry import Registry
     from megarl.algorithms.reward_model import pairwise_reward_loss, process_reward_loss
@@ -110,6 +111,7 @@ __all__ = [
     "process_reward_loss",
     "rewards_of_turns",
     "row_weights",
+    "share_above",
     "token_rewards",
     "token_weights",
     "top_entropies",

@@ -59,8 +59,9 @@ class PreferenceLoss(Protocol):
 
     Returns:
         The loss `[P]`, and scalar sums over the pairs without gradient: `accuracy`, the number of pairs whose chosen
-        response has the greater reward; `chosen_reward` and `rejected_reward`, Σβ(logp − ref), of `simpo` and `orpo`
-        Σβ·logp/|y|; `margin`, their difference. `bco_pair` adds `reward`, the sum of both sides' mean reward, which δ follows.
+        response has the greater reward, equal ones as half; `chosen_reward` and `rejected_reward`, Σβ(logp − ref), of
+        `simpo` and `orpo` Σβ·logp/|y|; `margin`, their difference. `bco_pair` adds `reward`, the sum of both sides' mean
+        reward, which δ follows.
     """
 
     def __call__(
@@ -79,6 +80,11 @@ class PreferenceLoss(Protocol):
 PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry("preference loss")
 LARGEST_MEAN_LOG_PROB = -1e-6
 """`orpo` takes the odds of mean log-probs up to this many nats: at 0 the odds are infinite."""
+
+
+def share_above(first: Tensor, second: Tensor) -> Tensor:
+    """Accuracy of each comparison, float: 1 where `first` is above `second`, 0 where it is below, ½ where both are equal."""
+    return (first > second).float() + 0.5 * (first == second)
 
 
 def _pair_loss(
@@ -121,7 +127,7 @@ def _pair_loss(
 def _sums(chosen_ratio: Tensor, rejected_ratio: Tensor, settings: PreferenceSettings) -> dict[str, Tensor]:
     chosen, rejected = (settings.beta * ratio.detach().float() for ratio in (chosen_ratio, rejected_ratio))
     return {
-        "accuracy": (chosen > rejected).float().sum(),
+        "accuracy": share_above(chosen, rejected).sum(),
         "chosen_reward": chosen.sum(),
         "rejected_reward": rejected.sum(),
         "margin": (chosen - rejected).sum(),

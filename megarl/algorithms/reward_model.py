@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from math import nan
 
+import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
+
+from megarl.algorithms.preference import share_above
 
 
 def pairwise_reward_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -20,13 +23,13 @@ def pairwise_reward_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None
         margin: float `[P]`, by how much r_w should be above r_l, or None: 0.
 
     Returns:
-        The loss `[P]`, and scalar sums without gradient: `accuracy`, the number of pairs with r_w > r_l; `chosen_score`
-        and `rejected_score`.
+        The loss `[P]`, and scalar sums without gradient: `accuracy`, the number of pairs with r_w > r_l, those of
+        equal scores as half; `chosen_score` and `rejected_score`.
     """
     difference = chosen - rejected
     loss = -logsigmoid(difference if margin is None else difference - margin)
     return loss, {
-        "accuracy": (difference.detach() > 0).float().sum(),
+        "accuracy": share_above(chosen.detach(), rejected.detach()).sum(),
         "chosen_score": chosen.detach().float().sum(),
         "rejected_score": rejected.detach().float().sum(),
     }
@@ -42,8 +45,9 @@ def process_reward_loss(scores: Tensor, labels: Tensor) -> tuple[Tensor, dict[st
 
     Returns:
         The loss `[N]`, and scalar sums without gradient: `accuracy`, the number of steps that score and label put on the
-        same side of ½ (a label of ½ counts as wrong).
+        same side of ½ (a label of ½ counts as wrong), a score of 0, which is on neither side, as half.
     """
     labels = labels.to(scores.dtype)
     loss = binary_cross_entropy_with_logits(scores, labels, reduction="none").where((labels >= 0) & (labels <= 1), nan)
-    return loss, {"accuracy": ((scores.detach() > 0) == (labels > 0.5)).float().sum()}
+    found, even = scores.detach(), torch.zeros_like(scores)
+    return loss, {"accuracy": torch.where(labels > 0.5, share_above(found, even), share_above(even, found)).sum()}

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 
 from megarl.config.algorithm_checks import check_algorithm
 from megarl.config.batch import batch_arithmetic
-from megarl.config.evaluations import check_evaluations
+from megarl.config.evaluations import check_evaluations, check_rewards
 from megarl.config.fp8 import check_fp8
 from megarl.config.guard_rules import parse_guards
 from megarl.config.layout import closest, divisors
@@ -39,6 +39,7 @@ def check_fields_agree(config: Config, *, is_judged: bool = True) -> None:
         check_held_out(config.data.train, f"evaluations[{index}].rows", evaluation.rows)
     single_turn = config.rollout.episode.kind == "single"
     check_evaluations(config.evaluations, has_rewards=bool(config.rewards), single_turn=single_turn)
+    check_rewards("rewards", config.rewards, of_steps=True)
     check_pictures(config.data)
     check_run(config.run, evaluates=config.evaluates, evaluations="data.eval or evaluations")
     for check in functions("checks", "check"):

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from megarl.config.optimizer import OptimizerConfig
 from megarl.config.schema import Config
 
 WIDEST_SEQUENCE_CLIP = 0.02
 """An ε above this never clips a ratio that is a mean over a response: it stays within a few thousandths of 1."""
+
+
+def notices(config: Config) -> list[str]:
+    """Defaults in `config` that a run may well keep, but should not keep without knowing."""
+    rate = config.critic.optimizer.lr
+    if not config.uses_critic or rate != OptimizerConfig().lr:
+        return []
+    return [
+        f"critic.optimizer.lr is {rate:g}, its default, whatever policy.optimizer.lr is; a new value head often learns too "
+        "slowly with that: 1e-5 is usual"
+    ]
 
 
 def doubtful_choices(config: Config) -> list[str]:

@@ -57,6 +57,23 @@ class EvaluationConfig(Section):
         return with_prompt_key(held_out_defaults(tree, "rows"))
 
 
+def check_rewards(field: str, rewards: Sequence[RewardConfig], *, of_steps: bool) -> None:
+    """Refuse bounds of failures where the first failure stops the run; `of_steps`: the sources judge training steps."""
+    for index, reward in enumerate(rewards):
+        for name in ("max_error_share", "strict_steps"):
+            value, unset = getattr(reward, name), RewardConfig.model_fields[name].default
+            if value == unset:
+                continue
+            if reward.on_error == "stop":
+                what = "failures that do not stop the run"
+                raise ConfigError.needs_set(
+                    f"{field}[{index}].{name}", what, f"{field}[{index}].on_error to zero or drop_group"
+                )
+            if name == "strict_steps" and not of_steps:
+                reason = "an evaluation does not read"
+                raise ConfigError.of(f"{field}[{index}].{name}", value, reason, allowed=f"{unset}")
+
+
 def check_evaluations(sets: Sequence[EvaluationConfig], *, has_rewards: bool, single_turn: bool) -> None:
     """Check sets on their own; `has_rewards`: the run has functions that judge, `single_turn`: episodes are single turns.
 
@@ -74,6 +91,7 @@ def check_evaluations(sets: Sequence[EvaluationConfig], *, has_rewards: bool, si
             reason = f"makes the {evaluation.samples_per_prompt} responses to a prompt equal"
             allowed = f"above 0, or {field}.samples_per_prompt 1"
             raise ConfigError.of(f"{field}.temperature", evaluation.temperature, reason, allowed=allowed)
+        check_rewards(f"{field}.rewards", evaluation.rewards or (), of_steps=False)
         if not (has_rewards if evaluation.rewards is None else evaluation.rewards):
             raise ConfigError.needs(field, "functions that judge responses", f"set rewards or {field}.rewards")
         if evaluation.max_new_tokens is not None and not single_turn:

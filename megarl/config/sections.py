@@ -282,6 +282,13 @@ class RewardConfig(Section):
     """Weight of this reward in the sum."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reward."""
+    on_error: Literal["stop", "zero", "drop_group"] = "stop"
+    """When this reward fails on a response (docs/rewards.md): `stop` the run, count `zero` for it, or `drop_group`: leave the
+    response's whole prompt group out of the step."""
+    strict_steps: Count = 1
+    """Number of steps at the start of the run in which every failure stops it, whatever `on_error` says."""
+    max_error_share: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Maximum share of the responses of a step, or of an evaluation, that this reward may fail on before the run stops."""
 
 
 def reward_labels(names: Sequence[str]) -> list[str]:

@@ -27,7 +27,6 @@ from megarl.data.stored_batch import batch_of
 from megarl.data.stored_shares import RowTask
 from megarl.data.tokenize import PromptBuilder
 from megarl.errors import ConfigError, nearest
-from megarl.experience.eval_figures import evaluation
 from megarl.experience.experience import Experience, set_loss_weights
 from megarl.experience.inputs import RlInputs
 from megarl.experience.losses_of_config import check_columns, objective_of, of_tokens, policy_objective
@@ -212,7 +211,7 @@ class Session:
         figures: dict[str, float] = {}
         if self.inputs.held_out:
             samples = self.rollouts.generate(self.inputs.held_out, greedy=True)
-            figures |= evaluation(samples, self.reward(samples))
+            figures |= self.inputs.measure_held_out(samples, self.reward)
         return figures | self.inputs.measure_sets(self.rollouts.sample)
 
     # experience and updates ---------------------------------------------------------------------------------------

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 
 from megarl.config import Config
-from megarl.config.doubtful import doubtful_choices
+from megarl.config.doubtful import doubtful_choices, notices
 from megarl.core.protocols import StartProcesses
 from megarl.core.run import Run
 from megarl.core.session import Session
@@ -50,6 +51,8 @@ class RlRun(Run):
     # made by `start`, with the processes
     samples_file: SamplesFile
     distributions: MetricsFile
+    reward_errors: MetricsFile
+    """Records of what sources of reward failed on, where some may fail."""
 
     def __init__(self, config: Config, read_inputs: Callable[[Config], RlInputs], start_processes: StartProcesses) -> None:
         super().__init__(config)
@@ -67,6 +70,7 @@ class RlRun(Run):
         self._scores: list[float] = []
         self._log_probs: dict[int, torch.Tensor] = {}
         self._greedy: list[Sample] = []
+        self._scored_greedy: list[tuple[Sample, float]] = []
         self._episodes: JoinedEpisodes | None = None
 
     def start(self) -> None:
@@ -85,6 +89,8 @@ class RlRun(Run):
                 self.progress.say(f"{count} rows left out as {why}")
         for choice in self.inputs.episodes.choices if self.inputs.episodes is not None else ():
             self.progress.say(choice)
+        for notice in notices(config):
+            self.progress.say(notice)
         for doubt in doubtful_choices(config):
             self.progress.say(f"warning: {doubt}")
         keep_template(self.folder, self.inputs.tokenizer, config.data)
@@ -92,6 +98,9 @@ class RlRun(Run):
         self.samples_file = SamplesFile(self.folder / "samples.jsonl", logged, after, self.inputs.tokenizer)
         self.distributions = MetricsFile(self.folder / "distributions.jsonl", resume_after_step=after)
         self._stack.callback(self.distributions.close)
+        if self.inputs.forgives_rewards:
+            self.reward_errors = MetricsFile(self.folder / "reward_errors.jsonl", resume_after_step=after)
+            self._stack.callback(self.reward_errors.close)
         self._stack.callback(self.session.close)
         self.session.start(self.folder / "logs", doing=self.progress.doing, say=self.progress.say, placed=self.tell_placement)
         self.roles, self.rollouts = self.session.roles, self.session.rollouts
@@ -109,6 +118,7 @@ class RlRun(Run):
             "groups": self.rollouts.state(),
             "guards": self.guards.state_dict(),
             "gates": self.parity.figures(),
+            "rewards": self.inputs.rewards.state_dict(),
         }
 
     def go_to_row(self, state: dict[str, Any]) -> list[str]:
@@ -120,6 +130,7 @@ class RlRun(Run):
         self.session.load_state(state)
         self.guards.load_state_dict(state.get("guards"))
         self.parity.load(state.get("gates", {}))
+        self.inputs.rewards.load_state_dict(state.get("rewards", {}))
         if not self.was_finished:
             # weights that the engines had got already, as for an evaluation, are given to them under the same version again
             version = state["weight_version"] - (0 if state.get("engines_are_behind", True) else 1)
@@ -151,30 +162,58 @@ class RlRun(Run):
 
     def score(self, samples: list[Sample]) -> list[float]:
         """One reward per sample: the weighted sum of all sources, the reward model among them."""
-        with self.phases("reward"):
+        tolerance = self.inputs.rewards.tolerance
+        if tolerance is not None:
+            tolerance.begin_step(self.step)
+        with self.phases("reward"), self._telling_of_reward_errors(self.step + 1):
             rewards = self.session.reward(samples)
+            if self._greedy:
+                self._scored_greedy += zip(self._greedy, self.session.reward(self._greedy), strict=True)
+                self._greedy = []
         if self.sampler.takes_pass_rates:
-            self.sampler.record(pass_rates(first_branches(samples)))
+            dropped = tolerance.dropped if tolerance is not None else ()
+            self.sampler.record(pass_rates([s for s in first_branches(samples) if s.group_id not in dropped]))
             self.metrics |= self.sampler.figures()
         return rewards
+
+    @contextmanager
+    def _telling_of_reward_errors(self, step: int) -> Iterator[None]:
+        """Write and say, however the block ends, which responses a source of reward failed on in it."""
+        try:
+            yield
+        finally:
+            for record in self.inputs.take_reward_errors(self.progress.say):
+                self.reward_errors.log(step, record)
 
     def replace_uniform_groups(self, samples: list[Sample], rewards: list[float]) -> tuple[list[Sample], list[float]]:
         """DAPO's dynamic sampling: groups whose rewards all agree teach nothing, so further prompts take their place.
 
-        After `rollout.dynamic_sampling_rounds` rounds, uniform groups fill the places that are left: a step is always full.
+        After `rollout.dynamic_sampling_rounds` rounds, uniform groups fill the places that are left: a step is full, but for
+        groups that `rewards[].on_error` leaves out, with any number of rounds.
         """
-        rounds = self.config.rollout.dynamic_sampling_rounds
-        if not rounds:
+        rounds, tolerance = self.config.rollout.dynamic_sampling_rounds, self.inputs.rewards.tolerance
+        dropped = tolerance.dropped if tolerance is not None else frozenset()
+        if not rounds and not dropped:
             return samples, rewards
         required = self.config.rollout.prompts_per_step
         groups, needed = group_rewards(samples, rewards), self.config.algorithm.estimator_needs
+
+        def teaches(group: list[tuple[Sample, float]]) -> bool:
+            return group[0][0].group_id not in dropped and not is_tied(group, needed)
+
         spent = 0
-        while spent < rounds and (missing := required - sum(not is_tied(group, needed) for group in groups)) > 0:
+        while spent < rounds and (missing := required - sum(map(teaches, groups))) > 0:
             more = self.generate(missing)
             groups += group_rewards(more, self.score(more))
             spent += 1
-        chosen = sorted(groups, key=lambda group: is_tied(group, needed))[:required]
-        self.metrics |= {"rollout/dynamic_sampling_rounds": spent, "rollout/discarded_groups": len(groups) - required}
+        kept = groups
+        if dropped:
+            from megarl.experience.failed_groups import without_groups
+
+            kept = without_groups(self.config, groups, dropped)
+        chosen = sorted(kept, key=lambda group: is_tied(group, needed))[:required] if rounds else kept
+        if rounds:
+            self.metrics |= {"rollout/dynamic_sampling_rounds": spent, "rollout/discarded_groups": len(groups) - len(chosen)}
         pairs = [pair for group in chosen for pair in group]
         return [sample for sample, _ in pairs], [reward for _, reward in pairs]
 
@@ -204,7 +243,7 @@ class RlRun(Run):
             self._episodes = episodes = JoinedEpisodes(batch, apart=self.config.rewards_by_branch)
             of_episodes = [rewards[rows[0]] for rows in episodes.rows]
             statistics = reward_statistics(torch.tensor(of_episodes), episodes.batch.groups)
-            batch_of_episodes, greedy = episodes.batch, self._scored_greedy()
+            batch_of_episodes, greedy, self._scored_greedy = episodes.batch, self._scored_greedy or None, []
             metrics, entropy = estimate(self.roles, self.experience, batch_of_episodes, of_episodes, greedy)
             self.metrics |= metrics | self.experience.steer_entropy_by(entropy)
             episodes.split()
@@ -305,6 +344,7 @@ class RlRun(Run):
             "rollout/samples": len(samples),
             **prefill_figures(sample.prefill for sample in samples),
             "reward/failures": sum(self.inputs.rewards.failures.values()),
+            **(tolerance.step_figures() if (tolerance := self.inputs.rewards.tolerance) is not None else {}),
             "speed/samples_per_s": len(samples) / times.wall_s,
             "speed/tokens_per_s": all_tokens / times.wall_s,
             "speed/generated_tokens_per_s": tokens / (times.phase_s["generate"] if takes_turns else times.wall_s),
@@ -336,15 +376,8 @@ class RlRun(Run):
         if not self.config.evaluates:
             return None
         self.sync_weights()
-        return self.session.evaluate()
-
-    def _scored_greedy(self) -> list[tuple[Sample, float]] | None:
-        """The greedy responses with their rewards, where the advantage compares with them."""
-        if not self.config.algorithm.estimator_needs.greedy:
-            return None
-        greedy, self._greedy = self._greedy, []
-        with self.phases("reward"):
-            return list(zip(greedy, self.session.reward(greedy), strict=True))
+        with self._telling_of_reward_errors(self.step):
+            return self.session.evaluate()
 
     def _take_log_probs(self, batch: Batch, log_probs: Mapping[int, torch.Tensor], *, are_old: bool) -> None:
         """Keep the log-probs that an update computed: for the updates after it, or for `samples.jsonl`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -271,13 +272,16 @@ def state_numbers(turn_states: Sequence[Sequence[str]]) -> list[list[int]]:
 def mini_batch_rows(batch: Batch, mini_batches: int, seed: int, of: Sequence[int] | None = None) -> list[list[int]]:
     """Rows of each mini-batch: whole groups in a seeded order, so that a group's prompt is computed once where it can be.
 
+    Numbers of rows differ by one at most, as those of a step without some of its groups do.
+
     `of`: the rows that there are, two of each group, which stay together.
     """
     order = torch.randperm(int(batch.groups.max()) + 1, generator=torch.Generator().manual_seed(seed))
     rank = {int(group): position for position, group in enumerate(order)}
     rows = sorted(range(len(batch)) if of is None else of, key=lambda row: (rank[int(batch.groups[row])], row))
-    size = len(rows) // mini_batches if of is None else 2 * -(-len(rows) // (2 * mini_batches))
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
+    unit = 1 if of is None else 2
+    bounds = [len(rows) // unit * number // mini_batches * unit for number in range(mini_batches + 1)]
+    return [rows[start:end] for start, end in pairwise(bounds) if end > start]
 
 
 def loss_row_weights(sampled: Tensor, rows: Sequence[int], config: Config, aggregation: str | None = None) -> Tensor:

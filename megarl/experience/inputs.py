@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from megarl.config.evaluations import EvaluationConfig
 from megarl.data.sample import Prompt, Sample
-from megarl.experience.eval_figures import set_figures
+from megarl.experience.eval_figures import evaluation, set_figures
 from megarl.experience.step_parts import StepPart
 from megarl.rewards.sources import RewardSources
 
@@ -75,20 +75,46 @@ class RlInputs:
         """Training rows that were left out because they are held out."""
         return self.train_rows - sum(map(len, self.train))
 
+    def measure_held_out(self, samples: Sequence[Sample], judge: Callable[[list[Sample]], list[float]]) -> dict[str, float]:
+        """The figures of `data.eval` (`evaluation`); `judge` gives rewards of the `samples` that answer it."""
+        with self.rewards.evaluating() as of_errors:
+            rewards = judge([*samples])
+        return evaluation(samples, rewards) | of_errors
+
     def measure_sets(self, sample: Callable[[Sequence[Prompt], EvaluationConfig], list[Sample]]) -> dict[str, float]:
         """The figures of every set of `evaluations` (`set_figures`), as `NAME/figure`; `sample` answers prompts."""
         figures: dict[str, float] = {}
-        for evaluation in self.evaluations:
-            samples = sample(evaluation.prompts, evaluation.settings)
+        for one in self.evaluations:
+            samples = sample(one.prompts, one.settings)
+            with one.rewards.evaluating() as of_errors:
+                rewards = one.rewards.score(samples)
             measured = set_figures(
                 samples,
-                evaluation.rewards.score(samples),
-                samples_per_prompt=evaluation.settings.samples_per_prompt,
-                source_key=evaluation.settings.source_key,
-                final_answer=evaluation.rewards.final_answer,
+                rewards,
+                samples_per_prompt=one.settings.samples_per_prompt,
+                source_key=one.settings.source_key,
+                final_answer=one.rewards.final_answer,
             )
-            figures |= {f"{evaluation.settings.name}/{name}": value for name, value in measured.items()}
+            measured |= of_errors
+            figures |= {f"{one.settings.name}/{name}": value for name, value in measured.items()}
         return figures
+
+    @property
+    def forgives_rewards(self) -> bool:
+        """Return whether some source of reward may fail without ending the run."""
+        return any(sources.tolerance is not None for sources in self._all_rewards)
+
+    @property
+    def _all_rewards(self) -> list[RewardSources]:
+        return [self.rewards, *(one.rewards for one in self.evaluations)]
+
+    def take_reward_errors(self, say: Callable[[str], None]) -> list[dict[str, Any]]:
+        """Take the records of responses that a source of reward failed on since the last time, those of evaluations too.
+
+        `say` is told of the first ones of each source.
+        """
+        tolerances = [sources.tolerance for sources in self._all_rewards if sources.tolerance is not None]
+        return [record for tolerance in tolerances for record in tolerance.take_records(say)]
 
     def close(self) -> None:
         """End what episodes started, such as the processes of tools."""

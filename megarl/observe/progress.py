@@ -19,6 +19,7 @@ TOWER = {"tower": "policy/tower_flops_share"}
 """Shown of steps whose prompts show pictures: the vision tower's share of the operations of updates."""
 SHOWN = {
     "reward": "reward/mean",
+    "reward errors": "reward/errors",
     "KL": "kl/reference",
     "critic explains": "critic/explained_variance",
     "length": "response/tokens_mean",

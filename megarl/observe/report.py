@@ -121,7 +121,28 @@ def _run_data(run: RunRecord, pictures: PagePictures) -> dict[str, Any]:
         "environment": {**run.machine["machine"], **run.machine["versions"]},
         "phases": run.summary.get("phases", {}),
         "faults": [dict(fault) for fault in run.faults],
+        "reward_errors": _reward_errors(run.reward_errors),
     }
+
+
+def _reward_errors(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """By source of reward that failed: how often, in which steps, and the first error with its traceback."""
+    by_reward: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_reward.setdefault(str(row["reward"]), []).append(row)
+    return [
+        {
+            "reward": reward,
+            "errors": sum(row["errors"] for row in of_reward),
+            "steps": len({row["step"] for row in of_reward}),
+            "first step": of_reward[0]["step"],
+            "last step": of_reward[-1]["step"],
+            "on_error": ", ".join(dict.fromkeys(row["on_error"] for row in of_reward)),
+            "error": of_reward[0]["error"],
+            "traceback": next((row["traceback"] for row in of_reward if "traceback" in row), ""),
+        }
+        for reward, of_reward in by_reward.items()
+    ]
 
 
 def _links(run: RunRecord, place: Path) -> list[dict[str, str]]:

@@ -17,13 +17,14 @@ from megarl.observe.growing_file import EndRows, RowFile, SampleFile
 
 IDENTITY = ("run.name", "run.seed", "run.folder", "run.resume")
 """Config fields in which repetitions of a run differ."""
-ROWS = ("metrics", "distributions", "experts", "trace", "faults")
+ROWS = ("metrics", "distributions", "experts", "trace", "faults", "reward_errors")
 """Files of which a record has the rows."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run. `metrics`, `distributions`, `experts`, `trace` and `samples` are the rows of the files of these names."""
+    """One run. `metrics`, `distributions`, `experts`, `trace`, `samples`, `faults` and `reward_errors` are the rows of the
+    files of these names."""
 
     folder: Path
     name: str
@@ -34,6 +35,7 @@ class RunRecord:
     trace: Sequence[Mapping[str, Any]]
     samples: SampleFile
     faults: Sequence[Mapping[str, Any]]
+    reward_errors: Sequence[Mapping[str, Any]]
     summary: Mapping[str, Any]
     files: RunFiles
     """Files that the rows and samples were read from, to be read on."""

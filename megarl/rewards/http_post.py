@@ -62,19 +62,25 @@ def post_all(
     *,
     concurrency: int,
     until: float,
-) -> list[T]:
+    keeps_errors: bool = False,
+) -> list[T | Exception]:
     """Values that `read` makes of the answers to the body of each item, in order, `concurrency` at most at the same time.
 
-    Raises as `body_of`, `post` and `read` do.
+    Raises as `body_of`, `post` and `read` do, or, if it `keeps_errors`, gives the error in the place of the value.
     """
 
-    async def answers() -> list[T]:
+    async def answers() -> list[T | Exception]:
         room = asyncio.Semaphore(concurrency)
 
-        async def answer(item: Item) -> T:
+        async def answer(item: Item) -> T | Exception:
             async with room:  # so that no more bodies are there than are asked
-                body = body_of(item)
-                return read(await post(session, endpoint, body, until), body)
+                try:
+                    body = body_of(item)
+                    return read(await post(session, endpoint, body, until), body)
+                except Exception as error:
+                    if keeps_errors:
+                        return error
+                    raise
 
         async with aiohttp.ClientSession() as session:
             return list(await asyncio.gather(*map(answer, items)))

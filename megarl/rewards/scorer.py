@@ -12,11 +12,17 @@ from megarl.errors import DataError, RewardError
 Verdict = float | None
 """A reward, or None where a verifier could not judge (its gold answer cannot be parsed, or it failed or took too long)."""
 
+Outcome = Verdict | Exception
+"""A verdict, or the error of a scorer that `keeps_errors`."""
+
 
 class Scorer(Protocol):
     """Scores samples in order; may be called from any thread, one call at a time."""
 
-    def __call__(self, samples: Sequence[Sample], until: float) -> Sequence[Verdict]:
+    keeps_errors: bool
+    """Whether an error takes the place of the verdicts of those samples alone that it concerns, and the others are judged."""
+
+    def __call__(self, samples: Sequence[Sample], until: float) -> Sequence[Outcome]:
         """One verdict per sample. `until` is the `time.monotonic()` after which nobody waits for the answer."""
         ...
 
@@ -39,14 +45,23 @@ class Verifier:
 
     name: ClassVar[str]
     """What the config calls it."""
+    keeps_errors = False
 
     def __init__(self, answer_key: str) -> None:
         """`answer_key`: key of the gold answer in a row."""
         self.answer_key = answer_key
 
-    def __call__(self, samples: Sequence[Sample], until: float) -> Sequence[Verdict]:
+    def __call__(self, samples: Sequence[Sample], until: float) -> Sequence[Outcome]:
         """The verdict of `judge` on each sample."""
-        return [self.judge(sample) for sample in samples]
+        return [self._outcome(sample) for sample in samples]
+
+    def _outcome(self, sample: Sample) -> Outcome:
+        try:
+            return self.judge(sample)
+        except Exception as error:
+            if self.keeps_errors:
+                return error
+            raise
 
     def judge(self, sample: Sample) -> Verdict:
         """The verdict on one sample, where a verifier judges them one by one."""

@@ -6,8 +6,10 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.secrets import without_secrets
 from megarl.config.sections import DataConfig, RewardConfig, reward_labels
@@ -30,9 +32,12 @@ from megarl.rewards.builtin.math_verify import MathVerify
 from megarl.rewards.builtin.multiple_choice import MultipleChoice
 from megarl.rewards.builtin.reasoning_gym import ReasoningGymTask
 from megarl.rewards.foreign_forms import RowKeys
-from megarl.rewards.scorer import Scorer, StatesAnswers, Verdict
+from megarl.rewards.scorer import Outcome, Scorer, StatesAnswers
 from megarl.rewards.user_reward import UserReward
 from megarl.system.user_code import FORMS
+
+if TYPE_CHECKING:
+    from megarl.rewards.tolerance import Tolerance
 
 BUILT_IN: dict[str, type[Any]] = {
     "math_verify": MathVerify,
@@ -94,13 +99,23 @@ def _scorer(config: RewardConfig, data: DataConfig) -> Scorer:
 class RewardSources:
     """The weighted sum of sources of reward.
 
-    `failures` counts, per `row_id`, the samples that a verifier could not judge; each got 0 from it.
+    `failures` counts, per `row_id`, the samples that a verifier could not judge; each got 0 from it. A source that fails
+    raises, unless there is a `tolerance`.
     """
 
     def __init__(self, sources: Sequence[tuple[str, float, Scorer]]) -> None:
         """`sources`: label, weight and scorer of each."""
         self.sources = list(sources)
         self.failures: dict[str, int] = {}
+        self.tolerance: Tolerance | None = None
+
+    def tolerate(self, configs: Sequence[RewardConfig]) -> None:
+        """Go on after failures as the sources' `on_error` says; `configs` are those that they were built of."""
+        if any(config.on_error != "stop" for config in configs):
+            from megarl.rewards.tolerance import Tolerance
+
+            labels = reward_labels([config.name for config in configs])
+            self.tolerance = Tolerance(dict(zip(labels, configs, strict=True)))
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Look at every data row before a run starts.
@@ -153,27 +168,47 @@ class RewardSources:
                 counts as not judged.
 
         Raises:
-            RewardError: a source failed, gave no finite numbers, or the deadline passed while it worked.
+            RewardError: a source failed, gave no finite numbers, or the deadline passed while it worked, and its `on_error`
+                does not say to go on.
         """
         until = time.monotonic() + deadline_s
         totals = [0.0] * len(samples)
         if not samples:
             return totals
         for label, weight, scorer in self.sources:
-            verdicts = _within(scorer, samples, until, label, deadline_s)
-            if len(verdicts) != len(samples):
-                raise RewardError(f"reward '{label}' gave {len(verdicts)} rewards for {len(samples)} samples")
-            for index, (sample, verdict) in enumerate(zip(samples, verdicts, strict=True)):
+            ask = partial(_outcomes, scorer, samples, until, label, deadline_s)
+            if self.tolerance is not None and self.tolerance.forgives(label):
+                outcomes: Sequence[Outcome] = self.tolerance.judged(label, scorer, samples, ask)
+            else:
+                outcomes = ask()
+            for index, (sample, verdict) in enumerate(zip(samples, outcomes, strict=True)):
+                if isinstance(verdict, Exception):
+                    raise verdict
                 if verdict is None:
                     self.failures[sample.row_id] = self.failures.get(sample.row_id, 0) + 1
-                reward = 0.0 if verdict is None else verdict
-                if not math.isfinite(reward):
-                    raise RewardError(
-                        f"reward '{label}' gave {reward} to sample {sample.sample_id}; it must be a finite number"
-                    )
-                sample.rewards[label] = reward
+                sample.rewards[label] = reward = 0.0 if verdict is None else verdict
                 totals[index] += weight * reward
         return totals
+
+    @contextmanager
+    def evaluating(self) -> Iterator[dict[str, float]]:
+        """Judge the responses of an evaluation in this block; afterwards the value has its figures of sources that failed."""
+        figures: dict[str, float] = {}
+        if self.tolerance is None:
+            yield figures
+            return
+        with self.tolerance.evaluating() as errors:
+            yield figures
+        figures["errors"] = sum(errors.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts for a checkpoint, JSON-able."""
+        return {"errors": dict(self.tolerance.totals)} if self.tolerance is not None else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Count on from `state_dict()`'s answer."""
+        if self.tolerance is not None:
+            self.tolerance.load_totals(state.get("errors", {}))
 
 
 def made_up_sample(prompt: Prompt, text: str, number: int = 0) -> Sample:
@@ -196,9 +231,29 @@ def _gold_text(prompt: Prompt, key: str) -> str:
     return str(gold) if isinstance(gold, str | int | float) else "0"
 
 
-def _within(scorer: Scorer, samples: list[Sample], until: float, label: str, deadline_s: float) -> Sequence[Verdict]:
+def _outcomes(scorer: Scorer, samples: list[Sample], until: float, label: str, deadline_s: float) -> list[Outcome]:
+    """One outcome per sample, an error in place of each number that is not finite.
+
+    Raises:
+        RewardError: the source gave another number of them, or none in time; what it raises is passed on.
+    """
+    verdicts = _within(scorer, samples, until, label, deadline_s)
+    if len(verdicts) != len(samples):
+        raise RewardError(f"reward '{label}' gave {len(verdicts)} rewards for {len(samples)} samples")
+    outcomes: list[Outcome] = []
+    for sample, verdict in zip(samples, verdicts, strict=True):
+        if isinstance(verdict, int | float) and not math.isfinite(verdict):
+            outcomes.append(
+                RewardError(f"reward '{label}' gave {verdict} to sample {sample.sample_id}; it must be a finite number")
+            )
+        else:
+            outcomes.append(verdict)
+    return outcomes
+
+
+def _within(scorer: Scorer, samples: list[Sample], until: float, label: str, deadline_s: float) -> Sequence[Outcome]:
     """Call `scorer` in a thread of its own, which is left behind if it does not finish."""
-    outcome: queue.SimpleQueue[tuple[Sequence[Verdict] | None, BaseException | None]] = queue.SimpleQueue()
+    outcome: queue.SimpleQueue[tuple[Sequence[Outcome] | None, BaseException | None]] = queue.SimpleQueue()
 
     def work() -> None:
         try:

@@ -1,7 +1,7 @@
 """A reward function of the user: `f(samples, **args) -> list[float]`, or `f(sample, **args) -> float`, sync or async, or one
 that was written for another trainer (`foreign_forms.py`).
 
-Whatever it does wrong becomes a RewardError that names it and what it returned; nothing is replaced by 0.
+Whatever it does wrong becomes a RewardError that names it and what it returned; `tolerance.py` says what a run does then.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import asyncio
 import inspect
 import math
 import numbers
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
 from megarl.rewards.foreign_forms import RowKeys, columns_missing, foreign_form, numbers_of
+from megarl.rewards.scorer import Outcome
 from megarl.system.user_code import describe, load_user_function, why_not_called
 
 DEFAULT_KEYS = RowKeys()
@@ -27,6 +29,8 @@ SAMPLE_HAS = (
 
 class UserReward:
     """The function called `name`. It scores one sample at a time if its first parameter is `sample` or `single` is true."""
+
+    keeps_errors = False
 
     def __init__(self, name: str, args: Mapping[str, Any], keys: RowKeys = DEFAULT_KEYS) -> None:
         """Import the function and check that it takes `args` (without `single`). Functions of other trainers read `keys`.
@@ -43,14 +47,14 @@ class UserReward:
             what = f"the arguments {self.args}" if self.args else "samples as its only argument"
             raise RewardError(f"reward function '{name}' does not take {what}: {why}")
 
-    def __call__(self, samples: Sequence[Sample], until: float) -> list[float]:
-        """One finite reward per sample."""
+    def __call__(self, samples: Sequence[Sample], until: float) -> list[Outcome]:
+        """One finite reward per sample; an error that is kept stands for the samples of its call."""
         try:
             answer = self._ask(samples)
         except (Exception, SystemExit) as error:
-            asks_a_sample = isinstance(error, AttributeError) and isinstance(error.obj, Sample)
-            has = f"; a Sample has {SAMPLE_HAS}" if asks_a_sample else _of_row(error, samples)
-            raise RewardError(f"reward function '{self.name}' raised {describe(error)}{has}") from error
+            raise self._raised(error, samples) from error
+        if isinstance(answer, Exception):
+            raise self._raised(answer, samples) from answer
         if hasattr(answer, "tolist"):  # NumPy arrays and tensors
             answer = answer.tolist()
         if not isinstance(answer, list | tuple):
@@ -59,7 +63,7 @@ class UserReward:
             )
         if len(answer) != len(samples):
             raise RewardError(f"reward function '{self.name}' returned {len(answer)} rewards for {len(samples)} samples")
-        return [self._number(value, sample) for value, sample in zip(answer, samples, strict=True)]
+        return [self._outcome(value, sample) for value, sample in zip(answer, samples, strict=True)]
 
     def check(self, prompt: Prompt) -> None:
         """Refuse a row without a column that a function of another trainer asks for by a parameter's name.
@@ -74,21 +78,40 @@ class UserReward:
             )
 
     def _ask(self, samples: Sequence[Sample]) -> Any:
-        """Call the function outside any event loop, so that it may have one of its own; what it awaits runs at once."""
+        """Call the function outside any event loop, so that it may have one of its own; what it awaits runs at once.
+
+        An error that is kept takes the place of a call's answer.
+        """
+        function = _guarded(self.function) if self.keeps_errors else self.function
         if self.foreign is not None:
-            answer = self.foreign(self.function, samples, self.keys, self.args)
+            answer = self.foreign(function, samples, self.keys, self.args)
             if isinstance(answer, list) and any(map(inspect.isawaitable, answer)):
                 answer = asyncio.run(_gather(answer))
             return numbers_of(asyncio.run(_gather([answer]))[0] if inspect.isawaitable(answer) else answer)
         if not self.single:
-            answer = self.function(list(samples), **self.args)
+            answer = function(list(samples), **self.args)
             return asyncio.run(_gather([answer]))[0] if inspect.isawaitable(answer) else answer
-        answers = [self._of_one(sample) for sample in samples]
-        return asyncio.run(_gather(answers)) if answers and inspect.isawaitable(answers[0]) else answers
+        answers = [self._of_one(function, sample) for sample in samples]
+        return asyncio.run(_gather(answers)) if any(map(inspect.isawaitable, answers)) else answers
 
-    def _of_one(self, sample: Sample) -> Any:
+    def _raised(self, error: BaseException, samples: Sequence[Sample]) -> RewardError:
+        asks_a_sample = isinstance(error, AttributeError) and isinstance(error.obj, Sample)
+        has = f"; a Sample has {SAMPLE_HAS}" if asks_a_sample else _of_row(error, samples)
+        return RewardError(f"reward function '{self.name}' raised {describe(error)}{has}")
+
+    def _outcome(self, value: Any, sample: Sample) -> Outcome:
         try:
-            return self.function(sample, **self.args)
+            if isinstance(value, Exception):
+                raise self._raised(value, [sample]) from value
+            return self._number(value, sample)
+        except RewardError as error:
+            if self.keeps_errors:
+                return error
+            raise
+
+    def _of_one(self, function: Callable[..., Any], sample: Sample) -> Any:
+        try:
+            return function(sample, **self.args)
         except (Exception, SystemExit) as error:
             error.add_note(f"row {sample.row_id}")
             raise
@@ -108,8 +131,41 @@ class UserReward:
         return reward
 
 
-async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    return list(await asyncio.gather(*awaitables))
+async def _gather(answers: Sequence[Any]) -> list[Any]:
+    """`answers`, and what those among them that can be awaited give, all at once."""
+
+    async def settled(answer: Any) -> Any:
+        return await answer if inspect.isawaitable(answer) else answer
+
+    return list(await asyncio.gather(*map(settled, answers)))
+
+
+def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which returns its errors, also those of what it gives to be awaited."""
+
+    async def awaited(answer: Awaitable[Any]) -> Any:
+        try:
+            return await answer
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
+            return _as_exception(error)
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        try:
+            answer = function(*args, **named)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
+            return _as_exception(error)
+        return awaited(answer) if inspect.isawaitable(answer) else answer
+
+    return call
+
+
+def _as_exception(error: BaseException) -> Exception:
+    if isinstance(error, Exception):
+        return error
+    exited = RuntimeError(f"SystemExit: {error}")
+    exited.__cause__ = error
+    return exited
 
 
 def _of_row(error: BaseException, samples: Sequence[Sample]) -> str:

@@ -16,7 +16,7 @@ from megarl.config.checks import check_evaluates
 from megarl.config.evaluations import EvaluationConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import CheckpointError, ConfigError
-from megarl.experience.eval_figures import evaluation, is_right
+from megarl.experience.eval_figures import is_right
 from megarl.experience.inputs import RlInputs
 from megarl.observe import evaluation_line, read_metrics
 from megarl.option_list import functions
@@ -61,7 +61,7 @@ class Answering:
         if self.inputs.held_out:
             samples = self.rollouts.generate(self.inputs.held_out, greedy=True)
             judged_samples += [("data.eval", sample) for sample in samples]
-            figures |= evaluation(samples, self.inputs.rewards.score(samples))
+            figures |= self.inputs.measure_held_out(samples, self.inputs.rewards.score)
 
         def sample(prompts: Sequence[Prompt], settings: EvaluationConfig) -> list[Sample]:
             samples = self.rollouts.sample(prompts, settings)
@@ -105,6 +105,7 @@ def evaluate(
         tell(f"started in {time.perf_counter() - started:.1f} s; measuring {answers.asked}")
         with _telling(answers.rollouts, tell):
             figures = answers.measure(judged)
+            answers.inputs.take_reward_errors(tell)
     if out is not None:
         lines = (json.dumps({"set": name, "right": is_right(sample)} | sample.to_dict()) + "\n" for name, sample in judged)
         write_text_atomically(out, "".join(lines))
@@ -163,6 +164,7 @@ def watch(config: Config, say: Callable[[str], None]) -> None:
                 say(f"step {step}: {path} was removed before it was read; raise run.keep_checkpoints")
                 continue
             figures = answers.measure()
+            answers.inputs.take_reward_errors(say)
             with file.open("a") as lines:
                 lines.write(json.dumps({"step": step} | figures) + "\n")
             say(f"step {step}: {evaluation_line(figures)}")

@@ -63,6 +63,7 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
             for evaluation in evaluations:
                 if evaluation.settings.rewards is not None:
                     evaluation.rewards.try_sources(evaluation.prompts, functions=is_single)
+        rewards.tolerate(config.rewards)
         parts_of_step = open_parts(config, tokenizer) if train else []
         for part in parts_of_step:
             part.check(tokenizer, (prompt for prompts in kept for prompt in prompts))
@@ -90,8 +91,10 @@ def _evaluation_set(config: Config, one: EvaluationConfig, builder: PromptBuilde
     prompts = builder.of_rows_like(data).build(
         rows_of(one.rows), prefix="eval", origin=Origin(f"evaluations[{index}].rows", one.rows)
     )
-    rewards = build_rewards(config.rewards if one.rewards is None else one.rewards, data)
+    configs = config.rewards if one.rewards is None else one.rewards
+    rewards = build_rewards(configs, data)
     rewards.check(prompts)
+    rewards.tolerate(configs)
     return EvaluationSet(one, prompts, rewards)
 
 

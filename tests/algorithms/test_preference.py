@@ -13,7 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms import PREFERENCE_LOSSES, PreferenceSettings, bco, kto, kto_kl_reference, mismatched_rows
+from megarl.algorithms import (
+    PREFERENCE_LOSSES,
+    PreferenceSettings,
+    bco,
+    kto,
+    kto_kl_reference,
+    mismatched_rows,
+    share_above,
+)
 
 P = 12
 SETTINGS = PreferenceSettings(
@@ -129,7 +137,13 @@ def test_at_the_reference_dpo_is_log_two_and_ipo_its_target_squared() -> None:
     for name, want in (("dpo", math.log(2)), ("cdpo", math.log(2)), ("robust_dpo", math.log(2)), ("ipo", (1 / 0.6) ** 2)):
         loss, sums = PREFERENCE_LOSSES.resolve(name)(**data, settings=SETTINGS)
         torch.testing.assert_close(loss, torch.full((P,), want, dtype=torch.float64))
-        assert sums["accuracy"].item() == sums["margin"].item() == 0
+        assert (sums["accuracy"].item(), sums["margin"].item()) == (P / 2, 0)
+
+
+def test_equal_scores_count_half_in_an_accuracy_and_what_is_no_number_not_at_all() -> None:
+    nan, inf = math.nan, math.inf
+    first, second = torch.tensor([[2.0, 1.0, 1.0, nan, nan, inf, -inf, 0.0], [1.0, 2.0, 1.0, 0.0, nan, inf, inf, -0.0]])
+    assert share_above(first, second).tolist() == [1.0, 0.0, 0.5, 0.0, 0.0, 0.5, 0.0, 0.5]
 
 
 def test_a_mixture_is_the_weighted_sum_of_its_losses_and_gradients_and_tells_each() -> None:

@@ -51,6 +51,13 @@ def test_the_process_loss_is_the_binary_cross_entropy_of_each_step_with_soft_lab
     torch.testing.assert_close(whole, loss[:20])
 
 
+def test_equal_scores_of_a_pair_and_a_step_that_is_on_neither_side_count_half() -> None:
+    chosen, rejected = torch.tensor([[1.0, 0.0, 2.0, 3.0], [1.0, 0.0, 1.0, 4.0]])
+    assert pairwise_reward_loss(chosen, rejected)[1]["accuracy"].item() == 0.5 + 0.5 + 1 + 0
+    scores, labels = torch.tensor([0.0, 0.0, 1.0, -1.0, 1.0, 0.0]), torch.tensor([1.0, 0.0, 1.0, 0.0, 0.2, 0.5])
+    assert process_reward_loss(scores, labels)[1]["accuracy"].item() == 0.5 + 0.5 + 1 + 1 + 0 + 0.5
+
+
 @pytest.mark.parametrize("label", [-0.1, 1.5, float("nan")])
 def test_a_label_that_is_no_probability_has_a_loss_that_is_no_number(label: float) -> None:
     loss, _ = process_reward_loss(torch.zeros(2), torch.tensor([1.0, label]))

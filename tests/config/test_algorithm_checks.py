@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megarl.config import parse_config, parse_supervised_config, to_yaml
-from megarl.config.doubtful import doubtful_choices
+from megarl.config.doubtful import doubtful_choices, notices
 from megarl.config.presets import PRESETS
 from megarl.errors import ConfigError
 from tests.config.smallest import config, supervised
@@ -491,6 +491,13 @@ DOUBTS = [
 def test_a_doubtful_choice_is_one_sentence(overrides: list[str], sentence: str) -> None:
     (found,) = doubtful_choices(config(*overrides))
     assert sentence in found
+
+
+def test_a_critic_at_its_default_learning_rate_is_told_of_and_one_that_was_set_or_is_not_there_is_not() -> None:
+    ppo = ["algorithm.name=ppo", "policy.optimizer.lr=1e-3"]
+    (notice,) = notices(config(*ppo))
+    assert notice.startswith("critic.optimizer.lr is 1e-06, its default, whatever policy.optimizer.lr is")
+    assert notices(config(*ppo, "critic.optimizer.lr=2e-6")) == notices(config()) == []
 
 
 def test_what_mends_a_doubtful_choice_silences_it() -> None:

@@ -165,6 +165,23 @@ def test_a_wrong_field_is_named_with_what_it_may_be(override: str, parts: list[s
         (["critic.warmup_steps=3"], ["critic.warmup_steps is 3", "'gae'"]),
         (["rewards=[]"], ["needs a source of reward: set rewards, or set reward_model.path"]),
         (
+            ["rewards=[{name: exact_number, max_error_share: 0.2}]"],
+            ["rewards[0].max_error_share needs failures that do not stop the run: set rewards[0].on_error to zero or drop_"],
+        ),
+        (
+            ["rewards=[{name: exact_number, strict_steps: 3}]"],
+            ["rewards[0].strict_steps needs failures that do not stop the run"],
+        ),
+        (["rewards=[{name: exact_number, on_error: skip}]"], ["rewards[0].on_error", "'stop', 'zero' or 'drop_group'"]),
+        (["rewards=[{name: exact_number, on_error: zero, max_error_share: 0}]"], ["rewards[0].max_error_share is 0"]),
+        (
+            [
+                "evaluations=[{name: a, rows: {name: chain_sum}, "
+                "rewards: [{name: exact_number, on_error: zero, strict_steps: 2}]}]"
+            ],
+            ["evaluations[0].rewards[0].strict_steps is 2, which an evaluation does not read; it must be 1"],
+        ),
+        (
             ["data.eval=null", "run.eval_every=2"],
             ["run.eval_every needs an evaluation set: set data.eval or evaluations, or remove run.eval_every"],
         ),

@@ -11,7 +11,13 @@ import torch
 
 from megarl.algorithms import PREFERENCE_LOSSES, PreferenceSettings
 from megarl.experience.pairs import sides
-from megarl.trainers.supervised.objectives import PairObjective, RewardModelObjective, SupervisedObjective
+from megarl.trainers.supervised.objectives import (
+    BcoObjective,
+    KtoObjective,
+    PairObjective,
+    RewardModelObjective,
+    SupervisedObjective,
+)
 
 
 def test_sides_of_a_pair_are_found_in_whatever_order_they_come() -> None:
@@ -55,6 +61,17 @@ def test_a_loss_without_a_reference_needs_no_column_of_one(name: str) -> None:
     assert float(figures["chosen_reward"]) == pytest.approx(2.0 * float(log_probs[2:].mean()), rel=1e-6)
     with pytest.raises(KeyError, match="reference_log_probs"):
         PairObjective("dpo", settings, 1)(output, stream)
+
+
+@pytest.mark.parametrize("objective", [KtoObjective(PreferenceSettings(), 5, 0.0), BcoObjective(PreferenceSettings(), 5)])
+def test_a_labelled_response_that_has_not_moved_counts_half_whatever_its_label(objective: Any) -> None:
+    now, before = torch.tensor([[-1.0, -1.0, -0.5, -2.0, -0.5], [-1.0, -1.0, -1.0, -1.0, -1.0]])
+    columns = {"labels": torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0]), "reference_log_probs": before}
+    stream: Any = SimpleNamespace(
+        lengths=torch.ones(5, dtype=torch.long), columns=columns, owners=[*range(5)], response=torch.arange(5)
+    )
+    _, figures = objective(torch.stack([now, now], dim=1), stream)
+    assert float(figures["accuracy"]) == pytest.approx((0.5 + 0.5 + 1 + 1 + 0) / 5)
 
 
 @pytest.mark.parametrize("dft", [False, True])

@@ -115,14 +115,24 @@ function faultTables() {
   });
 }
 
+function rewardErrors() {
+  return runs.filter((run) => run.reward_errors.length).flatMap((run) => {
+    const head = Object.keys(run.reward_errors[0]).filter((name) => name !== "traceback");
+    const tracebacks = run.reward_errors.filter((row) => row.traceback).map((row) =>
+      html("details", {}, html("summary", {}, `first traceback of ${row.reward}`), html("pre", {}, row.traceback)));
+    return [html("h3", {}, run.name), table(head, run.reward_errors.map((row) => head.map((name) => row[name]))), ...tracebacks];
+  });
+}
+
 const SECTIONS = {
   Overview: overview, Curves: curves, Samples: () => samplesSection(runs, data.pictures, data.pictures_left_out), Timeline: timelines,
   ...(runs.some((run) => run.experts.length) ? { Experts: () => expertsSection(runs) } : {}), Distributions: spreads,
   ...(runs.length > 1 ? { Comparison: comparison } : {}), Config: configs, Environment: environments, Faults: faultTables,
+  ...(runs.some((run) => run.reward_errors.length) ? { "Reward errors": rewardErrors } : {}),
 };
 document.querySelector("h1").textContent = document.title;
 for (const [name, make] of Object.entries(SECTIONS)) {
-  const id = name.toLowerCase();
+  const id = name.toLowerCase().replaceAll(" ", "-");
   document.querySelector("nav").append(html("a", { href: `#${id}` }, name));
   const section = html("section", { id }, html("h2", {}, name));
   document.querySelector("main").append(section);

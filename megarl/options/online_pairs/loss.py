@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algorithms import PreferenceSettings
+from megarl.algorithms import PreferenceSettings, share_above
 from megarl.data.stream import PackedStream
 from megarl.experience.pairs import first_of_each, pair_losses, per_response, sides
 
@@ -34,6 +34,6 @@ class PairLoss:
         rewards = self.settings.beta * (policy.detach() - reference)
         margins = rewards[chosen] - rewards[rejected]
         return of_response[stream.response], {
-            "pair_accuracy": (weights[chosen] * (margins > 0)).sum(),
+            "pair_accuracy": (weights[chosen] * share_above(rewards[chosen], rewards[rejected])).sum(),
             "pair_margin": (weights[chosen] * margins).sum(),
         }

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 from megarl.data.sample import Prompt, Sample
 from megarl.rewards.http_post import Body, Endpoint, post_all, token_headers
-from megarl.rewards.scorer import Verifier
+from megarl.rewards.scorer import Outcome, Verifier
 
 
 class HttpReward(Verifier):
@@ -55,15 +54,20 @@ class HttpReward(Verifier):
         self.batch_size, self.concurrency = batch_size, concurrency
         self.endpoint = Endpoint("http", url, timeout_s, retries, backoff_s, token_headers("http", "token_env", token_env))
 
-    def __call__(self, samples: Sequence[Sample], until: float) -> list[float]:
-        """One finite reward per sample.
+    def __call__(self, samples: Sequence[Sample], until: float) -> list[Outcome]:
+        """One finite reward per sample; an error that is kept stands for all samples of its request.
 
         Raises:
             RewardError: the server did not give them, or not before `until`.
         """
         batches = [samples[start : start + self.batch_size] for start in range(0, len(samples), self.batch_size)]
-        rewards = post_all(self.endpoint, batches, self._body, self._rewards, concurrency=self.concurrency, until=until)
-        return list(chain(*rewards))
+        limits: dict[str, Any] = {"concurrency": self.concurrency, "until": until, "keeps_errors": self.keeps_errors}
+        answers = post_all(self.endpoint, batches, self._body, self._rewards, **limits)
+        return [
+            reward
+            for batch, rewards in zip(batches, answers, strict=True)
+            for reward in ([rewards] * len(batch) if isinstance(rewards, Exception) else rewards)
+        ]
 
     def check(self, prompt: Prompt) -> None:
         """Refuse a row without a gold answer, unless labels are off."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.data.sample import Prompt, Sample
 from megarl.rewards.http_post import Body, Endpoint, post_all, token_headers
-from megarl.rewards.scorer import Verdict, Verifier
+from megarl.rewards.scorer import Outcome, Verdict, Verifier
 
 _TEMPLATE = (
     "Judge how well the response answers the question.\n\nQuestion:\n{prompt}\n\nReference answer:\n{answer}\n\n"
@@ -77,13 +77,14 @@ class LlmJudge(Verifier):
         self.model, self.template, self.max_tokens = model, template, max_tokens
         self.low, self.high, self.concurrency = min, max, concurrency
 
-    def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
+    def __call__(self, samples: Sequence[Sample], until: float) -> list[Outcome]:
         """From 0 to 1, or None where the judge wrote no score between min and max.
 
         Raises:
             RewardError: the endpoint did not answer as it must, or not before `until`.
         """
-        return post_all(self.endpoint, samples, self._body, self._verdict, concurrency=self.concurrency, until=until)
+        limits: dict[str, Any] = {"concurrency": self.concurrency, "until": until, "keeps_errors": self.keeps_errors}
+        return [*post_all(self.endpoint, samples, self._body, self._verdict, **limits)]
 
     def check(self, prompt: Prompt) -> None:
         """Refuse a row without a gold answer if the template shows it."""

@@ -20,6 +20,7 @@ from megarl.algorithms import (
     kto,
     pairwise_reward_loss,
     process_reward_loss,
+    share_above,
 )
 from megarl.data.stream import PackedStream
 from megarl.experience.pairs import first_of_each, pair_losses, per_response, sides
@@ -123,9 +124,9 @@ def _labelled(output: Tensor, stream: PackedStream) -> tuple[Tensor, Tensor, Ten
 
 
 def _right(log_probs: Tensor, reference: Tensor, desirable: Tensor) -> Tensor:
-    """The number of responses that have moved to their label's side of the reference."""
-    moved = log_probs.detach() - reference
-    return torch.where(desirable, moved > 0, moved < 0).sum()
+    """The number of responses that have moved to their label's side of the reference, those that did not move as half."""
+    now = log_probs.detach()
+    return torch.where(desirable, share_above(now, reference), share_above(reference, now)).sum()
 
 
 def _mean(losses: Tensor, figures: Mapping[str, Tensor], count: int) -> Answer:

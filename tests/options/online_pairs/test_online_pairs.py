@@ -123,3 +123,15 @@ def test_loss_and_gradient_are_those_of_the_untied_pairs_in_any_micro_batches(na
     assert figures["loss"] == pytest.approx(float(mean), rel=1e-12)
     assert figures["margin"] == pytest.approx(sum(margins) / len(margins), rel=1e-6)
     assert figures["accuracy"] == sum(margin > 0 for margin in margins) / len(margins)
+
+
+def test_a_pair_that_the_policy_does_not_tell_apart_counts_half() -> None:
+    batch = given([0.5, -1.0, 0.1, 2.0, 0.3, 0.2, 0.0, 9.0])
+    pairs = choose_pairs(batch)
+    same = -torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(1))
+    kept = torch.zeros_like(batch.mask)
+    kept[[*pairs.rows]] = batch.mask[[*pairs.rows]]
+    columns = {**batch.columns, "weights": token_weights(kept, "seq_mean_token_sum"), "reference_log_probs": same}
+    stream = stream_of([*pairs.rows], batch, columns)
+    _, metrics = PairLoss("dpo", PreferenceSettings())(same[[*pairs.rows]][batch.mask[[*pairs.rows]]], stream)
+    assert float(metrics["pair_accuracy"]) == pytest.approx(0.5)
