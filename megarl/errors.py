@@ -187,6 +187,11 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """`1 node`, `2 nodes`, `1,200 entries` (`plural`: where it is not `noun` with an s)."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def either(values: Iterable[object]) -> str:
     """`1`, `1 or 2`, `1, 2 or 4`."""
     *first, last = [*map(str, values)] or [""]

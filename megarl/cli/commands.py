@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rich.console import Console
 from rich.table import Table
 
 from megarl.cli.arguments import add_config, make_console, with_models
@@ -30,7 +31,7 @@ from megarl.cli.tries import add_tries
 from megarl.config import AnyConfig, SupervisedConfig, config_fields, load_any, load_config, to_yaml
 from megarl.config.checks import check_evaluates
 from megarl.config.secrets import redacted
-from megarl.errors import ConfigError, MegarlError, RunInterrupted, RunStopped, nearest, written_out
+from megarl.errors import ConfigError, MegarlError, RunInterrupted, RunStopped, counted, nearest, written_out
 from megarl.models.from_hub import model_here, models_here
 from megarl.system.ray_token import want_a_token
 from megarl.system.torchrun import is_torchrun
@@ -295,9 +296,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     if arguments.watch and arguments.out is not None:
         raise ConfigError("--out is given, but --watch writes no responses: remove one of them")
     if arguments.watch:
-        watch(config, _say)
+        watch(config, _say, Console(stderr=True))
     else:
-        figures = evaluate(config, arguments.checkpoint, lambda line: print(line, file=sys.stderr, flush=True), arguments.out)
+        figures = evaluate(config, arguments.checkpoint, _say_aside, arguments.out, Console(stderr=True))
         print(json.dumps({"model": arguments.checkpoint or config.model.path} | figures, indent=2))
     return 0
 
@@ -307,8 +308,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     _close_ray(config, arguments)
     from megarl.trainers.generate import generate
 
-    rows = generate(config, arguments.out, arguments.form, arguments.checkpoint)
-    print(f"{rows} rows written to {arguments.out}")
+    rows = generate(config, arguments.out, arguments.form, arguments.checkpoint, _say_aside, Console(stderr=True))
+    print(f"{counted(rows, 'row')} written to {arguments.out}")
     return 0
 
 
@@ -322,6 +323,11 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
 
 def _say(line: str) -> None:
     print(line, flush=True)
+
+
+def _say_aside(line: str) -> None:
+    """Say how far a command is, apart from what it prints."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from megarl.cli.arguments import add_config, make_console, with_models
 from megarl.config import AnyConfig, load_any
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, counted
 
 SHOWN = 24
 """Processes that the table shows; --json has all."""
@@ -59,7 +59,10 @@ def show_rehearsal(config: AnyConfig, gpus_per_node: int, *, steps: bool, as_jso
     elif done is not None:
         apart = done.log_prob_difference
         differ = f"trainer and engines differ by at most {apart:.1e} in log-probs; " if apart is not None else ""
-        console.print(f"two steps by {done.processes} ranks on {done.nodes} nodes: {differ}{done.folder}", highlight=False)
+        console.print(
+            f"two steps by {counted(done.processes, 'rank')} on {counted(done.nodes, 'node')}: {differ}{done.folder}",
+            highlight=False,
+        )
         for log, addresses in done.servers.items():
             met = f", ranks met at {addresses['dist-init-addr']}" if "dist-init-addr" in addresses else ""
             console.print(f"{log} listened on {addresses['host']}:{addresses['port']}{met}", highlight=False)

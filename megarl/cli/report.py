@@ -14,7 +14,7 @@ from rich.text import Text
 
 from megarl.cli.arguments import make_console
 from megarl.config.yaml_tree import read_yaml
-from megarl.errors import DataError, ModelError
+from megarl.errors import DataError, ModelError, counted
 from megarl.system.atomic_files import write_text_atomically
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def _samples(arguments: argparse.Namespace) -> int:
         for text in turn_texts(sample) or [sample["response_text"]]:
             console.print(Text(printable(text)))
         console.print()
-    console.print(Text(f"{min(arguments.count, len(samples))} of {len(samples)} samples"))
+    console.print(Text(f"{min(arguments.count, len(samples))} of {counted(len(samples), 'sample')}"))
     return 0
 
 

@@ -29,6 +29,7 @@ from megarl.errors import (
     RunInterrupted,
     RunStopped,
     WorkerError,
+    counted,
     nearest,
 )
 from megarl.observe import MetricsFile, Phases, Progress, build_summary, evaluation_line, write_summary
@@ -478,11 +479,11 @@ class Run(ABC):
         if before is not None and after is not None:
             if "reward" in before:
                 self.progress.say(
-                    f"held-out reward: {before['reward']:.4g} before, {after['reward']:.4g} after {self.step} steps"
+                    f"held-out reward: {before['reward']:.4g} before, {after['reward']:.4g} after {counted(self.step, 'step')}"
                 )
             for name in (name for name in before if name == "accuracy" or name.rpartition("/")[2].startswith("avg@")):
                 what = "held-out accuracy" if name == "accuracy" else name
-                self.progress.say(f"{what}: {before[name]:.1%} before, {after[name]:.1%} after {self.step} steps")
+                self.progress.say(f"{what}: {before[name]:.1%} before, {after[name]:.1%} after {counted(self.step, 'step')}")
         bounds = self.gate_bounds()
         for name, value in self.gates().items():
             self.progress.say(f"gate {name}: {gate_line(value, bounds.get(name))}")

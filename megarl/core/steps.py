@@ -18,6 +18,7 @@ from megarl.data.prefills import prefill_figures
 from megarl.data.sample import Sample
 from megarl.data.stored_batch import batch_of
 from megarl.data.stored_shares import RowTask
+from megarl.errors import counted
 from megarl.experience.eval_figures import pass_rates
 from megarl.experience.experience import (
     group_rewards,
@@ -81,7 +82,7 @@ class RlRun(Run):
         self.progress.say(rows_line(sum(map(len, self.inputs.train)), held_out, limit, sets))
         for why, count in self.inputs.dropped.items():
             if count:
-                self.progress.say(f"{count} rows left out as {why}")
+                self.progress.say(f"{counted(count, 'row')} left out as {why}")
         for choice in self.inputs.episodes.choices if self.inputs.episodes is not None else ():
             self.progress.say(choice)
         for doubt in doubtful_choices(config):

@@ -20,7 +20,7 @@ from megarl.data.media import Media
 from megarl.data.row_media import MediaReader
 from megarl.data.rows import Origin, Row, RowPlace, check_text, find_value, value_of
 from megarl.data.sample import Sample
-from megarl.errors import DataError, PictureError, nearest
+from megarl.errors import DataError, PictureError, counted, nearest
 
 Kind = Literal["sft", "pairs", "kto", "steps"]
 """Responses or conversations; chosen and rejected; responses that are desirable or not; responses judged step by step."""
@@ -130,7 +130,8 @@ class SupervisedBuilder:
                 self.dropped["bad_pictures"] += 1
         if not samples:
             left = " and ".join(f"{count} dropped as {why}" for why, count in self.dropped.items() if count)
-            raise DataError(f"{origin} gives no samples: {f'of {read} rows {left}' if read else 'it has no rows'}")
+            why = f"of {counted(read, 'row')} {left}" if read else "it has no rows"
+            raise DataError(f"{origin} gives no samples: {why}")
         return samples
 
     def _of_row(self, row: Row, row_id: str, place: RowPlace) -> list[Sample]:

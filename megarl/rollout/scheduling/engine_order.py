@@ -109,7 +109,9 @@ class EngineOrder:
 
     def room(self, engine: EngineState) -> int:
         """Groups that may be sent beside the requests that the engine works on, whatever it says of its own room."""
-        return -(-(self._groups * self._samples - engine.asked) // self._samples) if len(engine.requests) < CALLS_PER_ENGINE else 0
+        return (
+            -(-(self._groups * self._samples - engine.asked) // self._samples) if len(engine.requests) < CALLS_PER_ENGINE else 0
+        )
 
     # what they work on --------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from megarl.data.sampler import build_sampler, count_held_out, order_by
 from megarl.data.stream import ScorePosition, pack
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings, kind_of_rows
 from megarl.data.tokenize import load_tokenizer
+from megarl.errors import counted
 from megarl.observe.progress import TOWER, rows_line
 from megarl.runs.training_side import POLICY, REFERENCE
 from megarl.trainers.start import check_architectures, open_groups, open_roles
@@ -84,7 +85,7 @@ class SupervisedRun(Run):
             )
         for why, count in self.dropped.items():
             if count:
-                self.progress.say(f"{count} rows left out as {why}")
+                self.progress.say(f"{counted(count, 'row')} left out as {why}")
         self.progress.doing("ranks")
         groups = open_groups(self.config, self._stack, self.folder / "logs", self.tell_placement)
         self.roles = open_roles(self.config, groups)
