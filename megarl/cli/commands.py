@@ -34,7 +34,7 @@ from megarl.config.secrets import redacted
 from megarl.errors import ConfigError, MegarlError, RunInterrupted, RunStopped, counted, nearest, written_out
 from megarl.models.from_hub import model_here, models_here
 from megarl.system.ray_token import want_a_token
-from megarl.system.torchrun import is_torchrun
+from megarl.system.torchrun import is_leader, is_torchrun
 from megarl.version import __version__
 
 if TYPE_CHECKING:
@@ -258,6 +258,8 @@ def _train(arguments: argparse.Namespace) -> int:
             f"{arguments.config} trains by {config.trains_by}, but `megarl {arguments.command}` trains by "
             f"{' or '.join(allowed)}; `megarl train` runs any config"
         )
+    if is_leader():  # libraries, model and rows take seconds
+        _say(f"{config.run_folder}: reading the model's folder and the rows")
     return _watch(f"megarl.trainers.{config.trainer}.train", with_models(config), arguments)
 
 

@@ -97,6 +97,7 @@ class RlRun(Run):
         self.timeline.others["engine"] = self.rollouts.take_spans
         self.watching.engines = self.rollouts.engine_status
         self.progress.within("generate", "groups", self.rollouts.progress)
+        self.progress.within("evaluate", "prompts", self.rollouts.answered)
         for phase in ("log_probs", "update"):
             self.progress.within(phase, "micro-batches", self.roles.groups[POLICY].progress)
         self.progress.say(f"{self.roles.describe()}, platform {self.session.platform}, engine {config.rollout.engine}")

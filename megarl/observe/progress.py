@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,8 @@ SHOWN = {
 """Label and metric name of what every step shows; a metric that a step lacks is left out."""
 BAR_WIDTH = 24
 REFRESHES_PER_S = 4
+TOLD_PHASES = ("evaluate",)
+"""Phases that may last long, and whose end would be the first line that says anything of them."""
 STEPS_AVERAGED = 10
 """Last steps that the time left is reckoned from."""
 
@@ -120,10 +123,12 @@ class Progress:
         self._done_at_s: deque[float] = deque(maxlen=STEPS_AVERAGED + 1)
         self._done, self._last_line = first_step, ""
         self._shares: dict[str, float] = {}
+        self._timer: threading.Timer | None = None
+        self.told_every_s = 30.0
 
     def __enter__(self) -> Progress:
+        self._phases.listen(self._phase_changed)
         if self.console.is_terminal:
-            self._phases.listen(self._phase_changed)
             self._live = Live(
                 get_renderable=self._view, console=self.console, refresh_per_second=REFRESHES_PER_S, transient=True
             )
@@ -131,6 +136,7 @@ class Progress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._phase_changed(None)
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -140,7 +146,10 @@ class Progress:
             self.say(f"last {self._last_line}")
 
     def within(self, phase: str, unit: str, progress: PhaseProgress) -> None:
-        """While `phase` is on, show how far it is, in `unit`; another thread asks `progress`, several times a second."""
+        """While `phase` is on, show how far it is, in `unit`; another thread asks `progress`, several times a second.
+
+        Where there is no terminal, those of `TOLD_PHASES` say it in a line every `told_every_s` seconds.
+        """
         self._within[phase] = unit, progress
 
     def doing(self, what: str | None) -> None:
@@ -189,6 +198,23 @@ class Progress:
 
     def _phase_changed(self, name: str | None) -> None:
         self._phase, self._since_s = name, time.monotonic()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._tell_later(name)
+
+    def _tell_later(self, name: str | None) -> None:
+        self._timer = None
+        if name in TOLD_PHASES and name in self._within and not self.console.is_terminal and not self.console.quiet:
+            self._timer = threading.Timer(self.told_every_s, self._tell, [name, self._since_s])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _tell(self, name: str, since_s: float) -> None:
+        unit, progress = self._within[name]
+        done, total = progress()
+        if (self._phase, self._since_s) == (name, since_s):
+            self.say(f"{name}: {done}/{total} {unit}, {duration(time.monotonic() - since_s)}")
+            self._tell_later(name)
 
     def _view(self) -> Table:
         """The steps, the phase that is on, and where the time of all steps went."""

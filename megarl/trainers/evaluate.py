@@ -71,10 +71,6 @@ class Answering:
         figures |= self.inputs.measure_sets(sample)
         return figures | {"seconds": time.perf_counter() - started}
 
-    def answered(self) -> tuple[int, int]:
-        """Prompts of the set that is being asked: those that are answered, and all; another thread may ask."""
-        return self.rollouts.answered
-
     @property
     def asked(self) -> str:
         """The sets that `measure` asks, with their numbers of rows and answers to each."""
@@ -111,7 +107,7 @@ def evaluate(
     tell(f"starting engines with {checkpoint or config.model.path}")
     with answering(config, checkpoint, train=False) as answers:
         tell(f"started in {time.perf_counter() - started:.1f} s; measuring {answers.asked}")
-        with answers_shown(answers.answered, tell, console):
+        with answers_shown(answers.rollouts.answered, tell, console):
             figures = answers.measure(judged)
     if out is not None:
         lines = (json.dumps({"set": name, "right": is_right(sample)} | sample.to_dict()) + "\n" for name, sample in judged)
@@ -152,7 +148,7 @@ def watch(config: Config, say: Callable[[str], None], console: Console | None = 
                     raise
                 say(f"step {step}: {path} was removed before it was read; raise run.keep_checkpoints")
                 continue
-            with answers_shown(answers.answered, _say_nothing, console):
+            with answers_shown(answers.rollouts.answered, _say_nothing, console):
                 figures = answers.measure()
             with file.open("a") as lines:
                 lines.write(json.dumps({"step": step} | figures) + "\n")
@@ -190,7 +186,7 @@ def answer(
         prompts = [prompt for part in answers.inputs.train for prompt in part]
         each = counted(config.rollout.samples_per_prompt, "response")
         tell(f"started in {time.perf_counter() - started:.1f} s; sampling {each} to each of {counted(len(prompts), 'prompt')}")
-        with answers_shown(answers.answered, tell, console):
+        with answers_shown(answers.rollouts.answered, tell, console):
             samples = answers.rollouts.generate(prompts)
             return samples, answers.inputs.rewards.score(samples)
 

@@ -269,7 +269,6 @@ class Rollouts:
         changed = {name: value for name, value in sampling.items() if value is not None}
         return self.ask(prompts, replace(self.params(greedy=greedy), **changed), n)
 
-    @property
     def answered(self) -> tuple[int, int]:
         """Counts of the prompts that were asked last outside batches: those that are answered, and all."""
         done = sum(answer.done() for answer in self._asked) * self._per_request

@@ -65,4 +65,4 @@ def test_no_prompt_waits_for_another_ones_answer_and_the_engine_is_full(rollouts
     samples = rollouts.answer(PROMPTS, n, greedy=n == 1)
     assert [sample.response_ids for sample in samples] == [[i] for i in range(24) for _ in range(n)]
     assert rollouts.engines[0].most == 8
-    assert rollouts.answered == (24, 24)
+    assert rollouts.answered() == (24, 24)

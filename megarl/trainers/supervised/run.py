@@ -94,7 +94,8 @@ class SupervisedRun(Run):
         if self.config.uses_reference:
             self.progress.doing(REFERENCE)
             self.roles.load(REFERENCE)
-        self.progress.within("update", "micro-batches", self.roles.groups[POLICY].progress)
+        for phase in ("update", "evaluate"):
+            self.progress.within(phase, "micro-batches", self.roles.groups[POLICY].progress)
         self.progress.say(f"{self.roles.describe()}, objective {self.objective.name}")
 
     def state(self) -> dict[str, Any]:
