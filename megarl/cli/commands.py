@@ -258,9 +258,10 @@ def _train(arguments: argparse.Namespace) -> int:
             f"{arguments.config} trains by {config.trains_by}, but `megarl {arguments.command}` trains by "
             f"{' or '.join(allowed)}; `megarl train` runs any config"
         )
-    if is_leader():  # libraries, model and rows take seconds
-        _say(f"{config.run_folder}: reading the model's folder and the rows")
-    return _watch(f"megarl.trainers.{config.trainer}.train", with_models(config), arguments)
+    config = with_models(config)
+    if is_leader():  # libraries, tokenizer and rows take seconds
+        _say(f"{config.run_folder}: reading tokenizer and rows")
+    return _watch(f"megarl.trainers.{config.trainer}.train", config, arguments)
 
 
 def _watch(loop: str, config: AnyConfig, arguments: argparse.Namespace) -> int:

@@ -42,7 +42,7 @@ def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (["train", "c.yaml", "run.stpes=3"], "did you mean 'run.steps'?"),
         (["train", "c.yaml"], "model.path is 'nowhere', which is no folder"),
         (["eval", "c.yaml"], "data.eval is null"),
-        (["config", "c.yaml", "algorithm.mini_batches=3"], "it must be 2 or 4"),
+        (["config", "c.yaml", "algorithm.mini_batches=3"], "it must be 1, 2, 4, 8, 16, 32 or 64"),
         (["doctor", "run.steps=3"], "run.steps=3"),
         (["sft", "c.yaml"], "c.yaml has no section objective, but has rewards, as runs of `megarl train` have; run it by"),
         (["generate", "c.yaml"], "--out"),
