@@ -30,6 +30,7 @@ from megarl.cli.submit import add_submit
 from megarl.cli.tries import add_tries
 from megarl.config import AnyConfig, SupervisedConfig, config_fields, load_any, load_config, to_yaml
 from megarl.config.checks import check_evaluates
+from megarl.config.evaluated import load_to_evaluate
 from megarl.config.secrets import redacted
 from megarl.errors import ConfigError, MegarlError, RunInterrupted, RunStopped, counted, nearest, written_out
 from megarl.models.from_hub import model_here, models_here
@@ -111,6 +112,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse argv; overrides may also follow options (`eval CONFIG --checkpoint X run.seed=1`)."""
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
+    for word in rest if hasattr(arguments, "overrides") else ():
+        if re.match(r"--?[A-Za-z_]\w*\.[\w.]+(=|$)", word):
+            field = word.lstrip("-")
+            value = "" if "=" in field else "=VALUE"
+            raise ConfigError(f"'{word}' begins with dashes, but fields are overridden without them: {field}{value}")
     options = [word for word in rest if word.startswith("-") or "=" not in word]
     if options or (rest and not hasattr(arguments, "overrides")):
         parser.error(f"unrecognized arguments: {' '.join(options or rest)}")
@@ -290,7 +296,7 @@ def _close_ray(config: AnyConfig, arguments: argparse.Namespace) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_to_evaluate(arguments.config, arguments.overrides)
     check_evaluates(config)
     config = with_models(config)
     _close_ray(config, arguments)

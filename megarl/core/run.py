@@ -51,6 +51,7 @@ from megarl.runs.timeline import Timeline
 from megarl.runs.training_side import POLICY, REFERENCE, TrainingSide
 from megarl.supervise.child_run import follow, is_restart
 from megarl.system.atomic_files import write_text_atomically
+from megarl.system.processor import slow_bfloat16
 from megarl.system.torchrun import is_torchrun
 
 OneConfig = TypeVar("OneConfig", Config, SupervisedConfig)
@@ -214,7 +215,7 @@ class Run(ABC):
         if self.leads:
             self._refuse_unwritable()
             if not is_restart():
-                early += aligned(config.batch_rows())
+                early += aligned(config.batch_rows()) + slow_bfloat16(config.model.dtype)
             self._watch(has_state=state is not None)
             self.checkpoints.remove_unfinished()
             save_resolved(config, self.folder / "config.yaml")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from megarl.data.tokenize import load_tokenizer
 from megarl.errors import ModelError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+COMMANDS = "the commands are /new, which forgets what was said, and /quit; a line that begins with a space is sent as it is"
 
 
 def chat(
@@ -35,6 +40,8 @@ def chat(
         ModelError: `folder` holds no model that can be loaded.
     """
     tokenizer, model = load_tokenizer(str(folder)), load_model(folder, config)
+    if console.is_terminal:
+        console.print(f"one line is one message; {COMMANDS}", style="dim", markup=False, highlight=False)
     talks = bool(getattr(tokenizer, "chat_template", None))
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     begun = [{"role": "system", "content": system_prompt}] if talks and system_prompt is not None else []
@@ -45,6 +52,8 @@ def chat(
             break
         if message == "/new":
             messages = list(begun)
+        elif re.match(r"/\w*(\s|$)", line):
+            console.print(Text(f"{printable(message.split()[0])} is no command; {COMMANDS}"), soft_wrap=True)
         elif message:
             messages = [*messages, {"role": "user", "content": message}] if talks else []
             ids = _prompt_ids(tokenizer, messages, message)

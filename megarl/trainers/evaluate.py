@@ -26,6 +26,7 @@ from megarl.runs.folders import checkpoint_in
 from megarl.runs.run_checkpoint import CheckpointFolder
 from megarl.runs.training_side import POLICY
 from megarl.system.atomic_files import write_text_atomically
+from megarl.system.processor import slow_bfloat16
 from megarl.trainers.inputs import read_inputs
 from megarl.trainers.start import open_cluster, open_roles
 from megarl.workers.roles import Roles, group_requests
@@ -104,7 +105,8 @@ def evaluate(
     if out is not None and Path(out).exists():
         raise ConfigError(f"--out is '{out}', which exists already; name another file")
     tell, started, judged = say or _say_nothing, time.perf_counter(), list[tuple[str, Sample]]()
-    tell(f"starting engines with {checkpoint or config.model.path}")
+    for line in (*slow_bfloat16(config.model.dtype), f"starting engines with {checkpoint or config.model.path}"):
+        tell(line)
     with answering(config, checkpoint, train=False) as answers:
         tell(f"started in {time.perf_counter() - started:.1f} s; measuring {answers.asked}")
         with answers_shown(answers.rollouts.answered, tell, console):
@@ -181,7 +183,8 @@ def answer(
         MegarlError: anything the user can mend, as one sentence.
     """
     tell, started = say or _say_nothing, time.perf_counter()
-    tell(f"starting engines with {checkpoint or config.model.path}")
+    for line in (*slow_bfloat16(config.model.dtype), f"starting engines with {checkpoint or config.model.path}"):
+        tell(line)
     with answering(config, checkpoint, train=True) as answers:
         prompts = [prompt for part in answers.inputs.train for prompt in part]
         each = counted(config.rollout.samples_per_prompt, "response")
