@@ -13,6 +13,7 @@ from rich.text import Text
 
 from megarl.data.tokenize import load_tokenizer
 from megarl.errors import ModelError
+from megarl.system.hidden_bars import hide_bars
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,10 +98,8 @@ def load_model(path: Path, config: Any = None) -> Any:
     """transformers' model of a folder, by `config` or by the folder's own. Raises ModelError if it cannot be loaded."""
     import torch
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-
+    hide_bars()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         options = {"config": config, "dtype": "auto", "local_files_only": True, "trust_remote_code": False}
