@@ -73,12 +73,12 @@ def test_a_runs_policy_is_exported_with_its_model_found_by_the_runs_own_config(r
 def test_training_state_is_not_spoken_of_as_weights_that_are_left_out(
     run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["convert", "export", str(run["step"]), str(tmp_path / "hf")]
+    command = ["convert", "export", str(run["step"] / "policy"), str(tmp_path / "hf")]
     assert cli.main(command) == 0
     said = capsys.readouterr().out
     entries = len(open_dist(run["step"] / "policy").training_state())
     assert f"training state ({entries} entries, such as optimizer." in said
-    assert f"is no part of a model: it stays in {run['step']}\n" in said
+    assert f"is no part of a model: it stays in {command[2]}\n" in said
     assert "left out" not in said
     assert cli.main(command) == 2  # the folder is there: nothing is said but why
     assert "training state" not in capsys.readouterr().out
