@@ -7,12 +7,16 @@ English. Code that wants to know what an error is about asks the facts; no code 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 LONGEST_VALUE = 300
 """Characters of a value that a sentence shows at most."""
+
+SHORTEST_BEGINNING = 2
+"""Characters of a name's last word that may be the beginning of another name."""
 
 
 @dataclass(frozen=True)
@@ -186,9 +190,20 @@ class DeadlineError(MegarlError):
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return ` (did you mean 'x'?)` for the choice closest to `name`, or an empty string if none is close."""
-    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
+    """Return ` (did you mean 'x'?)` for the choice closest to `name`, or an empty string if none is close.
+
+    Choices that begin with `name` come first: what is cut short is nearer than what is spelt like it.
+    """
+    names = list(choices)
+    cut_short = len(re.split(r"[./_-]", name)[-1]) >= SHORTEST_BEGINNING
+    longer = [choice for choice in names if cut_short and choice.lower().startswith(name.lower())]
+    close = difflib.get_close_matches(name, longer or names, n=1, cutoff=0.0 if longer else 0.6)
     return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """`1 node`, `2 nodes`, `1,200 entries` (`plural`: where it is not `noun` with an s)."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def either(values: Iterable[object]) -> str:

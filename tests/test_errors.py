@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl import errors
-from megarl.errors import ConfigError, LayoutError, MegarlError, Missing, WrongValue, describe_value, either
+from megarl.errors import ConfigError, LayoutError, MegarlError, Missing, WrongValue, counted, describe_value, either, nearest
 
 ROOT = Path(__file__).parent.parent
 KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, MegarlError)}
@@ -36,6 +36,28 @@ PASSES_ON = {"redacted", "append", "print", "error"}
 )
 def test_a_sentence_is_made_of_its_facts(error: MegarlError, sentence: str) -> None:
     assert str(error) == sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "choices", "meant"),
+    [
+        ("rollout.temp", ["rollout.tp", "rollout.top_p", "rollout.temperature"], "rollout.temperature"),
+        ("rollout.top", ["rollout.tp", "rollout.top_p", "rollout.threads"], "rollout.top_p"),
+        ("runs/ow", ["runs/ew", "runs/own-grpo"], "runs/own-grpo"),
+        ("rollout.t", ["rollout.tp", "rollout.top_p", "rollout.temperature"], "rollout.tp"),  # too short to be a beginning
+        ("trian", ["train", "tribune"], "train"),
+        ("zzz", ["train"], None),
+    ],
+)
+def test_a_name_that_is_cut_short_leads_to_the_whole_one_before_one_that_is_spelt_alike(
+    name: str, choices: list[str], meant: str | None
+) -> None:
+    assert nearest(name, choices) == ("" if meant is None else f" (did you mean '{meant}'?)")
+
+
+def test_a_count_agrees_with_its_noun() -> None:
+    assert [counted(n, "node") for n in (0, 1, 1200)] == ["0 nodes", "1 node", "1,200 nodes"]
+    assert [counted(n, "entry", "entries") for n in (1, 2)] == ["1 entry", "2 entries"]
 
 
 def test_an_error_goes_under_a_section_with_its_facts() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from megarl.system.atomic_files import whole_folder
+from megarl.system.hidden_bars import hide_bars
 
 SPECIAL = ["<pad>", "<|im_start|>", "<|im_end|>", "<unk>"]
 BEGIN, END = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
@@ -132,6 +133,7 @@ def make(out: Path) -> float:
     model = make_model(len(tokenizer))
     loss = warm_up(model, tokenizer)
     with whole_folder(out) as part:
+        hide_bars()
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
     return loss

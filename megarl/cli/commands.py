@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rich.console import Console
 from rich.table import Table
 
 from megarl.cli.arguments import add_config, add_template_args, make_console, template_args, with_models
@@ -29,11 +30,12 @@ from megarl.cli.submit import add_submit
 from megarl.cli.tries import add_tries
 from megarl.config import AnyConfig, SupervisedConfig, config_fields, load_any, load_config, to_yaml
 from megarl.config.checks import check_evaluates
+from megarl.config.evaluated import load_to_evaluate
 from megarl.config.secrets import redacted
-from megarl.errors import ConfigError, MegarlError, RunInterrupted, RunStopped, nearest, written_out
+from megarl.errors import ConfigError, MegarlError, RunInterrupted, RunStopped, counted, nearest, written_out
 from megarl.models.from_hub import model_here, models_here
 from megarl.system.ray_token import want_a_token
-from megarl.system.torchrun import is_torchrun
+from megarl.system.torchrun import is_leader, is_torchrun
 from megarl.version import __version__
 
 if TYPE_CHECKING:
@@ -110,6 +112,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse argv; overrides may also follow options (`eval CONFIG --checkpoint X run.seed=1`)."""
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
+    for word in rest if hasattr(arguments, "overrides") else ():
+        if re.match(r"--?[A-Za-z_]\w*\.[\w.]+(=|$)", word):
+            field = word.lstrip("-")
+            value = "" if "=" in field else "=VALUE"
+            raise ConfigError(f"'{word}' begins with dashes, but fields are overridden without them: {field}{value}")
     options = [word for word in rest if word.startswith("-") or "=" not in word]
     if options or (rest and not hasattr(arguments, "overrides")):
         parser.error(f"unrecognized arguments: {' '.join(options or rest)}")
@@ -262,7 +269,10 @@ def _train(arguments: argparse.Namespace) -> int:
             f"{arguments.config} trains by {config.trains_by}, but `megarl {arguments.command}` trains by "
             f"{' or '.join(allowed)}; `megarl train` runs any config"
         )
-    return _watch(f"megarl.trainers.{config.trainer}.train", with_models(config), arguments)
+    config = with_models(config)
+    if is_leader():  # libraries, tokenizer and rows take seconds
+        _say(f"{config.run_folder}: reading tokenizer and rows")
+    return _watch(f"megarl.trainers.{config.trainer}.train", config, arguments)
 
 
 def _watch(loop: str, config: AnyConfig, arguments: argparse.Namespace) -> int:
@@ -291,7 +301,7 @@ def _close_ray(config: AnyConfig, arguments: argparse.Namespace) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_to_evaluate(arguments.config, arguments.overrides)
     check_evaluates(config)
     config = with_models(config)
     _close_ray(config, arguments)
@@ -302,12 +312,10 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         raise ConfigError("--out is given, but --watch writes no responses: remove one of them")
     if arguments.watch:
         with own_temporary():
-            watch(config, _say)
+            watch(config, _say, Console(stderr=True))
     else:
         with own_temporary():
-            figures = evaluate(
-                config, arguments.checkpoint, lambda line: print(line, file=sys.stderr, flush=True), arguments.out
-            )
+            figures = evaluate(config, arguments.checkpoint, _say_aside, arguments.out, Console(stderr=True))
         print(json.dumps({"model": arguments.checkpoint or config.model.path} | figures, indent=2))
     return 0
 
@@ -319,8 +327,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     from megarl.trainers.generate import generate
 
     with own_temporary():
-        rows = generate(config, arguments.out, arguments.form, arguments.checkpoint)
-    print(f"{rows} rows written to {arguments.out}")
+        rows = generate(config, arguments.out, arguments.form, arguments.checkpoint, _say_aside, Console(stderr=True))
+    print(f"{counted(rows, 'row')} written to {arguments.out}")
     return 0
 
 
@@ -346,6 +354,11 @@ def _template(text: str) -> str:
     except ValueError as error:
         raise ConfigError(f"--prompt: {error}") from None
     return template
+
+
+def _say_aside(line: str) -> None:
+    """Say how far a command is, apart from what it prints."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.layout import Layout
-from megarl.errors import ConfigError, nearest
+from megarl.errors import ConfigError, counted, nearest
 from megarl.option_list import functions, part
 
 DIFFERENT = 1
@@ -192,14 +192,16 @@ def _carry_out(plan: Any, arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--rate is {arguments.rate}; it must be more than 0")
         print("\n".join(aligned(describe(plan, rate, shards=count, rate_is_measured=arguments.rate is None))))
         return 0
-    left_out = plan.source.left_out()
-    if left_out:
-        print(f"left out, because they are no weights of the model: {_listed(left_out)}")
     with _progress(f"{plan.kind} {arguments.target}") as progress:
         outcome = run_plan(plan, Path(arguments.target), workers=arguments.workers, shard=(index, count), progress=progress)
     rate_text = f"{outcome.bytes_written / max(1e-9, outcome.seconds) / 1e9:.2f} GB/s"
     reused = f", {gib(outcome.bytes_kept)} kept from before" if outcome.bytes_kept else ""
     print(f"{gib(outcome.bytes_written)} written in {outcome.seconds:.1f} s ({rate_text}){reused}")
+    if state := plan.source.training_state():
+        entries = counted(len(state), "entry", "entries")
+        print(f"training state ({entries}, such as {state[0]}) is no part of a model: it stays in {arguments.source}")
+    if left_out := plan.source.left_out():
+        print(f"left out, because they are no weights of the model: {_listed(left_out)}")
     if outcome.finished:
         print(f"{arguments.target} is complete")
     else:

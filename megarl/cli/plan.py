@@ -13,7 +13,7 @@ from rich.table import Table
 
 from megarl.cli.arguments import add_config, make_console, with_models
 from megarl.config import AnyConfig, Config, load_any, load_config
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from megarl.planning.plan import CapacityPlan
@@ -228,8 +228,8 @@ def _facts(config: Config, plan: ReshardPlan, proof: Proof, cost: Cost, update: 
     table = Table(box=None, pad_edge=False, show_header=False)
     for label, value in (
         ("model", f"{config.model.path}: {tensors}"),
-        ("from", f"{layout.world_size:,} training ranks: {stated(layout)}"),
-        ("to", f"{target.engines:,} engines of {target.ranks} ranks: {stated(target)}, {placed}"),
+        ("from", f"{counted(layout.world_size, 'training rank')}: {stated(layout)}"),
+        ("to", f"{counted(target.engines, 'engine')} of {counted(target.ranks, 'rank')}: {stated(target)}, {placed}"),
         ("for each engine", f"{len(plan.transfers):,} transfers in {buckets}"),
         ("verified", f"every byte of {proof.slices:,} slices once, from a rank that has it; planned in {seconds:.2f} s"),
         ("taken whole", _taken_whole(plan)),

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from megarl.cli.arguments import add_config, make_console, with_models
 from megarl.config import AnyConfig, load_any
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, counted
 
 SHOWN = 24
 """Processes that the table shows; --json has all."""
@@ -60,10 +60,10 @@ def show_rehearsal(config: AnyConfig, gpus_per_node: int, *, steps: bool, as_jso
     elif done is not None:
         apart = done.log_prob_difference
         differ = f"trainer and engines differ by at most {apart:.1e} in log-probs; " if apart is not None else ""
-        nodes = f"{done.nodes} node{'s' * (done.nodes > 1)}"
+        where = f"{counted(done.processes, 'rank')} on {counted(done.nodes, 'node')}"
         console.print(
-            f"two steps by {done.processes} ranks on {nodes}, with a learning rate of {STEP:g} of the rehearsal's own, so that "
-            f"an update that an engine missed is seen (its KL is large): {differ}{done.folder}",
+            f"two steps by {where}, with a learning rate of {STEP:g} of the rehearsal's own, so that an update that an engine "
+            f"missed is seen (its KL is large): {differ}{done.folder}",
             highlight=False,
             soft_wrap=True,
         )

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from megarl.cli.arguments import add_template_args, make_console, template_args
 from megarl.config.yaml_tree import read_yaml
-from megarl.errors import DataError, ModelError
+from megarl.errors import DataError, ModelError, counted, nearest
 from megarl.system.atomic_files import write_text_atomically
+from megarl.system.near_folders import nearest_folder
 
 if TYPE_CHECKING:
     from megarl.observe.run_record import RunRecord
+
+PROMPT = "prompt"
+"""The role, of `megarl samples`, of what stands before all turns."""
+FIELD_WIDTH, FIGURE_WIDTH = 24, 14
+"""Columns of a run in the tables of `megarl compare`: of config fields at least, of figures at most."""
 
 
 def add_report(commands: Any) -> None:
@@ -57,8 +65,17 @@ def add_report(commands: Any) -> None:
     order.add_argument("--best", action="store_true", help="highest reward first")
     order.add_argument("--worst", action="store_true", help="lowest reward first")
     samples.add_argument(
-        "--grep", metavar="TEXT", default="", help="only samples with TEXT in prompt, response or any turn; ignores case"
+        "--grep",
+        metavar="TEXT",
+        default="",
+        help="only samples with TEXT in the response or a turn behind the prompt, or where --role says; ignores case",
     )
+    samples.add_argument(
+        "--role",
+        metavar="ROLE",
+        help="only turns of ROLE: assistant (the policy), user, tool, …; or prompt, which is the prompt",
+    )
+    samples.add_argument("--turn", metavar="N", type=int, help="only turn N behind the prompt, counted from 1")
     samples.add_argument("--count", type=int, default=5, help="number of samples (default: 5)")
     samples.set_defaults(run=_samples)
 
@@ -66,7 +83,7 @@ def add_report(commands: Any) -> None:
         "chat",
         help="talk to a model or a checkpoint",
         description="Talk to a Hugging Face model, a checkpoint, or a run's newest checkpoint. One line is one message; /new "
-        "forgets what was said, /quit or the end of the input ends it.",
+        "forgets what was said, /quit or the end of the input ends it; a line that begins with a space is sent as it is.",
     )
     chat.add_argument("model", metavar="FOLDER", help="Hugging Face folder, checkpoint, or run folder")
     chat.add_argument("--max-new-tokens", type=int, default=256, help="maximum number of tokens of an answer (default: 256)")
@@ -129,44 +146,78 @@ def _compare(arguments: argparse.Namespace) -> int:
     runs = _read(arguments.runs)
     if len(runs) < 2:
         raise DataError("megarl compare needs two runs or more; megarl report shows a single one")
-    names = [run.name for run in runs]
-    fields = Table("config field", *names, box=None, pad_edge=False)
-    for name, values in differences(runs).items():
-        fields.add_row(name, *("–" if value is None else json.dumps(value, ensure_ascii=False) for value in values))
-    metrics = Table("mean of the last 10 steps; eval/*: last value", box=None, pad_edge=False)
-    for name in names:
-        metrics.add_column(name, justify="right")
-    for metric in metric_names(runs):
-        means = [last_figure(run, metric) for run in runs]
-        if any(mean is not None for mean in means):
-            metrics.add_row(metric, *("–" if mean is None else f"{mean:.4g}" for mean in means))
-    console = make_console()
-    console.print(fields, markup=False)
-    console.print()
-    console.print(metrics, markup=False)
+    console, names = make_console(), [run.name for run in runs]
+    fields = {
+        name: ["–" if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+        for name, values in differences(runs).items()
+    }
+    figures = {metric: [last_figure(run, metric) for run in runs] for metric in sorted(metric_names(runs))}
+    told = {metric: values for metric, values in figures.items() if any(value is not None for value in values)}
+    zeros = {metric for metric in told if not any(value for run in runs for value in run.curve(metric).values())}
+    metrics = {
+        metric: ["–" if value is None else f"{value:.4g}" for value in values]
+        for metric, values in told.items()
+        if metric not in zeros
+    }
+    _print_tables(console, "config field", names, fields, are_figures=False)
+    _print_tables(console, "mean of the last 10 steps; eval/*: last value", names, metrics, are_figures=True)
+    if zeros:
+        console.print(f"left out: {counted(len(zeros), 'metric')} with 0 at every step of every run", highlight=False)
     if arguments.out:
         _write(arguments.out, build_page(runs, Path(arguments.out).parent))
     return 0
 
 
+def _print_tables(
+    console: Console,
+    title: str,
+    names: list[str],
+    rows: dict[str, list[str]],
+    *,
+    are_figures: bool,
+) -> None:
+    """Print a row of values for each name, below each other as many tables as the console's width takes for all runs.
+
+    Figures are on the right, and those with another word before the first slash stand apart.
+    """
+    named = max(map(len, [*rows, title[:FIELD_WIDTH]]))
+    longest = max([9, *map(len, names)])  # 9: of a figure
+    width = min(longest, FIGURE_WIDTH) if are_figures else FIELD_WIDTH
+    at_once = max(1, (console.width - named) // (width + 1))
+    for start in range(0, len(names), at_once):
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column(title, width=named, overflow="fold")
+        for name in names[start : start + at_once]:
+            table.add_column(
+                name, justify="right" if are_figures else "left", overflow="fold", width=width if are_figures else None
+            )
+        before = None
+        for name, values in rows.items():
+            section = name.partition("/")[0]
+            if are_figures and before not in (None, section):
+                table.add_row()
+            table.add_row(name, *values[start : start + at_once])
+            before = section
+        console.print(table, markup=False)
+        console.print()
+
+
 def _samples(arguments: argparse.Namespace) -> int:
     from megarl.observe.chat import printable
     from megarl.observe.run_record import reward_of
-    from megarl.observe.sample_media import describe_media, shown_media, turn_texts
+    from megarl.observe.sample_media import describe_media, shown_media
 
     (run,), console = _read(arguments.runs), make_console()
-    samples, text = list(run.samples), arguments.grep.lower()
+    samples = list(run.samples)
     if arguments.step is not None:
         steps = sorted({sample["step"] for sample in samples})
         samples = [sample for sample in samples if sample["step"] == arguments.step]
         if not samples and steps:
             raise DataError(f"--step is {arguments.step}, but samples were written of steps {steps[0]} to {steps[-1]}")
-    if text:
-        samples = [
-            s for s in samples if any(text in part.lower() for part in (s["prompt_text"], s["response_text"], *turn_texts(s)))
-        ]
-    if not samples:
-        raise DataError(f"{run.folder / 'samples.jsonl'} holds no such sample")
+    found = [sample for sample in samples if _parts(sample, arguments, arguments.grep.lower())]
+    if not found:
+        raise DataError(f"{run.folder / 'samples.jsonl'} holds no such sample{_roles_of(samples, arguments.role)}")
+    samples = found
     if arguments.best or arguments.worst:
         samples.sort(key=reward_of, reverse=arguments.best)
     else:
@@ -179,12 +230,35 @@ def _samples(arguments: argparse.Namespace) -> int:
         console.print(Text(head, style="bold"))
         for number, media in enumerate(shown_media(sample), start=1):
             console.print(Text(printable(describe_media(number, media, run.media_folder))), soft_wrap=True)
-        console.print(Text(printable(sample["prompt_text"]), style="dim"))
-        for text in turn_texts(sample) or [sample["response_text"]]:
+        if arguments.turn is None and arguments.role in (None, PROMPT):
+            console.print(Text(printable(sample["prompt_text"]), style="dim"))
+        for text in _parts(sample, arguments) if arguments.role != PROMPT else ():
             console.print(Text(printable(text)))
         console.print()
-    console.print(Text(f"{min(arguments.count, len(samples))} of {len(samples)} samples"))
+    console.print(Text(f"{min(arguments.count, len(samples))} of {counted(len(samples), 'sample')}"))
     return 0
+
+
+def _parts(sample: dict[str, Any], arguments: argparse.Namespace, text: str = "") -> list[str]:
+    """The turns that --role and --turn ask for, behind the prompt unless the role is `prompt`, and that have `text`."""
+    from megarl.observe.sample_media import sample_parts
+
+    if arguments.role == PROMPT:
+        parts = [sample["prompt_text"]] if arguments.turn is None else []
+    else:
+        turns = enumerate(sample_parts(sample), start=1)
+        parts = [
+            words for number, (role, words) in turns if arguments.turn in (None, number) and arguments.role in (None, role)
+        ]
+    return [words for words in parts if text in words.lower()]
+
+
+def _roles_of(samples: list[dict[str, Any]], role: str | None) -> str:
+    """Words that say which roles there are, where `role` is none of them."""
+    from megarl.observe.sample_media import sample_parts
+
+    known = sorted({of for sample in samples for of, _ in sample_parts(sample)} | {PROMPT})
+    return f"; its roles are {', '.join(known)}{nearest(role, known)}" if role is not None and role not in known else ""
 
 
 def _chat(arguments: argparse.Namespace) -> int:
@@ -193,6 +267,7 @@ def _chat(arguments: argparse.Namespace) -> int:
     from megarl.observe.chat import chat
 
     console = make_console()
+    print(f"loading {arguments.model}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="megarl-chat-") as scratch:
         folder = _as_model(Path(arguments.model), Path(scratch) / "model")
         sampling = {"max_new_tokens": arguments.max_new_tokens, "temperature": arguments.temperature}
@@ -239,7 +314,8 @@ def _as_model(folder: Path, scratch: Path) -> Path:
         run_plan(plan_hf("export", open_dist(weights), None), scratch)
         return scratch
     raise ModelError(
-        f"{folder} is no Hugging Face folder, no checkpoint and no run that has one; megarl chat takes any of these"
+        f"{folder} is no Hugging Face folder, no checkpoint and no run that has one{nearest_folder(folder)}; "
+        "megarl chat takes any of these"
     )
 
 

@@ -19,7 +19,7 @@ from megarl.cli.arguments import add_config, make_console
 from megarl.cli.rehearse import show_rehearsal
 from megarl.config import load_any
 from megarl.config.reference import fields_of
-from megarl.errors import ConfigError, ModelError
+from megarl.errors import ConfigError, ModelError, counted
 from megarl.system.atomic_files import write_text_atomically
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _submit(arguments: argparse.Namespace) -> int:
         check_site(job, profile)
     numbers = submit(arguments.system, job, script, chain=arguments.chain)
     make_console().print(
-        f"job {', then '.join(numbers)}: {job.nodes} nodes; the script is {script_path(job, arguments.system)}"
+        f"job {', then '.join(numbers)}: {counted(job.nodes, 'node')}; the script is {script_path(job, arguments.system)}"
     )
     return 0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megarl.config.layout import divisors
+from megarl.config.layout import closest, divisors
 from megarl.config.questions import Questions
 from megarl.config.rollout import RolloutConfig
 from megarl.errors import ConfigError
@@ -75,7 +75,7 @@ def batch_arithmetic(config: Questions) -> BatchArithmetic:
             f"does not divide the {sequences} sequences of a step (rollout.prompts_per_step = {rollout.prompts_per_step} times "
             f"rollout.samples_per_prompt = {rollout.samples_per_prompt})"
         )
-        allowed = _around(mini_batches, divisors(sequences))
+        allowed = closest(divisors(sequences), mini_batches)
         raise ConfigError.of("algorithm.mini_batches", mini_batches, reason, allowed=allowed, rule=rule)
     for role in config.roles:
         if role.layout is not None:
@@ -111,13 +111,13 @@ def _check_even(rollout: RolloutConfig, field: str, dp: int, of_what: str, mini_
         field,
         dp,
         f"does not divide the {sequences} sequences of a {of_what}",
-        allowed=f"{_around(dp, divisors(sequences))}, or set rollout.prompts_per_step to {prompts}",
+        allowed=f"{closest(divisors(sequences), dp)}, or set rollout.prompts_per_step to {prompts}",
         rule=f"does not divide the sequences of a {of_what}",
     )
 
 
 def _around(value: int, choices: list[int]) -> str:
-    """The nearest choices below and above `value`."""
+    """Return the nearest choices below and above `value`."""
     below = [choice for choice in choices if choice < value][-1:]
     above = [choice for choice in choices if choice > value][:1]
     return " or ".join(map(str, below + above))

@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 
 from megarl.errors import LayoutError, describe_value, either
 
+MOST_LISTED = 8
+"""Values that a sentence lists at most, if it can list all."""
+
 
 @dataclass(frozen=True)
 class Coords:
@@ -269,8 +272,11 @@ def divisors(number: int) -> list[int]:
 
 
 def closest(values: Sequence[int], wanted: int) -> str:
-    """The four values nearest to the one wanted, ascending, in words."""
-    return either(sorted(sorted(values, key=lambda value: (abs(value - wanted), value))[:4]))
+    """All values, ascending, in words; of more than eight the four nearest to the one wanted, and that there are others."""
+    if len(values) <= MOST_LISTED:
+        return either(sorted(values))
+    nearest_ones = sorted(sorted(values, key=lambda value: (abs(value - wanted), value))[:4])
+    return f"{either(nearest_ones)}, among others"
 
 
 def _spread(num_layers: int, pp: int, ends: tuple[int, int]) -> tuple[float, int]:

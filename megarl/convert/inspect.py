@@ -17,7 +17,7 @@ from megarl.checkpoint.format.dist_format import DistFolder, is_dist_checkpoint
 from megarl.convert.blocks import BLOCK_BYTES
 from megarl.convert.plan import RECORD, ConversionPlan, gib
 from megarl.convert.sources import HF_SUBFOLDER
-from megarl.errors import ModelError
+from megarl.errors import ModelError, counted
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import architecture_for, load_hf_config
 
@@ -60,7 +60,7 @@ def describe(plan: ConversionPlan, bytes_per_s: float, *, shards: int, rate_is_m
         ("source", str(plan.source.path)),
         ("tensors written", f"{len(plan.tasks):,}, in {sum(len(task.names) for task in plan.tasks):,} pieces"),
         ("bytes read", gib(plan.bytes_read)),
-        ("bytes written", f"{gib(written)} in {len(plan.files)} files"),
+        ("bytes written", f"{gib(written)} in {counted(len(plan.files), 'file')}"),
         ("largest tensor", gib(plan.largest_tensor_bytes)),
         ("memory of a worker", f"{plan.block_bytes / 2**20:.0f} MiB of blocks"),
         ("bytes moved", gib(moved)),

@@ -19,6 +19,7 @@ from megarl.checkpoint.format.safe_pickle import check_pickles
 from megarl.convert.sources import ConversionSource, DistSource, HFSource
 from megarl.errors import CheckpointError, DataError
 from megarl.models.transformers_names import config_in_transformers
+from megarl.system.hidden_bars import hide_bars
 
 TOLERANCE = 1e-3
 """Share of the largest logit: further apart, the two are not the same model computed in float32."""
@@ -108,9 +109,8 @@ def _ids_of_json(line: str) -> list[int] | None:
 def _transformers_logits(folder: str, token_ids: Sequence[list[int]]) -> list[Tensor]:
     """`[T, V]` of each prompt."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
+    hide_bars()
     config = config_in_transformers(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, trust_remote_code=False).eval()
     with torch.no_grad():

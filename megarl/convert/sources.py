@@ -49,6 +49,9 @@ HF_SUBFOLDER = "hf"
 _OUTPUT = "output_layer.weight"
 _MODEL_KEYS = ("decoder.", "embedding.", "output_layer.", PREDICTION, TOWER)
 
+_TRAINING_KEYS = ("optimizer", "chained_", "opt_param_scheduler", "rng_state", "rerun_state", "iteration", "args")
+"""Beginnings of the keys of training state in checkpoints of megarl and of megatron-core."""
+
 
 @dataclass(frozen=True)
 class _Source:
@@ -130,6 +133,10 @@ class HFSource(_Source):
         parts = fused.names_of if isinstance(fused, FusedRows) else lambda name: [name]
         return [name for name in self.matrices if not known.issuperset(parts(name))]
 
+    def training_state(self) -> list[str]:
+        """Names of what a checkpoint has to train on with, such as an optimizer's moments; a Hugging Face folder has none."""
+        return []
+
 
 @dataclass(frozen=True)
 class DistSource(_Source):
@@ -174,7 +181,10 @@ class DistSource(_Source):
         return [self.path / name for name in (*sorted(names), ".metadata")]
 
     def left_out(self) -> list[str]:
-        return list(self.skipped)
+        return [key for key in self.skipped if not key.startswith(_TRAINING_KEYS)]
+
+    def training_state(self) -> list[str]:
+        return [key for key in self.skipped if key.startswith(_TRAINING_KEYS)]
 
     def matrix(self, rule: BoundRule) -> Matrix:
         """A parameter as one tensor-parallel rank would hold it, with the padding that is stored.

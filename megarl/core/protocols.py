@@ -85,6 +85,10 @@ class RolloutSide(Protocol):
         """Groups that are finished of those that are due, and these; another thread may ask."""
         ...
 
+    def answered(self) -> tuple[int, int]:
+        """Counts of the prompts that were asked last outside batches: those that are answered, and all."""
+        ...
+
     def engine_status(self) -> list[EngineStatus]:
         """The activity of every engine; another thread may ask."""
         ...

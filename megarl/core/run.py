@@ -30,6 +30,7 @@ from megarl.errors import (
     RunInterrupted,
     RunStopped,
     WorkerError,
+    counted,
     nearest,
 )
 from megarl.observe import MetricsFile, Phases, Progress, build_summary, evaluation_line, write_summary
@@ -51,6 +52,7 @@ from megarl.runs.timeline import Timeline
 from megarl.runs.training_side import POLICY, REFERENCE, TrainingSide
 from megarl.supervise.child_run import follow, is_restart
 from megarl.system.atomic_files import write_text_atomically
+from megarl.system.processor import slow_bfloat16
 from megarl.system.torchrun import is_torchrun
 
 OneConfig = TypeVar("OneConfig", Config, SupervisedConfig)
@@ -224,7 +226,7 @@ class Run(ABC):
         if self.leads:
             self._refuse_unwritable()
             if not is_restart():
-                early += aligned(config.batch_rows())
+                early += aligned(config.batch_rows()) + slow_bfloat16(config.model.dtype)
             self._watch(has_state=state is not None)
             self.checkpoints.remove_unfinished()
             save_resolved(config, self.folder / "config.yaml")
@@ -485,11 +487,11 @@ class Run(ABC):
         if before is not None and after is not None:
             if "reward" in before:
                 self.progress.say(
-                    f"held-out reward: {before['reward']:.4g} before, {after['reward']:.4g} after {self.step} steps"
+                    f"held-out reward: {before['reward']:.4g} before, {after['reward']:.4g} after {counted(self.step, 'step')}"
                 )
             for name in (name for name in before if name == "accuracy" or name.rpartition("/")[2].startswith("avg@")):
                 what = "held-out accuracy" if name == "accuracy" else name
-                self.progress.say(f"{what}: {before[name]:.1%} before, {after[name]:.1%} after {self.step} steps")
+                self.progress.say(f"{what}: {before[name]:.1%} before, {after[name]:.1%} after {counted(self.step, 'step')}")
         bounds = self.gate_bounds()
         for name, value in self.gates().items():
             self.progress.say(f"gate {name}: {gate_line(value, bounds.get(name))}")

@@ -19,6 +19,7 @@ from megarl.data.prefills import prefill_figures
 from megarl.data.sample import Sample
 from megarl.data.stored_batch import batch_of
 from megarl.data.stored_shares import RowTask
+from megarl.errors import counted
 from megarl.experience.eval_figures import pass_rates
 from megarl.experience.experience import (
     group_rewards,
@@ -86,7 +87,7 @@ class RlRun(Run):
         self.progress.say(rows_line(sum(map(len, self.inputs.train)), held_out, limit, sets))
         for why, count in self.inputs.dropped.items():
             if count:
-                self.progress.say(f"{count} rows left out as {why}")
+                self.progress.say(f"{counted(count, 'row')} left out as {why}")
         for choice in self.inputs.episodes.choices if self.inputs.episodes is not None else ():
             self.progress.say(choice)
         for notice in notices(config):
@@ -107,6 +108,7 @@ class RlRun(Run):
         self.timeline.others["engine"] = self.rollouts.take_spans
         self.watching.engines = self.rollouts.engine_status
         self.progress.within("generate", "groups", self.rollouts.progress)
+        self.progress.within("evaluate", "prompts", self.rollouts.answered)
         for phase in ("log_probs", "update"):
             self.progress.within(phase, "micro-batches", self.roles.groups[POLICY].progress)
         self.progress.say(f"{self.roles.describe()}, platform {self.session.platform}, engine {config.rollout.engine}")

@@ -25,7 +25,7 @@ from megarl.data.rows import Origin, Row, RowPlace
 from megarl.data.sample import Prompt
 from megarl.data.supervised import CONVERSATIONS, Kind, SupervisedBuilder, SupervisedSettings, kind_of_rows
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
-from megarl.errors import DataError
+from megarl.errors import DataError, counted
 
 TEMPLATE = {True: "chat template", False: "plain text"}
 STYLES = {"trained": "bold green", "not trained": "dim", "special": "magenta", "trained special": "bold magenta underline"}
@@ -132,7 +132,7 @@ def _show(
         console.print(_text(sample, tokenizer, coloured=console.is_terminal), soft_wrap=True)
     for why, count in dropped.items():
         if count:
-            console.print(Text(f"\n{count} of {rows} rows dropped as {why}"))
+            console.print(Text(f"\n{count} of {counted(rows, 'row')} dropped as {why}"))
 
 
 def _kind_of(row: Row, settings: SupervisedSettings, path: str) -> tuple[Kind | Literal["prompts"], SupervisedSettings]:

@@ -28,7 +28,7 @@ from megarl.data.sample import Sample
 from megarl.data.span_ids import SpanTokeniser
 from megarl.data.turn_shapes import TurnShapes
 from megarl.data.turn_spans import Conversation, TrainedText, TurnSpans
-from megarl.errors import DataError, PictureError, nearest
+from megarl.errors import DataError, PictureError, counted, nearest
 
 Kind = Literal["sft", "pairs", "kto", "steps"]
 """Responses or conversations; chosen and rejected; responses that are desirable or not; responses judged step by step."""
@@ -145,7 +145,8 @@ class SupervisedBuilder:
                     self._drop_picture(error)
         if not samples:
             left = " and ".join(f"{count} dropped as {why}" for why, count in self.dropped.items() if count)
-            raise DataError(f"{origin} gives no samples: {f'of {read.rows} rows {left}' if read.rows else 'it has no rows'}")
+            why = f"of {counted(read.rows, 'row')} {left}" if read.rows else "it has no rows"
+            raise DataError(f"{origin} gives no samples: {why}")
         return samples
 
     def _texts(self, rows: Iterable[Row | None], prefix: str, origin: Origin, read: RowsRead) -> Iterator[TextsOfRow]:

@@ -18,7 +18,7 @@ from megarl.data.row_media import MediaReader
 from megarl.data.row_template import with_prompt
 from megarl.data.rows import Origin, Row, RowPlace, check_text, value_of
 from megarl.data.sample import Prompt
-from megarl.errors import DataError, ModelError, PictureError, nearest
+from megarl.errors import DataError, ModelError, PictureError, counted, nearest
 from megarl.system.hidden_imports import hidden
 
 
@@ -158,7 +158,7 @@ class PromptBuilder:
             return "it has no rows"
         if dropped == {"overlong": rows}:
             return f"all {rows} prompts are longer than data.max_prompt_tokens = {self.data.max_prompt_tokens}"
-        return f"of {rows} rows {' and '.join(f'{count} dropped as {why}' for why, count in dropped.items())}"
+        return f"of {counted(rows, 'row')} {' and '.join(f'{count} dropped as {why}' for why, count in dropped.items())}"
 
     def _of_row(self, row: Row | PictureError, row_id: str, place: RowPlace) -> Prompt | None:
         """The prompt of a light row; None: it is too long, and counted."""

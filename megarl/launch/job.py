@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.config import AnyConfig, load_any
-from megarl.errors import ConfigError, ModelError, describe_value, either
+from megarl.errors import ConfigError, ModelError, counted, describe_value, either
 from megarl.launch.cluster_profile import ClusterProfile, clock
 from megarl.models.check_layouts import check_models
 from megarl.models.from_hub import model_in, models_here
@@ -199,7 +199,8 @@ def _nodes(config: AnyConfig, profile: ClusterProfile, launcher: str) -> int:
     if launcher == "torchrun" and (needed % nodes or needed // nodes > profile.places):
         fitting = [n for n in range(fewest, needed + 1) if needed % n == 0]
         raise ConfigError(
-            f"policy.layout has {needed} ranks, but {nodes} nodes of {profile.places} {kind} cannot hold an equal share each; "
+            f"policy.layout has {counted(needed, 'rank')}, but {counted(nodes, 'node')} of {profile.places} {kind} cannot hold "
+            "an equal share each; "
             f"ask for --nodes {fitting[0]}, or change policy.layout.dp"
         )
     if launcher == "ray" and profile.gpus_per_node:

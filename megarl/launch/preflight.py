@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.errors import ConfigError, nearest
+from megarl.errors import ConfigError, counted, nearest
 from megarl.launch.agree import GIB, agree
 from megarl.launch.cluster_profile import ClusterProfile, clock
 from megarl.launch.doctor import Finding
@@ -46,7 +46,9 @@ def check_site(job: Job, profile: ClusterProfile) -> list[Finding]:
     partitions = parse_partitions(run_quietly(["sinfo", "--noheader", "--format=%P|%a|%l|%D|%G"]))
     partition = check_partition(partitions, job, profile)
     return [
-        Finding("partition", f"{partition.name}: {partition.nodes} nodes, {partition.gpus_per_node} GPUs each"),
+        Finding(
+            "partition", f"{partition.name}: {counted(partition.nodes, 'node')}, {counted(partition.gpus_per_node, 'GPU')} each"
+        ),
         _runtime(profile),
         _disk(job),
         _save_interval(job, profile),
@@ -89,7 +91,9 @@ def check_partition(partitions: Sequence[Partition], job: Job, profile: ClusterP
         )
     nodes = sum(p.nodes for p in fitting)
     if nodes < job.nodes:
-        raise ConfigError(f"the job needs {job.nodes} nodes, but partition '{name}' has {nodes}; take another, or fewer ranks")
+        raise ConfigError(
+            f"the job needs {counted(job.nodes, 'node')}, but partition '{name}' has {nodes}; take another, or fewer ranks"
+        )
     limit = fitting[0].time_s
     if limit is not None and profile.time_s > limit:
         raise ConfigError(
@@ -173,14 +177,20 @@ def _save_interval(job: Job, profile: ClusterProfile) -> Finding:
             "set run.save_every: a node that fails does not warn",
         )  # fmt: skip
     if step_s is None:
-        return Finding("checkpoints", f"every {every} steps; how long a step takes is not known yet (--step-seconds)")
+        return Finding(
+            "checkpoints", f"every {counted(every, 'step')}; how long a step takes is not known yet (--step-seconds)"
+        )
     interval = every * step_s
     if interval > profile.time_s - profile.warn_s:
         return Finding(
-            "checkpoints", f"every {every} steps, about {interval / 60:.0f} min, which is longer than the job", "note",
+            "checkpoints",
+            f"every {counted(every, 'step')}, about {interval / 60:.0f} min, which is longer than the job",
+            "note",
             f"set run.save_every to {max(1, int((profile.time_s - profile.warn_s) / step_s / 4))}",
         )  # fmt: skip
-    return Finding("checkpoints", f"every {every} steps, about {interval / 60:.0f} min; the job ends after {profile.time}")
+    return Finding(
+        "checkpoints", f"every {counted(every, 'step')}, about {interval / 60:.0f} min; the job ends after {profile.time}"
+    )
 
 
 def _seconds(limit: str) -> int | None:

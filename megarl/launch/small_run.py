@@ -17,6 +17,7 @@ from megarl.models.architecture import HFConfig
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.shrunk import chunk_layers, shrunk_config, shrunk_layout
 from megarl.option_list import functions
+from megarl.system.hidden_bars import hide_bars
 from megarl.weights.run_plan import engine_target
 
 STEPS = 2
@@ -149,6 +150,7 @@ def _write_model(folder: Path, hf_config: HFConfig) -> None:
     kind = AutoModelForCausalLM if tower is None else AutoModelForImageTextToText
     named = {**hf_config, "model_type": architecture_for(hf_config).name}  # transformers has no other names of a family
     model = kind.from_config(AutoConfig.for_model(**named), dtype=torch.float32)
+    hide_bars()
     model.save_pretrained(folder)
     if tower is not None:
         sizes = {name: tower.get(field, default) for name, (field, default) in PICTURES.items()}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, counted
 from megarl.launch.cluster_profile import ClusterProfile, clock
 from megarl.launch.job import START_S, Job, checkpoint_bytes, seconds_to_save
 from megarl.system.atomic_files import write_text_atomically
@@ -44,7 +44,7 @@ def render(system: str, job: Job, profile: ClusterProfile, *, cwd: Path) -> str:
     )  # fmt: skip
     environment.filters["quote"] = lambda text: shlex.quote(str(text))
     mounts = [str(cwd), *profile.mounts]
-    nodes = f"{job.nodes} node{'s' * (job.nodes > 1)}"
+    nodes = counted(job.nodes, "node")
     return environment.get_template(f"{system}.sh.j2").render(
         what=f"train {job.config_path.name} as {job.name}, by {job.launcher} on {nodes}",
         version=__version__,

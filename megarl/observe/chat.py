@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from megarl.data.chat import ChatTemplate
 from megarl.data.stop_finder import StopFinder, check_stops_of, decode_by
 from megarl.data.tokenize import load_tokenizer
 from megarl.errors import ModelError
+from megarl.system.hidden_bars import hide_bars
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+COMMANDS = "the commands are /new, which forgets what was said, and /quit; a line that begins with a space is sent as it is"
 
 
 def chat(
@@ -48,6 +54,8 @@ def chat(
     template.left_out.refuses = False  # what was said goes on
     check_stops_of(tokenizer, "rollout", stop, stop_token_ids)
     model, talks = load_model(folder, config), template.is_used
+    if console.is_terminal:
+        console.print(f"one line is one message; {COMMANDS}", style="dim", markup=False, highlight=False)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     begun = [{"role": "system", "content": system_prompt}] if talks and system_prompt is not None else []
     messages: list[dict[str, str]] = list(begun)
@@ -57,6 +65,8 @@ def chat(
             break
         if message == "/new":
             messages = list(begun)
+        elif re.match(r"/\w*(\s|$)", line):
+            console.print(Text(f"{printable(message.split()[0])} is no command; {COMMANDS}"), soft_wrap=True)
         elif message:
             messages = [*messages, {"role": "user", "content": message}] if talks else []
             ids = _prompt_ids(template, messages, message)
@@ -114,10 +124,8 @@ def load_model(path: Path, config: Any = None) -> Any:
     """transformers' model of a folder, by `config` or by the folder's own. Raises ModelError if it cannot be loaded."""
     import torch
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-
+    hide_bars()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         options = {"config": config, "dtype": "auto", "local_files_only": True, "trust_remote_code": False}

@@ -1,18 +1,20 @@
-"""Display for the user while a run goes on: a live view on a terminal, a plain line per step elsewhere, a table at the end."""
+"""Display for the user while a run goes on: a line per step, below it a live view on a terminal, a table at the end."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megarl.errors import counted
 from megarl.observe.phases import Phases
 
 TOWER = {"tower": "policy/tower_flops_share"}
@@ -32,6 +34,8 @@ SHOWN = {
 """Label and metric name of what every step shows; a metric that a step lacks is left out."""
 BAR_WIDTH = 24
 REFRESHES_PER_S = 4
+TOLD_PHASES = ("evaluate",)
+"""Phases that may last long, and whose end would be the first line that says anything of them."""
 STEPS_AVERAGED = 10
 """Last steps that the time left is reckoned from."""
 
@@ -50,7 +54,7 @@ def evaluation_line(figures: Mapping[str, float]) -> str:
     words = []
     for of, shown in sets.items():
         prompts = figures.get(f"{of}/prompts" if of else "prompts")
-        how_many = f" ({prompts:.0f} prompts)" if prompts is not None else ""
+        how_many = f" ({counted(round(prompts), 'prompt')})" if prompts is not None else ""
         words.append((f"{of}: " if of else "") + ", ".join(shown) + how_many)
     return "; ".join(words)
 
@@ -69,9 +73,9 @@ def gate_line(value: float | None, bound: float | None) -> str:
 def rows_line(train: int, held_out: int | None, limit: int | None, sets: Mapping[str, int]) -> str:
     """Say how many rows a run trains on and is evaluated on; `limit`: of held-out rows, `sets`: rows of `evaluations` by
     name."""
-    parts = [f"{train} training rows"]
+    parts = [counted(train, "training row")]
     if held_out is not None:
-        parts.append(f"{held_out} held-out rows" + (f" (data.eval.limit is {limit})" if limit else ""))
+        parts.append(counted(held_out, "held-out row") + (f" (data.eval.limit is {limit})" if limit else ""))
     if sets:
         parts.append("evaluations: " + ", ".join(f"{name} {rows}" for name, rows in sets.items()))
     return ", ".join(parts)
@@ -81,6 +85,18 @@ def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
     """A line for each row, such as the batch arithmetic's, with the second column below itself."""
     width = max(len(what) for what, _ in rows)
     return [f"{what:<{width}}  {how_many}" for what, how_many in rows]
+
+
+def filled(parts: Sequence[str], width: int) -> list[str]:
+    """Lines of at most `width` columns of `parts`, which stay whole where they fit; all lines but the first are indented."""
+    lines = [""]
+    for part in parts:
+        longer = f"{lines[-1]}  {part}" if lines[-1] else part
+        if len(longer) <= width or not lines[-1]:
+            lines[-1] = longer
+        else:
+            lines.append(f"    {part}")
+    return lines
 
 
 class Progress:
@@ -106,12 +122,14 @@ class Progress:
         self._doing_since_s = 0.0
         self._parts: list[tuple[str, float]] = []
         self._done_at_s: deque[float] = deque(maxlen=STEPS_AVERAGED + 1)
-        self._done, self._facts = first_step, ""
+        self._done, self._last_line = first_step, ""
         self._shares: dict[str, float] = {}
+        self._timer: threading.Timer | None = None
+        self.told_every_s = 30.0
 
     def __enter__(self) -> Progress:
+        self._phases.listen(self._phase_changed)
         if self.console.is_terminal:
-            self._phases.listen(self._phase_changed)
             self._live = Live(
                 get_renderable=self._view, console=self.console, refresh_per_second=REFRESHES_PER_S, transient=True
             )
@@ -119,14 +137,20 @@ class Progress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._phase_changed(None)
         if self._live is not None:
             self._live.stop()
             self._live = None
         if self._phases.steps:
             self.console.print(phase_table(self._phases))
+        if self._last_line and self.console.is_terminal:  # the table has pushed it up
+            self.say(f"last {self._last_line}")
 
     def within(self, phase: str, unit: str, progress: PhaseProgress) -> None:
-        """While `phase` is on, show how far it is, in `unit`; another thread asks `progress`, several times a second."""
+        """While `phase` is on, show how far it is, in `unit`; another thread asks `progress`, several times a second.
+
+        Where there is no terminal, those of `TOLD_PHASES` say it in a line every `told_every_s` seconds.
+        """
         self._within[phase] = unit, progress
 
     def doing(self, what: str | None) -> None:
@@ -145,8 +169,8 @@ class Progress:
         self._parts = []
 
     def say(self, text: str) -> None:
-        """Print a line above the view."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        """Print a line above the view. On a terminal a long one goes on below, at a word; elsewhere lines stay whole."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=not self.console.is_terminal)
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that `step` (counted from 1) is done."""
@@ -154,14 +178,18 @@ class Progress:
         times = self._phases.last_step
         if times is not None:
             parts.append(f"{times.wall_s:.1f} s")
-        self._done, self._facts = step, " · ".join(parts)
+        self._done = step
         self._done_at_s.append(time.monotonic())
         self._shares = {name: total["share"] for name, total in self._phases.totals().items()}
-        if self._live is None:
-            parts.append(f"left {duration(self._left_s(step))}")
-            longest = sorted(times.phase_s.items(), key=lambda item: -item[1])[:3] if times is not None and times.wall_s else []
-            shares = ", ".join(f"{name} {spent / times.wall_s:.0%}" for name, spent in longest) if times else ""
-            self.say(f"step {step}/{self._total}  " + "  ".join(parts) + (f"  ({shares})" if shares else ""))
+        parts.insert(0, f"step {step}/{self._total}")
+        if self.console.is_terminal:
+            self._last_line = "\n".join(filled(parts, self.console.width))
+            self.say(self._last_line)
+            return
+        parts.append(f"left {duration(self._left_s(step))}")
+        longest = sorted(times.phase_s.items(), key=lambda item: -item[1])[:3] if times is not None and times.wall_s else []
+        shares = ", ".join(f"{name} {spent / times.wall_s:.0%}" for name, spent in longest) if times else ""
+        self.say("  ".join(parts) + (f"  ({shares})" if shares else ""))
 
     def _left_s(self, step: int) -> float:
         """Estimate the seconds left by the last steps' time, with what came between them such as saves and evaluations."""
@@ -171,9 +199,26 @@ class Progress:
 
     def _phase_changed(self, name: str | None) -> None:
         self._phase, self._since_s = name, time.monotonic()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._tell_later(name)
 
-    def _view(self) -> Group:
-        """The steps, the phase that is on, the last step's figures, and where the time of all steps went."""
+    def _tell_later(self, name: str | None) -> None:
+        self._timer = None
+        if name in TOLD_PHASES and name in self._within and not self.console.is_terminal and not self.console.quiet:
+            self._timer = threading.Timer(self.told_every_s, self._tell, [name, self._since_s])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _tell(self, name: str, since_s: float) -> None:
+        unit, progress = self._within[name]
+        done, total = progress()
+        if (self._phase, self._since_s) == (name, since_s):
+            self.say(f"{name}: {done}/{total} {unit}, {duration(time.monotonic() - since_s)}")
+            self._tell_later(name)
+
+    def _view(self) -> Table:
+        """The steps, the phase that is on, and where the time of all steps went."""
         rows = Table.grid(padding=(0, 1))
         left = f"left {duration(self._left_s(self._done))}" if self._done > self._first else ""
         rows.add_row("steps", _bar(self._done, self._total), f"{self._done}/{self._total}  {left}")
@@ -186,7 +231,7 @@ class Progress:
         for name, share in self._shares.items():
             if name != phase and share >= 0.01:
                 rows.add_row(Text(name, style="dim"), "", Text(f"{share:.0%} of the steps' time", style="dim"))
-        return Group(rows, Text(f"step {self._done}: {self._facts}") if self._facts else Text())
+        return rows
 
 
 def _bar(done: int, wanted: int) -> ProgressBar | str:
@@ -195,7 +240,7 @@ def _bar(done: int, wanted: int) -> ProgressBar | str:
 
 def phase_table(phases: Phases) -> Table:
     """Seconds, seconds per step and share of every phase of the finished steps, then the phases outside steps."""
-    table = Table(title=f"Where the time went ({phases.steps} steps)", title_justify="left")
+    table = Table(title=f"Where the time went ({counted(phases.steps, 'step')})", title_justify="left")
     table.add_column("phase")
     for column in ("seconds", "per step", "share"):
         table.add_column(column, justify="right")

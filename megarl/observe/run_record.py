@@ -14,6 +14,7 @@ from typing import Any
 from megarl.config.yaml_tree import read_yaml, tree_leaves
 from megarl.errors import ConfigError, DataError
 from megarl.observe.growing_file import EndRows, RowFile, SampleFile
+from megarl.system.near_folders import nearest_folder
 
 IDENTITY = ("run.name", "run.seed", "run.folder", "run.resume")
 """Config fields in which repetitions of a run differ."""
@@ -99,7 +100,10 @@ def read_run(folder: str | Path, files: RunFiles | None = None, whole: Collectio
     """
     path = Path(folder)
     if not (path / "metrics.jsonl").is_file():
-        raise DataError(f"{path} holds no run: there is no metrics.jsonl in it; give the folder <run.folder>/<run.name>")
+        raise DataError(
+            f"{path} holds no run: there is no metrics.jsonl in it{nearest_folder(path)}{_runs_inside(path)}; give the folder "
+            "<run.folder>/<run.name>"
+        )
     try:
         config_file, summary, placement = (path / name for name in ("config.yaml", "summary.json", "placement.json"))
         summary_fields = _json(summary)
@@ -132,6 +136,12 @@ def _machine(path: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
 def _json(file: Path) -> dict[str, Any]:
     """The object in `file`; empty where there is no such file."""
     return dict(json.loads(file.read_text())) if file.is_file() else {}
+
+
+def _runs_inside(folder: Path) -> str:
+    """Words that name some runs in a folder that holds runs and is none."""
+    names = sorted(file.parent.name for file in folder.glob("*/metrics.jsonl"))
+    return f", but it has the runs {', '.join(names[:5])}{', …' if len(names) > 5 else ''}" if names else ""
 
 
 def reward_of(sample: Mapping[str, Any]) -> float:

@@ -45,6 +45,12 @@ def turn_texts(sample: Mapping[str, Any]) -> list[str]:
     return texts
 
 
+def sample_parts(sample: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Role and text of what was said behind the prompt, turn by turn; of a single turn the policy's response, `assistant`."""
+    roles = [turn["role"] for turn in sample.get("turns") or ()]
+    return [*zip(roles, turn_texts(sample), strict=True)] or [("assistant", sample["response_text"])]
+
+
 def frames_shown(media: Media) -> tuple[str, ...]:
     """The digests of a picture, or of those frames of a video that a page shows."""
     number = len(media.digests)

@@ -14,7 +14,7 @@ from statistics import mean
 from typing import Any
 
 from megarl.config import AnyConfig, load_any
-from megarl.errors import ConfigError, nearest
+from megarl.errors import ConfigError, counted, nearest
 from megarl.planning.calibration import SCALED, Calibration, Recorded, read_run
 from megarl.planning.efficiencies import Efficiencies, is_share
 from megarl.planning.gpus import GpuSpec
@@ -194,7 +194,7 @@ def fit(recorded: Recorded, gpu: GpuSpec) -> Calibration:
     }
     rewards = max(0.0, recorded.phases.get("reward", 0.0) - times.seconds("reward"))
     stated = ", ".join(f"{phase} x {factor:.3g}" for phase, factor in scales.items())
-    source = f"{recorded.steps} steps of {recorded.folder}, against the assumptions: {stated}"
+    source = f"{counted(recorded.steps, 'step')} of {recorded.folder}, against the assumptions: {stated}"
     return Calibration(source, scales=scales, reward_s_per_sample=rewards / recorded.samples, other_s=recorded.other_s)
 
 

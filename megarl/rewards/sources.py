@@ -213,7 +213,8 @@ class RewardSources:
 
 def made_up_sample(prompt: Prompt, text: str, number: int = 0) -> Sample:
     """The response `text` to `prompt` as an engine might have given it, for functions that are tried without a model."""
-    ids = (f"{prompt.group_id}/{number}", prompt.group_id, prompt.row_id)
+    group = prompt.group_id or prompt.row_id  # groups are named when they are drawn
+    ids = (f"{group}/{number}", group, prompt.row_id)
     return Sample(
         *ids, list(prompt.prompt_ids), [0], [1], [0.0], [0], "stop",
         prompt_text=prompt.prompt_text, response_text=text, row=dict(prompt.row),

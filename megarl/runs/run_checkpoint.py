@@ -18,6 +18,7 @@ from typing import Any
 
 from megarl.errors import CheckpointError
 from megarl.runs.manifest import FileRecord, check, made_by, seal, sync_folder
+from megarl.system.near_folders import nearest_folder
 
 _NAME = re.compile(r"step_(\d{6,})")
 UNFINISHED = ".writing_step_"
@@ -122,8 +123,8 @@ class CheckpointFolder:
         words = "'never', 'auto' or " if field == "run.resume" else "a run folder, or "
         if not (path / "state.json").is_file():
             raise CheckpointError(
-                f"{field} is '{resume}', but there is no checkpoint in that folder (state.json is missing); "
-                f"it must be {words}a folder such as runs/<name>/checkpoints/step_000010"
+                f"{field} is '{resume}', but there is no checkpoint in that folder (state.json is missing)"
+                f"{nearest_folder(path)}; it must be {words}a folder such as runs/<name>/checkpoints/step_000010"
             )
         check(path)
         return path

@@ -69,10 +69,18 @@ def load_user_object(name: str, error: Error, what: str, is_wanted: Callable[[An
         raise error(f"'{name}': {where} cannot be imported: {describe(cause)}") from cause
     loaded = getattr(module, attribute, None)
     if not is_wanted(loaded):
-        names = sorted(key for key, value in vars(module).items() if is_wanted(value) and not key.startswith("_"))
+        names = _names_in(module, is_wanted)
         has = f"it has {', '.join(names[:10])}" if names else "it has none"
         raise error(f"'{name}': {where} has no {what} '{attribute}'{nearest(attribute, names)}; {has}")
     return loaded
+
+
+def _names_in(module: ModuleType, is_wanted: Callable[[Any], bool]) -> list[str]:
+    """Names of what is wanted in a module and was made there; of all that it has if it only imports such."""
+    wanted = {key: value for key, value in vars(module).items() if is_wanted(value) and not key.startswith("_")}
+    own = module.__name__
+    made_here = [key for key, value in wanted.items() if f"{getattr(value, '__module__', own)}.".startswith(f"{own}.")]
+    return sorted(made_here or wanted)
 
 
 def why_not_called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> str | None:

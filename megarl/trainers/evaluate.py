@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import json
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+
 from megarl.config import Config
 from megarl.config.checks import check_evaluates
 from megarl.config.evaluations import EvaluationConfig
 from megarl.data.sample import Prompt, Sample
-from megarl.errors import CheckpointError, ConfigError
+from megarl.errors import CheckpointError, ConfigError, counted
 from megarl.experience.eval_figures import is_right
 from megarl.experience.inputs import RlInputs
 from megarl.observe import evaluation_line, read_metrics
+from megarl.observe.answer_progress import answers_shown
 from megarl.option_list import functions
 from megarl.runs.folders import checkpoint_in
 from megarl.runs.run_checkpoint import CheckpointFolder
 from megarl.runs.training_side import POLICY
 from megarl.system.atomic_files import write_text_atomically
+from megarl.system.processor import slow_bfloat16
 from megarl.trainers.inputs import read_inputs
 from megarl.trainers.start import open_cluster, open_roles
 from megarl.workers.roles import Roles, group_requests
@@ -31,8 +34,6 @@ from megarl.workers.rollouts import Rollouts
 
 POLL_S = 5.0
 """Between two looks for a new checkpoint."""
-TELL_S = 10.0
-"""Between two lines that say how far an evaluation is."""
 
 
 @dataclass(frozen=True)
@@ -74,23 +75,27 @@ class Answering:
     @property
     def asked(self) -> str:
         """The sets that `measure` asks, with their numbers of rows and answers to each."""
-        sets = [f"data.eval ({len(self.inputs.held_out)} rows, greedy)"] if self.inputs.held_out else []
+        sets = [f"data.eval ({counted(len(self.inputs.held_out), 'row')}, greedy)"] if self.inputs.held_out else []
         for evaluation_set in self.inputs.evaluations:
             settings = evaluation_set.settings
             how = f"temperature {settings.temperature:g}" if settings.temperature else "greedy"
-            sets.append(
-                f"{settings.name} ({len(evaluation_set.prompts)} rows, {settings.samples_per_prompt} answers each, {how})"
-            )
+            rows, answers = counted(len(evaluation_set.prompts), "row"), counted(settings.samples_per_prompt, "answer")
+            sets.append(f"{settings.name} ({rows}, {answers} each, {how})")
         return ", ".join(sets)
 
 
 def evaluate(
-    config: Config, checkpoint: str | None, say: Callable[[str], None] | None = None, out: str | None = None
+    config: Config,
+    checkpoint: str | None,
+    say: Callable[[str], None] | None = None,
+    out: str | None = None,
+    console: Console | None = None,
 ) -> dict[str, float]:
     """Evaluate `model.path`, or the policy saved in `checkpoint`, on `data.eval` and on every set of `evaluations`.
 
     Returns the figures of `evaluation` for `data.eval`, those of `set_figures` as `NAME/figure` for each set, and the seconds
-    that generating and scoring took. `say` is told in lines what is measured and how far it is. Every judged response is a
+    that generating and scoring took. `say` is told in lines what is measured and how far it is; a `console`
+    that is a terminal shows the latter as a bar. Every judged response is a
     line of the file `out`, with its set and whether it is right; without it nothing is written. A reward model is not asked.
 
     Raises:
@@ -100,10 +105,11 @@ def evaluate(
     if out is not None and Path(out).exists():
         raise ConfigError(f"--out is '{out}', which exists already; name another file")
     tell, started, judged = say or _say_nothing, time.perf_counter(), list[tuple[str, Sample]]()
-    tell(f"starting engines with {checkpoint or config.model.path}")
+    for line in (*slow_bfloat16(config.model.dtype), f"starting engines with {checkpoint or config.model.path}"):
+        tell(line)
     with answering(config, checkpoint, train=False) as answers:
         tell(f"started in {time.perf_counter() - started:.1f} s; measuring {answers.asked}")
-        with _telling(answers.rollouts, tell):
+        with answers_shown(answers.rollouts.answered, tell, console):
             figures = answers.measure(judged)
             answers.inputs.take_reward_errors(tell)
     if out is not None:
@@ -117,29 +123,11 @@ def _say_nothing(text: str) -> None:
     pass
 
 
-@contextmanager
-def _telling(rollouts: Rollouts, tell: Callable[[str], None], every_s: float = TELL_S) -> Iterator[None]:
-    """Meanwhile tell every few seconds how many prompts of the set under way are answered."""
-    is_over = threading.Event()
-
-    def work() -> None:
-        while not is_over.wait(every_s):
-            done, total = rollouts.answered
-            tell(f"{done} of {total} prompts answered" if done < total else "judging")
-
-    thread = threading.Thread(target=work, name="progress of an evaluation", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
-
-
-def watch(config: Config, say: Callable[[str], None]) -> None:
+def watch(config: Config, say: Callable[[str], None], console: Console | None = None) -> None:
     """Evaluate every checkpoint of the run of `config` when it appears, until the run is finished and the last one is done.
 
-    Each becomes a line of `evaluations.jsonl` in the run folder; steps that have one are left out. `say` is told what is done.
+    Each becomes a line of `evaluations.jsonl` in the run folder; steps that have one are left out. `say` is told what is done;
+    a `console` that is a terminal shows meanwhile how far an evaluation is.
 
     Raises:
         MegarlError: anything the user can mend, as one sentence.
@@ -163,7 +151,8 @@ def watch(config: Config, say: Callable[[str], None]) -> None:
                     raise
                 say(f"step {step}: {path} was removed before it was read; raise run.keep_checkpoints")
                 continue
-            figures = answers.measure()
+            with answers_shown(answers.rollouts.answered, _say_nothing, console):
+                figures = answers.measure()
             answers.inputs.take_reward_errors(say)
             with file.open("a") as lines:
                 lines.write(json.dumps({"step": step} | figures) + "\n")
@@ -184,17 +173,27 @@ def _new_checkpoints(checkpoints: CheckpointFolder, summary: Path, seen: set[int
             time.sleep(POLL_S)
 
 
-def answer(config: Config, checkpoint: str | None) -> tuple[list[Sample], list[float]]:
+def answer(
+    config: Config, checkpoint: str | None, say: Callable[[str], None] | None = None, console: Console | None = None
+) -> tuple[list[Sample], list[float]]:
     """Sampled responses of `model.path`, or of the policy saved in `checkpoint`, and their rewards.
 
     They are `rollout.samples_per_prompt` to every row of `data.train` that is not held out. A reward model is not asked.
+    `say` and `console` are told how far it is, as by `evaluate`.
 
     Raises:
         MegarlError: anything the user can mend, as one sentence.
     """
+    tell, started = say or _say_nothing, time.perf_counter()
+    for line in (*slow_bfloat16(config.model.dtype), f"starting engines with {checkpoint or config.model.path}"):
+        tell(line)
     with answering(config, checkpoint, train=True) as answers:
-        samples = answers.rollouts.generate([prompt for part in answers.inputs.train for prompt in part])
-        return samples, answers.inputs.rewards.score(samples)
+        prompts = [prompt for part in answers.inputs.train for prompt in part]
+        each = counted(config.rollout.samples_per_prompt, "response")
+        tell(f"started in {time.perf_counter() - started:.1f} s; sampling {each} to each of {counted(len(prompts), 'prompt')}")
+        with answers_shown(answers.rollouts.answered, tell, console):
+            samples = answers.rollouts.generate(prompts)
+            return samples, answers.inputs.rewards.score(samples)
 
 
 @contextmanager

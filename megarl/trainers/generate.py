@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
+
+from rich.console import Console
 
 from megarl.config import Config
 from megarl.config.sections import DataConfig
@@ -19,14 +21,21 @@ from megarl.trainers.evaluate import answer
 Form = Literal["samples", "sft", "pairs", "pass_rates"]
 
 
-def generate(config: Config, out: str, form: Form, checkpoint: str | None) -> int:
+def generate(
+    config: Config,
+    out: str,
+    form: Form,
+    checkpoint: str | None,
+    say: Callable[[str], None] | None = None,
+    console: Console | None = None,
+) -> int:
     """Sample `rollout.samples_per_prompt` responses to every row of `data.train` and write them to the new file `out`.
 
     `samples`: every response with its rewards. `sft`: each different response that is right, as `prompt` and `response`
     (docs/methods.md#recipes-of-several-runs). `pairs`: a right one as `chosen` beside a wrong one as `rejected`, each used
     once. `pass_rates`: each row as it is, with the share of its responses that are right as `pass_rate`.
 
-    Returns the number of rows written.
+    `say` is told in lines how far it is; a `console` that is a terminal shows a bar. Returns the number of rows written.
 
     Raises:
         ConfigError: `out` exists, rows to train on are asked of episodes of several turns, pass rates without functions that
@@ -48,7 +57,7 @@ def generate(config: Config, out: str, form: Form, checkpoint: str | None) -> in
         raise ConfigError(f"--out is '{out}', but its folder is a file; name a file in a folder")
     if form == "pairs" and config.rollout.samples_per_prompt < 2:
         raise ConfigError("--as is 'pairs', but rollout.samples_per_prompt is 1; a pair is two responses to one prompt")
-    samples, scores = answer(config, checkpoint)
+    samples, scores = answer(config, checkpoint, say, console)
     makers = {"samples": _all, "sft": _right, "pairs": _pairs, "pass_rates": _pass_rates}
     rows = list(makers[form](samples, scores, config.data))
     if not rows:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.config.layout import Layout
-from megarl.errors import LayoutError
+from megarl.errors import LayoutError, counted
 from megarl.weights.plan import ReshardPlan
 from megarl.weights.sglang_targets import EVERY_RANK
 from megarl.weights.sources import shard_runs
@@ -189,7 +189,7 @@ def _check_assignment(plan: ReshardPlan) -> int:
 
 def layouts(plan: ReshardPlan) -> str:
     """Both layouts of a plan in words."""
-    return f"training layout {stated(plan.layout)}, {plan.target.engines} engines of {stated(plan.target)}"
+    return f"training layout {stated(plan.layout)}, {counted(plan.target.engines, 'engine')} of {stated(plan.target)}"
 
 
 def stated(layout: Layout | object) -> str:

@@ -25,6 +25,7 @@ from megarl.observe.trace import Span
 from megarl.planning.turns import bytes_beside_engines, takes_turns
 from megarl.rollout.engines.protocol import EnginePlace, SamplingParams
 from megarl.rollout.engines.registry import check_engine, engine_path
+from megarl.rollout.scheduling.engine_order import CALLS_PER_ENGINE
 from megarl.rollout.scheduling.engine_state import GenerateGroups, PendingResult
 from megarl.rollout.scheduling.requests import episode_groups, single_turns
 from megarl.rollout.scheduling.scheduler import Scheduler
@@ -36,7 +37,6 @@ from megarl.workers.group import wait_for
 from megarl.workers.roles import Roles
 from megarl.workers.weight_updates import WeightUpdates
 
-CALLS_PER_ENGINE = 512  # under way at once, at most
 GRACE_S = 30.0  # an engine that did not start in time says so itself, with the end of its log
 
 
@@ -98,6 +98,7 @@ class Rollouts:
         rollout, schedule = self.config.rollout, self.config.rollout.schedule
         staleness = {"sync": 0, "one_step_off_policy": 1, "async": schedule.max_staleness}[schedule.mode]
         able = capabilities_of(rollout)
+        self._batch_samples = 1 if able.concurrent else able.batch_samples  # of prompts that are asked together
         if not able.concurrent:  # a second request keeps such an engine from waiting for the driver
             at_once = max(1, able.batch_samples // rollout.samples_per_prompt)
             at_most = 2 * at_once
@@ -272,7 +273,6 @@ class Rollouts:
         changed = {name: value for name, value in sampling.items() if value is not None}
         return self.ask(prompts, replace(self.params(greedy=greedy, **stops), **changed), n)
 
-    @property
     def answered(self) -> tuple[int, int]:
         """Counts of the prompts that were asked last outside batches: those that are answered, and all."""
         done = sum(answer.done() for answer in self._asked) * self._per_request
@@ -280,8 +280,8 @@ class Rollouts:
 
     def ask(self, prompts: Sequence[Prompt], params: SamplingParams, n: int) -> list[Sample]:
         """`n` responses to each prompt under `params`, grouped by prompt in order."""
-        per_request = max(1, self.scheduler.groups_per_request * self.config.rollout.samples_per_prompt // n)
-        self._asked = answers = self.scheduler.ask(prompts, self._respond(params, n), per_request)
+        per_request = max(1, self._batch_samples // n)
+        self._asked = answers = self.scheduler.ask(prompts, self._respond(params, n), per_request, n)
         self._prompts_asked, self._per_request = len(prompts), per_request
         self._wait(answers)
         return first_branches([sample for answer in answers for group in answer.result() for sample in group])

@@ -92,6 +92,32 @@ def test_compare_takes_an_evaluation_s_last_value_and_leaves_step_0_out(tmp_path
     assert ["reward/mean", "0.5", "0.125"] in rows
 
 
+def test_compare_groups_metrics_in_order_leaves_out_zeros_and_fits_a_narrow_terminal(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    names = ("a", "b-run-with-a-name-of-more-than-a-column", "c", "d")
+    for number, name in enumerate(names):
+        rows = [
+            {"step": step, "time/step_s": 2.0, "reward/std": 0.25, "kl/reference": 0, "guards/skipped": 0.0,
+             "reward/mean": number + 0.5, "time_fraction/a_phase_with_a_long_name": 0.125}
+            for step in (1, 2)
+        ]  # fmt: skip
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / name / "config.yaml").write_text(f"model: {{path: /a/path/that/is/long/enough/to/need/two/lines/{name}}}\n")
+    assert main(["compare", *(str(tmp_path / name) for name in names)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    begin = next(number for number, line in enumerate(lines) if "mean of the last" in line)
+    figures = [line.split() for line in lines[begin:] if "/" in line and "steps;" not in line]
+    order = ["reward/mean", "reward/std", "time/step_s", "time_fraction/a_phase_with_a_long_name"]
+    assert [name for name, *_ in figures] == 2 * order  # two tables below each other
+    assert figures[0] + figures[4][1:] == ["reward/mean", "0.5", "1.5", "2.5", "3.5"]
+    at = lines.index(next(line for line in lines if line.startswith("reward/std")))
+    assert not lines[at + 1].strip()
+    assert "left out: 2 metrics with 0 at every step of every run" in lines
+    assert "".join("".join(lines[:begin]).split()).count("/two/lines/") == 4
+
+
 def test_compare_prints_fields_and_means(tmp_path, capsys) -> None:
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", lr=3e-5, seed=1)]
     assert main(["compare", *map(str, runs), "--out", str(tmp_path / "c.html")]) == 0
@@ -111,6 +137,37 @@ def test_samples_are_found_by_step_reward_and_text(tmp_path, capsys) -> None:
     assert heads("--step", "4", "--best", "--count", "1") == ["step 4  row-4@0/3  reward 0.75 (exact_number 0.75)  stop"]
     assert heads("--worst", "--grep", "IS 7", "--count", "2")[0].startswith("step 7  row-7@0/0  reward 0 ")
     assert heads()[0].startswith("step 12 ")
+
+
+def test_samples_are_searched_where_the_policy_spoke_by_role_and_by_turn(tmp_path, capsys) -> None:
+    run = write_run(tmp_path / "r")
+    sample = json.loads((run / "samples.jsonl").read_text().splitlines()[0]) | {"prompt_text": "system: use tool_call"}
+    calls = [
+        {"role": "assistant", "content": "<tool_call>add</tool_call>"},
+        {"role": "tool", "content": "five"},
+        {"role": "assistant", "content": "It is 5."},
+    ]
+    lines = [
+        sample | {"sample_id": "calls", "turns": calls, "response_text": "<tool_call>add</tool_call>fiveIt is 5."},
+        sample | {"sample_id": "talks", "turns": [], "response_text": "It is five."},
+    ]
+    (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def shown(*options: str) -> list[str]:
+        assert main(["samples", str(run), *options]) == 0
+        return [line.split()[2] if line.startswith("step ") else line for line in capsys.readouterr().out.splitlines() if line]
+
+    assert shown("--grep", "TOOL_CALL")[0::99] == ["calls"]
+    assert shown("--grep", "tool_call")[-1] == "1 of 1 sample"
+    assert shown("--grep", "tool_call", "--role", "prompt") == [
+        "calls", "system: use tool_call", "talks", "system: use tool_call", "2 of 2 samples"
+    ]  # fmt: skip
+    assert shown("--grep", "five", "--role", "assistant") == ["talks", "It is five.", "1 of 1 sample"]
+    assert shown("--role", "tool") == ["calls", "tool: five", "1 of 1 sample"]
+    assert shown("--turn", "3") == ["calls", "assistant: It is 5.", "1 of 1 sample"]
+    assert shown("--turn", "1", "--grep", "add")[:2] == ["calls", "assistant: <tool_call>add</tool_call>"]
+    assert main(["samples", str(run), "--role", "asistant"]) == 2
+    assert "no such sample; its roles are assistant, prompt, tool (did you mean 'assistant'?)" in capsys.readouterr().err
 
 
 @pytest.mark.skipif("pictures" not in OPTIONS, reason="needs the option pictures")
@@ -164,6 +221,15 @@ def test_bad_input_is_a_sentence(arguments, sentence, tmp_path, capsys) -> None:
     assert sentence in capsys.readouterr().err
 
 
+def test_a_folder_that_is_no_run_leads_to_the_runs_beside_it_or_in_it(tmp_path, capsys) -> None:
+    write_run(tmp_path / "own-grpo")
+    for command in (["report"], ["samples"], ["chat"], ["compare", str(tmp_path / "own-grpo")]):
+        assert main([*command, str(tmp_path / "ow")]) == 2
+        assert f"(did you mean '{tmp_path}/own-grpo'?)" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 2
+    assert "but it has the runs own-grpo; give the folder" in capsys.readouterr().err
+
+
 def test_a_file_that_is_not_what_a_run_writes_is_named(tmp_path, capsys) -> None:
     run = write_run(tmp_path / "r")
     (run / "samples.jsonl").write_text("not JSON\n")
@@ -206,6 +272,19 @@ def test_chat_refuses_stops_that_are_none_in_a_sentence(capsys) -> None:
     assert "rollout.stop[0] is '', which would end every response at once" in capsys.readouterr().err
     assert main(["chat", str(TINY), "--stop", "\u4f60"]) == 2
     assert "rollout.stop[0] is '\u4f60', which cannot be encoded" in capsys.readouterr().err
+
+
+@needs_tiny
+def test_chat_answers_an_unknown_command_with_those_that_there_are_and_says_that_it_loads(monkeypatch, capsys) -> None:
+    lines = ["/help\n", "/clear all\n", " /4 + 4\n", "/usr/bin\n"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(lines)))
+    assert main(["chat", str(TINY), "--max-new-tokens", "4"]) == 0
+    output = capsys.readouterr()
+    told = "the commands are /new, which forgets what was said, and /quit; a line that begins with a space is sent as it is"
+    assert output.out.splitlines() == [
+        f"/help is no command; {told}", f"/clear is no command; {told}", _greedy("/4 + 4"), _greedy("/usr/bin")
+    ]  # fmt: skip
+    assert output.err == f"loading {TINY}\n"
 
 
 @needs_tiny

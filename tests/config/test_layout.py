@@ -8,11 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.layout import Layout
+from megarl.config.layout import Layout, closest, divisors
 from megarl.errors import LayoutError, WrongValue
 
 EXPERTS = {"num_experts": 4, "expert_ffn_size": 16}
 MODEL = {"num_heads": 8, "num_kv_heads": 2, "ffn_size": 96}
+
+
+def test_all_sizes_that_fit_are_said_and_of_many_the_nearest() -> None:
+    assert closest([4, 1, 2], 3) == "1, 2 or 4"
+    assert closest(divisors(64), 5) == "1, 2, 4, 8, 16, 32 or 64"
+    assert closest(divisors(720), 7) == "5, 6, 8 or 9, among others"
 
 
 @settings(max_examples=300, deadline=None)

@@ -58,8 +58,9 @@ def run(world: World, families: Callable[[str], Path], tmp_path_factory: pytest.
 
 def test_a_runs_policy_is_exported_with_its_model_found_by_the_runs_own_config(run: dict[str, Any], tmp_path: Path) -> None:
     source = open_dist(run["step"] / "policy")
-    assert source.left_out()
-    assert all(name.startswith("optimizer.") for name in source.left_out())
+    assert source.left_out() == []
+    assert source.training_state()
+    assert all(name.startswith("optimizer.") for name in source.training_state())
     exported(run["step"] / "policy", tmp_path / "hf")
     found, expected = tensors(tmp_path / "hf"), run["weights"]["policy"]
     assert found.keys() == expected.keys()
@@ -67,6 +68,20 @@ def test_a_runs_policy_is_exported_with_its_model_found_by_the_runs_own_config(r
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert not torch.equal(found["model.norm.weight"], before["model.norm.weight"])
     assert HFFolder(tmp_path / "hf").config == HFFolder(run["source"]).config
+
+
+def test_training_state_is_not_spoken_of_as_weights_that_are_left_out(
+    run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["convert", "export", str(run["step"] / "policy"), str(tmp_path / "hf")]
+    assert cli.main(command) == 0
+    said = capsys.readouterr().out
+    entries = len(open_dist(run["step"] / "policy").training_state())
+    assert f"training state ({entries} entries, such as optimizer." in said
+    assert f"is no part of a model: it stays in {command[2]}\n" in said
+    assert "left out" not in said
+    assert cli.main(command) == 2  # the folder is there: nothing is said but why
+    assert "training state" not in capsys.readouterr().out
 
 
 def test_a_runs_critic_becomes_a_sequence_classifier_that_imports_and_reshards(run: dict[str, Any], tmp_path: Path) -> None:

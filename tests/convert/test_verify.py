@@ -169,7 +169,7 @@ def test_a_dry_run_says_the_bytes_that_a_run_moves_and_writes_nothing(
         out = capsys.readouterr().out
         weights = load_file(trio["source"] / "model.safetensors").values()
         assert plan.bytes_read == sum(tensor.nbytes for tensor in weights)
-        assert f"{plan.bytes_written / 2**20:,.2f} MiB in 1 files" in out
+        assert f"{plan.bytes_written / 2**20:,.2f} MiB in 1 file" in out
         assert f"predicted time {plan.bytes_written / 1e6:.0f} s".replace(" ", "") in out.replace(" ", "")
     assert not (tmp_path / "none").exists()
 

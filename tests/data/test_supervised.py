@@ -134,7 +134,7 @@ def test_equal_sides_are_an_error_or_dropped_and_counted(side: Any) -> None:
     kept = builder.build([row, {"prompt": "q", "chosen": "a", "rejected": "b"}], prefix="train")
     assert [sample.sample_id for sample in kept] == ["train-1/chosen", "train-1/rejected"]
     assert builder.dropped == {"overlong": 0, "equal_pairs": 1, "bad_pictures": 0, "not_kept": 0}
-    with pytest.raises(DataError, match=r"data\.train gives no samples: of 1 rows 1 dropped as equal_pairs"):
+    with pytest.raises(DataError, match=r"data\.train gives no samples: of 1 row 1 dropped as equal_pairs"):
         SupervisedBuilder(CHAT, "pairs", SupervisedSettings(equal_pairs="drop")).build([row], prefix="train")
 
 

@@ -1,8 +1,18 @@
-"""Progress: one plain line per step where there is no terminal, a live view where there is, and the phase table at the end."""
+"""Progress: one line per step, a live view below it where there is a terminal, and the phase table at the end."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
 
 import pytest
 from rich.console import Console
@@ -90,14 +100,110 @@ def test_a_terminal_gets_a_live_view_of_the_phase_and_how_far_it_is() -> None:
         assert "generate" in seen
         assert "6/8 groups" in seen
         assert "1/5  left" in seen
-        assert "step 1: reward 0.25 · KL 0.001 · GiB 2.5 · 3.0 s" in seen
         after = drawn(progress)
         assert "2/5  left" in after
         assert "groups" not in after  # no phase is on
         assert "100% of the steps' time" in after
     assert isinstance(console.file, io.StringIO)
     assert "engine 0 was started anew" in console.file.getvalue()
+    assert "step 1/5  reward 0.25  KL 0.001  GiB 2.5  3.0 s\n" in console.file.getvalue()
     assert "\x1b" in console.file.getvalue()
+
+
+def test_lines_of_a_terminal_break_between_figures_and_words_and_the_end_says_the_last_step() -> None:
+    console = Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
+    phases = Phases(Clock())
+    figures = {"reward/mean": 0.25, "kl/reference": 0.001, "response/tokens_mean": 123.4, "speed/tokens_per_s": 12345.0}
+    with Progress(5, phases, console=console) as progress:
+        progress.say("newest checkpoint: /a/folder/with/a/long/name/step_000001")
+        with phases.step():
+            pass
+        progress.step_done(1, figures)
+    assert isinstance(console.file, io.StringIO)
+    step = ["step 1/5  reward 0.25  KL 0.001", "    length 123  tokens/s 12,345  0.0 s"]
+    lines = without_escapes(console.file.getvalue()).splitlines()
+    assert [line.rstrip() for line in lines if "checkpoint" in line or "step_000001" in line] == [
+        "newest checkpoint:",
+        "/a/folder/with/a/long/name/step_000001",
+    ]
+    assert lines[-2:] == [f"last {step[0]}", step[1]]
+    at = lines.index(step[0])
+    assert lines[at + 1] == step[1]
+    assert at < len(lines) - 4
+
+
+def test_what_a_real_terminal_keeps_has_a_line_of_every_step() -> None:
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    program = (
+        "from megarl.observe import Phases, Progress\n"
+        "phases = Phases()\n"
+        "with Progress(2, phases) as progress:\n"
+        "    with phases('start'):\n"
+        "        progress.doing('ranks')\n"
+        "    for step in (1, 2):\n"
+        "        with phases.step(), phases('generate'):\n"
+        "            pass\n"
+        "        progress.step_done(step, {'reward/mean': step / 8})\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=slave, stderr=slave, stdin=slave, env=environment)
+    os.close(slave)
+    seen = b""
+    with contextlib.suppress(OSError):  # which is how the end of a terminal is told
+        while part := os.read(master, 65536):
+            seen += part
+    os.close(master)
+    assert child.wait(60) == 0
+    kept = kept_by_a_terminal(seen.decode())
+    assert [line.split("  ")[:2] for line in kept if line.startswith("step ")] == [
+        ["step 1/2", "reward 0.125"],
+        ["step 2/2", "reward 0.25"],
+    ]
+    assert kept[-1].startswith("last step 2/2  reward 0.25")
+    assert not any("steps  " in line for line in kept)  # the view is gone
+
+
+def test_where_there_is_no_terminal_a_long_evaluation_says_how_far_it_is() -> None:
+    console, asked = Console(file=io.StringIO(), width=200), threading.Event()
+    phases = Phases(Clock())
+
+    def progress_of_it() -> tuple[int, int]:
+        if isinstance(console.file, io.StringIO) and "evaluate: " in console.file.getvalue():
+            asked.set()
+        return 3, 8
+
+    with Progress(5, phases, console=console) as progress:
+        progress.told_every_s = 0.001
+        progress.within("evaluate", "prompts", progress_of_it)
+        progress.within("generate", "groups", lambda: (0, 0))
+        with phases("generate"):
+            assert progress._timer is None
+        with phases("evaluate"):
+            assert asked.wait(30)
+        assert progress._timer is None
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().startswith("evaluate: 3/8 prompts, 0 s\n")
+
+
+def without_escapes(text: str) -> str:
+    return re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", text)
+
+
+def kept_by_a_terminal(text: str) -> list[str]:
+    """The lines that stand at the end, with cursor moves up and erased lines obeyed."""
+    lines, row = [""], 0
+    for piece in re.findall(r"\x1b\[[?0-9;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
+        if piece == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif piece == "\x1b[2K":
+            lines[row] = ""
+        elif re.fullmatch(r"\x1b\[[0-9]*A", piece):
+            row -= int(piece[2:-1] or 1)
+        elif not piece.startswith(("\x1b", "\r")):
+            lines[row] += piece
+    return [line.rstrip() for line in lines if line.strip()]
 
 
 def drawn(progress: Progress) -> str:

@@ -394,8 +394,8 @@ def test_an_evaluation_is_told_behind_its_step_with_its_reward_and_the_end_says_
     assert beginnings[first : first + 3] == ["evaluation before", "step 1/1", "evaluation after"]
     folder = tmp_path / "run"
     for line in (
-        "held-out reward: 0.385 before, 0.4625 after 1 steps",
-        "held-out accuracy: 0.0% before, 9.4% after 1 steps",
+        "held-out reward: 0.385 before, 0.4625 after 1 step",
+        "held-out accuracy: 0.0% before, 9.4% after 1 step",
         f"done: {folder}; `megarl report {folder}` shows it",
         f"newest checkpoint: {folder}/checkpoints/step_000001",
     ):

@@ -48,3 +48,14 @@ def test_auto_is_the_type_that_the_machine_is_best_at(monkeypatch: pytest.Monkey
 def test_a_wrong_type_is_told_what_is_allowed() -> None:
     with pytest.raises(ConfigError, match=r"model\.dtype is 'half'; it must be 'auto', 'float32' or 'bfloat16'"):
         config("model.dtype=half")
+
+
+@pytest.mark.parametrize(
+    ("which", "dtype", "warns"), [("avx512", "bfloat16", True), ("avx512", "float32", False), ("amx", "bfloat16", False)]
+)
+def test_bfloat16_where_it_is_slow_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, which: str, dtype: str, *, warns: bool
+) -> None:
+    (tmp_path / "cpuinfo").write_text(FLAGS[which])
+    monkeypatch.setattr(processor, "PROC", tmp_path)
+    assert bool(processor.slow_bfloat16(dtype)) is warns

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from megarl.system.atomic_files import whole_folder
+from megarl.system.hidden_bars import hide_bars
 
 
 def packaged_gguf() -> Path:
@@ -37,6 +38,7 @@ def convert(gguf: Path, out: Path) -> None:
         if mark in vars(model):
             delattr(model, mark)
     with whole_folder(out) as part:
+        hide_bars()
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from megarl.system.atomic_files import whole_folder
+from megarl.system.hidden_bars import hide_bars
 
 TOKENS = ["<pad>", "<eos>", "<unk>", "Calculate", "+", ".", *"0123456789"]
 PAD, EOS = 0, 1
@@ -111,6 +112,7 @@ def make(out: Path, *, untrained: bool = False, teacher: bool = False) -> float:
     model, tokenizer = make_model(), make_tokenizer()
     reached = accuracy(model, tokenizer) if untrained else warm_up(model, tokenizer, right_alone=teacher)
     with whole_folder(out) as part:
+        hide_bars()
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
     return reached

@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLFo
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from megarl.system.atomic_files import whole_folder
+from megarl.system.hidden_bars import hide_bars
 
 SPECIAL = ["<pad>", "<eos>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 WORDS = ["<unk>", "How", "many", "shapes", "?", "Which", "digit", *"0123456789"]
@@ -173,6 +174,7 @@ def make(out: Path, task: Callable[[], Task] | None = None) -> float:
     model, tokenizer = make_model(), make_tokenizer()
     reached = warm_up(model, tokenizer, task()) if task is not None else 0.0
     with whole_folder(out) as part:
+        hide_bars()
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
         (part / "preprocessor_config.json").write_text(json.dumps(SETTINGS, indent=2) + "\n")

@@ -29,8 +29,7 @@ from megarl.options.lora.peft_header import (
     lora_b,
     weight_of,
 )
-from megarl.options.lora.section import ALL_LINEAR
-from megarl.options.lora.weight_map import Lora
+from megarl.options.lora.weight_map import Lora, layer_shapes
 
 
 class AdapterFolder(AdapterHeader):
@@ -103,14 +102,31 @@ def write_peft_folder(
             raise ModelError(f"tensor '{name}' comes twice; each tensor is exported once")
         weights[name] = tensor.detach().cpu().contiguous()
     layers = {name.removesuffix(LORA_A) for name in weights if name.endswith(LORA_A)}
-    ends = lora.targets == (ALL_LINEAR,) and not lora.exclude and family.vision(dict(hf_config)) is None
-    targets = {layer.rsplit(".", 1)[-1] for layer in layers} if ends else layers
-    config = config_of(lora, base, targets, score=SCORE in weights)
+    config = config_of(lora, base, _targets(layers, hf_config), score=SCORE in weights)
     with new_folder(path, CONFIG_FILE, config) as staging:
         save_file(
             {PREFIX + name: tensor for name, tensor in weights.items()}, staging / WEIGHTS_FILE, metadata={"format": "pt"}
         )
         carry_template(Path(template) if template is not None else None, staging)
+
+
+def _targets(layers: set[str], hf_config: Mapping[str, Any]) -> set[str]:
+    """The ends of the names of `layers`, by which PEFT finds exactly these in the model; else the whole names.
+
+    Modules of a vision tower are not known here, and may end alike.
+    """
+    config = dict(hf_config)
+    family = architecture_for(config)
+    if family.vision(config) is not None:
+        return layers
+    weight_map, ends = family.weight_map(config), {_end(layer) for layer in layers}
+    modules = {name.rpartition(".")[0] for name in weight_map.hf_shapes()}
+    modules |= layer_shapes(weight_map, family.rows_together(config)).keys()
+    return ends if {module for module in modules if _end(module) in ends} == layers else layers
+
+
+def _end(module: str) -> str:
+    return module.rpartition(".")[2]
 
 
 def _joined(rows: FusedRows, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -34,6 +34,7 @@ from megarl.rollout.engines.drawing import random_numbers
 from megarl.rollout.engines.embedded_batch import DecodeBatch, OpenResponse, Sight
 from megarl.rollout.engines.embedded_turns import TurnCache, refusal
 from megarl.rollout.engines.protocol import Engine, EnginePlace, EngineRequest, Generation, SamplingParams, check_version
+from megarl.system.hidden_bars import hide_bars
 from megarl.weights.checksums import compare, digest
 from megarl.weights.model_compatibility import ServedModel, check_same_model
 from megarl.weights.run_plan import sent_adapters
@@ -366,6 +367,7 @@ def _load(folder: str | Path, dtype: str, device: str) -> Any:
     """The transformers model of a folder, whose own code is never run; raises EngineError if it cannot be loaded."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    hide_bars()
     kind = AutoModelForImageTextToText if sees(folder) else AutoModelForCausalLM
     try:
         config = config_in_transformers(folder)

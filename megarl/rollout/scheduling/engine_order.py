@@ -26,6 +26,8 @@ REPORTS_PER_S = 100.0
 """Times in a second that engines, all together, say so: a call to one costs the driver about 0.3 ms."""
 LENGTHS = 512
 """Responses, the last ones, that the mean length is of."""
+CALLS_PER_ENGINE = 512
+"""Requests that an engine is sent at once, at most."""
 CAPACITY_S = 20.0
 """For an engine to say what it holds; one that does not is sent work as if it held everything."""
 
@@ -33,7 +35,7 @@ CAPACITY_S = 20.0
 class EngineOrder:
     """The engines that have room, the least loaded first, then by number.
 
-    An engine is sent no more than `groups_per_engine` groups, no more responses than it samples side by side, and no more
+    An engine is sent no more responses than `groups_per_engine` groups have and than it samples side by side, and no more
     tokens than its cache has room for: a group's prompt counts once, and each response that has not ended as many tokens as the
     last ones had on average (none before there is one). What is too much after all waits at the engine.
     """
@@ -97,12 +99,18 @@ class EngineOrder:
 
     def _has_room(self, engine: EngineState) -> bool:
         most, tokens = engine.capacity.responses, engine.capacity.tokens
-        return engine.groups < self._groups and (
-            not engine.groups
+        return self.room(engine) > 0 and (
+            not engine.requests
             or (
                 (most is None or engine.load < most)
                 and (tokens is None or engine.prompt_tokens + engine.load * self._mean_length < tokens)
             )
+        )
+
+    def room(self, engine: EngineState) -> int:
+        """Groups that may be sent beside the requests that the engine works on, whatever it says of its own room."""
+        return (
+            -(-(self._groups * self._samples - engine.asked) // self._samples) if len(engine.requests) < CALLS_PER_ENGINE else 0
         )
 
     # what they work on --------------------------------------------------------------------------------------------
@@ -110,13 +118,14 @@ class EngineOrder:
     def take(self, engine: EngineState, task: asyncio.Task[None], request: PromptRequest) -> AskedGroups:
         """Count in a request that `task` is to ask of an engine, and return how."""
         engine.requests[task] = request
-        request.left = request.groups * self._samples
+        request.left = request.responses = len(request.prompts) * (request.n or self._samples)
         request.prompt_tokens = sum([len(prompt.prompt_ids) for prompt in request.prompts])
         engine.load += request.left
+        engine.asked += request.responses
         engine.groups += request.groups
         engine.prompt_tokens += request.prompt_tokens
         request.asked = asked = AskedGroups(engine, request.prompts, request.partial)
-        if self._samples > 1:
+        if request.left > 1:
             asked.count_ended = partial(self._end_some, engine, task)
         if engine.capacity.tokens is not None:
             asked.observe = self._observe
@@ -131,6 +140,7 @@ class EngineOrder:
         if request is None:
             return None
         engine.load -= request.left
+        engine.asked -= request.responses
         engine.groups -= request.groups
         engine.prompt_tokens -= request.prompt_tokens
         for key in map(prompt_key, request.prompts) if self._reports else ():

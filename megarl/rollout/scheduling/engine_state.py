@@ -43,7 +43,9 @@ class EngineState:
     """Set while requests may reach the engine: not during a weight update."""
     requests: dict[asyncio.Task[None], PromptRequest] = field(default_factory=dict)
     load: int = 0
-    """Responses that it works on, as far as it is known which have ended; counted by `EngineOrder`, as are `groups`."""
+    """Responses that it works on, as far as it is known which have ended; counted by `EngineOrder`, as are the next three."""
+    asked: int = 0
+    """Responses of the requests that it works on, ended or not."""
     groups: int = 0
     prompt_tokens: int = 0
     """Of the prompts of these groups, each counted once: its responses share it."""
@@ -150,13 +152,16 @@ class PromptRequest:
     numbers: list[int | None] = field(default_factory=list)
     answer: PendingResult | None = None
     """Who asked for it, where it is no group's."""
+    n: int | None = None
+    """Responses to each prompt; None: those of a group."""
     failures: int = 0
     partial: list[PartialGroup] | None = None
     """Parts of each group that are there."""
     asked: AskedGroups | None = None
     """While an engine works on it."""
+    responses: int = 0
     left: int = 0
-    """Responses that count for it there."""
+    """Responses that count for it there: those that have not ended."""
     prompt_tokens: int = 0
 
 

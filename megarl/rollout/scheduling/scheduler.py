@@ -74,7 +74,7 @@ class Scheduler:
         thread, when an engine fails.
         """
         self.manager, self.generate_groups = manager, generate_groups
-        self.groups_per_request, self.groups_per_engine = groups_per_request, groups_per_engine
+        self.groups_per_request = groups_per_request
         self.restarts = EngineRestarts(restart_deadline_s, say, self._give_up, lambda: self._changed.set())
         self.cuts = cuts
         self.partial = PartialGroups(continues=manager.continues or any(n in lent for n in range(len(handles))))
@@ -150,17 +150,19 @@ class Scheduler:
         await self._suspend(self.engines)
 
     @in_loop
-    async def ask(self, prompts: Sequence[Prompt], generate_groups: GenerateGroups, per_request: int) -> list[PendingResult]:
+    async def ask(
+        self, prompts: Sequence[Prompt], generate_groups: GenerateGroups, per_request: int, n: int | None = None
+    ) -> list[PendingResult]:
         """Have `prompts` answered by whatever weights the engines have, before any queued group; `wait` for what it returns.
 
-        `per_request`: so many of them are as much work for an engine as `groups_per_request` groups.
+        `per_request` prompts go to an engine together; each is answered `n` times (None: as often as a group's).
         """
 
         starts = range(0, len(prompts), per_request)
         answers: list[PendingResult] = [self._loop.create_future() for _ in starts]
         for start, answer in zip(starts, answers, strict=True):
             part = list(prompts[start : start + per_request])
-            self._asked.append(PromptRequest(part, generate_groups, self.groups_per_request, answer=answer))
+            self._asked.append(PromptRequest(part, generate_groups, len(part), answer=answer, n=n))
         self._dispatch()
         return answers
 
@@ -304,7 +306,7 @@ class Scheduler:
             request = self._asked.popleft()
         else:
             assert engine.version is not None, "only engines that serve are given work"
-            numbers = self.manager.start(engine.version, min(self.groups_per_request, self.groups_per_engine - engine.groups))
+            numbers = self.manager.start(engine.version, min(self.groups_per_request, self.order.room(engine)))
             if not numbers:
                 return False
             request = PromptRequest([self._prompts[n] for n in numbers], self.generate_groups, len(numbers), list(numbers))

@@ -24,6 +24,7 @@ from megarl.data.sampler import build_sampler, count_held_out
 from megarl.data.stream import ScorePosition, pack
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings, kind_of_rows
 from megarl.data.tokenize import load_tokenizer
+from megarl.errors import counted
 from megarl.observe.progress import TOWER, rows_line
 from megarl.runs.run_template import keep_template
 from megarl.runs.training_side import POLICY, REFERENCE
@@ -92,7 +93,7 @@ class SupervisedRun(Run):
             )
         for why, count in self.dropped.items():
             if count:
-                self.progress.say(f"{count} rows left out as {why}")
+                self.progress.say(f"{counted(count, 'row')} left out as {why}")
         if self.leads:
             keep_template(self.folder, self.tokenizer, self.config.data)
         self.progress.doing("ranks")
@@ -103,7 +104,8 @@ class SupervisedRun(Run):
         if self.config.uses_reference:
             self.progress.doing(REFERENCE)
             self.roles.load(REFERENCE)
-        self.progress.within("update", "micro-batches", self.roles.groups[POLICY].progress)
+        for phase in ("update", "evaluate"):
+            self.progress.within(phase, "micro-batches", self.roles.groups[POLICY].progress)
         self.progress.say(f"{self.roles.describe()}, objective {self.objective.name}")
 
     def state(self) -> dict[str, Any]:

@@ -98,6 +98,35 @@ def test_peft_computes_with_a_written_folder_what_the_dense_formula_says(family:
     torch.testing.assert_close(adapted, expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("family", "targets", "exclude", "named"),
+    [
+        ("llama", ("q_proj", "v_proj"), (), ["q_proj", "v_proj"]),
+        ("llama", ("all-linear",), ("*.layers.0.self_attn.*",), None),
+        ("llama", ("all-linear",), ("down_proj",), ["gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]),
+        ("llama", ("*.layers.1.*",), (), None),
+        ("phi3", ("qkv_proj",), (), ["qkv_proj"]),
+        ("deepseek_v3", ("*.self_attn.o_proj",), (), ["o_proj"]),
+    ],
+)
+def test_modules_are_named_by_their_ends_where_these_name_no_other(
+    family: str, targets: tuple[str, ...], exclude: tuple[str, ...], named: list[str] | None, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    model = hugging_face(family)
+    hf_config, lora = hf_config_of(model), Lora(4, 6.0, targets=targets, exclude=exclude)
+    tensors = adapters_of(hf_config, lora, torch.float32)
+    write_peft_folder(tmp_path / "a", tensors.items(), lora, base="base", hf_config=hf_config)
+    stored = load_file(tmp_path / "a" / WEIGHTS_FILE)
+    layers = {name.removeprefix("base_model.model.").removesuffix(LORA_A) for name in stored if name.endswith(LORA_A)}
+    written = json.loads((tmp_path / "a" / CONFIG_FILE).read_text())["target_modules"]
+    assert written == (sorted(layers) if named is None else named)
+    wrapped = peft.PeftModel.from_pretrained(model, tmp_path / "a")
+    adapted = {name.partition(".lora_A.")[0] for name, _ in wrapped.named_parameters() if ".lora_A." in name}
+    assert {name.removeprefix("base_model.model.") for name in adapted} == layers
+    assert set(AdapterHeader(tmp_path / "a", hf_config).lora.targets) == layers
+
+
 def written_by_peft(model: Any, folder: Path, **settings: Any) -> Any:
     """The model with random adapters of peft's, which peft has saved to `folder`."""
     peft = pytest.importorskip("peft")

@@ -387,7 +387,7 @@ def test_a_bad_row_is_one_sentence_or_dropped_and_counted(tmp_path: Path, name: 
     builder = PromptBuilder(seeing_tokenizer(), data, (), _reader(tmp_path))
     assert [prompt.row_id for prompt in builder.build([good, row, good], prefix="train")] == ["train-0", "train-2"]
     assert builder.dropped == {"overlong": 0, "bad_pictures": 1, "not_kept": 0}
-    with pytest.raises(DataError, match="gives no prompts: of 1 rows 1 dropped as bad_pictures"):
+    with pytest.raises(DataError, match="gives no prompts: of 1 row 1 dropped as bad_pictures"):
         builder.build([row], prefix="train")
 
 

@@ -1,0 +1,68 @@
+"""Prompts that are asked outside batches (evaluation, `megarl generate`): engines are kept full, and answers come in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megarl.config.engine_kinds import EngineCapabilities
+from megarl.data.sample import Prompt
+from megarl.rollout.engines.protocol import EngineRequest, Generation
+from megarl.workers import rollouts as module
+from megarl.workers.rollouts import Rollouts
+from tests.config.smallest import config
+from tests.rollout.fake_engines import FakeEngine, Spelling
+
+PROMPTS = [Prompt(f"r{i}", f"g{i}", [i], str(i)) for i in range(24)]
+
+
+class OneIsSlow(FakeEngine):
+    """Answers prompt 0 when all others are answered, and every other with its own number."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.ended, self.others_ended = 0, asyncio.Event()
+
+    async def generate(self, request: EngineRequest) -> list[list[Generation]]:
+        self.now.update(request.keys or ())
+        self.most = max(self.most, request.n * sum(self.now.values()))
+        try:
+            await asyncio.sleep(0.001)
+            if "g0" in (request.keys or ()):
+                await self.others_ended.wait()
+        finally:
+            self.now.subtract(request.keys or ())
+        self.ended += len(request.prompts)
+        if self.ended == len(PROMPTS) - 1:
+            self.others_ended.set()
+        return [[Generation([ids[0]], [0.0], [0], "stop") for _ in range(request.n)] for ids in request.prompts]
+
+
+class Words(Spelling):
+    eos_token_id = 99
+
+
+@pytest.fixture
+def rollouts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rollouts]:
+    """Two groups of four responses are a step, of an engine that answers many requests at once."""
+    monkeypatch.setattr(module, "EngineCalls", lambda engine, number: engine)
+    monkeypatch.setattr(module, "capabilities_of", lambda rollout: EngineCapabilities(concurrent=True))
+    made: Any = object.__new__(Rollouts)
+    sizes = ("rollout.prompts_per_step=2", "rollout.samples_per_prompt=4", "rollout.deadlines.generate_s=20")
+    made.config, made.tokenizer, made.episodes, made.lent, made.engines = config(*sizes), Words(), None, (), [OneIsSlow()]
+    made._turns, made._placeholders, made._updates = None, (), None
+    made.scheduler = made._schedule(None)
+    made.scheduler.resume([0], 0)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_no_prompt_waits_for_another_ones_answer_and_the_engine_is_full(rollouts: Rollouts, n: int) -> None:
+    samples = rollouts.answer(PROMPTS, n, greedy=n == 1)
+    assert [sample.response_ids for sample in samples] == [[i] for i in range(24) for _ in range(n)]
+    assert rollouts.engines[0].most == 8
+    assert rollouts.answered() == (24, 24)
