@@ -7,7 +7,7 @@ one sample, or all samples made from it (the two sides of a pair): they are hand
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -100,12 +100,12 @@ class RowSampler(Generic[Record]):
         self._row_ids = set(rows)
         places = place_of or (lambda row_id: RowPlace(Origin(field), int(row_id.rpartition("-")[2])))
         pairs = [(name, of_row[0].row) for name, of_row in rows.items()]
-        self._order_of_first = lambda count: order(pairs[:count], rows_per_step, places)
+        self._order_of_first: Callable[[int], RowOrder] = lambda count: order(pairs[:count], rows_per_step, places)
         self._order = order(pairs, rows_per_step, places)
         self._hashes = row_hashes((of_row[0] for of_row in self._rows), places)  # now: rewards may write into rows
         self._seed = seed
         self._field, self._rows_per_step = field, rows_per_step
-        self._grown: tuple[int, list[int]] = (-1, [])
+        self._grown: Sequence[Any] = (-1, [])
         """An epoch in which rows were added, and how many there were before each time."""
         self._stage = self._taken_in_stage = 0
         self._position = 0
@@ -184,8 +184,7 @@ class RowSampler(Generic[Record]):
             before = state.get("rows_per_step", self._rows_per_step)
             self._taken_in_stage = state["taken_in_stage"] * self._rows_per_step // before
             self._order.load_state_dict(state["pass_rates"])
-            epoch, counts = state.get("grown", self._grown)
-            self._grown = (epoch, list(counts))
+            self._grown = state.get("grown", self._grown)
         if way == "append":
             self._grow(state["rows"])
         return lines
@@ -198,12 +197,12 @@ class RowSampler(Generic[Record]):
             of_stage, position = of_stage - 1, size
         self._epochs_before, self._position = self._epochs_before + of_stage, position
         if position:
-            earlier = self._grown[1] if self._grown[0] == self._epochs_before else []
+            earlier: list[int] = self._grown[1] if self._grown[0] == self._epochs_before else []
             self._grown = (self._epochs_before, [*earlier, before])
 
     def _order_in(self, epoch: int) -> list[int]:
         """The rows of an epoch in order: all, or, if some were added in it, those of before and then the others."""
-        counts = self._grown[1] if self._grown[0] == epoch else []
+        counts: list[int] = self._grown[1] if self._grown[0] == epoch else []
         order: list[int] = []
         for first, count in zip([0, *counts], counts, strict=False):
             of_first = self._order_of_first(count).order(self._stage, epoch, self._seed)
@@ -266,7 +265,7 @@ class MixtureSampler(Generic[Record]):
         self._weights = [dict(weight) if isinstance(weight, Mapping) else {0: weight} for weight in weights]
         self._seed, self._rows_per_step, self._field = seed, rows_per_step, field
         self._draws = 0
-        self._steps_from = (0, 0)
+        self._steps_from: tuple[int, int] = (0, 0)
         """A number of draws and the step of the run that it was: from there on steps have `rows_per_step` draws."""
         steps = {step for weight in self._weights for step in weight}
         never = any(not isinstance(weight, Mapping) and weight <= 0 for weight in weights)
@@ -320,13 +319,15 @@ class MixtureSampler(Generic[Record]):
                 "data.on_change is 'restart', or 'append' where parts are added behind the others"
             )
         pairs = zip(self._parts, state["parts"], strict=False)
-        lines = [line for part, position in pairs for line in part.load_state_dict(position, on_change)]
-        self._draws, (draws, step) = state["draws"], state.get("steps_from", (0, 0))
+        lines: list[str] = [line for part, position in pairs for line in part.load_state_dict(position, on_change)]
+        self._draws = state["draws"]
+        draws, step = state.get("steps_from", (0, 0))
         before = state.get("rows_per_step", self._rows_per_step)
         if before != self._rows_per_step:
             draws, step = self._draws, step + (self._draws - draws) // before
         self._steps_from = (draws, step)
-        return [*lines, *(f"{part._field} is new: it begins with its first row" for part in self._parts[saved:])]
+        lines += [f"{self._field}.parts[{number}] is new: it begins with its first row" for number in range(saved, now)]
+        return lines
 
     def _draw(self) -> list[Record]:
         draws, first = self._steps_from
