@@ -226,13 +226,15 @@ def _holder(path: Path) -> tuple[FolderOwner | None, Path, list[Path]]:
 
     Who replaces an owner first makes a link that is named after that owner: so only one does.
     """
-    found, at, passed = None, path, list[Path]()
-    next_at = path
-    while (owner := _read(next_at)) is not None:
-        found, at = owner, next_at
-        next_at = _after(path, owner)
-        passed.append(next_at)
-    return found, at, passed
+    while True:
+        found, at, passed = None, path, list[Path]()
+        first = owner = _read(path)
+        while owner is not None:
+            found, at = owner, passed[-1] if passed else path
+            passed.append(_after(path, owner))
+            owner = _read(passed[-1])
+        if _read(path) == first:  # else a file of succession may be one of somebody who came too late
+            return found, at, passed
 
 
 def _after(path: Path, owner: FolderOwner) -> Path:

@@ -101,6 +101,15 @@ def test_who_looked_before_the_owner_was_replaced_does_not_replace_its_successor
     winner.look()
 
 
+def test_a_claim_of_who_came_too_late_is_not_taken_for_the_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, dead = tmp_path / "owner.json", gone()
+    winner = written(path, replace(this_process(), token="winner"))
+    written(owner._after(path, dead), replace(this_process(), token="late"))
+    read, before = owner._read, [dead]  # read before the winner replaced it
+    monkeypatch.setattr(owner, "_read", lambda file: before.pop() if before and file == path else read(file))
+    assert owner._holder(path)[0] == winner
+
+
 def test_a_successor_that_died_while_it_replaced_a_dead_owner_is_replaced_too(tmp_path: Path) -> None:
     path = tmp_path / "owner.json"
     first = written(path, gone())
