@@ -46,6 +46,7 @@ from megarl.runs.profiling import Profiling
 from megarl.runs.provenance import provenance
 from megarl.runs.resuming import differences_at_resume
 from megarl.runs.run_checkpoint import CheckpointFolder, read_state
+from megarl.runs.run_template import template_of
 from megarl.runs.saving import Saving, unwritable
 from megarl.runs.stop import StopRequest
 from megarl.runs.timeline import Timeline
@@ -123,11 +124,8 @@ class Run(ABC):
 
     @abstractmethod
     def go_to_row(self, state: dict[str, Any]) -> list[str]:
-        """Go to the place in the data of `state()`'s answer, before anything starts; returns what is to be said of it.
-
-        Raises:
-            CheckpointError: the rows are others, and the config does not say how to go on.
-        """
+        """Go to the place in the data of `state()`'s answer, before anything starts; returns what is to be said of it. Raises
+        CheckpointError where the rows are others, and the config does not say how to go on."""
 
     @abstractmethod
     def gates(self) -> dict[str, float | None]:
@@ -459,10 +457,7 @@ class Run(ABC):
             eval_before=self.evaluations["before"],
             eval_after=self.evaluations["after"],
             gates=self.gates(),
-            extra={
-                "template": {name: getattr(self._settings.data, name) for name in ("chat_template", "template_args")},
-                "guards": {name.removeprefix("guards/"): count for name, count in self.guards.figures().items()},
-            },
+            extra={"template": template_of(self._settings.data), "guards": self.guards.totals()},
         )
         if self.leads:
             write_summary(path, summary)

@@ -93,7 +93,11 @@ class Guards:
 
     def figures(self) -> dict[str, float]:
         """Metrics: updates skipped so far, and rollbacks."""
-        return {"guards/skipped": float(self.skipped.total()), "guards/rollbacks": float(self.rollbacks)}
+        return {f"guards/{name}": count for name, count in self.totals().items()}
+
+    def totals(self) -> dict[str, float]:
+        """The same by their names alone, for the summary."""
+        return {"skipped": float(self.skipped.total()), "rollbacks": float(self.rollbacks)}
 
     def counts(self) -> GuardCounts:
         """For who watches; another thread may ask."""

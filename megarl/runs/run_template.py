@@ -22,3 +22,8 @@ def keep_template(folder: Path, tokenizer: Any, data: PromptFields | SupervisedF
     from megarl.data.template_args import with_defaults
 
     write_text_atomically(folder / TEMPLATE_FILE, with_defaults(tokenizer.get_chat_template(), data.template_args))
+
+
+def template_of(data: PromptFields | SupervisedFields) -> dict[str, Any]:
+    """The fields that say which chat template a run uses, for its summary."""
+    return {name: getattr(data, name) for name in ("chat_template", "template_args")}
