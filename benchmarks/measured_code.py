@@ -42,6 +42,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "soak": ("megarl/core", "megarl/observe", "megarl/rollout", "megarl/runs", "megarl/workers"),
     "speculative": ("megarl/megatron", "megarl/options/prediction", "megarl/rollout"),
     "step": STEP,
+    "tokenising": ("megarl/data",),
     "update_checks": ("megarl/weights", "megarl/workers"),
     "update_network": ("megarl/weights", "megarl/options/transports"),
 }

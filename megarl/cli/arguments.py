@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import yaml
 from rich.console import Console
 
 from megarl.config import AnyConfig
+from megarl.config.yaml_tree import load_text
+from megarl.errors import ConfigError
 from megarl.models.from_hub import models_here
 
 Root = TypeVar("Root", bound=AnyConfig)
@@ -19,6 +22,34 @@ def add_config(parser: argparse.ArgumentParser, *, is_optional: bool = False) ->
     nargs = "?" if is_optional else None
     parser.add_argument("config", metavar="CONFIG", nargs=nargs, help="YAML file that describes the run")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="fields to override; values are YAML")
+
+
+def add_template_args(parser: argparse.ArgumentParser) -> None:
+    """Add --template-args."""
+    parser.add_argument(
+        "--template-args", metavar="YAML", default="{}", help="options of the chat template, such as '{enable_thinking: false}'"
+    )
+
+
+def template_args(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The mapping that --template-args has.
+
+    Raises:
+        ConfigError: it is none.
+        DataError: a value is of no use to a template.
+    """
+    from megarl.data.template_args import check_value
+
+    try:
+        args = load_text(arguments.template_args)
+    except yaml.YAMLError:
+        args = None
+    if not isinstance(args, dict):
+        raise ConfigError(
+            f"--template-args is '{arguments.template_args}'; it must be a mapping such as '{{enable_thinking: false}}'"
+        )
+    check_value(args, "--template-args")
+    return {str(name): value for name, value in args.items()}
 
 
 def with_models(config: Root, *, weights: bool = True) -> Root:

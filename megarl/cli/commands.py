@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.table import Table
 
-from megarl.cli.arguments import add_config, make_console, with_models
+from megarl.cli.arguments import add_config, add_template_args, make_console, template_args, with_models
 from megarl.cli.convert import add_convert
 from megarl.cli.doctor import add_doctor
 from megarl.cli.plan import add_plan
@@ -240,6 +240,10 @@ def _serving_and_data_commands(commands: Any) -> None:
     )
     inspect.add_argument("--prompt-key", default="prompt", help="key of the prompt (default: prompt)")
     inspect.add_argument("--messages-key", help="key of a conversation (default: messages)")
+    inspect.add_argument(
+        "--chat-template", metavar="CHOICE", default="auto", help="auto, always, never, or a .jinja file (default: auto)"
+    )
+    add_template_args(inspect)
     inspect.add_argument("--image-key", default="images", help="key of the pictures (default: images)")
     inspect.add_argument("--video-key", default="videos", help="key of the videos (default: videos)")
     inspect.add_argument("--image-folder", metavar="FOLDER", help="where relative paths of pictures start (default: here)")
@@ -337,7 +341,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"unrecognized arguments: {' '.join(arguments.overrides)}; only a config (.yaml) has fields to override"
         )
-    settings = {name: getattr(arguments, name) for name in ("prompt_key", "messages_key", "max_tokens")}
+    settings = {name: getattr(arguments, name) for name in ("prompt_key", "messages_key", "max_tokens", "chat_template")}
+    settings["template_args"] = template_args(arguments)
     names = ("image_key", "video_key", "image_folder", "media_folder", "max_pixels")
     pictures = PictureFields(**{name: getattr(arguments, name) for name in names})
     inspect(
@@ -357,6 +362,9 @@ def _inspect_config(arguments: argparse.Namespace) -> int:
     from megarl.data.inspect import inspect_config
 
     model = [] if arguments.model is None else [f"model.path={json.dumps(arguments.model)}"]
+    if arguments.chat_template != "auto":
+        model.append(f"data.chat_template={json.dumps(arguments.chat_template)}")
+    model += [f"data.template_args.{name}={json.dumps(value)}" for name, value in template_args(arguments).items()]
     config = models_here(load_any(arguments.file, [*arguments.overrides, *model]), weights=False)
     tools: list[dict[str, Any]] = []
     rollout, data = config.sampling, config.data

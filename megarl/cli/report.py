@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from megarl.cli.arguments import make_console
+from megarl.cli.arguments import add_template_args, make_console, template_args
 from megarl.config.yaml_tree import read_yaml
 from megarl.errors import DataError, ModelError
 from megarl.system.atomic_files import write_text_atomically
@@ -71,6 +71,8 @@ def add_report(commands: Any) -> None:
     chat.add_argument("model", metavar="FOLDER", help="Hugging Face folder, checkpoint, or run folder")
     chat.add_argument("--max-new-tokens", type=int, default=256, help="maximum number of tokens of an answer (default: 256)")
     chat.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default: 0)")
+    chat.add_argument("--chat-template", metavar="FILE", help="a .jinja file in place of the model's chat template")
+    add_template_args(chat)
     chat.set_defaults(run=_chat)
 
 
@@ -193,7 +195,15 @@ def _chat(arguments: argparse.Namespace) -> int:
         system = _system_prompt(Path(arguments.model))
         if system is not None:
             console.print(f"system prompt of the run: {system}", style="dim", markup=False)
-        chat(folder, console, config=config_in_transformers(folder), system_prompt=system, **sampling)
+        chat(
+            folder,
+            console,
+            config=config_in_transformers(folder),
+            system_prompt=system,
+            chat_template=arguments.chat_template,
+            template_args=template_args(arguments),
+            **sampling,
+        )
     return 0
 
 

@@ -20,6 +20,8 @@ UserFunction = Annotated[str, Field(pattern=r"^([\w.]+|.*\.py):\w+$")]
 JinjaFile = Annotated[str, Field(pattern=r"^.+\.jinja$")]
 TemplateChoice = Literal["auto", "always", "never"] | JinjaFile
 """Use of the tokenizer's chat template, or a Jinja file in its place."""
+TEMPLATE_FILE = "chat_template.jinja"
+"""Name of a chat template's file: in model folders, and in a run's folder where it uses another or options of it."""
 ClassPath = Annotated[str, Field(pattern=r"^([\w.]+|.*\.py):[A-Za-z_]\w*$")]
 
 

@@ -246,6 +246,8 @@ class PromptFields(Section):
     that ends in `.jinja`: the template in that file in its place."""
     template_args: dict[str, Any] = Field(default_factory=dict)
     """Options of the chat template, such as `enable_thinking: false`; a row's own `template_args` go before them."""
+    ignore_fields: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Keys of messages, such as `name` or `reasoning_content`, that the chat template may leave out; `tools`: those of rows."""
     max_prompt_tokens: Positive = 512
     """Maximum length of a prompt in tokens."""
     overlong_prompts: Literal["error", "drop"] = "error"

@@ -123,6 +123,8 @@ class SupervisedFields(Section):
     that ends in `.jinja`: the template in that file in its place."""
     template_args: dict[str, Any] = Field(default_factory=dict)
     """Options of the chat template, such as `enable_thinking: false`; a row's own `template_args` go before them."""
+    ignore_fields: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Keys of messages, such as `name` or `reasoning_content`, that the chat template may leave out; `tools`: those of rows."""
     max_tokens: Positive = 1024
     """Maximum length of prompt and response together, in tokens."""
     overlong: Literal["error", "drop"] = "error"

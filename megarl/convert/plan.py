@@ -140,7 +140,7 @@ def plan_dist(kind: str, source: ConversionSource, layout: Layout, dtype: str | 
         config = folder / HF_SUBFOLDER
         config.mkdir(exist_ok=True)
         (config / "config.json").write_text(json.dumps(source.hf_config, indent=2) + "\n")
-        copy_companions(source.companions, config)
+        copy_companions(source.companions, config, source.template)
         _write_record(folder, kind, source, options, checksums)
 
     options = {"layout": _stated(layout), "dtype": dtype}
@@ -188,7 +188,7 @@ def plan_hf(kind: str, source: ConversionSource, dtype: str | None, max_shard_by
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         config = _exported_config(source, outlined, _format_of(dtype))
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        copy_companions(source.companions, folder)
+        copy_companions(source.companions, folder, source.template)
         _write_record(folder, kind, source, options, checksums)
 
     options = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}

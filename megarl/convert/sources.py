@@ -31,6 +31,7 @@ from megarl.config.yaml_tree import read_yaml, tree_leaves
 from megarl.convert.blocks import Extent, Matrix, Part, rows_and_cols
 from megarl.errors import CheckpointError, ConfigError, ModelError
 from megarl.models.adapters import IN_CHECKPOINTS
+from megarl.models.chat_template_file import template_of_run
 from megarl.models.fused_experts import BLOCKS, SCALES, FusedExperts
 from megarl.models.fused_rows import FusedRows
 from megarl.models.hf_fields import without_mxfp4, without_prediction_layers
@@ -57,6 +58,11 @@ class _Source:
     hf_config: dict[str, Any]
     names: ModelNames
     companions: Path
+
+    @property
+    def template(self) -> Path | None:
+        """The chat template of the run that a checkpoint is of, where it is another than in `companions`."""
+        return None
 
     @property
     def fused(self) -> FusedExperts | FusedRows | None:
@@ -131,6 +137,10 @@ class DistSource(_Source):
 
     dist: DistFolder | None = None
     skipped: tuple[str, ...] = ()
+
+    @property
+    def template(self) -> Path | None:
+        return template_of_run(self.path)
 
     @property
     def holds_adapters(self) -> bool:

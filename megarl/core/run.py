@@ -453,7 +453,10 @@ class Run(ABC):
             eval_before=self.evaluations["before"],
             eval_after=self.evaluations["after"],
             gates=self.gates(),
-            extra={"guards": {name.removeprefix("guards/"): count for name, count in self.guards.figures().items()}},
+            extra={
+                "template": {name: getattr(self._settings.data, name) for name in ("chat_template", "template_args")},
+                "guards": {name.removeprefix("guards/"): count for name, count in self.guards.figures().items()},
+            },
         )
         if self.leads:
             write_summary(path, summary)

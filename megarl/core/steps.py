@@ -35,6 +35,7 @@ from megarl.experience.step_tokens import count_older_tokens, older_part
 from megarl.experience.step_work import estimate, make_token_columns
 from megarl.observe import MetricsFile, distributions
 from megarl.observe.progress import SHOWN, rows_line
+from megarl.runs.run_template import keep_template
 from megarl.runs.training_side import CRITIC, POLICY
 from megarl.runs.update_metrics import LOG_PROBS
 
@@ -86,6 +87,7 @@ class RlRun(Run):
             self.progress.say(choice)
         for doubt in doubtful_choices(config):
             self.progress.say(f"warning: {doubt}")
+        keep_template(self.folder, self.inputs.tokenizer, config.data)
         logged, after = config.run.log_samples, self.step or None
         self.samples_file = SamplesFile(self.folder / "samples.jsonl", logged, after, self.inputs.tokenizer)
         self.distributions = MetricsFile(self.folder / "distributions.jsonl", resume_after_step=after)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from megarl.data.chat_rendering import TemplateError, render
+from megarl.data.left_out import LeftOut
 from megarl.data.rows import Row, RowPlace
 from megarl.errors import DataError
 
@@ -46,11 +47,13 @@ class ChatTemplate:
         system_prompt: str | None,
         tools: Sequence[dict[str, Any]] = (),
         template_args: Mapping[str, Any] | None = None,
+        ignore_fields: Collection[str] = (),
     ) -> None:
         """Decide once: `choice` is `data.chat_template`, `system_prompt` comes before every conversation.
 
         `tools`: JSON schemas of what the policy may call, which the template describes to it as it likes. `template_args`:
-        its options, which a row's own go before. A `choice` that is a Jinja file becomes the template of `tokenizer`.
+        its options, which a row's own go before. `ignore_fields`: keys of messages that it may leave out. A `choice` that is a
+        Jinja file becomes the template of `tokenizer`.
 
         Raises:
             DataError: `choice` is `always`, and the tokenizer has no template; or the file or an option is of no use.
@@ -66,6 +69,7 @@ class ChatTemplate:
         self.is_used = has_template and choice != "never"
         self._why_not = "data.chat_template is 'never'" if choice == "never" else "the tokenizer has no chat template"
         self.args = dict(template_args or {})
+        self.left_out = LeftOut(tokenizer, ignore_fields)
         self._check_args(self.args, "data.template_args")
 
     def messages(self, value: Any, key: str, place: RowPlace) -> list[ChatMessage]:
@@ -127,10 +131,35 @@ class ChatTemplate:
             raise DataError(f"{where} has '{next(iter(args))}', but {self._why_not}, so that nothing reads it; remove it")
         check_args(self.tokenizer, args, where)
 
+    def fitted(
+        self,
+        messages: Sequence[ChatMessage],
+        place: RowPlace | str,
+        *,
+        after: int | None = None,
+        tools: RowTools | None = None,
+        args: Mapping[str, Any] | None = None,
+    ) -> list[ChatMessage]:
+        """`messages` with contents as the template takes them, of which it leaves out nothing that matters.
+
+        Assistant turns among `messages[after:]` are trained on; None: none is. `tools` and `args` as of `render`.
+
+        Raises:
+            DataError: content would be lost; names row, message and key.
+        """
+        own = int(self.system_prompt is not None)
+        fitted = self.left_out.in_parts_or_text(messages, place, own)
+        trained = [] if after is None else [at for at in range(after, len(fitted)) if fitted[at]["role"] == "assistant"]
+        self.left_out.check(
+            fitted, place, trained=trained, tools=tools or self.tools, args={**self.args, **(args or {})}, own=own,
+            tools_of_row=bool(tools),
+        )  # fmt: skip
+        return fitted
+
     def render(
         self,
         messages: Sequence[ChatMessage],
-        place: RowPlace,
+        place: RowPlace | str,
         *,
         ask: bool,
         tools: RowTools | None = None,
@@ -161,7 +190,11 @@ def _with_calls(message: Any) -> Any:
 
     Keys that are null, as Parquet fills them in, are left out.
     """
-    if not isinstance(message, dict) or not isinstance(message.get("tool_calls"), list) or not message["tool_calls"]:
+    if not isinstance(message, dict):
+        return message
+    if any(value is None for key, value in message.items() if key != "content"):
+        message = {key: value for key, value in message.items() if value is not None or key == "content"}
+    if not isinstance(message.get("tool_calls"), list) or not message["tool_calls"]:
         return message
     calls = [without_nulls(call) for call in message["tool_calls"]]
     for call in calls:

@@ -6,6 +6,7 @@ transformers runs it in Jinja's sandbox: it reaches nothing but what it is given
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -45,21 +46,36 @@ def render(
     return str(_within_bounds(work))
 
 
+@dataclass(frozen=True)
+class TemplateNames:
+    """The names of a template: `read` are those that it reads and that its caller may give; `options` those among them that it
+    does not set itself, or sets only where the caller has not."""
+
+    read: frozenset[str]
+    options: frozenset[str]
+
+
 @lru_cache(maxsize=16)
-def variables_of(template: str) -> frozenset[str]:
-    """The names that a template reads and does not set itself, in transformers' dialect of Jinja.
+def names_of(template: str) -> TemplateNames:
+    """The names in a template's tree, in transformers' dialect of Jinja.
 
     Raises:
         TemplateError: it is no template, or is read for too long.
     """
-    from jinja2.meta import find_undeclared_variables
+    from jinja2 import meta, nodes
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    def work() -> frozenset[str]:
+    def work() -> TemplateNames:
         environment = _compile_jinja_template(template).environment
-        return frozenset(find_undeclared_variables(environment.parse(template)) - environment.globals.keys())
+        tree = environment.parse(template)
+        read = frozenset(meta.find_undeclared_variables(tree) - environment.globals.keys())
+        # a name that is set in one branch alone counts as read, though nothing that a caller gives may reach it
+        is_set = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
+        asked = [test.node for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined")]
+        asked += [given.node for given in tree.find_all(nodes.Filter) if given.name in ("default", "d")]
+        return TemplateNames(read, read - (is_set - {node.name for node in asked if isinstance(node, nodes.Name)}))
 
-    found: frozenset[str] = _within_bounds(work)
+    found: TemplateNames = _within_bounds(work)
     return found
 
 

@@ -187,6 +187,7 @@ def _build(
             system_prompt=settings.system_prompt,
             chat_template=settings.chat_template,
             template_args=dict(settings.template_args),
+            ignore_fields=tuple(settings.ignore_fields),
             max_prompt_tokens=settings.max_tokens,
             overlong_prompts=settings.overlong,
             bad_pictures=settings.bad_pictures,

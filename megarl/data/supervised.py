@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import takewhile
@@ -60,6 +60,7 @@ class SupervisedSettings:
     turns: Literal["together", "each", "last"] = "together"
     chat_template: TemplateChoice = "auto"
     template_args: Mapping[str, Any] = field(default_factory=dict)
+    ignore_fields: Collection[str] = ()
     max_tokens: int = 1024
     overlong: Literal["error", "drop"] = "error"
     bad_pictures: Literal["error", "drop"] = "error"
@@ -97,7 +98,11 @@ class SupervisedBuilder:
             raise DataError(f"the kind of rows is '{kind}'{nearest(kind, kinds)}; it must be one of {', '.join(kinds)}")
         self.tokenizer, self.kind, self.settings = tokenizer, kind, settings
         self.template = ChatTemplate(
-            tokenizer, settings.chat_template, settings.system_prompt, template_args=settings.template_args
+            tokenizer,
+            settings.chat_template,
+            settings.system_prompt,
+            template_args=settings.template_args,
+            ignore_fields=settings.ignore_fields,
         )
         each = f"set {field} to 'each', which makes a sample of every assistant turn, or to 'last'"
         self.turns = TurnSpans(self.template, each if kind == "sft" else "it needs a template that only appends")
@@ -273,7 +278,9 @@ class SupervisedBuilder:
         self, row: Row, messages: list[ChatMessage], place: RowPlace, after: int
     ) -> tuple[Conversation, list[Any]]:
         messages, shown = self.media.arrange(row, messages, place)
-        return Conversation(messages, place, self._tools(row, place), self.template.args_of(row, place), after), shown
+        tools, args = self._tools(row, place), self.template.args_of(row, place)
+        messages = self.template.fitted(messages, place, after=after, tools=tools, args=args)
+        return Conversation(messages, place, tools, args, after), shown
 
     def _conversation_key(self, row: Row) -> str | None:
         """`data.messages_key`; where it is null and the row has no response, the name that conversations usually have."""

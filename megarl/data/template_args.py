@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.data.chat_rendering import TemplateError, variables_of
+from megarl.data.chat_rendering import TemplateError, names_of
 from megarl.errors import DataError, nearest
 
 ROW_KEY = "template_args"
@@ -37,10 +38,10 @@ def read_template(choice: str) -> str:
     if not text.strip():
         raise DataError(f"data.chat_template is '{choice}', which is empty; it must be a Jinja template")
     try:
-        names = variables_of(text)
+        names = names_of(text)
     except TemplateError as error:
         raise DataError(f"data.chat_template is '{choice}', which is no Jinja template: {error}") from None
-    if "messages" not in names:
+    if "messages" not in names.read:
         raise DataError(f"data.chat_template is '{choice}', which never reads `messages`; it must be a chat template")
     return text
 
@@ -63,6 +64,25 @@ def args_of_row(value: Any, place: Any) -> dict[str, Any]:
     return {str(key): item for key, item in value.items() if item is not None}
 
 
+def with_defaults(template: str, args: Mapping[str, Any]) -> str:
+    """`template` with `args` as the values of options that its caller does not set; rendered otherwise to the letter."""
+    if not args:
+        return template
+    defaults = "".join(
+        f"{{%- if {name} is undefined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}" for name, value in args.items()
+    )
+    return f"{defaults}\n{template}"  # templates are read with trim_blocks: the line break behind a block is not written
+
+
+def _literal(value: Any) -> str:
+    """A JSON value as Jinja writes it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
 def check_args(tokenizer: Any, args: Mapping[str, Any], where: str) -> None:
     """Refuse options that the tokenizer's template never reads, that megarl sets itself, or whose values are no JSON.
 
@@ -76,7 +96,7 @@ def check_args(tokenizer: Any, args: Mapping[str, Any], where: str) -> None:
     reserved = _reserved(tokenizer)
     template = tokenizer.chat_template
     texts = list(template.values()) if isinstance(template, Mapping) else [template]
-    reads = sorted({name for text in texts for name in variables_of(text)} - reserved)
+    reads = sorted({name for text in texts for name in names_of(text).options} - reserved)
     for name, value in args.items():
         if name in reserved:
             raise DataError(f"{where} has '{name}', which is not an option: megarl or the tokenizer sets it; remove it")
@@ -100,7 +120,7 @@ def check_value(value: Any, where: str) -> None:
     elif isinstance(value, list):
         for at, item in enumerate(value):
             check_value(item, f"{where}[{at}]")
-    elif not isinstance(value, JSON_KINDS):
+    elif not isinstance(value, JSON_KINDS) or (isinstance(value, float) and not math.isfinite(value)):
         raise DataError(
             f"{where} is {value!s:.80}, a {type(value).__name__}; it must be text (in quotes), a number, true, false, null, or "
             "a list or mapping of these"

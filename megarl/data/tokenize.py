@@ -105,7 +105,9 @@ class PromptBuilder:
             DataError: `data.chat_template` is `always`, and the tokenizer has none.
         """
         self.tokenizer, self.data = tokenizer, data
-        self.template = ChatTemplate(tokenizer, data.chat_template, data.system_prompt, tools, data.template_args)
+        self.template = ChatTemplate(
+            tokenizer, data.chat_template, data.system_prompt, tools, data.template_args, data.ignore_fields
+        )
         self.media = media or MediaReader(data)
         self.dropped = {"overlong": 0, "bad_pictures": 0, "not_kept": 0}
 
@@ -191,4 +193,5 @@ class PromptBuilder:
             return self.media.arrange_text(row, self.template.plain_prompt(prompt), place)
         messages = self.template.with_system(self.template.messages(prompt, key, place), place)
         messages, shown = self.media.arrange(row, messages, place)
-        return self.template.render(messages, place, ask=True, args=self.template.args_of(row, place)), shown
+        args = self.template.args_of(row, place)
+        return self.template.render(self.template.fitted(messages, place, args=args), place, ask=True, args=args), shown

@@ -20,7 +20,8 @@ from megarl.models.registry import architecture_for, sequence_classifier
 def write_role(role: RankModel, folder: str, *, adapters: bool = False) -> None:
     """Write `role` to `folder`, whole or not at all; collective over the world of its layout.
 
-    Config, tokenizer and chat template are those of the folder the role came from. A role with a value head becomes a
+    Config, tokenizer and chat template are those of the folder the role came from, but for the template that a run has used
+    in its place. A role with a value head becomes a
     sequence classifier with one label. With `adapters` these alone are written, as a PEFT folder; else they are merged in.
 
     Raises:
@@ -38,10 +39,12 @@ def write_role(role: RankModel, folder: str, *, adapters: bool = False) -> None:
                 role.options.lora,
                 base=role.options.path,
                 hf_config=source.config,
+                template=role.options.chat_template,
             )
         else:
             tensors = chain(_with_copies(_all_stages(role, role.export), _copies(role, source)), _untrained(role, source))
-            write_hf_folder(folder, tensors, _config(role, source), extra_files_from=role.options.path)
+            config, template = _config(role, source), role.options.chat_template
+            write_hf_folder(folder, tensors, config, extra_files_from=role.options.path, template=template)
     else:
         for name, tensor in (role.export_adapters if adapters else role.export)():
             tensor = tensor.contiguous()

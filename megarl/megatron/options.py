@@ -75,7 +75,8 @@ class ModelOptions:
     `core_attention`: `spec`, the layer spec's own, or the name of an option's, which takes streams with shared prefixes.
 
     `token_multiple`: every rank's share of a micro-batch is padded to a multiple of so many tokens (FP8 wants 16 or 128).
-    `freeze`: parts and patterns of what training leaves as it is. `media_folder`: where the pictures of prompts are; None: none
+    `freeze`: parts and patterns of what training leaves as it is. `chat_template`: a file that exported folders get in place of
+    the chat template in `path`, where there is one. `media_folder`: where the pictures of prompts are; None: none
     shows any. `replays_routes`: its routers take the experts that come with tokens, where they are known; `records_routes`:
     passes without gradients remember the choices of tokens that come with none.
     `collision`: passes without gradients answer the collision probability of each token's distribution, too.
@@ -108,6 +109,7 @@ class ModelOptions:
     int4_experts: int = 0
     deterministic: bool = False
     freeze: tuple[str, ...] = ()
+    chat_template: str | None = None
     media_folder: str | None = None
     collision: bool = False
     replays_routes: bool = False

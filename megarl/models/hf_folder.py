@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.errors import ModelError, nearest
+from megarl.models.chat_template_file import carry_template
 from megarl.models.expert_tensors import ExpertSlice, RowSlice, joined
 from megarl.models.fused_experts import BLOCKS, SCALES, ExpertPlace, FusedExperts
 from megarl.models.fused_rows import FusedRows, MatrixPlace
@@ -240,11 +241,13 @@ def write_hf_folder(
     config: Mapping[str, Any],
     extra_files_from: str | Path | None = None,
     max_shard_bytes: int = 5 * 2**30,
+    template: str | Path | None = None,
 ) -> None:
     """Write a model folder that appears whole or not at all.
 
     Tensors are taken one at a time and at most `max_shard_bytes` (or one tensor) are held. `COMPANIONS` in
-    `extra_files_from` are copied along. Experts that the hub stores together are, however they come.
+    `extra_files_from` are copied along; a file `template` takes the place of the chat template there. Experts that the hub
+    stores together are, however they come.
 
     Raises:
         ModelError: `path` is a file or a folder with something in it, or a tensor comes twice.
@@ -253,7 +256,7 @@ def write_hf_folder(
     with new_folder(path, "config.json", config) as staging:
         _write_shards(staging, tensors if fused is None else joined(fused, tensors), max_shard_bytes)
         if extra_files_from is not None:
-            copy_companions(Path(extra_files_from), staging)
+            copy_companions(Path(extra_files_from), staging, Path(template) if template is not None else None)
 
 
 @contextmanager
@@ -314,11 +317,12 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def copy_companions(source: Path, target: Path) -> None:
-    """Copy the `COMPANIONS` that a folder has into another."""
+def copy_companions(source: Path, target: Path, template: Path | None = None) -> None:
+    """Copy the `COMPANIONS` that a folder has into another; a file `template` takes the place of the chat template."""
     for pattern in COMPANIONS:
         for file in source.glob(pattern):
             if file.is_dir():
                 shutil.copytree(file, target / file.name, dirs_exist_ok=True)
             else:
                 shutil.copy(file, target / file.name)
+    carry_template(template, target)

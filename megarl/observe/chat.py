@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.data.chat import ChatTemplate
 from megarl.data.tokenize import load_tokenizer
 from megarl.errors import ModelError
 
@@ -24,18 +25,24 @@ def chat(
     config: Any = None,
     lines: Iterable[str] | None = None,
     system_prompt: str | None = None,
+    chat_template: str | None = None,
+    template_args: Mapping[str, Any] | None = None,
 ) -> list[dict[str, str]]:
     """Answer every line of `lines` (None: stdin) in one conversation with the model in the Hugging Face folder `folder`.
 
-    `system_prompt` stands before the conversation. A model without a chat template continues each line by itself.
+    `system_prompt` stands before the conversation. `chat_template` is a Jinja file in place of the model's template, and
+    `template_args` are options of it. A model without a chat template continues each line by itself.
     `temperature` 0 is greedy. `config` is transformers' config object where the folder's own cannot be read as one. Returns
     what is remembered of the conversation at its end.
 
     Raises:
         ModelError: `folder` holds no model that can be loaded.
+        DataError: the template or an option of it is of no use, or it refuses the conversation.
     """
-    tokenizer, model = load_tokenizer(str(folder)), load_model(folder, config)
-    talks = bool(getattr(tokenizer, "chat_template", None))
+    tokenizer = load_tokenizer(str(folder))
+    template = ChatTemplate(tokenizer, chat_template or "auto", None, template_args=template_args)
+    template.left_out.refuses = False  # what was said goes on
+    model, talks = load_model(folder, config), template.is_used
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     begun = [{"role": "system", "content": system_prompt}] if talks and system_prompt is not None else []
     messages: list[dict[str, str]] = list(begun)
@@ -47,17 +54,17 @@ def chat(
             messages = list(begun)
         elif message:
             messages = [*messages, {"role": "user", "content": message}] if talks else []
-            ids = _prompt_ids(tokenizer, messages, message)
+            ids = _prompt_ids(template, messages, message)
             answer = _answer(model, tokenizer, ids, console, max_new_tokens=max_new_tokens, **sampling)
             messages = [*messages, {"role": "assistant", "content": answer}] if talks else []
     return messages
 
 
-def _prompt_ids(tokenizer: Any, said: list[dict[str, str]], message: str) -> Any:
+def _prompt_ids(template: ChatTemplate, said: list[dict[str, str]], message: str) -> Any:
     if not said:
-        return tokenizer(message, return_tensors="pt").input_ids
-    text = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
-    return tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+        return template.tokenizer(message, return_tensors="pt").input_ids
+    text = template.render(template.fitted(said, "the conversation"), "the conversation", ask=True)
+    return template.tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
 
 
 def _answer(model: Any, tokenizer: Any, ids: Any, console: Console, **options: Any) -> str:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 import psutil
@@ -102,7 +103,12 @@ def _reached(work: _Work) -> str:
 
 
 def _resident_bytes() -> int:
-    return int(psutil.Process().memory_info().rss)
+    return int(_process(os.getpid()).memory_info().rss)
+
+
+@lru_cache(maxsize=1)
+def _process(pid: int) -> psutil.Process:
+    return psutil.Process(pid)  # to make one costs more than to render most conversations
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:

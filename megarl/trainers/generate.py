@@ -76,7 +76,7 @@ def _right(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) 
         key = (sample.group_id, sample.response_text)
         if is_right(sample) and not sample.truncated and key not in seen:
             seen.add(key)
-            yield {"prompt": find_value(sample.row, prompt_key), "response": sample.response_text}
+            yield {"prompt": find_value(sample.row, prompt_key), "response": sample.response_text, **_own_args(sample)}
 
 
 def _pairs(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) -> Iterator[dict[str, Any]]:
@@ -88,7 +88,13 @@ def _pairs(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) 
     for sides in groups.values():
         for right, wrong in zip(sides[True].values(), sides[False].values(), strict=False):
             prompt = find_value(right.row, prompt_key)
-            yield {"prompt": prompt, "chosen": right.response_text, "rejected": wrong.response_text}
+            yield {"prompt": prompt, "chosen": right.response_text, "rejected": wrong.response_text, **_own_args(right)}
+
+
+def _own_args(sample: Sample) -> dict[str, Any]:
+    """The row's own options of the chat template, which its prompt was written under."""
+    args = sample.row.get("template_args")
+    return {} if args is None else {"template_args": args}
 
 
 def _pass_rates(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) -> Iterator[dict[str, Any]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from importlib.metadata import version
 from itertools import chain
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from megarl.config.fp8 import token_multiple
 from megarl.config.guard_rules import skip_rules
 from megarl.config.megatron_options import megatron_of
 from megarl.config.rollout import RolloutConfig
+from megarl.config.section import TEMPLATE_FILE
 from megarl.data.answers import Answers
 from megarl.data.batch import Batch
 from megarl.data.micro_batches import plan_micro_batches
@@ -127,6 +129,7 @@ class Roles:
             int4_experts=config.model.int4_experts if role in (POLICY, REFERENCE) else 0,
             deterministic=config.run.deterministic,
             freeze=spec.trained.freeze if spec.trained is not None else (),
+            chat_template=str(Path(config.run_folder) / TEMPLATE_FILE),
             media_folder=str(config.data.kept_in(config.run_folder)),
             collision=role == POLICY and config.needs_collision,
             replays_routes=role == POLICY and config.routing_replay != "none",

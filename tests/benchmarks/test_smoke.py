@@ -23,6 +23,7 @@ import pytest
 
 from megarl.config import load_any
 from tests.benchmarks.conftest import BENCHMARKS, read_strictly
+from tests.data.chat_tokenizers import CHATML, byte_tokenizer
 from tests.world import World
 
 ROOT = BENCHMARKS.parent
@@ -48,6 +49,14 @@ def test_scaling(measured: Measured) -> None:
         assert figures["tokens"] > 100_000
         assert figures["token_bytes"] == 0
         assert 0 < figures["sent_bytes"] < 10_000 * figures["responses"]
+
+
+def test_tokenising(measured: Measured, tmp_path: Path) -> None:
+    byte_tokenizer(CHATML).save_pretrained(tmp_path)
+    found = measured("tokenising", "--model", str(tmp_path), "--rows", "3", "--rounds", "1")
+    assert {*SETUP, "code", "setup", "tokens", "rows_per_s", "over_transformers"} == found.keys()
+    assert found["tokens"]["transformers"] - found["tokens"]["megarl"] == 3, "the line break behind each conversation"
+    assert all(rate > 0 for rate in found["rows_per_s"].values())
 
 
 def test_planner(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
@@ -442,6 +451,7 @@ RUN_BY = {
     "soak": f"{OF_RUNS}::test_soak",
     "speculative": f"{OF_RUNS}::test_speculative",
     "step": f"{OF_RUNS}::test_step",
+    "tokenising": f"{HERE}::test_tokenising",
     "update_checks": f"{HERE}::test_update_checks",
     "trl_reference": f"{HERE}::test_trl_reference",
     "update_network": f"{HERE}::test_update_network",

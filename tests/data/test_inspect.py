@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 from rich.console import Console
 
+from megarl.cli import main
 from megarl.config import Config, SupervisedConfig, parse_config, parse_supervised_config
 from megarl.config.sections import PictureFields
 from megarl.data.inspect import STYLES, inspect, inspect_config
@@ -21,6 +22,7 @@ from megarl.data.supervised import SupervisedSettings
 from megarl.errors import DataError
 from megarl.option_list import OPTIONS
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer
+from tests.data.published_templates import QWEN3
 from tests.data.seeing_folders import SPECIAL, picture, processed, seeing_folder
 
 SETTINGS = SupervisedSettings()
@@ -175,3 +177,30 @@ def test_pictures_are_shown_with_their_size_tokens_and_file(tmp_path: Path) -> N
     assert temporary is not None
     assert len([*Path(temporary[1]).iterdir()]) == 2
     shutil.rmtree(temporary[1])
+
+
+def test_options_of_the_template_are_shown_as_a_run_would_have_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    byte_tokenizer(CHATML).save_pretrained(tmp_path / "model")
+    template = tmp_path / "mine.jinja"
+    template.write_text(QWEN3)
+    rows, config = tmp_path / "rows.jsonl", tmp_path / "config.yaml"
+    rows.write_text('{"prompt": "hi"}\n')
+    source = {"source": "jsonl", "path": str(rows)}
+    tree = {"model": {"path": str(tmp_path / "model")}, "data": {"train": source, "prompt_key": "prompt"}}
+    config.write_text(json.dumps({**tree, "rewards": [{"name": "exact_number"}]}))
+    said = [{"role": "user", "content": "hi"}]
+    off = byte_tokenizer(QWEN3).apply_chat_template(said, add_generation_prompt=True, tokenize=False, enable_thinking=False)
+    options = ["--chat-template", str(template), "--template-args", "{enable_thinking: false}"]
+    assert "<think>" in off
+    for target in (["data", "inspect", str(config)], ["data", "inspect", str(rows), "--model", str(tmp_path / "model")]):
+        assert main([*target, *options]) == 0
+        assert off.strip() in capsys.readouterr().out
+    overridden = [f"data.chat_template={template}", "data.template_args.enable_thinking=false"]
+    assert main(["data", "inspect", str(config), *overridden]) == 0
+    assert off.strip() in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", ["no", "[1]", "{a: ", "{enable_thinking: 2024-01-01}"])
+def test_options_that_are_no_mapping_are_one_sentence(given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "inspect", str(tmp_path / "rows.jsonl"), "--model", "none", "--template-args", given]) == 2
+    assert "--template-args" in capsys.readouterr().err

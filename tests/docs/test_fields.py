@@ -22,7 +22,7 @@ NAME = re.compile(rf"`((?:{'|'.join(sorted(SECTIONS))})(?:\.\w+)+)(?![\w(/])")
 FREE = (
     "rewards.args", "data.train.args", "data.eval.args", "rollout.engine_args", "data.train.columns", "policy.megatron",
     "reference.megatron", "algorithm.advantage_args", "algorithm.policy_loss_args",
-    "rollout.episode.mcp", "rollout.episode.agent.verifiers.arguments", "trackers.args",
+    "data.template_args", "rollout.episode.mcp", "rollout.episode.agent.verifiers.arguments", "trackers.args",
 )  # fmt: skip
 MODULE, FILE = "package.module:", ".py:"
 """The two forms in which a function or class of the user's own is named; every field takes both."""

@@ -16,6 +16,7 @@ from megarl.options.agents.messages import (
     checked_tools,
     positive,
     stop_strings,
+    template_args,
     text_of,
     told_of,
 )
@@ -62,6 +63,7 @@ def read_request(body: Mapping[str, Any], keeper: MediaKeeper | None = None) -> 
         stream=bool(body.get("stream")),
         ignored=tuple(name for name in IGNORED if body.get(name) is not None),
         stops=Stops(stop_strings(body.get("stop_sequences"), "stop_sequences")),
+        template_args=template_args(body),
     )
 
 

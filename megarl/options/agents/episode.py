@@ -16,8 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megarl.data.left_out import LeftOut
 from megarl.data.media import Media
 from megarl.data.sample import EPISODE_REWARD, Prompt, Sample
+from megarl.data.template_args import ROW_KEY, args_of_row
 from megarl.errors import EpisodeError
 from megarl.option_list import part
 from megarl.options.agents import verifiers_agent
@@ -74,11 +76,14 @@ async def with_agent(prompt: Prompt, number: int, sample: SampleTokens, context:
     piece = most if context.pictures is not None else PIECE_TOKENS
     limits = SessionLimits(context.max_turns, context.max_prompt_tokens + most, most, piece)
     end = AgentEnd()
+    own_args = args_of_row(prompt.row.get(ROW_KEY), f"row {prompt.row_id}")
     async with agents.at_once:
         kept_turns = KeptTurns(sample)
         for _ in range(TRIES):
             kept_turns.begin_try()
-            session = AgentSession(limits, kept_turns, agents.renderer, context.counts, agents.history, context.pictures)
+            session = AgentSession(
+                limits, kept_turns, agents.renderer, context.counts, agents.history, context.pictures, own_args
+            )
             end = await agents.act(session, prompt)
             if session.tree.turns and not end.with_process:
                 break
@@ -139,8 +144,14 @@ def open_part(opening: EpisodeOpening) -> None:
         return
     settings, context = agent_of(opening.settings), opening.context
 
+    # ids and names that the protocols want are no news to the policy
+    left_out = LeftOut(context.tokenizer, (*opening.ignore_fields, "name", "tool_call_id"), refuses=False)
+
     def renderer(tools: Sequence[Mapping[str, Any]]) -> TurnTemplate:
-        return TurnTemplate(context.tokenizer, [dict(tool) for tool in tools], "user", opening.pictures)
+        schemas, args = [dict(tool) for tool in tools], opening.template_args
+        template = TurnTemplate(context.tokenizer, schemas, "user", opening.pictures, args)
+        template.left_out = left_out
+        return template
 
     def question(prompt: Prompt) -> str:
         asked = prompt.row.get(opening.prompt_key, prompt.prompt_text)

@@ -133,11 +133,14 @@ class ChatRequest:
     """Whether the client says that it has asked before, and has got no answer."""
     log_probs: bool = False
     """Whether the client wants those of the sampled tokens."""
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the chat template, which go before those of the row and of the run."""
 
     @property
     def tools_key(self) -> str:
-        """Equal for equal tools."""
-        return json.dumps(self.tools, sort_keys=True)
+        """Equal for equal tools and options of the template, both of which may change what is written before the messages."""
+        told = [self.tools, self.template_args] if self.template_args else self.tools
+        return json.dumps(told, sort_keys=True)
 
 
 def text_of(content: Any, where: str) -> str:
@@ -219,6 +222,18 @@ def stop_strings(value: Any, name: str) -> tuple[str, ...]:
     if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(stop, str) for stop in stops):
         raise RequestError(f"{name} must be a string, or a list of at most {MOST_STOPS} strings")
     return tuple(filter(None, stops))
+
+
+def template_args(body: Mapping[str, Any]) -> dict[str, Any]:
+    """`chat_template_kwargs` of a request, as SGLang and vLLM have it beside what the protocols define.
+
+    Raises:
+        RequestError: it is no object.
+    """
+    args = body.get("chat_template_kwargs")
+    if args is not None and not isinstance(args, dict):
+        raise RequestError("chat_template_kwargs must be an object of options of the chat template")
+    return args or {}
 
 
 def positive(value: Any, name: str) -> int | None:

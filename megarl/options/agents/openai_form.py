@@ -17,6 +17,7 @@ from megarl.options.agents.messages import (
     positive,
     said_call,
     stop_strings,
+    template_args,
     told_of,
 )
 from megarl.options.agents.stops import Stops
@@ -57,6 +58,7 @@ def read_request(body: Mapping[str, Any], keeper: MediaKeeper | None = None) -> 
         count=positive(body.get("n"), "n") or 1,
         stops=Stops(stop_strings(body.get("stop"), "stop"), _token_ids(body.get("stop_token_ids"))),
         log_probs=bool(body.get("logprobs")),
+        template_args=template_args(body),
     )
 
 

@@ -16,6 +16,7 @@ from megarl.options.agents.messages import (
     checked_tools,
     positive,
     said_call,
+    template_args,
     text_of,
     told_of,
 )
@@ -66,6 +67,7 @@ def read_request(
         max_tokens=positive(body.get("max_output_tokens"), "max_output_tokens"),
         stream=bool(body.get("stream")),
         ignored=tuple(name for name in IGNORED if body.get(name) is not None),
+        template_args=template_args(body),
     )
     return ResponseRequest(chat, conversation)
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from megarl.data.media import Media
 from megarl.data.told import MediaKeeper
-from megarl.errors import EpisodeError, MegarlError
+from megarl.errors import DataError, EpisodeError, MegarlError
 from megarl.options.agents.messages import ChatRequest, RequestError, SaidCall, SessionMessage, as_json
 from megarl.options.agents.stops import PIECE_TOKENS, Stopped, sample_until
 from megarl.options.agents.tree import Turn, TurnTree
@@ -62,12 +62,15 @@ class AgentSession:
         counts: Counter[str],
         history: History = "tokens",
         pictures: MediaKeeper | None = None,
+        template_args: Mapping[str, Any] | None = None,
     ) -> None:
         """`renderer` gives the chat template for the tools of a request; `counts` are the run's, added to.
 
         `history`: whether what was sampled stays as it is in later requests (`tokens`), or is written anew (`template`).
-        `pictures` keeps what requests show; None: the model takes no pictures.
+        `pictures` keeps what requests show; None: the model takes no pictures. `template_args`: options of the chat template
+        that the row has; those of a request go before them.
         """
+        self._template_args = dict(template_args or {})
         self.pictures = pictures
         self._history = history
         self.limits, self.tree, self.counts = limits, TurnTree(), counts
@@ -92,6 +95,8 @@ class AgentSession:
         Raises:
             RequestError: the request is beyond what the session allows.
         """
+        if request.template_args:
+            self._check_args(request)
         delivered = sum(turn.is_delivered for turn in self.tree.turns)
         if request.count > 1 and delivered + request.count > self.limits.turns:
             raise self._refusal(
@@ -102,7 +107,7 @@ class AgentSession:
         taken: list[Turn] = []
         turns = await asyncio.gather(*(self._answer(request, taken) for _ in range(request.count)))
         if request.log_probs:
-            text_of = self._renderer(request.tools).sampled_text
+            text_of = self._template(request).sampled_text
             for turn in turns:
                 turn.token_texts = [text_of([token]) for token in turn.generation.response_ids]
         return turns
@@ -132,6 +137,18 @@ class AgentSession:
         finally:
             pending.waiting -= 1
 
+    def _template(self, request: ChatRequest) -> TurnTemplate:
+        """The chat template for the request's tools, under its own options and the row's."""
+        return self._renderer(request.tools).with_args({**self._template_args, **request.template_args})
+
+    def _check_args(self, request: ChatRequest) -> None:
+        from megarl.data.template_args import check_args
+
+        try:
+            check_args(self._renderer(request.tools).tokenizer, request.template_args, "chat_template_kwargs")
+        except DataError as error:
+            raise RequestError(str(error)) from None
+
     def close(self) -> None:
         """Refuse whatever comes from now on, and stop what is being sampled."""
         self._is_closed = True
@@ -147,7 +164,7 @@ class AgentSession:
             return parent, request.messages[known:], None
         messages = [message.for_template(tool_name="") for message in request.messages]
         with _as_refusals():
-            whole = self._renderer(request.tools).conversation(messages)
+            whole = self._template(request).conversation(messages)
         parent = self.tree.attach_ids(whole.ids, whole.media)
         if parent is None:
             return None, request.messages, whole
@@ -175,7 +192,7 @@ class AgentSession:
     def _told_tokens(self, request: ChatRequest, parent: Turn | None, told: Sequence[SessionMessage]) -> ToldTokens:
         messages = [message.for_template() for message in told]
         with _as_refusals():
-            renderer = self._renderer(request.tools)
+            renderer = self._template(request)
             if parent is None:
                 return renderer.opening(messages)[1]
             return renderer.between(messages, parent.generation.response_ids[-1])
@@ -215,7 +232,7 @@ class AgentSession:
             if not self.failure.done():
                 self.failure.set_exception(error)
             raise RequestError("the engine failed; the episode is begun anew", "engine_failed", 503) from error
-        text = stopped.text if stopped is not None else self._renderer(request.tools).turn_text(generation)
+        text = stopped.text if stopped is not None else self._template(request).turn_text(generation)
         by = stopped.by if stopped is not None else None
         message = self._said(text, request)
         return self.tree.add(parent, request.tools_key, told, tokens.ids, generation, message, by, tokens.media)
@@ -225,7 +242,7 @@ class AgentSession:
     ) -> tuple[Generation, Stopped | None]:
         if not request.stops:
             return await self._sample(ids, most, media), None
-        text_of = self._renderer(request.tools).sampled_text
+        text_of = self._template(request).sampled_text
 
         async def sample(behind: list[int], tokens: int) -> Generation:
             return await self._sample(behind, tokens, media)

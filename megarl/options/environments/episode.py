@@ -54,7 +54,7 @@ async def in_environment(prompt: Prompt, number: int, sample: SampleTokens, cont
 
 
 async def _episode(prompt: Prompt, number: int, sample: SampleTokens, context: EpisodeContext) -> Sample:
-    assert context.chat is not None
+    chat = context.chat_of(prompt.row)
     environment = await _ask(context.shared.make, context.tool_timeout_s)
     try:
         prompt = await _opening(prompt, await _ask(environment.reset, context.tool_timeout_s, prompt), context)
@@ -73,7 +73,7 @@ async def _episode(prompt: Prompt, number: int, sample: SampleTokens, context: E
             if turn == context.max_turns:
                 break
             messages = _cut(await _messages(observation, prompt, context), context)
-            tokens = context.chat.between(messages, generation.response_ids[-1])
+            tokens = chat.between(messages, generation.response_ids[-1])
             if len(tokens.ids) >= transcript.room:
                 break
             transcript.append_observation(tokens.ids, context.as_turns(messages), tokens.media)
@@ -105,11 +105,10 @@ async def _opening(prompt: Prompt, observation: Any, context: EpisodeContext) ->
     """The prompt that an episode begins with: the one given if the environment says nothing of its own."""
     if observation is None:
         return prompt
-    assert context.chat is not None
     messages = await _messages(observation, prompt, context)
     system = context.system_prompt if messages[0]["role"] != "system" else None
     try:
-        text, tokens = context.chat.opening(messages, system=system)
+        text, tokens = context.chat_of(prompt.row).opening(messages, system=system)
     except EpisodeError as error:
         raise EpisodeError(f"the environment {context.shared.name} cannot begin row {prompt.row_id}: {error}") from None
     if len(tokens.ids) > context.max_prompt_tokens:

@@ -36,7 +36,8 @@ def export_adapters(source: DistSource, target: str | Path) -> int:
     if _VALUE_HEAD in folder.keys:
         names[SCORE] = _VALUE_HEAD
     tensors = ((name, _whole(folder, key)) for name, key in names.items())
-    write_peft_folder(target, tensors, lora, base=str(source.companions), hf_config=hf_config)
+    base, template = str(source.companions), source.template
+    write_peft_folder(target, tensors, lora, base=base, hf_config=hf_config, template=template)
     return sum(name.endswith(LORA_A) for name in names)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megarl.config.section import TEMPLATE_FILE
 from megarl.errors import ModelError
 from megarl.models.adapters import LORA_A, LORA_B
 from megarl.models.hf_folder import HFFolder, write_hf_folder
@@ -34,7 +35,8 @@ def merge_adapters(base: str | Path, adapter: str | Path, target: str | Path) ->
         )
     adapters = AdapterFolder(adapter, folder.config)
     config = sequence_classifier(folder.config) if adapters.has_score else folder.config
-    write_hf_folder(target, _merged(folder, adapters), config, extra_files_from=base)
+    template = Path(adapter) / TEMPLATE_FILE
+    write_hf_folder(target, _merged(folder, adapters), config, extra_files_from=base, template=template)
     return len(adapters.lora.targets)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megarl.errors import ModelError, nearest
 from megarl.models.adapters import LORA_A, LORA_B
+from megarl.models.chat_template_file import carry_template
 from megarl.models.expert_tensors import RowSlice, joined
 from megarl.models.fused_rows import FusedRows
 from megarl.models.hf_folder import new_folder
@@ -79,6 +80,7 @@ def write_peft_folder(
     *,
     base: str,
     hf_config: Mapping[str, Any],
+    template: str | Path | None = None,
 ) -> None:
     """Write a PEFT folder that appears whole or not at all. All tensors are held until then.
 
@@ -88,6 +90,7 @@ def write_peft_folder(
         lora: their rank and scale.
         base: the folder or the hub's id of the model that they are for.
         hf_config: that model's `config.json`.
+        template: a file with the chat template that they were trained with, where it is not the model's own.
 
     Raises:
         ModelError: `path` is a file or a folder with something in it, a tensor comes twice, or a part of one is missing.
@@ -107,6 +110,7 @@ def write_peft_folder(
         save_file(
             {PREFIX + name: tensor for name, tensor in weights.items()}, staging / WEIGHTS_FILE, metadata={"format": "pt"}
         )
+        carry_template(Path(template) if template is not None else None, staging)
 
 
 def _joined(rows: FusedRows, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -36,6 +36,7 @@ class PtxExamples(StepPart):
             turns=ptx.turns,
             chat_template=config.data.chat_template,
             template_args=config.data.template_args,
+            ignore_fields=config.data.ignore_fields,
             max_tokens=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
             bad_pictures=config.data.bad_pictures,
         )

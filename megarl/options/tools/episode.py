@@ -32,8 +32,7 @@ async def chat_with_tools(prompt: Prompt, number: int, sample: SampleTokens, con
 
 
 async def _chat(prompt: Prompt, number: int, sample: SampleTokens, context: EpisodeContext, call_tool: CallTool) -> Sample:
-    assert context.chat is not None
-    transcript = Transcript(prompt, context.max_new_tokens)
+    chat, transcript = context.chat_of(prompt.row), Transcript(prompt, context.max_new_tokens)
     for turn in range(1, context.max_turns + 1):
         generation, text = await transcript.take_turn(sample, context)
         if generation.finish_reason != "stop":
@@ -44,7 +43,7 @@ async def _chat(prompt: Prompt, number: int, sample: SampleTokens, context: Epis
         if turn == context.max_turns:
             break
         answers = await asyncio.gather(*(_answer(call, index, context, call_tool) for index, call in enumerate(calls)))
-        tokens = context.chat.between(answers, generation.response_ids[-1])
+        tokens = chat.between(answers, generation.response_ids[-1])
         if len(tokens.ids) >= transcript.room:
             break
         transcript.append_observation(tokens.ids, context.as_turns(answers), tokens.media)

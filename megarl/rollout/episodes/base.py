@@ -73,6 +73,15 @@ class EpisodeContext:
         """The tools as the chat template's `tools=` takes them; prompts are rendered with them."""
         return self.tools.schemas if self.tools is not None else []
 
+    def chat_of(self, row: Mapping[str, Any]) -> TurnTemplate:
+        """`chat` under the row's own options of the chat template."""
+        assert self.chat is not None, "the kind of episode has turns"
+        if row.get("template_args") is None:
+            return self.chat
+        from megarl.data.template_args import args_of_row
+
+        return self.chat.with_args(args_of_row(row["template_args"], "the row"))
+
     def as_turns(self, messages: Sequence[ToldMessage]) -> list[dict[str, Any]]:
         """Messages as `Sample.turns` has them: pictures by the paths of their kept files."""
         folder = self.pictures.media_folder if self.pictures is not None else Path()

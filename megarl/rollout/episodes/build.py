@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megarl.config.sections import DataConfig
+from megarl.data.chat import choose_template
 from megarl.data.row_media import ModelMedia
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EpisodeError
@@ -39,6 +40,10 @@ class EpisodeOpening:
     context: EpisodeContext
     prompt_key: str
     pictures: ModelMedia | None
+    template_args: Mapping[str, Any]
+    """Options of the chat template."""
+    ignore_fields: Sequence[str]
+    """Keys of messages that it may leave out."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ def open_episodes(
         EpisodeError: there is no such kind, a tool or an environment cannot be imported, or the tokenizer's chat template
             does not serve the kind.
     """
+    choose_template(tokenizer, data.chat_template)
     kind, timeout_s = settings.kind, settings.tool_timeout_s
     episode = load_episode(kind)
     context = EpisodeContext(
@@ -105,10 +111,10 @@ def open_episodes(
     built_in = kinds_of_episode()
     if kind in built_in and data.chat_template == "never":
         raise EpisodeError(f"data.chat_template is 'never', but rollout.episode.kind is '{kind}', whose turns are a chat")
-    opening = EpisodeOpening(settings, context, data.prompt_key, pictures)
+    opening = EpisodeOpening(settings, context, data.prompt_key, pictures, data.template_args, data.ignore_fields)
     for open_part in functions("episode", "open_part"):
         open_part(opening)
     if kind in built_in or tokenizer.chat_template:
         observation_role = "tool" if context.tools is not None else "user"
-        context.chat = TurnTemplate(tokenizer, context.tool_schemas, observation_role, pictures)
+        context.chat = TurnTemplate(tokenizer, context.tool_schemas, observation_role, pictures, data.template_args)
     return Episodes(episode, context)

@@ -6,12 +6,14 @@ write an earlier turn otherwise once more follows (thinking taken out, for one) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.data.chat import special_tokens
 from megarl.data.chat_rendering import TemplateError, render
+from megarl.data.left_out import LeftOut
 from megarl.data.media import Media
 from megarl.data.row_media import ModelMedia
 from megarl.data.told import KeptPicture, PicturedText
@@ -45,9 +47,10 @@ class TurnTemplate:
         schemas: Sequence[dict[str, Any]],
         observation_role: str,
         pictures: ModelMedia | None = None,
+        template_args: Mapping[str, Any] | None = None,
     ) -> None:
         """`schemas`: the tools, as the template's `tools=` takes them; `observation_role`: the role of what the policy is told;
-        `pictures`: how the model takes them; None: it takes none.
+        `pictures`: how the model takes them; None: it takes none. `template_args`: options of the template.
 
         Raises:
             EpisodeError: there is no template, or it does not write such messages.
@@ -58,6 +61,9 @@ class TurnTemplate:
                 "none; it must be 'single'"
             )
         self.tokenizer, self._schemas, self._pictures = tokenizer, list(schemas), pictures
+        self._args = dict(template_args or {})
+        self.left_out: LeftOut | None = None
+        """Warns of what the template leaves out of messages; None: nobody looks."""
         added = tokenizer.added_tokens_decoder
         self._special_ids = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
         self._special_texts = sorted((token for token in special_tokens(tokenizer) if len(token) > 1), key=len, reverse=True)
@@ -68,6 +74,14 @@ class TurnTemplate:
                 f"the tokenizer's chat template leaves out messages of role '{observation_role}', which "
                 "rollout.episode.kind needs; use a model whose template writes them"
             )
+
+    def with_args(self, args: Mapping[str, Any] | None) -> TurnTemplate:
+        """The same template under further options, which go before its own."""
+        if not args:
+            return self
+        other = copy(self)
+        other._args = {**self._args, **args}
+        return other
 
     def opening(self, messages: Sequence[ToldMessage], *, system: str | None = None) -> tuple[str, ToldTokens]:
         """A conversation up to where the policy's first turn begins: its text, with a placeholder for each picture, and ids.
@@ -157,14 +171,16 @@ class TurnTemplate:
 
     def _after_turn(self, messages: Sequence[dict[str, Any]], *, ask: bool) -> str:
         conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}, *messages]
-        _, turn, after = self._render(conversation, ask=ask).partition(_TURN)
+        _, turn, after = self._render(conversation, ask=ask, own=2).partition(_TURN)
         if not turn:
             raise EpisodeError("the tokenizer's chat template does not write what an assistant said word for word")
         return after
 
-    def _render(self, conversation: Sequence[dict[str, Any]], *, ask: bool) -> str:
+    def _render(self, conversation: Sequence[dict[str, Any]], *, ask: bool, own: int = 0) -> str:
+        if self.left_out is not None and ask:
+            self.left_out.check(conversation, "a request", tools=self._schemas, args=self._args, own=own)
         try:
-            return render(self.tokenizer, conversation, self._schemas, ask=ask)
+            return render(self.tokenizer, conversation, self._schemas, ask=ask, args=self._args)
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in conversation)
             raise EpisodeError(f"the tokenizer's chat template refuses a conversation of the roles {roles}: {error}") from None

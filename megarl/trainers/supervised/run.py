@@ -24,6 +24,7 @@ from megarl.data.stream import ScorePosition, pack
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings, kind_of_rows
 from megarl.data.tokenize import load_tokenizer
 from megarl.observe.progress import TOWER, rows_line
+from megarl.runs.run_template import keep_template
 from megarl.runs.training_side import POLICY, REFERENCE
 from megarl.trainers.start import check_architectures, open_groups, open_roles
 from megarl.trainers.supervised.objectives import (
@@ -50,7 +51,7 @@ class SupervisedRun(Run):
         with self.telling_of_disk_trouble():
             check_architectures(config)
             settings = SupervisedSettings.of(config.data)
-            tokenizer = load_tokenizer(config.model.path)
+            self.tokenizer = tokenizer = load_tokenizer(config.model.path)
             media = open_media(config.data, config.model.path, tokenizer, config.run_folder)
             builder = SupervisedBuilder(tokenizer, kind_of_rows(self.objective.name), settings, media)
             train = build_parts(builder, config.data.train, prefix="train")
@@ -91,6 +92,8 @@ class SupervisedRun(Run):
         for why, count in self.dropped.items():
             if count:
                 self.progress.say(f"{count} rows left out as {why}")
+        if self.leads:
+            keep_template(self.folder, self.tokenizer, self.config.data)
         self.progress.doing("ranks")
         groups = open_groups(self.config, self._stack, self.folder / "logs", self.tell_placement)
         self.roles = open_roles(self.config, groups)

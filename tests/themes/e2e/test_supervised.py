@@ -306,6 +306,23 @@ def test_an_exported_reward_model_scores_in_hugging_face_as_it_did_here(
     assert after["accuracy"] == sum(m > 0 for m in margins) / len(margins)
 
 
+def test_an_exported_model_writes_conversations_as_the_run_did(
+    supervised_config: Callable[..., SupervisedConfig], tmp_path: Path
+) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.content }}{% if loud is defined and loud %}{{ '!' }}{% endif %}{% endfor %}"
+    )
+    choice = {"data.chat_template": str(template), "data.template_args": {"loud": True}}
+    config = supervised_config({"name": "sft"}, PAIRS[:1], **choice, **{"run.steps": 1, "run.export": True})
+    summary = train(config)
+    assert summary["template"] == {"chat_template": str(template), "template_args": {"loud": True}}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(Path(config.run_folder) / "model")
+    said = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
+    assert tokenizer.apply_chat_template(said, tokenize=False) == "1+2=!3!"
+    assert tokenizer.apply_chat_template(said, tokenize=False, loud=False) == "1+2=3"
+
+
 @pytest.mark.parametrize(
     "objective",
     [
