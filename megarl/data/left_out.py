@@ -20,6 +20,8 @@ LOST = ("content", "tool_calls", "function_call")
 """Keys whose loss is an error in any message."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys whose loss is an error in a turn that is trained on. In earlier turns they are a matter of history."""
+NOT_WRITTEN = ("role", "weight")
+"""Keys that megarl reads itself."""
 _PROBE = "\ue000probe\ue001"
 _Message = Mapping[str, Any]
 
@@ -171,8 +173,8 @@ class LeftOut:
 
 
 def _keys_of(message: _Message) -> Iterator[str]:
-    """The keys of a message with something under them."""
-    return (str(key) for key, value in message.items() if key != "role" and value not in (None, "", [], {}))
+    """The keys of a message with something under them that are the template's."""
+    return (str(key) for key, value in message.items() if key not in NOT_WRITTEN and value not in (None, "", [], {}))
 
 
 def _where(place: Any, number: int, turn: str) -> str:

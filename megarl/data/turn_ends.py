@@ -51,18 +51,28 @@ class TurnEnds:
         self._of_roles: dict[str, str | None] = {}
 
     @cached_property
-    def written(self) -> str | None:
-        """The token that the template writes behind a turn that nothing follows; None: it writes none."""
+    def _behind(self) -> str:
+        """The text that the template writes behind a turn that nothing follows."""
         text = self._render([QUESTION, ANSWER])
         _, found, behind = (text or "").rpartition(ANSWER["content"])
-        return self._first_token(behind) if found else None
+        return behind if found else ""
+
+    @cached_property
+    def written(self) -> str | None:
+        """The token that the template writes behind a turn that nothing follows; None: it writes none."""
+        return self._first_token(self._behind)
+
+    @property
+    def written_text(self) -> str:
+        """The words that it writes there, if no token; empty: it writes none."""
+        return self._behind.rstrip() if self.written is None else ""
 
     @cached_property
     def _ends(self) -> frozenset[str]:
         return frozenset(self.stops) | ({self.written} if self.written is not None else set())
 
     def split(self, turn: str) -> tuple[str, str | None]:
-        """A rendered turn as what is in it and its end token; None: the template has written none, or not yet."""
+        """A rendered turn as what is in it and its end, a token or a text; None: the template has written none, or not yet."""
         found: list[tuple[int, str]] = []
         end = len(turn)
         while True:
@@ -75,6 +85,8 @@ class TurnEnds:
         known = [(at, token) for at, token in found if token in self._ends]
         if not known and self.written is not None:
             known = [(at, token) for at, token in found[:1] if token in self._special]
+        if not known and self.written_text and turn.rstrip().endswith(self.written_text):
+            known = [(len(turn.rstrip()) - len(self.written_text), self.written_text)]
         return (turn[: known[-1][0]], known[-1][1]) if known else (turn, None)
 
     def ended(self, body: str, message: ChatMessage, following: ChatMessage | None) -> tuple[str, str] | None:
@@ -112,10 +124,14 @@ class TurnEnds:
 
     def describe(self) -> str:
         """A line for people."""
+        stops = f"it stops at {', '.join(self.stops)}" if self.stops else "it stops at none"
+        if self.written_text:
+            return (
+                f"a turn ends with the text {self.written_text!r}, which is no token: generation does not stop there ({stops})"
+            )
         if self.written is not None:
             if self.written in self.stops:
                 return f"a turn ends with {self.written}"
-            stops = f"it stops at {', '.join(self.stops)}" if self.stops else "it stops at none"
             return (
                 f"a turn ends with {self.written}, at which generation does not stop ({stops}): name it under eos_token_id in "
                 "the model's generation_config.json"
@@ -141,7 +157,8 @@ class TurnEnds:
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
         template = self._template
         try:
-            return render(template.tokenizer, [dict(m) for m in messages], template.tools, ask=False, args=template.args)
+            fitted = template.left_out.in_parts_or_text(messages, "a conversation")
+            return render(template.tokenizer, fitted, template.tools, ask=False, args=template.args)
         except TemplateError:
             return None
 

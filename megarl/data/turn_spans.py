@@ -62,7 +62,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Turn:
+class PromptedTurn:
     """An assistant's turn behind the prompt that asks for it."""
 
     prompt: str
@@ -117,7 +117,7 @@ class TurnSpans:
         turns = [self._turn(conversation, at) for at in conversation.turns[-1 if only_last else 0 :]]
         return [[(turn.prompt, False), (turn.body + turn.end, True)] for turn in turns]
 
-    def _turn(self, conversation: Conversation, at: int) -> Turn:
+    def _turn(self, conversation: Conversation, at: int) -> PromptedTurn:
         messages, place = conversation.shown, conversation.place
         given = {"tools": conversation.tools, "args": conversation.args}
         prompt = self.template.render(messages[:at], place, ask=True, **given)
@@ -132,7 +132,7 @@ class TurnSpans:
             if ended is None:
                 raise self._endless(conversation, at, following)
             body, end = ended
-        return Turn(prompt, body, end)
+        return PromptedTurn(prompt, body, end)
 
     def _rewritten(self, conversation: Conversation, at: int) -> DataError:
         return DataError(

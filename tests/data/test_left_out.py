@@ -85,8 +85,8 @@ def test_thoughts_that_a_template_keeps_in_the_last_turn_are_a_matter_of_history
 
 
 def test_names_and_ids_are_a_warning_told_once(caplog) -> None:
-    rows = [{"messages": [{**USER, "name": "Ann", "weight": 0}, {**SAYS, "id": 7}]}] * 3
-    for ignored, expected in (((), ["name", "weight", "id"]), (("weight", "id"), ["name"])):
+    rows = [{"messages": [{**USER, "name": "Ann", "score": 2}, {**SAYS, "id": 7}]}] * 3
+    for ignored, expected in (((), ["name", "score", "id"]), (("score", "id"), ["name"])):
         caplog.clear()
         settings = SupervisedSettings(ignore_fields=ignored)
         SupervisedBuilder(byte_tokenizer(SMOLLM2), "sft", settings).build(rows, prefix="train")

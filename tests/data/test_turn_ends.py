@@ -173,6 +173,33 @@ def test_a_template_without_any_mark_ends_the_last_turn_with_the_end_token_and_r
         samples(tokenizer, CHAT[:2])
 
 
+def test_an_end_that_is_a_text_is_trained_and_told(tmp_path: Path) -> None:
+    template = PLAIN.replace("{{ m.content }}", "{{ m.content }} [end]")
+    tokenizer = tokenizer_of(Family(template, ("</s>",), "</s>"), tmp_path)
+    (sample,) = samples(tokenizer, CHAT)
+    assert trained_runs(tokenizer, sample) == [" a1 [end]", " a2 [end]"]
+    told = SupervisedBuilder(tokenizer, "sft", SupervisedSettings()).turns.ends.describe()
+    assert told == "a turn ends with the text ' [end]', which is no token: generation does not stop there (it stops at </s>)"
+
+
+@pytest.mark.parametrize(
+    ("family", "told"),
+    [
+        (FAMILIES["Qwen3"], "a turn ends with <|im_end|>"),
+        (FAMILIES["GLM-4"], "a turn ends with the marker of the next role: <|user|> (user), <|observation|> (tool)"),
+        (
+            Family(FAMILIES["ChatML"].template, FAMILIES["ChatML"].special, "<|endoftext|>"),
+            "a turn ends with <|im_end|>, at which generation does not stop (it stops at <|endoftext|>): name it under "
+            "eos_token_id in the model's generation_config.json",
+        ),
+        (Family(PLAIN, ("</s>",), "</s>"), "a turn that nothing follows ends with </s>; the template writes no end"),
+    ],
+)
+def test_the_end_of_turns_is_told(family: Family, told: str, tmp_path: Path) -> None:
+    ends = SupervisedBuilder(tokenizer_of(family, tmp_path), "sft", SupervisedSettings()).turns.ends
+    assert ends.describe() == told
+
+
 def test_the_marker_of_a_role_is_an_end_only_where_generation_stops_at_it(tmp_path: Path) -> None:
     family = FAMILIES["GLM-4"]
     tokenizer = tokenizer_of(Family(family.template, family.special, family.eos), tmp_path)

@@ -78,7 +78,7 @@ def weighted(*weights: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("turns", ["together", "each", "last"])
-def test_a_turn_of_weight_0_is_read_and_not_trained_on(turns: str) -> None:
+def test_a_turn_of_weight_0_is_read_and_not_trained_on(turns: str, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = byte_tokenizer()
     (second,) = samples(tokenizer, weighted(0, 1), turns=turns)
     assert trained_runs(tokenizer, second) == ["a2<|end|>"]
@@ -86,6 +86,7 @@ def test_a_turn_of_weight_0_is_read_and_not_trained_on(turns: str) -> None:
     assert second.prompt_ids + second.response_ids == plain.prompt_ids + plain.response_ids
     (first,) = samples(tokenizer, weighted(None, 0.0), turns=turns)
     assert trained_runs(tokenizer, first) == ["a1<|end|>"]
+    assert not caplog.records, "no template writes weights, and none leaves one out"
 
 
 @pytest.mark.parametrize(
