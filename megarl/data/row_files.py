@@ -14,9 +14,9 @@ from typing import IO, Any
 from megarl.config.sources import COMPRESSED, ENDINGS, kind_of_path
 from megarl.data.arrow_tables import table_rows
 from megarl.data.csv_rows import csv_rows
+from megarl.data.data_source import Row
 from megarl.data.json_rows import json_rows
 from megarl.data.row_texts import NumberedRow, TextFile
-from megarl.data.rows import Row
 from megarl.errors import DataError
 
 TABLES = ("parquet", "arrow")
