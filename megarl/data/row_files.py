@@ -9,7 +9,7 @@ import io
 import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePath
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from megarl.config.sources import COMPRESSED, ENDINGS, kind_of_path
 from megarl.data.arrow_tables import table_rows
@@ -85,7 +85,7 @@ def open_bytes(path: Path) -> IO[bytes]:
     if suffix == ".gz":
         import gzip
 
-        return gzip.open(path)
+        return cast(IO[bytes], gzip.open(path))
     if suffix == ".zst":
         import pyarrow
 
