@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.data.rows import Row
+from megarl.data.data_source import Row
 from megarl.errors import DataError
 
 

@@ -11,8 +11,8 @@ import yaml
 
 from megarl.config.sources import COMPRESSED
 from megarl.config.yaml_tree import load_text
+from megarl.data.data_source import DataSource, Row
 from megarl.data.row_files import file_rows, kind_of_file
-from megarl.data.rows import DataSource, Row
 from megarl.errors import DataError, nearest
 from megarl.system.hub import HubRepo, exactly
 

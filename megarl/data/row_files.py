@@ -9,14 +9,14 @@ import io
 import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePath
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from megarl.config.sources import COMPRESSED, ENDINGS, kind_of_path
 from megarl.data.arrow_tables import table_rows
 from megarl.data.csv_rows import csv_rows
+from megarl.data.data_source import Row
 from megarl.data.json_rows import json_rows
 from megarl.data.row_lines import NumberedRow, TextFile
-from megarl.data.rows import Row
 from megarl.errors import DataError
 
 TABLES = ("parquet", "arrow")
@@ -85,7 +85,7 @@ def open_bytes(path: Path) -> IO[bytes]:
     if suffix == ".gz":
         import gzip
 
-        return gzip.open(path)
+        return cast(IO[bytes], gzip.open(path))
     if suffix == ".zst":
         import pyarrow
 

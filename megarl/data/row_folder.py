@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from megarl.data.data_source import DataSource, Row
 from megarl.data.row_files import TABLES, allowed_endings, file_rows, kind_of_file, numbered_rows
-from megarl.data.rows import DataSource, Row
 from megarl.errors import DataError, MegarlError, nearest
 
 File = tuple[Path, str]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.config.sources import FILE_SOURCES
+from megarl.data.data_source import DataSource as DataSource
+from megarl.data.data_source import Row as Row
 from megarl.errors import DataError, nearest
 
-Row = dict[str, Any]
 SAME_THING = (
     ("response", "completion", "output"),
     ("prompt", "question", "problem", "input", "instruction"),
@@ -18,35 +19,6 @@ SAME_THING = (
     ("label", "score"),
 )
 """Keys that trainers use for one thing: in an error, what a missing one may be called."""
-
-
-class DataSource(Protocol):
-    """The part of a `SourceConfig` that reading rows needs."""
-
-    @property
-    def source(self) -> str: ...
-    @property
-    def name(self) -> str | None: ...
-    @property
-    def path(self) -> str | None: ...
-    @property
-    def split(self) -> str | None: ...
-    @property
-    def args(self) -> dict[str, Any]: ...
-    @property
-    def limit(self) -> int | None: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def columns(self) -> dict[str, str]: ...
-    @property
-    def parts(self) -> Sequence[DataSource]: ...
-    @property
-    def weight(self) -> float: ...
-    @property
-    def weight_by_step(self) -> Mapping[int, float]: ...
-    @property
-    def keep(self) -> Mapping[str, tuple[float | None, float | None]]: ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +44,7 @@ class RowPlace:
     def __str__(self) -> str:
         source, line = self.origin.source, None
         if source is not None and source.source in FILE_SOURCES:
-            from megarl.data.row_folder import line_of_row
+            from megarl.data.row_folder import line_of_row  # read where an error is told alone
 
             line = line_of_row(source, self.number)
         return f"{self.origin} {line or f'row {self.number} (counted from 0)'}"

@@ -85,8 +85,9 @@ def _dense_layers(config: Config) -> int | None:
 
 def _evaluation_set(config: Config, one: EvaluationConfig, builder: PromptBuilder) -> EvaluationSet:
     keys = {"prompt_key": one.prompt_key, "answer_key": one.answer_key}
-    keys = {"eval": one.rows} | {key: value for key, value in keys.items() if value is not None}
-    data = config.data.model_copy(update=keys | ({"prompt": one.prompt} if one.prompt_key is not None else {}))
+    set_keys = {key: value for key, value in keys.items() if value is not None}
+    template = {"prompt": one.prompt} if one.prompt_key is not None else {}
+    data = config.data.model_copy(update={"eval": one.rows, **set_keys, **template})
     index = config.evaluations.index(one)
     prompts = builder.of_rows_like(data).build(
         rows_of(one.rows), prefix="eval", origin=Origin(f"evaluations[{index}].rows", one.rows)
