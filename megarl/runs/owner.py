@@ -227,7 +227,8 @@ def _holder(path: Path) -> tuple[FolderOwner | None, Path, list[Path]]:
     Who replaces an owner first makes a link that is named after that owner: so only one does.
     """
     while True:
-        found, at, passed = None, path, list[Path]()
+        found: FolderOwner | None = None
+        at, passed = path, list[Path]()
         first = owner = _read(path)
         while owner is not None:
             found, at = owner, passed[-1] if passed else path
