@@ -7,6 +7,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -239,7 +240,7 @@ def _samples(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _parts(sample: dict[str, Any], arguments: argparse.Namespace, text: str = "") -> list[str]:
+def _parts(sample: Mapping[str, Any], arguments: argparse.Namespace, text: str = "") -> list[str]:
     """The turns that --role and --turn ask for, behind the prompt unless the role is `prompt`, and that have `text`."""
     from megarl.observe.sample_media import sample_parts
 
@@ -253,7 +254,7 @@ def _parts(sample: dict[str, Any], arguments: argparse.Namespace, text: str = ""
     return [words for words in parts if text in words.lower()]
 
 
-def _roles_of(samples: list[dict[str, Any]], role: str | None) -> str:
+def _roles_of(samples: Sequence[Mapping[str, Any]], role: str | None) -> str:
     """Words that say which roles there are, where `role` is none of them."""
     from megarl.observe.sample_media import sample_parts
 
