@@ -71,7 +71,7 @@ def names_of(template: str) -> TemplateNames:
         read = frozenset(meta.find_undeclared_variables(tree) - environment.globals.keys())
         # a name that is set in one branch alone counts as read, though nothing that a caller gives may reach it
         is_set = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
-        asked = [test.node for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined")]
+        asked: list[Any] = [test.node for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined")]
         asked += [given.node for given in tree.find_all(nodes.Filter) if given.name in ("default", "d")]
         return TemplateNames(read, read - (is_set - {node.name for node in asked if isinstance(node, nodes.Name)}))
 

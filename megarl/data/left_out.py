@@ -152,9 +152,9 @@ class LeftOut:
         """Return whether the template writes a message of `role` whose content is a list of `parts`, or a text."""
         if (role, parts) not in self._takes:
             content: Any = [{"type": "text", "text": _PROBE}] if parts else _PROBE
-            user, said = {"role": "user", "content": [{"type": "text", "text": "?"}] if parts else "?"}, {"role": role}
-            conversation = {"system": [said, user], "user": [said]}.get(role, [user, said])
-            said["content"] = content
+            said: dict[str, Any] = {"role": role, "content": content}
+            user: dict[str, Any] = {"role": "user", "content": [{"type": "text", "text": "?"}] if parts else "?"}
+            conversation = [said] if role == "user" else [said, user] if role == "system" else [user, said]
             text = self._writes(conversation, None, None) or ""
             self._takes[role, parts] = _PROBE in text and "'type'" not in text and '"type"' not in text
         return self._takes[role, parts]

@@ -68,7 +68,9 @@ def test_every_place_of_a_folder_that_has_a_template_has_the_same_one(inside: bo
     keep_template(tmp_path, byte_tokenizer(QWEN3), data(template_args=OFF))
     copy_companions(model, target, tmp_path / TEMPLATE_FILE)
     assert written(target) == expected(QWEN3, **OFF)
-    assert CHATML not in "".join(json.dumps(json.loads(file.read_text())) for file in target.glob("*.json"))
+    kept = json.loads((target / "tokenizer_config.json").read_text())
+    assert kept.get("chat_template") == ((target / TEMPLATE_FILE).read_text() if inside else None)
+    assert not (target / "chat_template.json").exists()
 
 
 def test_a_run_with_its_model_s_own_template_keeps_none(tmp_path: Path) -> None:
