@@ -119,9 +119,9 @@ class TurnSpans:
 
     def _turn(self, conversation: Conversation, at: int) -> PromptedTurn:
         messages, place = conversation.shown, conversation.place
-        given = {"tools": conversation.tools, "args": conversation.args}
-        prompt = self.template.render(messages[:at], place, ask=True, **given)
-        rendered = self.template.render(messages[: at + 1], place, ask=False, **given)
+        tools, args = conversation.tools, conversation.args
+        prompt = self.template.render(messages[:at], place, ask=True, tools=tools, args=args)
+        rendered = self.template.render(messages[: at + 1], place, ask=False, tools=tools, args=args)
         text = turn_behind(prompt, rendered, messages[at], f"{place}: message {at} (counted from 0)")
         if text is None:
             raise self._rewritten(conversation, at)
