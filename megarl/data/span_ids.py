@@ -123,7 +123,8 @@ def _wanted(parts: _Parts) -> list[str]:
 def _put_together(parts: _Parts, pieces: int, ids: dict[str, list[int]]) -> list[list[int]] | None:
     """The ids of each piece; None: a part's beginning has other tokens alone than in the part."""
     answer: list[list[int]] = [[] for _ in range(pieces)]
-    part_of_done, done = -1, []
+    part_of_done = -1
+    done: list[int] = []
     for (piece, part, _), text in zip(parts.cuts, _wanted(parts), strict=True):
         whole = ids[text]
         before = done if part == part_of_done else []

@@ -119,7 +119,7 @@ class TurnSpans:
 
     def _turn(self, conversation: Conversation, at: int) -> PromptedTurn:
         messages, place = conversation.shown, conversation.place
-        given = {"tools": conversation.tools, "args": conversation.args}
+        given: dict[str, Any] = {"tools": conversation.tools, "args": conversation.args}
         prompt = self.template.render(messages[:at], place, ask=True, **given)
         rendered = self.template.render(messages[: at + 1], place, ask=False, **given)
         text = turn_behind(prompt, rendered, messages[at], f"{place}: message {at} (counted from 0)")
