@@ -79,7 +79,7 @@ class Noted(str):
         return Noted.of(str.__add__(other, self), self.notes, None)
 
     def __contains__(self, part: object) -> bool:
-        return self._note("in", part, answer=str.__contains__(self, part))  # type: ignore[arg-type,operator]
+        return self._note("in", part, answer=str.__contains__(self, part))  # type: ignore[operator]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, str) and self._note("equals", str.__str__(other), answer=str.__eq__(self, other))
