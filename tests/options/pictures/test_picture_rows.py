@@ -493,7 +493,7 @@ def test_a_template_that_knows_no_pictures_is_named(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(model))
     data = DataConfig(train=SourceConfig(source="jsonl", path="rows.jsonl"), prompt_key="problem")
     builder = PromptBuilder(tokenizer, data, (), open_media(data, str(model), tokenizer, tmp_path / "run"))
-    with pytest.raises(DataError, match="has 1 picture, but the chat template makes 0 placeholders; "):
+    with pytest.raises(DataError, match="has a part of type 'image' in its content, but the chat template takes text alone; "):
         builder.build([{"images": [PICTURES[0]], "problem": "<image>"}], prefix="train")
 
 
