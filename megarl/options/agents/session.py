@@ -143,7 +143,7 @@ class AgentSession:
         try:
             check_args(self._renderer(request.tools).tokenizer, request.template_args, "chat_template_kwargs")
         except DataError as error:
-            raise RequestError(str(error)) from None
+            raise RequestError(f"{error}") from None
 
     def close(self) -> None:
         """Refuse whatever comes from now on, and stop what is being sampled."""

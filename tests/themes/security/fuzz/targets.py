@@ -353,6 +353,7 @@ _CONVERSATION: list[dict[str, Any]] = [
 def _chat_template(data: bytes) -> None:
     from megarl.data.chat import ChatTemplate
     from megarl.data.rows import Origin, RowPlace
+    from megarl.data.turn_spans import Conversation, TurnSpans
 
     tokenizer().chat_template = data.decode(errors="replace")
     try:
@@ -363,7 +364,12 @@ def _chat_template(data: bytes) -> None:
             place = RowPlace(Origin("data.train"), 0)
             with suppress(MegarlError):
                 template.render(_CONVERSATION[:2], place, ask=True).encode(errors="replace")
-            template.spans(_CONVERSATION, place)
+            with suppress(MegarlError):
+                template.fitted(_CONVERSATION, place, after=0)
+            conversation = Conversation(_CONVERSATION, place)
+            with suppress(MegarlError):
+                TurnSpans(template, "it needs another template").each(conversation)
+            TurnSpans(template, "it needs another template").together(conversation)
     finally:
         tokenizer().chat_template = _CHATML
 
