@@ -22,6 +22,10 @@ class TemplateError(Exception):
     """A template that does not render a conversation."""
 
 
+class EndlessTemplateError(TemplateError):
+    """A template that took too long, or too much memory, so that it is not tried again in another way."""
+
+
 def render(
     tokenizer: Any,
     messages: Sequence[dict[str, Any]],
@@ -83,9 +87,9 @@ def _within_bounds(work: Callable[[], Any]) -> Any:
     try:
         return bounded(work, time_s=LONGEST_S, more_bytes=MOST_BYTES)
     except BoundReachedError as error:
-        raise TemplateError(f"it {error}") from None
+        raise EndlessTemplateError(f"it {error}") from None
     except MemoryError:
-        raise TemplateError("it took more memory than there is") from None
+        raise EndlessTemplateError("it took more memory than there is") from None
     except Exception as error:  # noqa: BLE001 - a program of somebody else may raise anything
         line = (str(error).splitlines() or [""])[0]
         raise TemplateError(f"{line:.300}" if line else type(error).__name__) from None

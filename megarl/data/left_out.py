@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from megarl.data.chat_rendering import TemplateError, render
+from megarl.data.chat_rendering import EndlessTemplateError, TemplateError, render
 from megarl.errors import DataError
 
 FIRST_ROWS = 200
@@ -36,6 +36,7 @@ class LeftOut:
         self._seen: set[Any] = set()
         self._warned: set[str] = set()
         self._takes: dict[tuple[str, bool], bool] = {}
+        self._is_endless = False
 
     def in_parts_or_text(self, messages: Sequence[_Message], place: Any, own: int = 0) -> list[dict[str, Any]]:
         """`messages` with contents as the template takes them: parts of text joined, or text as a part.
@@ -166,9 +167,12 @@ class LeftOut:
         args: Mapping[str, Any] | None,
     ) -> str | None:
         """The conversation as the template writes it; None: it refuses it, which is told where it is rendered to be used."""
+        if self._is_endless:
+            return None
         try:
             return render(self.tokenizer, [*map(dict, messages)], [*map(dict, tools)] if tools else None, ask=False, args=args)
-        except TemplateError:
+        except TemplateError as error:
+            self._is_endless = isinstance(error, EndlessTemplateError)
             return None
 
 

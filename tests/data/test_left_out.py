@@ -9,7 +9,7 @@ import pytest
 
 from megarl.config.sections import DataConfig
 from megarl.config.sources import SourceConfig
-from megarl.data import left_out
+from megarl.data import chat_rendering, left_out
 from megarl.data.left_out import FIRST_ROWS, LeftOut
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings
 from megarl.data.tokenize import PromptBuilder
@@ -69,7 +69,8 @@ def test_text_beside_a_tool_call_that_a_template_drops_is_an_error() -> None:
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_thoughts_of_a_trained_turn_are_an_error(key: str) -> None:
     thinks = {**SAYS, key: "Two and two."}
-    for template in (SMOLLM2, QWEN2_5) if key == "reasoning_content" else (SMOLLM2, QWEN3):
+    assert "Two and two." in sft(QWEN3, {"messages": [USER, thinks]}).response_text, "under the name that the template reads"
+    for template in (SMOLLM2, QWEN2_5):
         assert f"leaves out '{key}' of message 1 (counted from 0)" in refusal(template, [USER, thinks])
         assert "trained on" in refusal(template, [USER, thinks])
 
@@ -179,3 +180,17 @@ def test_without_refusals_every_loss_is_a_warning_told_once(caplog) -> None:
         looker.check([USER, CALLS, USER], "a request", tools=[TOOL])
     told = [record.args[0] for record in caplog.records if record.name == left_out.__name__]  # type: ignore[index]
     assert told == ["tools", "tool_calls"]
+
+
+def test_a_template_that_never_ends_is_waited_for_once_and_then_refused_in_a_sentence(monkeypatch) -> None:
+    monkeypatch.setattr(chat_rendering, "LONGEST_S", 0.2)
+    bounds: list[float] = []
+    bounded = chat_rendering.bounded
+    monkeypatch.setattr(chat_rendering, "bounded", lambda work, **limits: bounds.append(1) or bounded(work, **limits))
+    loop = "{% for n in range(99999) %}"
+    endless = f"{loop * 3}x{'{% endfor %}' * 3}"
+    builder = SupervisedBuilder(byte_tokenizer(endless), "sft", SupervisedSettings())
+    messages = [{"role": "user", "content": "q", "name": "me"}, {"role": "assistant", "content": "a", "weight": 1, "more": "b"}]
+    with pytest.raises(DataError, match=r"does not fit the tokenizer's chat template: it took more than"):
+        builder.build([{"messages": messages}], prefix="train")
+    assert len(bounds) == 2
