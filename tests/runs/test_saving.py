@@ -225,6 +225,9 @@ class Interrupted(Run):
     def load_state(self, state: dict[str, Any]) -> None:
         pass
 
+    def go_to_row(self, state: dict[str, Any]) -> list[str]:
+        return []
+
     def gates(self) -> dict[str, float | None]:
         return {}
 
