@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import yaml
 
 from megarl.config import AnyConfig, Config, to_yaml
@@ -61,7 +60,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_go_on_is_refused_before_anything_starts(run: AnyConfig, what: str) -> None:
+def test_what_cannot_go_on_is_refused_before_anything_starts(
+    run: AnyConfig, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    for start in ("cluster_ahead", "open_run"):
+        monkeypatch.setattr(rl, start, lambda *given, name=start: begun.append(name))
     checkpoint = saved(run)
     overrides, sentence = REFUSED[what]
     before = sorted(path for path in Path(run.run.folder).rglob("*"))
@@ -69,7 +73,7 @@ def test_what_cannot_go_on_is_refused_before_anything_starts(run: AnyConfig, wha
         rl.train(resumed(run, *overrides))
     assert str(refused.value).startswith(f"run.resume cannot continue {checkpoint} with this config: ")
     assert "\n" not in str(refused.value)
-    assert not ray.is_initialized()
+    assert begun == []
     assert sorted(path for path in Path(run.run.folder).rglob("*")) == before
 
 
