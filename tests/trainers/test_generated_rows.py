@@ -40,7 +40,7 @@ def test_generated_rows_have_the_prompt_that_was_asked(
         )
         for reward in (0, 1)
     ]  # fmt: skip
-    monkeypatch.setattr(generate, "answer", lambda config, checkpoint: (samples, [0.0, 1.0]))
+    monkeypatch.setattr(generate, "answer", lambda config, checkpoint, say, console: (samples, [0.0, 1.0]))
     for form, kind, answers in (("sft", "sft", ["yes"]), ("pairs", "pairs", ["yes", "no"])):
         out = tmp_path / f"{form}.jsonl"
         generate.generate(config, str(out), form, None)
