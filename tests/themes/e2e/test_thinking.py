@@ -83,8 +83,8 @@ def test_a_sample_of_each_turn_has_the_loss_of_that_turn_behind_its_own_prompt(t
             asked, ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, whole))
             logits = model(torch.tensor([ids])).logits[0, len(asked) - 1 : -1].double()
             losses.append(-logits.log_softmax(-1).gather(1, torch.tensor(ids[len(asked) :])[:, None])[:, 0])
-    first = next(row for row in curve(Path(config.run_folder)) if "policy/loss" in row)
-    assert first["policy/loss"] == pytest.approx(float(torch.cat(losses).mean()), rel=1e-5)
+    first = next(row for row in curve(Path(config.run_folder)) if "train/loss" in row)
+    assert first["train/loss"] == pytest.approx(float(torch.cat(losses).mean()), rel=1e-5)
 
 
 @pytest.mark.parametrize("thinks", [True, False], ids=["thinking", "without thinking"])
@@ -93,15 +93,10 @@ def test_grpo_trains_with_and_without_thinking_on_sglang(
 ) -> None:
     more: dict[str, Any] = {
         "model.path": str(thinking_model), "rollout.engine": "sglang", "run.steps": 2, "data.max_prompt_tokens": 256,
-        "data.template_args": {"enable_thinking": thinks}, "rollout.stop": ["9"], "rollout.max_new_tokens": 12,
+        "data.template_args": {"enable_thinking": thinks}, "rollout.max_new_tokens": 12,
     }  # fmt: skip
     config = tiny_config(**more)
     assert train(config)["gates"]["log_prob_max_difference_after_sync"] < 1e-4
     samples = [json.loads(line) for line in (Path(config.run_folder) / "samples.jsonl").read_text().splitlines()]
     assert samples
-    assert all(sample["prompt"].endswith(EMPTY) is not thinks for sample in samples)
-    for sample in samples:
-        # of a text that ends with a stop, nothing follows it; where there is none, the response ended otherwise
-        text = sample["response"]
-        assert "9" not in text[:-1]
-    assert any(sample["response"].endswith("9") for sample in samples)
+    assert all(sample["prompt_text"].endswith(EMPTY) is not thinks for sample in samples)
