@@ -102,6 +102,8 @@ def check_stops_of(tokenizer: Any, section: str, texts: Sequence[str], token_ids
     Raises:
         ConfigError: names the field and the place in its list.
     """
+    if not texts and not token_ids:
+        return
     size, unknown = len(tokenizer), tokenizer.unk_token_id
     for index, text in enumerate(texts):
         if unknown is not None and unknown in tokenizer(text, add_special_tokens=False)["input_ids"]:

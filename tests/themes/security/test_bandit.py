@@ -23,6 +23,10 @@ SHELTERED = {
     ("B108", "cli/submit.py"): "the same",
     ("B301", "weights/intake_ranks.py"): "a server's rank reads what was signed with the server's token, and nothing else",
     ("B301", "platform/peer_memory.py"): "a rank reads what another one of its group sent, as torch.distributed does itself",
+    (
+        "B108",
+        "system/own_temporary.py",
+    ): "where mkdtemp makes a folder, for this user alone",
     ("B108", "platform/shared_memory.py"): "a folder of which the free space is asked",
     ("B108", "options/sandboxes/containers.py"): "the /tmp of a container, which is its own",
     ("B701", "launch/submit.py"): "the templates are batch scripts, not HTML; shellcheck reads what comes out",

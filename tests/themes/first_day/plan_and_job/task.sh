@@ -8,8 +8,8 @@ megarl plan run.yaml --json > plan.json
 megarl plan run.yaml --search > search.txt
 tail -n 30 search.txt
 
-# The best layout, pasted from the search's first line
-best=$(sed -n 's/^ *1  .*  \(model\.\|policy\.\|rollout\.\)/\1/p' search.txt | head -n 1)
+# The best layout, pasted from the line behind the search's first place
+best=$(grep -A 1 '^ *1  ' search.txt | sed -n '2s/^ *//p')
 echo "best: $best"
 eval "megarl plan run.yaml $best --json" > best.json
 
