@@ -36,23 +36,32 @@ def decode_by(tokenizer: Any) -> Decode:
 
 
 class ModelTexts:
-    """Texts of tokens of the model in a folder, whose tokenizer is loaded when the first is asked for."""
+    """Texts of tokens of the model in a folder, whose tokenizer is loaded once, when the first is asked for."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = str(folder)
         self._lock = threading.Lock()
-        self._decode: Decode | None = None
+        self._loaded: tuple[Any, Decode] | None = None
 
-    def decode(self) -> Decode:
-        """What decodes; from any thread.
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer; from any thread.
 
         Raises:
-            ModelError: the folder has no tokenizer.
+            ModelError: the folder has none.
         """
+        return self._load()[0]
+
+    def decode(self) -> Decode:
+        """What decodes; from any thread. Raises as `tokenizer`."""
+        return self._load()[1]
+
+    def _load(self) -> tuple[Any, Decode]:
         with self._lock:
-            if self._decode is None:
-                self._decode = decode_by(load_tokenizer(self._folder))
-            return self._decode
+            if self._loaded is None:
+                tokenizer = load_tokenizer(self._folder)
+                self._loaded = tokenizer, decode_by(tokenizer)
+            return self._loaded
 
 
 class StopFinder:

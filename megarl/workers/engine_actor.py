@@ -13,7 +13,6 @@ import ray
 
 from megarl.data.stop_finder import ModelTexts
 from megarl.data.stored import Held, ResponseTokens, StoredGeneration, common_beginnings, version_runs
-from megarl.data.tokenize import load_tokenizer
 from megarl.errors import EngineError, MegarlError
 from megarl.models.registry import use_architecture
 from megarl.rollout.engines.protocol import Engine, EngineProcess, EngineRequest, Generation
@@ -117,7 +116,6 @@ class EngineActor:
         if nodes:
             self.options = {**options, "nodes": [RemoteNode(name) for name in nodes]}
         self.engine: Engine | None = None
-        self._tokenizer: Any = None
 
     async def start(self, initial_version: int | None) -> None:
         """Start the engine; `initial_version` is that of the weights in the model folder (None: others will be sent)."""
@@ -147,9 +145,7 @@ class EngineActor:
         """`Engine.generate` with tokens and texts apart: these two values stay in this node's object store, and the first one's
         handles, which are empty, are to be those to them."""
         generations = await self.generate(await asyncio.to_thread(with_tokens, request))
-        if self._tokenizer is None:
-            self._tokenizer = await asyncio.to_thread(load_tokenizer, self.model_path)
-        return await asyncio.to_thread(kept_apart, request.prompts, generations, self._tokenizer)
+        return await asyncio.to_thread(kept_apart, request.prompts, generations, self._texts)
 
     async def generate(self, request: EngineRequest) -> list[list[Generation]]:
         """`Engine.generate`; what an engine sampled behind a stop text, because it knows no text, is left out."""
@@ -174,7 +170,7 @@ class EngineActor:
 
 
 def kept_apart(
-    prompts: Sequence[Sequence[int]], generations: Sequence[Sequence[Generation]], tokenizer: Any
+    prompts: Sequence[Sequence[int]], generations: Sequence[Sequence[Generation]], model: ModelTexts
 ) -> tuple[list[list[StoredGeneration]], ResponseTokens, list[str]]:
     """Responses `[prompt][sample]` to `prompts` without tokens and texts, whose handles are empty, and these."""
     flat = [generation for of_prompt in generations for generation in of_prompt]
@@ -206,5 +202,6 @@ def kept_apart(
                 for member, generation in enumerate(of_prompt)
             ]
         )
+    tokenizer = model.tokenizer
     texts = [str(tokenizer.decode(generation.response_ids, skip_special_tokens=True)) for generation in flat]
     return summaries, tokens, texts

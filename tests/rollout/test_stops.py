@@ -401,8 +401,7 @@ def test_an_actor_cuts_what_an_engine_of_the_user_s_own_says_behind_a_stop(folde
             return [[Generation([1, 2, 3, 3, 1], [0.0] * 5, [4] * 5, "length")] for _ in request.prompts]
 
     actor = object.__new__(EngineActor.__ray_metadata__.modified_class)
-    actor.engine, actor.model_path, actor._tokenizer = Own(), str(folders["llama"]), None
-    actor._texts = ModelTexts(folders["llama"])
+    actor.engine, actor._texts = Own(), ModelTexts(folders["llama"])
     [[one]] = asyncio.run(actor.generate(EngineRequest([PROMPT], SamplingParams(5, stop=("bb",)))))
     assert (text_of(one.response_ids), one.finish_reason) == ("aabba", "stop")
     summaries, tokens, texts = asyncio.run(actor.answer(EngineRequest([PROMPT], SamplingParams(5, stop=("bb",)))))
