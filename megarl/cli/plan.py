@@ -153,7 +153,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _searched(config: AnyConfig, plan: CapacityPlan, *, is_given: bool) -> Found:
-    """What a search finds on the GPUs of `plan`; where the user has not said how many there are, on as many as it takes."""
+    """Search on the GPUs of `plan`; where the user has not said how many there are, on as many as it takes."""
     from megarl.planning.search import Refusals, Search
 
     with Console(stderr=True).status("searching: every layout is planned"):  # a terminal shows it

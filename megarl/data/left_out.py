@@ -12,14 +12,13 @@ from functools import partial
 from typing import Any
 
 from megarl.data.chat_rendering import EndlessTemplateError, TemplateError, render
+from megarl.data.message_forms import REASONING
 from megarl.errors import DataError
 
 FIRST_ROWS = 200
 """Conversations that are looked at whole."""
 LOST = ("content", "tool_calls", "function_call")
 """Keys whose loss is an error in any message."""
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys whose loss is an error in a turn that is trained on. In earlier turns they are a matter of history."""
 NOT_WRITTEN = ("role", "weight")
 """Keys that megarl reads itself."""
 _PROBE = "\ue000probe\ue001"
@@ -93,7 +92,7 @@ class LeftOut:
                 if key == "content" and all(mark in whole for mark in _marks(message, at)):
                     continue
                 if self._is_left_out(messages[: at + 1], key, tools, args):
-                    is_error = key in LOST or (key in THOUGHTS and is_trained)
+                    is_error = key in LOST or (key in REASONING and is_trained)
                     turn = f"the {message['role']}'s{' and trained on' if is_trained else ''}"
                     self._tell(key, partial(_where, place, at - own, turn), is_error=is_error)
 

@@ -37,7 +37,7 @@ ROLES = {
 CALLS = ("function_call", "tool_call")
 """Words of messages with `from` and `value` whose value is a call, as JSON text."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys under which messages have what the assistant thought."""
+"""Keys under which messages have what the assistant thought. Templates may leave it out of earlier turns: that is history."""
 OLD_TOOLS = "functions"
 """Key of a row's tools in OpenAI's older form, where it has none under `data.tools_key`."""
 

@@ -1,4 +1,4 @@
-"""What rows become on their way to samples: texts in pieces, then tokens. Values and functions of them, for `supervised.py`."""
+"""Forms of rows on their way to samples: texts in pieces, then tokens. Values and functions of them, for `supervised.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RowText:
 
 @dataclass(frozen=True)
 class TextsOfRow:
-    """What a row becomes: samples by the end of their ids, before they are tokenised."""
+    """Texts of a row: samples by the end of their ids, before they are tokenised."""
 
     row: Row
     row_id: str

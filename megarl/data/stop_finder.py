@@ -53,7 +53,7 @@ class ModelTexts:
         return self._load()[0]
 
     def decode(self) -> Decode:
-        """What decodes; from any thread. Raises as `tokenizer`."""
+        """Give the function that decodes; from any thread. Raises as `tokenizer`."""
         return self._load()[1]
 
     def _load(self) -> tuple[Any, Decode]:

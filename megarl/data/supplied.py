@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from megarl.data.message_forms import REASONING
 from megarl.errors import DataError
 
 THOUGHTS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"))
 """Marks around an assistant's reasoning."""
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 def turn_behind(prompt: str, rendered: str, message: dict[str, Any], where: str) -> str | None:
@@ -91,7 +91,7 @@ def _within_a_thought(turn: str, reasoning: str, supplied: str, marks: tuple[str
 
 def _reasoning(message: dict[str, Any], opening: str, closing: str) -> str:
     """The reasoning of a turn, as it stands before the mark that closes it."""
-    for key in REASONING_KEYS:
+    for key in REASONING:
         if isinstance(message.get(key), str) and message[key]:
             return str(message[key])
     content = message.get("content")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from megarl.system.threads import repeating
+
+THREAD = "progress of answers"
 TELL_S = 10.0
 """Seconds between two lines."""
 DRAW_S = 0.25
@@ -24,7 +26,6 @@ def answers_shown(
     `answered` is asked from another thread. A `console` that is a terminal gets a bar; otherwise `tell` gets a line every
     `every_s` seconds.
     """
-    is_over = threading.Event()
     if console is not None and console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as bar:
@@ -34,10 +35,10 @@ def answers_shown(
                 done, total = answered()
                 bar.update(task, description=_state(done, total), completed=done, total=total or None)
 
-            with _repeating(draw, DRAW_S, is_over):
+            with repeating(draw, DRAW_S, THREAD):
                 yield
         return
-    with _repeating(lambda: tell(_line(*answered())), every_s, is_over):
+    with repeating(lambda: tell(_line(*answered())), every_s, THREAD):
         yield
 
 
@@ -47,18 +48,3 @@ def _line(done: int, total: int) -> str:
 
 def _state(done: int, total: int) -> str:
     return "prompts answered" if done < total else "judging" if total else "starting"
-
-
-@contextmanager
-def _repeating(work: Callable[[], None], every_s: float, is_over: threading.Event) -> Iterator[None]:
-    def repeat() -> None:
-        while not is_over.wait(every_s):
-            work()
-
-    thread = threading.Thread(target=repeat, name="progress of answers", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from megarl.config.sections import RewardConfig
 from megarl.data.sample import Sample
-from megarl.errors import RewardError, RewardServerError
+from megarl.errors import RewardError, RewardServerError, counted
 from megarl.rewards.scorer import Outcome, Scorer, Verdict
 
 LONGEST_TRACEBACK = 8000
@@ -151,7 +151,7 @@ class Tolerance:
         taken, self._records = self._records, []
         for record in (record for record in taken if "traceback" in record):
             what = "left out with their groups" if record["on_error"] == "drop_group" else "counted as 0"
-            how_many = f"{record['errors']} response{'s' if record['errors'] > 1 else ''}"
+            how_many = counted(record["errors"], "response")
             say(f"reward '{record['reward']}' failed on {how_many}, {what}; the first error: {record['error']}")
         return taken
 

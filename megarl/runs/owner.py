@@ -15,7 +15,6 @@ import os
 import secrets
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import CheckpointError, ConfigError, OwnerError
+from megarl.system.threads import repeating
 
 FILE = "owner.json"
 BEAT_S = 2.0
@@ -115,7 +115,7 @@ class Claim:
 
     @property
     def is_own(self) -> bool:
-        """Whether this very process took it."""
+        """Return whether this very process took it."""
         return self.owner.pid == os.getpid()
 
     def beat(self) -> None:
@@ -288,7 +288,7 @@ def _same_token(mine: Path, path: Path) -> bool:
 
 
 def _is_alive(holder: FolderOwner, at: Path, me: FolderOwner, say: Callable[[str], None]) -> bool:
-    """Whether `holder` lives, by what this machine knows or by whether its beat changes."""
+    """Return whether `holder` lives, by what this machine knows or by whether its beat changes."""
     known = holder.fate(me)
     if known is not None:
         return known
@@ -439,20 +439,13 @@ def owned(config: Any, *, leads: bool = True) -> Iterator[None]:
 @contextlib.contextmanager
 def beating(claim: Claim) -> Iterator[None]:
     """Have a thread show meanwhile that the owner lives; one that was replaced is not told."""
-    is_over = threading.Event()
 
     def beat() -> None:
         with contextlib.suppress(OwnerError):
-            while not is_over.wait(BEAT_S):
-                claim.beat()
+            claim.beat()
 
-    beats = threading.Thread(target=beat, name="owner of a folder", daemon=True)
-    beats.start()
-    try:
+    with repeating(beat, BEAT_S, "owner of a folder"):
         yield
-    finally:
-        is_over.set()
-        beats.join()
 
 
 def check_owned() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import threading
+from collections.abc import Callable, Iterator
 
 M_ARENA_MAX = -8  # malloc.h
 HEAPS = 2
@@ -20,6 +21,24 @@ def share_heaps() -> None:
     """
     with contextlib.suppress(AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, HEAPS)
+
+
+@contextlib.contextmanager
+def repeating(work: Callable[[], None], every_s: float, name: str) -> Iterator[None]:
+    """Have a thread called `name` do `work` every `every_s` seconds meanwhile; it ends with the block."""
+    is_over = threading.Event()
+
+    def repeat() -> None:
+        while not is_over.wait(every_s):
+            work()
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def step_back() -> None:
