@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -184,7 +183,7 @@ def test_a_dry_run_says_the_bytes_that_a_run_moves_and_writes_nothing(
     ],
 )
 def test_the_largest_models_are_planned_from_their_config_in_little_memory(model: str, parameters: int, layout: str) -> None:
-    """In processor time, most of it imports: the machine may be busy. Data beyond 1 GiB is refused by the system."""
+    """Data beyond 1 GiB is refused by the system."""
     arguments = [
         "convert",
         "import",
@@ -198,9 +197,6 @@ def test_the_largest_models_are_planned_from_their_config_in_little_memory(model
     ]
     code = "import resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30))\n"
     code += f"from megarl.cli import main; sys.exit(main({arguments!r}))"
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     answer = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
     gib = float(answer.stdout.partition("bytes written")[2].split()[0].replace(",", ""))
     assert gib == pytest.approx(2 * parameters / 2**30, rel=1e-3)
