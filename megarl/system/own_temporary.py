@@ -27,8 +27,8 @@ PREFIX = f"megarl-run-{zlib.crc32(socket.gethostname().encode()) & 0xFFFF:04x}-"
 """Of the names of such folders; the temporary folder of another host may be the same one, and its locks are not seen here."""
 LONGEST_SOCKET = 107
 """Bytes of a socket's path, which the kernel allows."""
-RAY_SOCKET = "/session_2026-01-01_00-00-00_123456_1234567/sockets/plasma_store"
-"""What Ray adds to its temporary folder."""
+RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_123456_1234567/sockets/plasma_store"
+"""What Ray adds to the temporary folder; torch adds less, `/torch-shm-dir-XXXXXX/manager.sock`."""
 REMOVAL_TRIES = 20
 GRACE_S = 2.0
 _current: OwnTemporary | None = None
@@ -43,12 +43,14 @@ class OwnTemporary:
         _remove_forsaken(Path(outer))
         self.folder, self._locks = self._make(outer)
         self.folders = [self.folder]
-        self.ray = self.folder / "ray"
-        if len(os.fsencode(f"{self.ray}{RAY_SOCKET}")) > LONGEST_SOCKET:
+        self.ray, name = self.folder / "ray", self.folder
+        if len(os.fsencode(f"{self.folder}{RAY_SOCKET}")) > LONGEST_SOCKET:
             short, further = self._make("/tmp")
-            self.ray, self._locks = short, self._locks + further
+            self._locks += further
             self.folders.append(short)
-        self.environment = {"TMPDIR": str(self.folder)} | {
+            self.ray, name = short / "ray", short / "t"
+            name.symlink_to(self.folder)  # files stay where the user wants them, and their sockets have a short name
+        self.environment = {"TMPDIR": str(name)} | {
             name: value for name, value in _kept_outside(outer).items() if name not in os.environ
         }
         self._remover = None if is_seen_to else _start_remover(self.folders)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,11 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def outer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def outer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A temporary folder with a short name, as nothing else uses."""
-    folder = tmp_path / "t"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
+    with tempfile.TemporaryDirectory(prefix="", dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
 
 
 def start(folder: Path) -> tuple[subprocess.Popen[str], Path]:
@@ -101,13 +101,19 @@ def test_what_a_program_starts_is_led_to_the_folder_and_the_program_is_not(outer
 
 
 @pytest.mark.parametrize("letters", [1, 100])
-def test_rays_sockets_have_paths_that_the_kernel_takes(outer: Path, monkeypatch: pytest.MonkeyPatch, letters: int) -> None:
+def test_sockets_of_ray_and_torch_have_paths_that_the_kernel_takes(
+    outer: Path, monkeypatch: pytest.MonkeyPatch, letters: int
+) -> None:
     folder = outer / ("x" * letters)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     mine = OwnTemporary(is_seen_to=True)
-    assert len(f"{mine.ray}{RAY_SOCKET}") <= LONGEST_SOCKET
+    assert len(f"{mine.ray.parent}{RAY_SOCKET}") <= LONGEST_SOCKET
     assert mine.folder.parent == folder
+    (mine.folder / "here").touch()
+    assert os.listdir(mine.environment["TMPDIR"]) == ["here"]
+    sharing = "import torch; torch.multiprocessing.set_sharing_strategy('file_system'); torch.ones(2).share_memory_()"
+    subprocess.run([sys.executable, "-c", sharing], env={**os.environ, **mine.environment}, check=True)
     mine.remove()
     assert not any(one.exists() for one in (mine.folder, mine.ray))
 
