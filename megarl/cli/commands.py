@@ -270,8 +270,6 @@ def _train(arguments: argparse.Namespace) -> int:
             f"{' or '.join(allowed)}; `megarl train` runs any config"
         )
     config = with_models(config)
-    if is_leader():  # libraries, tokenizer and rows take seconds
-        _say(f"{config.run_folder}: reading tokenizer and rows")
     return _watch(f"megarl.trainers.{config.trainer}.train", config, arguments)
 
 
@@ -279,6 +277,8 @@ def _watch(loop: str, config: AnyConfig, arguments: argparse.Namespace) -> int:
     """Train by module `loop` in a process that is watched over; under torchrun, which does that itself, in this one."""
 
     def train(config: AnyConfig) -> None:
+        if is_leader():  # libraries, tokenizer and rows take seconds
+            _say(f"{config.run_folder}: reading tokenizer and rows")
         module = importlib.import_module(loop)
         gc.freeze()  # what was imported stays: each collection among a step's samples would walk it
         module.train(config)
