@@ -43,6 +43,7 @@ def of_costs() -> list[str]:
     fastest = min(one["seconds"] for one in converted["rounds"]["plain"])
     heads = result("head_memory")["memory"]["hidden size 4096"]
     ours, liger = heads["megarl on a GPU, bfloat16"], heads["Liger on a GPU, bfloat16"]
+    conversations = result("tokenising")["rows_per_s"]
     micro_batches = [one["micro_batch"]["launches"] for name, one in result("roofline")["transformer_engine"]["parts"].items()
                      if name.endswith(", transformer_engine")]  # fmt: skip
     return [
@@ -51,6 +52,8 @@ def of_costs() -> list[str]:
         f"has {megabytes(ours['bytes'])} MB ({percent(ours['of float32 logits'], 1)})",
         f"Liger's {liger['bytes'] / 1e6:,.0f} MB ({percent(liger['of float32 logits'], 1)})",
         f"within {result('log_probs')['figures']['worst_error_nats']:.1e} nats of float64".replace("e-0", "e-"),
+        f"**{conversations['megarl']:,.0f} a second**",
+        f"makes {conversations['transformers']:,.0f} a second",
         f"The rest of a micro-batch launches {min(micro_batches)} to {max(micro_batches)}",
     ]
 
@@ -70,6 +73,7 @@ KINDS_OF_INPUT = {"config": "config", "cli": "command line", "data": "data", "ht
 
 def of_faults() -> list[str]:
     mixed, plain, agents = result("faults_mixed"), result("faults"), result("faults_agents")
+    rivals = result("faults_rivals")
     of_nodes = {kind: mixed["by_kind"][f"nodes: {kind}"]["median_recovered_s"] for kind in ("kill node", "pause link")}
     wrong, soaked, bad = result("corruption"), result("soak"), result("bad_input")
     saving, writing = result("checkpoint_cost"), result("checkpoint_writing")
@@ -84,6 +88,7 @@ def of_faults() -> list[str]:
         f"median **{plain['median_recovered_s']:.1f} s** over all",
         f"{plain['longest_recovered_s']:.0f} s at most",
         f"**{agents['good']} of {agents['trials']} are good**",
+        f"**{rivals['good']} of {rivals['trials']} are refused",
         f"Of {wrong['trials']:,} damages of {wrong['files']} files ({wrong['truncated']} truncations, {wrong['flipped']:,}"
         f" bits) {wrong['detected']:,} were detected",
         f"A checkpoint has {saving['checkpoint_bytes'] / 1e9:.1f} GB and is complete {saving['whole_after_s']:.0f} s after",
