@@ -240,14 +240,20 @@ def _read(path: Path) -> tuple[list[JournalEntry], int]:
         CheckpointError: a request that was durable is damaged.
     """
     content = path.read_bytes()
-    entries, place = [], 0
-    while found := _entry_at(content, place):
-        entry, place, _ = found
-        entries.append(entry)
-    for behind in _places_of_magic(content, place):
-        if (found := _entry_at(content, behind)) and found[2] > place:
-            raise CheckpointError(f"the journal '{path}' is damaged at byte {place}, in a request that was durable")
-    return entries, place
+    entries, good = _read_content(content)
+    for behind in _places_of_magic(content, good):
+        if (found := _entry_at(content, behind)) and found[2] > good:
+            raise CheckpointError(f"the journal '{path}' is damaged at byte {good}, in a request that was durable")
+    return entries, good
+
+
+def _read_content(content: bytes) -> tuple[list[JournalEntry], int]:
+    """The requests at the beginning of `content`, and their bytes."""
+    entries, good = [], 0
+    while found := _entry_at(content, good):
+        entries.append(found[0])
+        good = found[1]
+    return entries, good
 
 
 def _entry_at(content: bytes, place: int) -> tuple[JournalEntry, int, int] | None:

@@ -1,4 +1,4 @@
-"""Checkpoints of a server on disk: written once, whole or not at all, with a lifetime; read by their tenant, or by all if published.
+"""Checkpoints of a server on disk: written once, whole or not at all, with a lifetime; read by their tenant, or by all.
 
 Below the root, `checkpoints/RUN/KIND/NAME/` has `terms.json` (published, expires) and `content/`: a manifest with checksums,
 and in `data/` what the trainer wrote. One process owns the root.
@@ -136,6 +136,8 @@ class CheckpointStore:
         folder = self.pin(tenant, path)
         try:
             self._check_whole(path)
+            if damage := self.find(tenant, path).damage:
+                raise RequestError(f"{path} is damaged: {damage}")
             yield folder
         finally:
             self.unpin(path)
@@ -403,7 +405,9 @@ class CheckpointStore:
         """Keep what is left of a checkpoint, so that its owner, who is that of its run, hears why and may delete it."""
         owners = {run.tenant for run in self.registry.runs.all() if run.id == path.run}
         for owner in owners:
-            self._infos[path] = CheckpointInfo(path, owner, folder.stat().st_mtime, 0, damage="it was not written whole")
+            self._infos[path] = CheckpointInfo(
+                path, owner, folder.stat().st_mtime, 0, damage=f"its {MANIFEST} or {TERMS} cannot be read"
+            )
 
 
 def open_store(root: Path, *, most_bytes: int | None = None, say: Callable[[str], None] = print) -> CheckpointStore:
