@@ -128,16 +128,16 @@ class Records(Generic[R]):
             raise RequestError(f"{self._word} {_shown(identity)} does not exist", status=404)
         return record
 
+    def owner(self, identity: str) -> str | None:
+        """The tenant of a record, for the server itself; None: there is no such record."""
+        record = self._records.get(identity)
+        return None if record is None else record.tenant
+
     def of(self, tenant: str) -> list[R]:
         """All records of a tenant, the newest first."""
         with self._lock:
             records = [record for record in self._records.values() if record.tenant == tenant]
         return sorted(records, key=lambda record: (-record.created, record.id))
-
-    def all(self) -> list[R]:
-        """All records of all tenants, for the server itself."""
-        with self._lock:
-            return list(self._records.values())
 
     def change(self, tenant: str, identity: str, **changes: Any) -> R:
         """Change fields of a record, on disk too.

@@ -273,6 +273,8 @@ class CheckpointStore:
     @contextmanager
     def _reserving(self, tenant: Tenant, path: CheckpointPath, *, overwrite: bool) -> Iterator[None]:
         """Keep the path for one writer, and refuse what cannot be written before anything is computed."""
+        if self.registry.runs.owner(path.run) not in (None, tenant.name):
+            raise RequestError(f"training run {path.run} does not exist", status=404)
         with self._lock:
             old = self._infos.get(path)
             if old is not None and self._is_over(old):
@@ -403,8 +405,7 @@ class CheckpointStore:
 
     def _keep_damaged(self, path: CheckpointPath, folder: Path) -> None:
         """Keep what is left of a checkpoint, so that its owner, who is that of its run, hears why and may delete it."""
-        owners = {run.tenant for run in self.registry.runs.all() if run.id == path.run}
-        for owner in owners:
+        if (owner := self.registry.runs.owner(path.run)) is not None:
             self._infos[path] = CheckpointInfo(
                 path, owner, folder.stat().st_mtime, 0, damage=f"its {MANIFEST} or {TERMS} cannot be read"
             )
