@@ -1,4 +1,4 @@
-"""Routes of the client's protocol over HTTP: bodies are read up to their limit, tenants found by their key, errors said in one form.
+"""Routes of the client's protocol over HTTP: bodies are read up to a limit, tenants found by keys, errors have one form.
 
 A training request that is refused fails by its future, in its turn: its model's later requests are not kept waiting for it.
 """
@@ -123,7 +123,9 @@ def _add_session_routes(app: FastAPI, service: Service, who: Callable[[Request],
         tenant = await who(request)
         asked = read_json(types.CopyWeightsRequest, await read_body(request, 1 << 16))
         body_key = request.headers.get("x-idempotency-key", "")
-        return await service.copy_weights(tenant, asked, body_key[:200] or blake2b(asked.model_dump_json().encode()).hexdigest())
+        return await service.copy_weights(
+            tenant, asked, body_key[:200] or blake2b(asked.model_dump_json().encode()).hexdigest()
+        )
 
 
 def _add_training(app: FastAPI, service: Service, who: Callable[[Request], Awaitable[Tenant]]) -> None:

@@ -10,6 +10,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -81,7 +82,7 @@ class Promises:
         most_waiting: int = 100_000,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`poll_s`: how long a client waits at most. Answers are kept `keep_s`, those fetched `keep_fetched_s`, in `keep_bytes`."""
+        """`poll_s`: how long a client waits at most. Answers are kept `keep_s`, once fetched `keep_fetched_s`."""
         self._poll_s, self._keep_s, self._keep_fetched_s, self._keep_bytes = poll_s, keep_s, keep_fetched_s, keep_bytes
         self._most_waiting, self._clock = most_waiting, clock
         self._promises: dict[str, Promise] = {}
@@ -96,11 +97,11 @@ class Promises:
             RequestError: with status 429, at which clients ask again.
         """
         if self._waiting >= self._most_waiting:
-            raise RequestError(f"{self._waiting} requests wait already, as many as this server takes; ask again later", status=429)
+            raise RequestError(
+                f"{self._waiting} requests wait already, as many as this server takes; ask again later", status=429
+            )
 
-    def make(
-        self, identity: str, tenant: str, digest: bytes, *, model: str = "", target: Target | None = None
-    ) -> Promise:
+    def make(self, identity: str, tenant: str, digest: bytes, *, model: str = "", target: Target | None = None) -> Promise:
         """Make a promise under a new id."""
         assert identity not in self._promises, identity
         promise = Promise(identity, tenant, digest, model, target, self._clock())
@@ -243,7 +244,5 @@ class Promises:
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
-    try:
+    with suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), seconds)
-    except TimeoutError:
-        pass

@@ -6,8 +6,8 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinker import types
@@ -131,7 +131,9 @@ class ServedModels:
         if optimizer.type != "adamw":
             raise RequestError(f"optimizer_config.type is {optimizer.type:.40}; it must be adamw")
         if choice is None and not options.full_weights:
-            raise RequestError("lora_config is missing: this server trains adapters, and all weights where serve.full_weights is set")
+            raise RequestError(
+                "lora_config is missing: this server trains adapters, and all weights where serve.full_weights is set"
+            )
         if choice is not None and options.full_weights:
             raise RequestError("lora_config must be left out: this server trains all weights of a model (serve.full_weights)")
         if choice is not None and not 1 <= choice.rank <= options.max_rank:
@@ -150,10 +152,12 @@ class ServedModels:
         try:
             if load is not None:
                 load()
-            record = RunRecord(model.id, tenant.name, time.time(), model.session, model.base_model, user_metadata=model.user_metadata)
+            record = RunRecord(
+                model.id, tenant.name, time.time(), model.session, model.base_model, user_metadata=model.user_metadata
+            )
             runs = self._store.registry.runs
             if all(run.id != model.id for run in runs.of(tenant.name)):  # else it was made before a crash
-                runs.add(_with_choice(record, choice))
+                runs.add(with_choice(record, choice))
             if self._journal is not None:
                 self._journal.begin(model.id, facts_of(model, digest))
                 if redo is not None:
@@ -211,23 +215,24 @@ class ServedModels:
         return self._submit(tenant, asked.model_id, asked.seq_id, digest, "save_weights", compute, _saved("save_weights"))
 
     def save_for_sampler(self, tenant: Tenant, asked: types.SaveWeightsForSamplerRequest) -> dict[str, Any]:
-        """Answer `save_weights_for_sampler`: a checkpoint with a name, or weights for a sampling session that is made at once."""
+        """Answer `save_weights_for_sampler`: a checkpoint with a name, or weights for a sampling session, which is made."""
         digest, kind = digest_of_json(asked), "save_weights_for_sampler"
         if asked.path is not None or asked.sampling_session_seq_id is None:
             if asked.kind != "snapshot":
-                return self.refuse(tenant, asked.model_id, asked.seq_id, digest, f"kind is {asked.kind}; with a path it must be snapshot")
+                sentence = f"kind is {asked.kind}; with a path it must be snapshot"
+                return self.refuse(tenant, asked.model_id, asked.seq_id, digest, sentence)
             compute = partial(self._save, tenant, asked, "sampler_weights", digest)
             return self._submit(tenant, asked.model_id, asked.seq_id, digest, kind, compute, _saved(kind))
         seq = asked.sampling_session_seq_id
         folder = self._samplers.new_folder()
-        compute = partial(self._worker.trainer.export, asked.model_id, folder)
+        export = partial(self._worker.trainer.export, asked.model_id, folder)
 
         async def finish(_: None) -> Settled:
             model = self.models[asked.model_id]
             session = await self._samplers.add_passing(model, seq, folder, is_inflight=asked.kind == "inflight")
             return {"sampling_session_id": session, "type": kind}
 
-        return self._submit(tenant, asked.model_id, asked.seq_id, digest, kind, compute, finish)
+        return self._submit(tenant, asked.model_id, asked.seq_id, digest, kind, export, finish)
 
     def save_external(self, tenant: Tenant, asked: ExternalRequest) -> dict[str, Any]:
         """Answer `save_weights_external`: a folder to download."""
@@ -271,7 +276,9 @@ class ServedModels:
         wanted = made_of(model)
         for name in ("base_model", "rank", "train_attn", "train_mlp", "train_unembed"):
             if made.get(name) != wanted[name]:
-                raise RequestError(f"{path:.300} has {name} {made.get(name)}, and the model {wanted[name]}; they must be the same")
+                raise RequestError(
+                    f"{path:.300} has {name} {made.get(name)}, and the model {wanted[name]}; they must be the same"
+                )
         with self._store.reading(tenant, place) as folder:
             self._worker.trainer.load(model.id, folder / STATE, with_optimizer=with_optimizer)
 
@@ -294,7 +301,7 @@ class ServedModels:
         async def end() -> None:
             try:
                 await self._worker.in_thread(partial(self._forget, model.id))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever the trainer raises, the promise is settled
                 if promise is not None:
                     self._promises.fail(promise, f"the server could not unload it: {type(error).__name__}", "server")
             if promise is not None:
@@ -448,9 +455,8 @@ def facts_of(model: ServedModel, digest: bytes) -> dict[str, Any]:
     }
 
 
-def _with_choice(record: RunRecord, choice: AdapterChoice | None) -> RunRecord:
-    from dataclasses import replace
-
+def with_choice(record: RunRecord, choice: AdapterChoice | None) -> RunRecord:
+    """The record of a training run with the adapters of its model."""
     if choice is None:
         return record
     return replace(
@@ -461,8 +467,3 @@ def _with_choice(record: RunRecord, choice: AdapterChoice | None) -> RunRecord:
         train_mlp=choice.train_mlp,
         train_unembed=choice.train_unembed,
     )
-
-
-def state_folder(folder: Path) -> Path:
-    """The folder of a checkpoint that the trainer loads."""
-    return folder / STATE

@@ -1,4 +1,4 @@
-"""Orders of requests: those of one model by their numbers, whatever order they arrive in; those of all by turns of their clients."""
+"""Orders of requests: those of one model by their numbers, however they arrive; those of all by turns of their clients."""
 
 from __future__ import annotations
 

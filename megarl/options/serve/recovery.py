@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ async def bring_back(
         models.models[name] = model
         try:
             await _bring_back(model, replay, models, worker, promises)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever one model is lost by, the others come back
             model.lost = f"model {name} could not be brought back after a restart; load its last checkpoint"
             say(f"{model.lost}: {type(error).__name__}: {error}")
 
@@ -75,8 +76,6 @@ async def _bring_back(
 
 def _computed(kept: KeptRequest, model: ServedModel, models: ServedModels, worker: TrainerWorker) -> tuple[bytes, str, bool]:
     """Compute a request again, in the trainer's thread; returns its answer as it is sent, its type, and whether it failed."""
-    import json
-
     try:
         answer: Any
         if kept.kind == "forward_backward":

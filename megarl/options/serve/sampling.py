@@ -169,9 +169,7 @@ class ServedSamplers:
             self._adapters[adapter.name] = adapter
             self._pass(adapter, note)
 
-    async def _source(
-        self, tenant: Tenant, base_model: str | None, model_path: str | None
-    ) -> tuple[str, ServedAdapter | None]:
+    async def _source(self, tenant: Tenant, base_model: str | None, model_path: str | None) -> tuple[str, ServedAdapter | None]:
         served = self._options.models
         if model_path is None:
             if base_model not in served:
@@ -180,7 +178,9 @@ class ServedSamplers:
         path = CheckpointPath.parse(model_path)
         made = str(self._store.find(tenant.name, path).made.get("base_model"))
         if made not in served or base_model not in (None, made):
-            raise RequestError(f"base_model is {base_model or made:.200}, and {model_path:.300} is of {made}, which must be served")
+            raise RequestError(
+                f"base_model is {base_model or made:.200}, and {model_path:.300} is of {made}, which must be served"
+            )
         return made, await self._of_checkpoint(tenant, path)
 
     async def _of_checkpoint(self, tenant: Tenant, path: CheckpointPath) -> ServedAdapter:
@@ -314,7 +314,7 @@ class ServedSamplers:
             if not self._stopped:
                 self._promises.fail(promise, "the request was cancelled")
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever engines raise, the promise is settled
             self._options.say(f"sample {promise.id} failed: {type(error).__name__}: {error}")
             self._promises.fail(promise, f"the server could not sample: {type(error).__name__}", "server")
         finally:
@@ -355,9 +355,10 @@ class ServedSamplers:
         for made in self.sessions.values():
             adapter = made.adapter
             is_passed = adapter is not None and adapter.path is None
-            if is_passed and not made.inflight and id(adapter) not in newest and now - made.used > self._options.sampler_idle_s:
+            idle_s = self._options.sampler_idle_s
+            if is_passed and id(adapter) not in newest and now - made.used > idle_s:
                 self._end(made)
-                made.over = f"sampler {made.id} has expired: it was not used for {self._options.sampler_idle_s:.0f} s; save weights again"
+                made.over = f"sampler {made.id} has expired: it was not used for {idle_s:.0f} s; save weights again"
 
     def _end(self, made: SamplingSession) -> None:
         adapter, made.adapter = made.adapter, None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import shutil
 import time
 import uuid
 from contextlib import suppress
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tinker import types
 
 from megarl.options.serve.futures import Promises, Reply
-from megarl.options.serve.models import ServedModels
+from megarl.options.serve.models import ServedModels, choice_of, with_choice
 from megarl.options.serve.places import CheckpointPath
 from megarl.options.serve.recovery import bring_back
 from megarl.options.serve.registry import RunRecord, SessionRecord
@@ -58,13 +59,10 @@ class Service:
             keep_bytes=options.keep_answer_bytes,
             most_waiting=options.max_waiting,
         )
-        self.worker = TrainerWorker(
-            trainer, self.promises, journal, snapshot_every_s=options.snapshot_every_s, say=options.say
-        )
+        self.worker = TrainerWorker(trainer, self.promises, journal, snapshot_every_s=options.snapshot_every_s, say=options.say)
         self.samplers = ServedSamplers(options, sampler, self.promises, store, tenants)
         self.models = ServedModels(options, self.worker, self.promises, store, tenants, self.samplers, journal)
         self._seen: dict[str, float] = {}
-        self._over: set[str] = set()
         self._copies: dict[str, tuple[bytes, asyncio.Task[str]]] = {}
         self._watch: asyncio.Task[None] | None = None
         self._stopped = False
@@ -76,6 +74,8 @@ class Service:
         if self._journal is not None:
             await bring_back(self._journal, self.models, self.worker, self.promises, self.options.say)
         await self.samplers.restore()
+        live = {model.session for model in self.models.models.values()} | {s.session for s in self.samplers.sessions.values()}
+        self._seen = dict.fromkeys(live, time.monotonic())
         self.worker.start()
         self._watch = asyncio.create_task(self._keep_watch(), name="watch")
 
@@ -99,7 +99,7 @@ class Service:
             try:
                 self.watch()
                 await asyncio.to_thread(self.store.sweep)
-            except Exception as error:  # the next round may do better
+            except Exception as error:  # noqa: BLE001 - the next round may do better
                 self.options.say(f"the server's watch failed: {type(error).__name__}: {error}")
 
     def watch(self) -> None:
@@ -208,9 +208,7 @@ class Service:
         if session is None or session.tenant != tenant.name:
             raise RequestError(f"sampler {target.sampling_session_id:.200} does not exist, or has expired", status=404)
         key = (target.sampling_session_id, target.cloned_sampler_id)
-        return await self.promises.completions(
-            tenant.name, key, asked.prev_cursor, asked.timeout, asked.retrieved_request_ids
-        )
+        return await self.promises.completions(tenant.name, key, asked.prev_cursor, asked.timeout, asked.retrieved_request_ids)
 
     async def load(self, tenant: Tenant, asked: types.LoadWeightsRequest) -> dict[str, Any]:
         """Answer `load_weights`, with another tenant's checkpoint where the request has its key."""
@@ -229,10 +227,13 @@ class Service:
         promise = self.promises.make(identity, tenant.name, digest)
         try:
             if self.options.read_graph is None:
-                raise RequestError("this server runs no losses that clients define; forward_backward_custom computes them there")
+                raise RequestError(
+                    "this server runs no losses that clients define; forward_backward_custom computes them there"
+                )
             if sum(session == asked.session_id for session, _ in self.models.losses.values()) >= MOST_CUSTOM_LOSSES:
                 raise RequestError(f"the session has {MOST_CUSTOM_LOSSES} losses already, as many as it may have")
-            graph = await asyncio.to_thread(self.options.read_graph, asked.model_dump())
+            inputs = [(given.name, given.rank) for given in asked.inputs]
+            graph = await asyncio.to_thread(self.options.read_graph, asked.name, inputs, asked.graph.model_dump())
             loss = f"loss-{secrets.token_hex(8)}"
             self.models.losses[loss] = (asked.session_id, graph)
             self.promises.keep(promise, {"loss_id": loss, "type": "create_custom_loss"})
@@ -269,10 +270,9 @@ class Service:
             registry.sessions.add(SessionRecord(session, tenant.name, now, project_id=asked.destination_project_id or ""))
         run = f"{session}:train:{asked.model_seq_id or 0}"
         made = info.made
-        switches = {name: bool(made.get(name)) for name in ("train_attn", "train_mlp", "train_unembed")}
-        registry.runs.add(
-            RunRecord(run, tenant.name, now, session, str(made.get("base_model")), made.get("rank"), made.get("seed") or 0, **switches)
-        )
+        choice = choice_of(made)
+        record = RunRecord(run, tenant.name, now, session, str(made.get("base_model")))
+        registry.runs.add(with_choice(record, choice))
         target = CheckpointPath(run, source.kind, source.name)
         if owner.name == tenant.name or info.public:
             await asyncio.to_thread(self.store.copy, tenant, source, target, ttl_seconds=asked.ttl_seconds)
@@ -283,8 +283,6 @@ class Service:
     def _copy_of_other(
         self, tenant: Tenant, owner: Tenant, source: CheckpointPath, target: CheckpointPath, ttl_seconds: int | None
     ) -> None:
-        import shutil
-
         made = {**self.store.find(owner.name, source).made, "copy_of": source.text}
         with (
             self.store.reading(owner.name, source) as folder,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,8 @@ class ServiceOptions:
     """A session without a heartbeat for so long is over, and what was passed to its samplers is dropped."""
     sampler_idle_s: float = 3_600.0
     """Weights that were passed to a sampler, are not a model's newest, and were not used for so long are dropped."""
-    read_graph: Callable[[Mapping[str, Any]], Any] | None = None
-    """Reads a loss that a client has defined (`create_custom_loss`); None: clients compute such losses themselves."""
+    read_graph: Callable[[str, Sequence[tuple[str, int]], Mapping[str, Any]], Any] | None = None
+    """Reads a loss that a client has defined: its name, inputs with their ranks, graph. None: clients compute such losses."""
     client_flags: Mapping[str, Any] = field(default_factory=dict)
     """Flags for clients beside those that the service sets (`ClientConfigResponse`)."""
     dynamic_flags: Mapping[str, Any] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from io import BytesIO
 from typing import Any, TypeVar
@@ -19,8 +19,8 @@ from pydantic import BaseModel, ValidationError
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from megarl.options.serve.wire_fields import first_fields, read_fields
 from megarl.options.serve.values import Array, Datum, Loss, Passed, Picture, RequestError, Sampled, SampleRequest
+from megarl.options.serve.wire_fields import first_fields, read_fields
 
 PROTOBUF = "application/x-protobuf"
 MOST_DATUMS = 1024
@@ -170,10 +170,8 @@ def read_call(body: bytes, encoding: str, most: int) -> TrainingCall:
     }
     loss_id = values.pop("loss_id", "") if message.loss_fn == "custom" else ""
     loss = Loss(message.loss_fn, values)
-    digest = _digest(message.loss_fn, values, data, message.forward_only)
-    return TrainingCall(
-        message.model_id, message.seq_id, loss, data, not message.forward_only, digest, str(loss_id)
-    )
+    digest = _digest(message.loss_fn, values, data, forward_only=message.forward_only)
+    return TrainingCall(message.model_id, message.seq_id, loss, data, not message.forward_only, digest, str(loss_id))
 
 
 def _datum(number: int, message: Any, room: Room) -> Datum:
@@ -261,18 +259,18 @@ def densified(
     return dense
 
 
-def _digest(loss: str, values: Mapping[str, Any], data: Sequence[Datum], forward_only: bool) -> bytes:
+def _digest(loss: str, values: Mapping[str, Any], data: Sequence[Datum], *, forward_only: bool) -> bytes:
     found = blake2b(repr((loss, sorted(values.items()), forward_only, len(data))).encode(), digest_size=16)
     for datum in data:
         found.update(repr((len(datum.tokens), sorted(datum.provenance.items()))).encode())
-        found.update(datum.tokens)
+        found.update(np.ascontiguousarray(datum.tokens).data)
         for picture in datum.pictures:
             found.update(repr((picture.place, picture.length, picture.format, len(picture.content))).encode())
             found.update(picture.content)
         for name in sorted(datum.inputs):
             values_of = datum.inputs[name]
             found.update(repr((name, values_of.dtype.str, values_of.shape)).encode())
-            found.update(np.ascontiguousarray(values_of))
+            found.update(np.ascontiguousarray(values_of).data)
     return found.digest()
 
 
@@ -300,9 +298,7 @@ def passed_bytes(passed: Passed) -> bytes:
 
 
 def _form(output: Mapping[str, Array]) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
-    return [
-        (name, FLOAT32 if array.dtype.kind == "f" else INT64, array.shape[1:]) for name, array in sorted(output.items())
-    ]
+    return [(name, FLOAT32 if array.dtype.kind == "f" else INT64, array.shape[1:]) for name, array in sorted(output.items())]
 
 
 # samples --------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,11 @@ def read_fields(content: bytes, descriptor: Any, most: int) -> Counter[str]:
                 pass
             elif field.message_type is not None and wire == _BYTES:
                 waiting.append((start, place, field.message_type, False))
-            elif field.is_repeated and wire == _BYTES and field.type not in (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING):
+            elif (
+                field.is_repeated
+                and wire == _BYTES
+                and field.type not in (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
+            ):
                 left -= place - start
             if is_top and field is not None:
                 counts[field.name] += 1

@@ -6,13 +6,13 @@ A job's `compute` runs in the thread, its `finish` in the event loop beside the 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import CheckpointError
@@ -52,7 +52,7 @@ class ServedModel:
 
 @dataclass
 class TrainingJob:
-    """A request of a model whose turn comes. `redo`: kind and body to compute it again after a crash; None: its answer is kept."""
+    """A request of a model whose turn comes. `redo`: from which it is computed again after a crash; None: its answer is kept."""
 
     model: ServedModel
     seq: int
@@ -119,19 +119,17 @@ class TrainerWorker:
             model = job.model
             running = asyncio.ensure_future(self.in_thread(partial(self._compute, job)))
             try:
-                value = await asyncio.shield(running)
+                await asyncio.shield(running)
             except asyncio.CancelledError:
                 if not running.cancelled():  # what has begun is settled
                     self._finish_later(job, running)
                 raise
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever the trainer raises, the promise is settled
                 self._finish_later(job, running, error)
             else:
                 self._finish_later(job, running)
-                del value
-            if job.kind == "optim_step" and time.monotonic() - model.kept > self._every_s:
-                await self._snapshot(model)
-            elif job.kind == "load" and running.exception() is None:
+            is_due = job.kind == "optim_step" and time.monotonic() - model.kept > self._every_s
+            if is_due or (job.kind == "load" and running.exception() is None):
                 await self._snapshot(model)
 
     def _compute(self, job: TrainingJob) -> Any:
@@ -161,7 +159,7 @@ class TrainerWorker:
                 self._promises.keep(job.promise, answer)
             except RequestError as error:
                 await self._fail(job, str(error), "user")
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - as above
                 self._say(f"request {job.seq} ({job.kind}) of model {job.model.id} failed: {type(error).__name__}: {error}")
                 await self._fail(job, f"the server could not do {job.kind}: {type(error).__name__}", "server")
         finally:
@@ -211,8 +209,6 @@ class TrainerWorker:
 
 
 def _answer_entry(answer: Settled, digest: bytes, *, failed: bool) -> tuple[str, bytes]:
-    import json
-
     media = PROTOBUF if isinstance(answer, bytes) else JSON
     content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
     return f"{ANSWER}:{media}:{int(failed)}:{digest.hex()}", content
@@ -242,8 +238,3 @@ def kept_request(entry: JournalEntry) -> KeptRequest:
     if parts[0] == ANSWER and len(parts) == 4:
         return KeptRequest(entry.seq, bytes.fromhex(parts[3]), entry.body, media=parts[1], failed=parts[2] == "1")
     raise CheckpointError(f"the journal has an entry of the kind {entry.kind!r}, which this server does not write")
-
-
-def snapshot_folder(folder: Path) -> Path:
-    """The folder of a checkpoint that the trainer loads."""
-    return folder / "state"

@@ -1,4 +1,4 @@
-"""A trainer and a sampler by transformers and PEFT in float32, on one process: the plain computation of what the server's own do."""
+"""A trainer and a sampler by transformers and PEFT in float32, in one process: what the server's own must compute."""
 
 from __future__ import annotations
 
@@ -18,7 +18,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megarl.options.serve.values import AdamParams, AdapterChoice, Answer, Datum, Loss, Passed, RequestError, Sampled, SampleRequest
+from megarl.options.serve.values import (
+    AdamParams,
+    AdapterChoice,
+    Answer,
+    Datum,
+    Loss,
+    Passed,
+    RequestError,
+    Sampled,
+    SampleRequest,
+)
 
 VOCABULARY = 64
 END = 2
@@ -132,7 +142,10 @@ class ReferenceTrainer:
         trained = self.models[model]
         assert all(parameter.grad is None for parameter in trained.parameters().values()), "gradients wait for a step"
         folder.mkdir()
-        save_file({name: parameter.detach().clone() for name, parameter in trained.parameters().items()}, folder / "weights.safetensors")
+        save_file(
+            {name: parameter.detach().clone() for name, parameter in trained.parameters().items()},
+            folder / "weights.safetensors",
+        )
         moments = {f"{name}/{i}": moment for name, pair in trained.moments.items() for i, moment in enumerate(pair)}
         save_file(moments, folder / "moments.safetensors")
         (folder / "state.json").write_text(json.dumps({"step": trained.step}))

@@ -1,4 +1,4 @@
-"""A server for tests: the app by uvicorn on loopback in a thread, with the reference trainer and sampler, and a client of it."""
+"""A server for tests: the app by uvicorn on loopback in a thread, with the reference trainer and sampler."""
 
 from __future__ import annotations
 
