@@ -52,7 +52,7 @@ class ServedModel:
 
 @dataclass
 class TrainingJob:
-    """A request of a model whose turn comes. `redo`: from which it is computed again after a crash; None: its answer is kept."""
+    """A request of a model whose turn comes. `redo`: what it is computed from after a crash; None: its answer is kept."""
 
     model: ServedModel
     seq: int
