@@ -1,0 +1,401 @@
+"""Sampling sessions: which adapters each one samples with, and how long engines keep them; requests for samples, by turns.
+
+Weights that a model passes on lie in a scratch folder until nobody samples with them; those of checkpoints stay in the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import shutil
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinker import types
+
+from megarl.options.serve.futures import Promises
+from megarl.options.serve.order import FairSlots
+from megarl.options.serve.places import CheckpointPath
+from megarl.options.serve.registry import SamplerRecord
+from megarl.options.serve.settings import ServiceOptions
+from megarl.options.serve.store import CheckpointStore
+from megarl.options.serve.tenants import Tenant, Tenants
+from megarl.options.serve.values import RequestError, Sampler
+from megarl.options.serve.wire import Asked, digest_of_json, read_sample, sampled_bytes
+
+if TYPE_CHECKING:
+    from megarl.options.serve.worker import ServedModel
+
+CLONE = 1_000_000_000
+"""Numbers of a clone's requests begin with its own number times this."""
+_ADAPTER_FILE = "adapter_config.json"
+_NOTE = "passed.json"
+
+
+@dataclass
+class ServedAdapter:
+    """Adapters that engines have. `path`: the checkpoint that they are of, pinned; None: they lie in scratch."""
+
+    name: str
+    folder: Path
+    path: CheckpointPath | None = None
+    users: int = 0
+    """Sampling sessions that sample with it, or would."""
+    used: float = 0.0
+    ready: asyncio.Task[None] | None = None
+
+
+@dataclass
+class SamplingSession:
+    """Something that a client samples from. `adapter` None: the base model; `inflight`: always the newest of this model."""
+
+    id: str
+    tenant: str
+    session: str
+    base_model: str
+    digest: bytes
+    adapter: ServedAdapter | None = None
+    inflight: str = ""
+    clones: int = 0
+    used: float = 0.0
+    over: str = ""
+    """Why it cannot be sampled from any more."""
+
+
+class ServedSamplers:
+    """All sampling sessions of a server. Used in one event loop."""
+
+    def __init__(
+        self, options: ServiceOptions, sampler: Sampler, promises: Promises, store: CheckpointStore, tenants: Tenants
+    ) -> None:
+        self._options, self._sampler, self._promises = options, sampler, promises
+        self._store, self._tenants = store, tenants
+        self._slots = FairSlots(options.sampling_slots)
+        self._adapters: dict[str, ServedAdapter] = {}
+        self._newest: dict[str, ServedAdapter] = {}
+        """By model what it passed on last, and by `model inflight` what its inflight samplers use."""
+        self.sessions: dict[str, SamplingSession] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._stopped = False
+
+    # sessions ----------------------------------------------------------------------------------------------------------
+
+    async def create(self, tenant: Tenant, asked: types.CreateSamplingSessionRequest) -> dict[str, Any]:
+        """Answer `create_sampling_session`.
+
+        Raises:
+            RequestError: there is no such model or checkpoint, or the number was used for another one.
+        """
+        self._store.registry.sessions.get(tenant.name, asked.session_id)
+        identity = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
+        digest = digest_of_json(asked)
+        there = self.sessions.get(identity)
+        if there is not None:
+            if there.digest != digest or there.tenant != tenant.name:
+                number = asked.sampling_session_seq_id
+                raise RequestError(f"sampling_session_seq_id is {number}, which came before with other content")
+            return {"sampling_session_id": identity, "type": "create_sampling_session"}
+        base_model, adapter = await self._source(tenant, asked.base_model, asked.model_path)
+        made = SamplingSession(identity, tenant.name, asked.session_id, base_model, digest, adapter, used=time.monotonic())
+        self._add(made, asked.model_path)
+        return {"sampling_session_id": identity, "type": "create_sampling_session"}
+
+    def join(self, tenant: Tenant, asked: types.JoinSamplingSessionRequest) -> dict[str, Any]:
+        """Answer `join_sampling_session` with a number that no other clone has."""
+        session = self._find(tenant, asked.sampling_session_id)
+        session.clones += 1
+        return {"client_counter": session.clones, "type": "join_sampling_session"}
+
+    def new_folder(self) -> Path:
+        """A place, where nothing is yet, for weights that a model passes on."""
+        self._options.scratch.mkdir(parents=True, exist_ok=True)
+        return self._options.scratch / f"passed-{secrets.token_hex(8)}"
+
+    async def add_passing(self, model: ServedModel, seq: int, folder: Path, *, is_inflight: bool) -> str:
+        """Have engines sample with what a model wrote to `folder`; returns the sampling session, the `seq`-th of its session.
+
+        Raises:
+            RequestError: the number was used before.
+        """
+        identity = f"{model.session}:sample:{seq}"
+        try:
+            if identity in self.sessions:
+                raise RequestError(f"sampling_session_seq_id is {seq}, which was used before")
+            adapter = ServedAdapter(folder.name, folder, used=time.monotonic())
+            self._adapters[adapter.name] = adapter
+            await self._ready(adapter)
+        except BaseException:
+            self._adapters.pop(folder.name, None)
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        kind = f"{model.id} inflight" if is_inflight else ""
+        note = {"tenant": model.tenant, "session": model.session, "id": identity, "base": model.base_model, "inflight": kind}
+        (folder.parent / f"{folder.name}.{_NOTE}").write_text(json.dumps({**note, "model": model.id}))
+        self._pass(adapter, note | {"model": model.id})
+        return identity
+
+    def _pass(self, adapter: ServedAdapter, note: dict[str, str]) -> None:
+        """Make the sampling session of weights that were passed on, and let go of what they replace."""
+        own = None if note["inflight"] else adapter
+        made = SamplingSession(note["id"], note["tenant"], note["session"], note["base"], b"", own, note["inflight"])
+        for key in filter(None, (note["model"], note["inflight"])):
+            before = self._newest.get(key)
+            self._newest[key] = adapter
+            adapter.users += 1
+            if before is not None:
+                self._release(before)
+        self._add(made, None)
+
+    async def restore(self) -> None:
+        """Take up what was passed on before the server was started again."""
+        scratch = self._options.scratch
+        notes = {path: path.with_name(path.name[: -len(_NOTE) - 1]) for path in scratch.glob(f"*.{_NOTE}")}
+        for folder in set(scratch.glob("passed-*")) - {*notes, *notes.values()}:
+            shutil.rmtree(folder, ignore_errors=True)
+        for path, folder in sorted(notes.items(), key=lambda item: item[0].stat().st_mtime_ns):
+            try:
+                note = json.loads(path.read_text())
+                adapter = ServedAdapter(folder.name, folder, used=time.monotonic())
+                await self._ready(adapter)
+            except (OSError, ValueError, RequestError) as error:
+                self._options.say(f"weights in '{folder}' cannot be served again: {error}")
+                path.unlink(missing_ok=True)
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
+            self._adapters[adapter.name] = adapter
+            self._pass(adapter, note)
+
+    async def _source(self, tenant: Tenant, base_model: str | None, model_path: str | None) -> tuple[str, ServedAdapter | None]:
+        served = self._options.models
+        if model_path is None:
+            if base_model not in served:
+                raise RequestError(f"base_model is {base_model!r:.200}; it must be one of {', '.join(served)}", status=404)
+            return str(base_model), None
+        path = CheckpointPath.parse(model_path)
+        made = str(self._store.find(tenant.name, path).made.get("base_model"))
+        if made not in served or base_model not in (None, made):
+            raise RequestError(
+                f"base_model is {base_model or made:.200}, and {model_path:.300} is of {made}, which must be served"
+            )
+        return made, await self._of_checkpoint(tenant, path)
+
+    async def _of_checkpoint(self, tenant: Tenant, path: CheckpointPath) -> ServedAdapter:
+        """The adapters of a checkpoint, loaded if they were not."""
+        info = self._store.find(tenant.name, path)
+        name = f"{path.text} {info.created}"
+        adapter = self._adapters.get(name)
+        if adapter is None:
+            folder = await asyncio.to_thread(self._pinned, tenant.name, path)
+            adapter = self._adapters.setdefault(name, ServedAdapter(name, folder, path))
+            if adapter.folder is not folder:  # another request was quicker
+                self._store.unpin(path)
+        try:
+            await self._ready(adapter)
+        except BaseException:
+            if self._adapters.pop(name, None) is not None:
+                self._store.unpin(path)
+            raise
+        return adapter
+
+    def _pinned(self, tenant: str, path: CheckpointPath) -> Path:
+        """The PEFT folder of a checkpoint whose bytes were checked, pinned."""
+        with self._store.reading(tenant, path) as folder:
+            found = sorted(folder.rglob(_ADAPTER_FILE), key=lambda file: len(file.parts))
+            if not found:
+                raise RequestError(f"{path} has no adapters to sample with; save them with save_weights_for_sampler")
+            self._store.pin(tenant, path)
+            return found[0].parent
+
+    async def _ready(self, adapter: ServedAdapter) -> None:
+        """Wait until engines have it; the first who asks has them load it."""
+        if adapter.ready is None:
+            name = _engine_name(adapter.name)
+            adapter.ready = asyncio.ensure_future(self._sampler.add(name, adapter.folder))
+        await asyncio.shield(adapter.ready)
+
+    def _add(self, made: SamplingSession, model_path: str | None) -> None:
+        made.used = time.monotonic()
+        if made.adapter is not None:
+            made.adapter.users += 1
+        self.sessions[made.id] = made
+        samplers = self._store.registry.samplers
+        if all(record.id != made.id for record in samplers.of(made.tenant)):
+            samplers.add(SamplerRecord(made.id, made.tenant, time.time(), made.session, made.base_model, model_path))
+
+    def _find(self, tenant: Tenant, identity: str) -> SamplingSession:
+        session = self.sessions.get(identity)
+        if session is None or session.tenant != tenant.name:
+            raise RequestError(f"sampler {identity:.200} does not exist, or has expired", status=404)
+        return session
+
+    # samples -----------------------------------------------------------------------------------------------------------
+
+    async def sample(self, tenant: Tenant, asked: types.SampleRequest) -> dict[str, Any]:
+        """Answer `asample` with a future.
+
+        Raises:
+            RequestError: there are too many requests; anything else fails by its future.
+        """
+        digest = digest_of_json(asked)
+        target = None
+        if asked.sampling_session_id is not None:
+            if asked.seq_id is None or asked.seq_id < 0:
+                return self._refused(tenant, "seq_id must be given with sampling_session_id, 0 or more")
+            identity = f"{asked.sampling_session_id}:{asked.seq_id}"
+            target = (asked.sampling_session_id, asked.seq_id // CLONE)
+            known = self._promises.known(identity)
+            if known is not None and known.tenant == tenant.name:
+                if known.digest != digest:
+                    return self._refused(tenant, f"seq_id is {asked.seq_id}, which came before with other content")
+                return _future(identity, asked.num_samples)
+        else:
+            identity = f"sample:{secrets.token_hex(12)}:0"
+        try:
+            request = await asyncio.to_thread(read_sample, asked, self._options.max_body_bytes, tenant=tenant.name)
+            self._promises.check_room()
+            session = await self._session_of(tenant, asked)
+        except RequestError as error:
+            if error.status == 429:
+                raise
+            return self._refused(tenant, str(error))
+        if (known := self._promises.known(identity)) is not None and known.tenant == tenant.name and known.digest == digest:
+            return _future(identity, asked.num_samples)
+        try:
+            self._tenants.usage.begin(tenant)
+        except RequestError:
+            self._end_single(session)
+            raise
+        promise = self._promises.make(identity, tenant.name, digest, target=target)
+        promise.at_end.append(lambda: self._tenants.usage.end(tenant))
+        task = asyncio.create_task(self._run(session, request, promise), name=identity)
+        promise.cancel = task.cancel
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return _future(identity, asked.num_samples)
+
+    async def _session_of(self, tenant: Tenant, asked: types.SampleRequest) -> SamplingSession:
+        if asked.sampling_session_id is not None:
+            session = self._find(tenant, asked.sampling_session_id)
+            if session.over:
+                raise RequestError(session.over)
+            adapter = session.adapter
+            if adapter is not None and adapter.path is not None:
+                self._store.find(tenant.name, adapter.path)  # deleted or expired since
+            return session
+        base_model, adapter = await self._source(tenant, asked.base_model, asked.model_path)
+        if adapter is not None:
+            adapter.users += 1  # until the request is answered
+        return SamplingSession("", tenant.name, tenant.name, base_model, b"", adapter)
+
+    async def _run(self, session: SamplingSession, asked: Asked, promise: Any) -> None:
+        try:
+            async with self._slots.slot(session.session):
+                adapter = self._newest[session.inflight] if session.inflight else session.adapter
+                session.used = time.monotonic()
+                if adapter is None:
+                    sampled = await self._sampler.sample(asked.request)
+                else:
+                    adapter.users += 1
+                    adapter.used = session.used
+                    try:
+                        await self._ready(adapter)
+                        sampled = await self._sampler.sample(replace(asked.request, adapter=_engine_name(adapter.name)))
+                    finally:
+                        adapter.used = session.used = time.monotonic()
+                        self._release(adapter)
+            self._promises.keep(promise, sampled_bytes(sampled, asked.layout))
+        except RequestError as error:
+            self._promises.fail(promise, str(error))
+        except asyncio.CancelledError:
+            if not self._stopped:
+                self._promises.fail(promise, "the request was cancelled")
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever engines raise, the promise is settled
+            self._options.say(f"sample {promise.id} failed: {type(error).__name__}: {error}")
+            self._promises.fail(promise, f"the server could not sample: {type(error).__name__}", "server")
+        finally:
+            self._end_single(session)
+
+    def _end_single(self, session: SamplingSession) -> None:
+        """Let go of what a request without a sampling session samples with."""
+        if not session.id:
+            self._end(session)
+
+    def _refused(self, tenant: Tenant, sentence: str) -> dict[str, Any]:
+        self._promises.check_room()
+        promise = self._promises.make(f"refused:{secrets.token_hex(12)}:-1", tenant.name, b"")
+        self._promises.fail(promise, sentence)
+        return {"request_id": promise.id}
+
+    # ends --------------------------------------------------------------------------------------------------------------
+
+    def end_session(self, session: str) -> None:
+        """End a client's sampling sessions, and let engines forget what only they used."""
+        for made in [made for made in self.sessions.values() if made.session == session]:
+            self._end(made)
+            del self.sessions[made.id]
+            self._promises.drop_target(made.id)
+        for key in [key for key in self._newest if key.startswith(f"{session}:")]:
+            self._release(self._newest.pop(key))
+
+    def drop_model(self, model: str) -> None:
+        """Let go of what a model passed on, as it is gone; its sampling sessions go on."""
+        newest = self._newest.pop(model, None)
+        if newest is not None:
+            self._release(newest)
+
+    def expire(self) -> None:
+        """End sampling sessions that were passed weights which were replaced since, and that nobody has used for long."""
+        now = time.monotonic()
+        newest = {id(adapter) for adapter in self._newest.values()}
+        for made in self.sessions.values():
+            adapter = made.adapter
+            is_passed = adapter is not None and adapter.path is None
+            idle_s = self._options.sampler_idle_s
+            if is_passed and id(adapter) not in newest and now - made.used > idle_s:
+                self._end(made)
+                made.over = f"sampler {made.id} has expired: it was not used for {idle_s:.0f} s; save weights again"
+
+    def _end(self, made: SamplingSession) -> None:
+        adapter, made.adapter = made.adapter, None
+        if adapter is not None:
+            self._release(adapter)
+
+    def _release(self, adapter: ServedAdapter) -> None:
+        adapter.users -= 1
+        if adapter.users > 0 or self._adapters.get(adapter.name) is not adapter:
+            return
+        del self._adapters[adapter.name]
+        task = asyncio.create_task(self._drop(adapter))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _drop(self, adapter: ServedAdapter) -> None:
+        with suppress(RequestError):
+            await self._sampler.drop(_engine_name(adapter.name))
+        if adapter.path is not None:
+            self._store.unpin(adapter.path)
+            return
+        (adapter.folder.parent / f"{adapter.folder.name}.{_NOTE}").unlink(missing_ok=True)
+        await asyncio.to_thread(shutil.rmtree, adapter.folder, True)
+
+    async def stop(self) -> None:
+        """End all requests, which clients send again to the next server."""
+        self._stopped = True
+        for task in [*self._tasks]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _future(identity: str, samples: int) -> dict[str, Any]:
+    most = min(max(samples, 0), 4096)
+    return {"request_id": identity, "sample_sequence_ids": [f"{identity}:{number}" for number in range(most)]}
+
+
+def _engine_name(name: str) -> str:
+    """A name for engines, without what URLs and folders give a meaning."""
+    return "".join(sign if sign.isalnum() or sign in "-_." else "_" for sign in name)

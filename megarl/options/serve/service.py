@@ -1,0 +1,295 @@
+"""The service behind the routes: sessions of clients, their models and samplers, and what comes back after a restart.
+
+Everything is called in one event loop, after `start` and until `stop`. Tenants see what is theirs, and the base model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import time
+import uuid
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from tinker import types
+
+from megarl.options.serve.futures import Promises, Reply
+from megarl.options.serve.models import ServedModels, choice_of, with_choice
+from megarl.options.serve.places import CheckpointPath
+from megarl.options.serve.recovery import bring_back
+from megarl.options.serve.registry import RunRecord, SessionRecord
+from megarl.options.serve.sampling import ServedSamplers
+from megarl.options.serve.settings import ServiceOptions
+from megarl.options.serve.store import CheckpointStore
+from megarl.options.serve.tenants import Tenant, Tenants
+from megarl.options.serve.values import RequestError, Sampler, Trainer
+from megarl.options.serve.wire import MOST_DATUMS, digest_of_json
+from megarl.options.serve.worker import TrainerWorker
+
+if TYPE_CHECKING:
+    from megarl.options.serve.journal import RequestJournal
+
+WATCH_S = 5.0
+MOST_CUSTOM_LOSSES = 256
+"""Losses that a client may define in a session."""
+CHUNK_BYTES = 5_000_000
+"""Bytes of a pass's request, about, into which clients cut a batch."""
+
+
+class Service:
+    """Everything that a client can ask for, by names of the protocol."""
+
+    def __init__(
+        self,
+        options: ServiceOptions,
+        *,
+        trainer: Trainer,
+        sampler: Sampler,
+        store: CheckpointStore,
+        tenants: Tenants,
+        journal: RequestJournal | None = None,
+    ) -> None:
+        self.options, self.store, self.tenants, self._journal = options, store, tenants, journal
+        self.promises = Promises(
+            poll_s=options.poll_s,
+            keep_s=options.keep_answers_s,
+            keep_fetched_s=options.keep_fetched_s,
+            keep_bytes=options.keep_answer_bytes,
+            most_waiting=options.max_waiting,
+        )
+        self.worker = TrainerWorker(trainer, self.promises, journal, snapshot_every_s=options.snapshot_every_s, say=options.say)
+        self.samplers = ServedSamplers(options, sampler, self.promises, store, tenants)
+        self.models = ServedModels(options, self.worker, self.promises, store, tenants, self.samplers, journal)
+        self._seen: dict[str, float] = {}
+        self._copies: dict[str, tuple[bytes, asyncio.Task[str]]] = {}
+        self._watch: asyncio.Task[None] | None = None
+        self._stopped = False
+
+    # life --------------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Bring back models and samplers of the server before, then begin."""
+        if self._journal is not None:
+            await bring_back(self._journal, self.models, self.worker, self.promises, self.options.say)
+        await self.samplers.restore()
+        live = {model.session for model in self.models.models.values()} | {s.session for s in self.samplers.sessions.values()}
+        self._seen = dict.fromkeys(live, time.monotonic())
+        self.worker.start()
+        self._watch = asyncio.create_task(self._keep_watch(), name="watch")
+
+    async def stop(self) -> None:
+        """End: long polls are answered at once, jobs that run are settled, models are kept. A second call does nothing."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self.promises.stop()
+        if self._watch is not None:
+            self._watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watch
+        await self.samplers.stop()
+        await self.worker.stop([*self.models.models.values()])
+        self.store.registry.write_touched()
+
+    async def _keep_watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            try:
+                self.watch()
+                await asyncio.to_thread(self.store.sweep)
+            except Exception as error:  # noqa: BLE001 - the next round may do better
+                self.options.say(f"the server's watch failed: {type(error).__name__}: {error}")
+
+    def watch(self) -> None:
+        """Forget what is over: answers, sessions without a heartbeat, samplers that nobody uses."""
+        self.promises.expire()
+        self.models.skip_overdue(self.options.gap_s)
+        self.samplers.expire()
+        now = time.monotonic()
+        for session, seen in [*self._seen.items()]:
+            if now - seen > self.options.session_idle_s:
+                del self._seen[session]
+                self.samplers.end_session(session)
+
+    def tenant_of_model(self, model: str) -> str:
+        """The tenant of a model; empty: nobody's."""
+        found = self.models.models.get(model)
+        return found.tenant if found is not None else ""
+
+    # sessions ----------------------------------------------------------------------------------------------------------
+
+    def client_config(self) -> dict[str, Any]:
+        """Flags for a client that starts."""
+        return {
+            "pjwt_auth_enabled": True,
+            "credential_default_source": "api_key",
+            "proto_compress_fwdbwd": True,
+            "parallel_fwdbwd_chunks": True,
+            "fwdbwd_max_chunk_len": MOST_DATUMS,
+            "fwdbwd_max_chunk_bytes_count": min(CHUNK_BYTES, self.options.max_body_bytes // 2),
+            "sample_join_sampling_session": True,
+            "custom_loss_server_side": self.options.read_graph is not None,
+            **self.options.client_flags,
+        }
+
+    def dynamic_config(self) -> dict[str, Any]:
+        """Flags that clients ask for again and again."""
+        return {"sample_cancel_enabled": True, "refresh_interval_sec": 300, **self.options.dynamic_flags}
+
+    def capabilities(self) -> dict[str, Any]:
+        """The models that are served."""
+        models = [
+            {"model_name": name, "max_context_length": tokens or None, "trainable": True, "sampleable": True}
+            for name, tokens in self.options.models.items()
+        ]
+        return {"supported_models": models}
+
+    def create_session(self, tenant: Tenant, asked: types.CreateSessionRequest) -> dict[str, Any]:
+        """Answer `create_session`."""
+        identity, now = str(uuid.uuid4()), time.time()
+        record = SessionRecord(
+            identity,
+            tenant.name,
+            now,
+            tuple(asked.tags),
+            asked.user_metadata or {},
+            asked.sdk_version,
+            asked.project_id or "",
+            asked.display_name,
+            last_seen=now,
+        )
+        self.store.registry.sessions.add(record)
+        self._seen[identity] = time.monotonic()
+        return {"type": "create_session", "session_id": identity}
+
+    def heartbeat(self, tenant: Tenant, asked: types.SessionHeartbeatRequest) -> dict[str, Any]:
+        """Answer `session_heartbeat`.
+
+        Raises:
+            RequestError: with status 410 where the session is over, at which the client stops.
+        """
+        record = self.store.registry.sessions.get(tenant.name, asked.session_id)
+        if record.status is not None:
+            raise RequestError(f"session {record.id} is over", status=410)
+        self._seen[record.id] = time.monotonic()
+        self.store.registry.sessions.touch(tenant.name, record.id, time.time())
+        return {"type": "session_heartbeat"}
+
+    def finish_session(self, tenant: Tenant, session: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer the end of a session: its models and what was passed to its samplers are dropped; checkpoints stay."""
+        record = self.store.registry.sessions.get(tenant.name, session)
+        if record.status is None:
+            reason = body.get("reason") if isinstance(body.get("reason"), dict) else {}
+            status = {"type": "finished", "reason": reason, "detail": str(body.get("detail") or "")[:1000] or None}
+            self.store.registry.sessions.change(tenant.name, session, status=status, last_seen=time.time())
+        self._seen.pop(session, None)
+        for model in [*self.models.models.values()]:
+            if model.session == session and not model.lost:
+                self.models.drop(model, f"model {model.id} is gone, as its session is over")
+        self.samplers.end_session(session)
+        return {}
+
+    # what is answered later --------------------------------------------------------------------------------------------
+
+    async def retrieve(self, tenant: Tenant, asked: types.FutureRetrieveRequest) -> Reply:
+        """Answer `retrieve_future`."""
+        return await self.promises.answer(tenant.name, asked.request_id, allow_metadata=asked.allow_metadata_only)
+
+    async def retrieve_many(self, tenant: Tenant, asked: types.FuturesRetrieveRequest) -> dict[str, Any]:
+        """Answer `retrieve_futures`.
+
+        Raises:
+            RequestError: there is no such sampling session.
+        """
+        target = asked.target
+        session = self.samplers.sessions.get(target.sampling_session_id)
+        if session is None or session.tenant != tenant.name:
+            raise RequestError(f"sampler {target.sampling_session_id:.200} does not exist, or has expired", status=404)
+        key = (target.sampling_session_id, target.cloned_sampler_id)
+        return await self.promises.completions(tenant.name, key, asked.prev_cursor, asked.timeout, asked.retrieved_request_ids)
+
+    async def load(self, tenant: Tenant, asked: types.LoadWeightsRequest) -> dict[str, Any]:
+        """Answer `load_weights`, with another tenant's checkpoint where the request has its key."""
+        return self.models.load(tenant, asked, await self._source(tenant, asked.weights_access_token))
+
+    async def create_custom_loss(self, tenant: Tenant, asked: types.CreateCustomLossRequest) -> dict[str, Any]:
+        """Answer `create_custom_loss`: the graph is read, and nothing of it evaluated."""
+        self.store.registry.sessions.get(tenant.name, asked.session_id)
+        identity, digest = f"{asked.session_id}:loss:{asked.custom_loss_seq_id}", digest_of_json(asked)
+        known = self.promises.known(identity)
+        if known is not None and known.digest == digest:
+            return {"request_id": identity}
+        if known is not None:
+            raise RequestError(f"custom_loss_seq_id is {asked.custom_loss_seq_id}, which came before with other content")
+        self.promises.check_room()
+        promise = self.promises.make(identity, tenant.name, digest)
+        try:
+            if self.options.read_graph is None:
+                raise RequestError(
+                    "this server runs no losses that clients define; forward_backward_custom computes them there"
+                )
+            if sum(session == asked.session_id for session, _ in self.models.losses.values()) >= MOST_CUSTOM_LOSSES:
+                raise RequestError(f"the session has {MOST_CUSTOM_LOSSES} losses already, as many as it may have")
+            inputs = [(given.name, given.rank) for given in asked.inputs]
+            graph = await asyncio.to_thread(self.options.read_graph, asked.name, inputs, asked.graph.model_dump())
+            loss = f"loss-{secrets.token_hex(8)}"
+            self.models.losses[loss] = (asked.session_id, graph)
+            self.promises.keep(promise, {"loss_id": loss, "type": "create_custom_loss"})
+        except RequestError as error:
+            self.promises.fail(promise, str(error))
+        return {"request_id": identity}
+
+    # copies ------------------------------------------------------------------------------------------------------------
+
+    async def copy_weights(self, tenant: Tenant, asked: types.CopyWeightsRequest, key: str) -> dict[str, Any]:
+        """Answer `copy_weights`; `key` is the same when the client asks again."""
+        digest = digest_of_json(asked)
+        if asked.session_id is not None:
+            self.store.registry.sessions.get(tenant.name, asked.session_id)
+            key = f"{asked.session_id}:train:{asked.model_seq_id}"
+        known = self._copies.get(f"{tenant.name} {key}")
+        if known is not None and known[0] != digest:
+            raise RequestError("the copy was asked for before with other content; choose another model_seq_id")
+        if known is None:
+            task = asyncio.create_task(self._copy(tenant, asked))
+            known = self._copies[f"{tenant.name} {key}"] = (digest, task)
+            while len(self._copies) > 10_000:
+                del self._copies[next(iter(self._copies))]
+        return {"tinker_path": await asyncio.shield(known[1])}
+
+    async def _copy(self, tenant: Tenant, asked: types.CopyWeightsRequest) -> str:
+        source = CheckpointPath.parse(asked.source_path)
+        owner = await self._source(tenant, asked.weights_access_token)
+        info = self.store.find(owner.name, source)
+        registry, now = self.store.registry, time.time()
+        session = asked.session_id
+        if session is None:
+            session = str(uuid.uuid4())
+            registry.sessions.add(SessionRecord(session, tenant.name, now, project_id=asked.destination_project_id or ""))
+        run = f"{session}:train:{asked.model_seq_id or 0}"
+        made = info.made
+        choice = choice_of(made)
+        record = RunRecord(run, tenant.name, now, session, str(made.get("base_model")))
+        registry.runs.add(with_choice(record, choice))
+        target = CheckpointPath(run, source.kind, source.name)
+        if owner.name == tenant.name or info.public:
+            await asyncio.to_thread(self.store.copy, tenant, source, target, ttl_seconds=asked.ttl_seconds)
+        else:
+            await asyncio.to_thread(self._copy_of_other, tenant, owner, source, target, asked.ttl_seconds)
+        return target.text
+
+    def _copy_of_other(
+        self, tenant: Tenant, owner: Tenant, source: CheckpointPath, target: CheckpointPath, ttl_seconds: int | None
+    ) -> None:
+        made = {**self.store.find(owner.name, source).made, "copy_of": source.text}
+        with (
+            self.store.reading(owner.name, source) as folder,
+            self.store.writing(tenant, target, made, ttl_seconds=ttl_seconds) as data,
+        ):
+            shutil.copytree(folder, data, dirs_exist_ok=True)
+
+    async def _source(self, tenant: Tenant, token: str | None) -> Tenant:
+        """The tenant whose checkpoints a request reads: its own, or that of the key in it."""
+        return tenant if token is None else await self.tenants.tenant_of(token)

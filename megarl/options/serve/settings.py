@@ -1,0 +1,44 @@
+"""Settings of a service: what it serves, its limits, and how long it keeps and waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ServiceOptions:
+    """`models`: names of the base model and the tokens of its context; `scratch`: a folder for weights that are passed on."""
+
+    models: Mapping[str, int]
+    scratch: Path
+    context_tokens: int = 0
+    max_rank: int = 128
+    live_models: int = 64
+    full_weights: bool = False
+    max_body_bytes: int = 1 << 28
+    """Of a body, and of it unpacked."""
+    max_waiting: int = 100_000
+    """Requests that wait at once; more are asked again later."""
+    snapshot_every_s: float = 300.0
+    sampling_slots: int = 256
+    """Requests for samples that the sampler has at once; clients share them."""
+    poll_s: float = 30.0
+    """How long a client's question for an answer waits; the client itself gives up at 45 s."""
+    keep_answers_s: float = 3_600.0
+    keep_fetched_s: float = 600.0
+    keep_answer_bytes: int = 1 << 30
+    gap_s: float = 900.0
+    """How long a request waits for one before it; the client asks again for 300 s."""
+    session_idle_s: float = 1_800.0
+    """A session without a heartbeat for so long is over, and what was passed to its samplers is dropped."""
+    sampler_idle_s: float = 3_600.0
+    """Weights that were passed to a sampler, are not a model's newest, and were not used for so long are dropped."""
+    read_graph: Callable[[str, Sequence[tuple[str, int]], Mapping[str, Any]], Any] | None = None
+    """Reads a loss that a client has defined: its name, inputs with their ranks, graph. None: clients compute such losses."""
+    client_flags: Mapping[str, Any] = field(default_factory=dict)
+    """Flags for clients beside those that the service sets (`ClientConfigResponse`)."""
+    dynamic_flags: Mapping[str, Any] = field(default_factory=dict)
+    say: Callable[[str], None] = print
