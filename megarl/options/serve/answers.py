@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from tinker import types
+from tinker.types.session_status import SessionStatus
 
 from megarl.options.serve.places import KINDS
 from megarl.options.serve.registry import RunRecord, SessionRecord, as_texts
@@ -16,6 +18,7 @@ from megarl.options.serve.values import RequestError
 SILENT_S = 60.0
 """Seconds without a heartbeat, sent every 10 s, after which a session is not known to be running."""
 MOST_PER_PAGE = 1_000
+_STATUS: TypeAdapter[Any] = TypeAdapter(SessionStatus)
 
 
 def checkpoint_answer(info: CheckpointInfo) -> types.Checkpoint:
@@ -69,7 +72,10 @@ def weights_answer(info: CheckpointInfo) -> types.WeightsInfoResponse:
 def status_answer(session: SessionRecord, now: float) -> dict[str, Any] | None:
     """The protocol's status of a session: as it ended, `active`, or None where neither is known."""
     if session.status is not None:
-        return dict(session.status)
+        try:
+            return _STATUS.validate_python(dict(session.status)).model_dump(mode="json")
+        except ValidationError:
+            return None
     return {"type": "active"} if now - max(session.created, session.last_seen) < SILENT_S else None
 
 
