@@ -97,9 +97,10 @@ def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folde
             if (rule.tp_axis is not None or whole_expert) and not hasattr(tensor, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(tensor, True, rule.tp_axis or 0, 1)
     if options.lora is not None:
-        folder_of = adapter_part("peft_folder").AdapterFolder
-        read = folder_of(options.adapter, folder.config).get_slice if options.adapter is not None else None
-        adapter_part("layers").load_adapters(chunks, options.lora_seed, read)
+        stored = adapter_part("peft_folder").AdapterFolder(options.adapter, folder.config) if options.adapter else None
+        adapter_part("layers").load_adapters(chunks, options.lora_seed, stored.get_slice if stored is not None else None)
+        if stored is not None:
+            adapter_part("layers").check_output(chunks, weight_map, stored, folder.get_slice)
 
 
 def _keep_full_precision(tensor: Any, values: Tensor, *, trainable: bool) -> None:

@@ -13,6 +13,7 @@ Source: arXiv 2106.09685. Scale and initial values are PEFT's.
 
 from __future__ import annotations
 
+import logging
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,8 @@ from megarl.models.adapters import IN_CHECKPOINTS
 from megarl.models.fused_rows import FusedRows
 from megarl.models.weight_map import BoundRule, WeightMap
 from megarl.models.weight_tensors import shard_from_hf
+from megarl.options.lora.peft_folder import AdapterFolder
+from megarl.options.lora.section import OUTPUT
 from megarl.options.lora.weight_map import (
     OUTPUT_LAYER,
     SUFFIX,
@@ -222,6 +225,12 @@ def insert_adapters(
     `weight_map` is that of `Lora.with_adapters`.
     """
     config = get_model_config(chunk)
+    if unties(weight_map) and torch.distributed.get_rank() == 0:
+        logging.getLogger(__name__).warning(
+            "the adapter of '%s' is of the output layer alone, not of the embedding whose weight the layer shares; a model with "
+            "the adapter merged in has tie_word_embeddings=false",
+            OUTPUT,
+        )
     sites: dict[str, list[tuple[str, Tensor, BoundRule, Site]]] = {}
     places = {id(parameter): name for name, parameter in chunk.named_parameters()}
     for name, tensor in global_tensors([chunk]):
@@ -273,6 +282,20 @@ def load_adapters(chunks: Sequence[torch.nn.Module], seed: int, read: Callable[[
                     parameter.zero_()
                 else:
                     parameter.copy_(shard_from_hf(rule, get, adapter.split.rank, adapter.split.size))
+
+
+def check_output(
+    chunks: Sequence[torch.nn.Module], weight_map: WeightMap, stored: AdapterFolder, read: Callable[[str], Any]
+) -> None:
+    """Check that the output layer's weight in a PEFT folder, if it is there, is the model's, as far as this rank has rows of it.
+
+    `read` gives the model's tensors by name. Raises ModelError: see `AdapterFolder.check_output`.
+    """
+    for adapter in adapters_of(chunks):
+        if isinstance(adapter, OutputAdapter):
+            [name] = weight_map.rule_for(f"{OUTPUT_LAYER}.weight").hf_names
+            for piece in adapter.site.b.pieces(adapter.split.rank, adapter.split.size):
+                stored.check_output(read(name), slice(piece.start, piece.stop))
 
 
 def adapters_of(chunks: Sequence[torch.nn.Module]) -> Iterator[Adapter]:

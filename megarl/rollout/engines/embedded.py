@@ -123,7 +123,9 @@ class EmbeddedEngine(Engine):
         self._turns = TurnCache(turn_cache_bytes) if keeps_turns else None
         self._recorders = [open_recorder(self._model) for open_recorder in functions("embedded", "open_recorder")]
         self._serves = ServedModel(load_hf_config(served_path or model_path), dtype, predicts=updates_draft, lora=lora)
-        self._adapters = adapter_part("embedded").Adapters(self._serves, lora, self._held) if lora is not None else None
+        self._adapters: Any = None
+        if lora is not None:
+            self._adapters = adapter_part("embedded").Adapters(self._serves, lora, self._held, self._model)
         if self._adapters is not None:
             self._held = self._adapters.tensors
         self._dequantiser: Any = None
