@@ -39,7 +39,6 @@ from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.megatron.rank_model import RankModel
 from megarl.megatron.row_shard import shard_of_replica
 from megarl.megatron.weights import Quantiser, adapter_shards, local_shards
-from megarl.models.adapters import adapter_part
 from megarl.models.registry import load_hf_config
 from megarl.observe.rank_record import RankRecord
 from megarl.observe.trace import take_spans, timed
@@ -295,8 +294,6 @@ class Rank:
         bases = dict.fromkeys(self.engines) if bases is None else bases
         own_bases = {engine: bases[engine] for engine in self.engines & bases.keys()}
         policy = self.roles[role]
-        if policy.options.lora is not None and not policy.options.sends_adapters:
-            adapter_part("updates").check_merged(policy.weight_map)
         if self.parts and policy.options.sends_adapters:
             return self._push_adapters(policy, bases, verify=verify)
         if self.parts:

@@ -227,8 +227,8 @@ def insert_adapters(
     config = get_model_config(chunk)
     if unties(weight_map) and torch.distributed.get_rank() == 0:
         logging.getLogger(__name__).warning(
-            "the adapter of '%s' is of the output layer alone, not of the embedding whose weight the layer shares; a model with "
-            "the adapter merged in has tie_word_embeddings=false",
+            "the adapter of '%s' is of the output layer alone, not of the embedding whose weight the layer shares; a model "
+            "with the adapter merged in has tie_word_embeddings=false",
             OUTPUT,
         )
     sites: dict[str, list[tuple[str, Tensor, BoundRule, Site]]] = {}
@@ -265,7 +265,7 @@ def _put_beside_output(chunk: Any, lora: Lora, weight_map: WeightMap, switch: Ad
         weight = chunk.shared_embedding_or_output_weight()
     adapter = OutputAdapter(weight, rule, site, lora, split=Split(rule, config))
     chunk.add_module(f"{OUTPUT_LAYER}{SUFFIX}", adapter)
-    chunk.output_layer.adapter = lambda hidden: adapter(hidden) if switch.on else None
+    chunk.output_layer.beside = lambda hidden: adapter(hidden) if switch.on else None
 
 
 def load_adapters(chunks: Sequence[torch.nn.Module], seed: int, read: Callable[[str], Any] | None) -> None:
@@ -287,7 +287,7 @@ def load_adapters(chunks: Sequence[torch.nn.Module], seed: int, read: Callable[[
 def check_output(
     chunks: Sequence[torch.nn.Module], weight_map: WeightMap, stored: AdapterFolder, read: Callable[[str], Any]
 ) -> None:
-    """Check that the output layer's weight in a PEFT folder, if it is there, is the model's, as far as this rank has rows of it.
+    """Check that the output layer's weight in a PEFT folder, if it is there, is the model's; each rank checks its own rows.
 
     `read` gives the model's tensors by name. Raises ModelError: see `AdapterFolder.check_output`.
     """
@@ -364,8 +364,8 @@ def _entry(parameter: Tensor, rule: BoundRule, split: Split) -> ShardedTensorFac
                 part, offsets = values.narrow(axis, at, length), [0, 0]
                 offsets[axis] = start
                 part_shape = tuple(part.shape)
-                fragments = tuple(-(-whole // size) for whole, size in zip(shape, part_shape, strict=True))
-                fragments = None if is_output else fragments
+                counts = tuple(-(-whole // size) for whole, size in zip(shape, part_shape, strict=True))
+                fragments = None if is_output else counts
                 name = f"{key}.{piece.hf_name}"
                 parts.append(
                     ShardedTensor(name, part, part.dtype, part_shape, shape, tuple(offsets), fragments, replica_id=replica_id)

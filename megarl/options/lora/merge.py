@@ -50,7 +50,7 @@ def _merged(folder: HFFolder, adapters: AdapterFolder) -> Iterator[tuple[str, Te
     output, names = _output_of(folder), list(folder.names)
     if OUTPUT in adapters.lora.targets and not adapters.has_score:
         adapters.check_output(folder.get_slice(output), slice(None))
-        names = [*(name for name in names if name != OUTPUT_WEIGHT), OUTPUT_WEIGHT]  # also where it is stored once, as the embedding
+        names = list(dict.fromkeys([*names, OUTPUT_WEIGHT]))  # a tied one may be stored as the embedding alone
     for name in names:
         if adapters.has_score and name in (OUTPUT_WEIGHT, SCORE):
             continue

@@ -79,6 +79,8 @@ class EmbeddedEngine(Engine):
     def check(cls, config: Config, platform: str) -> None:
         if (drafts := config.rollout.drafts) is not None:
             part("prediction", "embedded", DRAFTS).check_drafts(drafts, config.model.path)
+        if config.policy.has_adapters and not config.sends_adapters:
+            adapter_part("updates").check_policy(config.policy, config.model.path)
 
     @classmethod
     def options(cls, config: Config, place: EnginePlace) -> dict[str, Any]:
