@@ -1,11 +1,12 @@
-"""Heads in place of the output layer of a `GPTModel`: token log-probs from hidden states, or a scalar head.
+"""The head in place of the output layer of a `GPTModel`: token log-probs from hidden states.
 
-The log-prob head never holds a full `[N, V]` logit matrix: it goes through the scored rows in chunks, forward and
+It never holds a full `[N, V]` logit matrix: it goes through the scored rows in chunks, forward and
 backward, and each tensor-parallel rank sees only its slice of the vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from megarl.data.stream import TopK
 from megarl.megatron.kept_tokens import least_kept, left_out
 from megarl.megatron.logit_passes import logits_to_gradient, row_sums
 from megarl.megatron.options import SamplingLimits, default_chunk_tokens
+from megarl.megatron.parameter_gradients import add_product, given_to_autograd, sum_of_gradients
 from megarl.megatron.row_gradients import RowGradients
 
 LIMITED_BUFFERS = 4
@@ -46,6 +48,8 @@ class VocabParallelLogProbs(torch.autograd.Function):
         group: torch.distributed.ProcessGroup,
         limits: SamplingLimits | None = None,
         overlaps: bool = False,
+        low: Tensor | None = None,
+        added: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """`hidden` `[N, H]`, `weight` `[V/tp, H]`, `targets` int64 `[N]` or `[N, M]` → float32 log-probs in the shape of
         `targets`, entropy `[N]`, in nats.
@@ -56,13 +60,16 @@ class VocabParallelLogProbs(torch.autograd.Function):
 
         A weight with a float32 `main_grad`, as megatron-core gives it, has its gradient added to that and gets none of its own;
         if reductions of gradients overlap with the backward pass (`overlaps`) it gets zeros, which set off its reduction.
+
+        `low` `[N, R]` and `added` `[W, R]`: logits of the first W ids of the slice have `low` @ `added`ᵀ added to them. `added`
+        is a parameter as the weight is; `low` gets this rank's part of its gradient.
         """
-        vocabulary = VocabularySlice(weight, vocab_start, vocab_size, temperature, group)
+        vocabulary = VocabularySlice(weight, vocab_start, vocab_size, temperature, group, added)
         extra_outputs = Asked(limits=limits)
-        results, of_first_chunk = _forward(hidden, vocabulary, targets, chunk_tokens, extra_outputs)
+        results, of_first_chunk = _forward(hidden, vocabulary, targets, chunk_tokens, extra_outputs, low)
         log_z, entropy, log_probs = results[0], results[1], results[2 + extra_outputs.further :].t().view_as(targets)
         of_kept = results[2 : 2 + extra_outputs.further].unbind()
-        ctx.save_for_backward(hidden, weight, targets, log_z, entropy, *of_kept[1:])
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy, low, added, *of_kept[1:])
         ctx.settings = (vocabulary, chunk_tokens, overlaps)
         ctx.logits = of_first_chunk if limits is None and any(ctx.needs_input_grad) else None
         ctx.mark_non_differentiable(*of_kept[:1])
@@ -71,57 +78,70 @@ class VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """This rank's part of the gradient of `hidden` (the caller sums over the group) and of its `weight` slice."""
-        hidden, weight, targets, log_z, entropy, *least = ctx.saved_tensors
+        hidden, weight, targets, log_z, entropy, low, added, *least = ctx.saved_tensors
         vocabulary, chunk_tokens, overlaps = ctx.settings
-        to_hidden, to_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden) if to_hidden else None
-        main = _main_gradient(weight) if to_weight else None
-        total = torch.zeros_like(weight, dtype=torch.float32) if to_weight and main is None else main
+        to_hidden, to_weight, *_ = ctx.needs_input_grad
+        to_low, to_added = ctx.needs_input_grad[10:] or (False, False)
+        grad_hidden, grad_low = (
+            torch.empty_like(rows) if wanted else None for rows, wanted in ((hidden, to_hidden), (low, to_low))
+        )
+        of_weight, of_added = (
+            sum_of_gradients(parameter) if wanted else None for parameter, wanted in ((weight, to_weight), (added, to_added))
+        )
         grad_log_probs, targets = _as_columns(grads[0]), _as_columns(targets)
         logits, ctx.logits = ctx.logits, None
         for rows in row_chunks(len(hidden), chunk_tokens):
             of_kept = least[0][rows, None] if least else None
             target, here = vocabulary.local(targets[rows])
             row_gradients = RowGradients(log_z[rows], entropy[rows], grads[1][rows], grad_log_probs[rows], target, here)
-            grad_logits = _chunk_backward(hidden[rows], vocabulary, row_gradients, of_kept, logits)
+            grad_logits = _chunk_backward(hidden[rows], vocabulary, row_gradients, of_kept, logits, _rows_of(low, rows))
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
-            if total is not None:
-                _add_product(total, grad_logits.t(), hidden[rows])
+            if of_weight is not None:
+                add_product(of_weight, grad_logits.t(), hidden[rows])
+            if grad_low is not None:
+                torch.mm(grad_logits[:, : len(added)], added, out=grad_low[rows])
+            if of_added is not None:
+                add_product(of_added, grad_logits[:, : len(added)].t(), low[rows])
             del grad_logits  # before the next chunk's is made
             logits = None
-        grad_weight = None
-        if main is not None:
-            grad_weight = torch.zeros_like(weight) if overlaps else None
-        elif total is not None:
-            grad_weight = total.to(weight.dtype)
-        return grad_hidden, grad_weight, *[None] * 8
-
-
-def _main_gradient(weight: Tensor) -> Tensor | None:
-    """The float32 buffer that megatron-core sums gradients of `weight` in, if there is one."""
-    buffer: Tensor | None = getattr(weight, "main_grad", None)
-    return buffer if buffer is not None and buffer.dtype == torch.float32 else None
+        grad_weight, grad_added = (
+            given_to_autograd(parameter, total, overlaps=overlaps)
+            for parameter, total in ((weight, of_weight), (added, of_added))
+        )
+        return grad_hidden, grad_weight, *[None] * 8, grad_low, grad_added
 
 
 @dataclass(frozen=True, eq=False)
 class VocabularySlice:
-    """A rank's part of the output layer, `weight` `[V/tp, H]`, and what its logits are divided by."""
+    """A rank's part of the output layer, `weight` `[V/tp, H]`, and what its logits are divided by.
+
+    `added` `[W, R]`: B of an adapter beside it, of the slice's first W ids; rows are then given with their products with A.
+    """
 
     weight: Tensor
     start: int
     vocab_size: int
     temperature: float
     group: torch.distributed.ProcessGroup
+    added: Tensor | None = None
 
     @property
     def real(self) -> int:
         """Number of its ids that are not padding."""
         return max(0, min(self.weight.shape[0], self.vocab_size - self.start))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 `[n, V/tp]`; those of padding are −∞."""
-        logits = (hidden @ self.weight.t()).float().div_(self.temperature)
+    def product(self, hidden: Tensor, low: Tensor | None = None) -> Tensor:
+        """`[n, V/tp]` in the weight's dtype, before they are divided by the temperature; `low` `[n, R]` as `added` has it."""
+        logits = hidden @ self.weight.t()
+        if self.added is not None:
+            assert low is not None, "rows come with their products with A"
+            logits[:, : len(self.added)].addmm_(low, self.added.t())
+        return logits
+
+    def logits(self, hidden: Tensor, low: Tensor | None = None) -> Tensor:
+        """float32 `[n, V/tp]`; those of padding are −∞. `low` as in `product`."""
+        logits = self.product(hidden, low).float().div_(self.temperature)
         logits[:, self.real :] = -torch.inf
         return logits
 
@@ -147,7 +167,12 @@ class Asked:
 
 
 def _forward(
-    hidden: Tensor, vocabulary: VocabularySlice, targets: Tensor, chunk_tokens: int, asked: Asked
+    hidden: Tensor,
+    vocabulary: VocabularySlice,
+    targets: Tensor,
+    chunk_tokens: int,
+    asked: Asked,
+    low: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Results and, without `limits`, the first chunk's logits `[n, V/tp]`, which are computed last.
 
@@ -161,7 +186,8 @@ def _forward(
     logits = None
     for rows in reversed(row_chunks(len(hidden), chunk_tokens)):
         del logits  # before the next chunk's are made
-        logits = hidden[rows] @ vocabulary.weight.t() if asked.limits is None else vocabulary.logits(hidden[rows])
+        logits_of = vocabulary.product if asked.limits is None else vocabulary.logits
+        logits = logits_of(hidden[rows], _rows_of(low, rows))
         results[:, rows] = _chunk_forward(logits, vocabulary, targets[rows], asked)
     return results, logits
 
@@ -253,16 +279,21 @@ def _likeliest(logits: Tensor, vocabulary: VocabularySlice, top_k: TopK, tempera
 
 
 def _chunk_backward(
-    hidden: Tensor, vocabulary: VocabularySlice, given: RowGradients, least: Tensor | None, logits: Tensor | None
+    hidden: Tensor,
+    vocabulary: VocabularySlice,
+    given: RowGradients,
+    least: Tensor | None,
+    logits: Tensor | None,
+    low: Tensor | None,
 ) -> Tensor:
     """Gradient of n rows' logits, `[n, V/tp]` in the weight's type; `least` `[n, 1]` as `least_kept` gave it.
 
     `logits` are overwritten, if they are known already.
     """
     if least is None:
-        logits = hidden @ vocabulary.weight.t() if logits is None else logits
+        logits = vocabulary.product(hidden, low) if logits is None else logits
         return logits_to_gradient(logits, vocabulary.real, vocabulary.temperature, given)
-    log_p = vocabulary.logits(hidden)
+    log_p = vocabulary.logits(hidden, low)
     absent = left_out(log_p, least, (given.target[:, 0], given.here[:, 0]))
     p = log_p.sub_(given.log_z[:, None]).exp()
     log_p[:, vocabulary.real :] = 0.0
@@ -275,22 +306,13 @@ def _chunk_backward(
     return p.div_(vocabulary.temperature).to(vocabulary.weight.dtype)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """float32 `total` `[V, H]` += `left` `[V, n]` @ `right` `[n, H]`, without a tensor of its size in between.
-
-    A chunk has few rows, so one pass over `[V, H]` takes as long as the product itself.
-    """
-    if left.dtype == torch.float32:
-        total.addmm_(left, right)
-    elif total.device.type == "cpu":
-        total.addmm_(left.float(), right.float())
-    else:  # GPUs add bfloat16 products to float32 inside the product
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)  # type: ignore[call-overload]
-
-
 def _as_columns(values: Tensor) -> Tensor:
     """`[N]` or `[N, M]` as `[N, M]`."""
     return values[:, None] if values.dim() == 1 else values
+
+
+def _rows_of(low: Tensor | None, rows: slice) -> Tensor | None:
+    return None if low is None else low[rows]
 
 
 def row_chunks(total: int, size: int) -> list[slice]:
@@ -333,6 +355,8 @@ class LogProbHead(torch.nn.Module):
         self.vocab_size, self.temperature, self.chunk_tokens = vocab_size, temperature, chunk_tokens
         self.limits, self.collision, self.overlaps = limits, collision, overlaps
         self.request: HeadRequest | None = None
+        self.beside: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None
+        """Of an adapter beside the layer: by hidden states, what A makes of the whole stream `[S, 1, R]`, and B `[W, R]`."""
 
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -344,11 +368,13 @@ class LogProbHead(torch.nn.Module):
         buffers = 1 if self.limits is None else LIMITED_BUFFERS
         chunk_tokens = self.chunk_tokens or default_chunk_tokens(weight.device.type, buffers * weight.shape[0])
         scored = enter_tensor_parallel_region(hidden, self.config, self.tp_group)[:, 0].index_select(0, rows)
+        low, added = (self.beside(hidden) if self.beside is not None else None) or (None, None)
+        low = low[:, 0].index_select(0, rows) if low is not None else None
         start = self.tp_group.rank() * weight.shape[0]
         if not torch.is_grad_enabled():
-            vocabulary = VocabularySlice(weight, start, self.vocab_size, self.temperature, self.tp_group)
+            vocabulary = VocabularySlice(weight, start, self.vocab_size, self.temperature, self.tp_group, added)
             extra_outputs = Asked(self.limits, top_k, self.collision)
-            _, entropy, *others = _forward(scored, vocabulary, targets, chunk_tokens, extra_outputs)[0]
+            _, entropy, *others = _forward(scored, vocabulary, targets, chunk_tokens, extra_outputs, low)[0]
             if self.limits is not None:
                 del others[1]
             first = others.pop(extra_outputs.further - (self.limits is not None))
@@ -356,7 +382,7 @@ class LogProbHead(torch.nn.Module):
         assert top_k is None, "the likeliest tokens are asked for without gradients"
         log_probs, entropy, *kept_columns = VocabParallelLogProbs.apply(
             scored, weight, targets, start, self.vocab_size, self.temperature, chunk_tokens, self.tp_group, self.limits,
-            self.overlaps,
+            self.overlaps, low, added,
         )  # fmt: skip
         log_probs = _as_columns(log_probs)
         of_row = [log_probs[:, :1], entropy[:, None], *(column[:, None] for column in kept_columns), log_probs[:, 1:]]
@@ -373,34 +399,3 @@ def enter_tensor_parallel_region(hidden: Tensor, config: TransformerConfig, grou
     if config.sequence_parallel:
         return tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
     return tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=group)
-
-
-class ValueHead(torch.nn.Linear):
-    """hidden → 1 in place of the output layer, zero-initialised, replicated over tensor parallelism.
-
-    Set `request` before the forward pass; the output is float32 `[N, 1, 1]`.
-    """
-
-    def __init__(self, config: TransformerConfig, group: torch.distributed.ProcessGroup) -> None:
-        super().__init__(config.hidden_size, 1, bias=False, dtype=torch.float32)
-        torch.nn.init.zeros_(self.weight)
-        self.config, self.tp_group = config, group
-        self.request: HeadRequest | None = None
-
-    def forward(  # type: ignore[override]
-        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[Tensor, None]:
-        """`hidden` `[S(/tp), 1, H]` → (`[N, 1, 1]`, None)."""
-        assert self.request is not None, "set request before the forward pass"
-        if self.config.sequence_parallel:
-            # Every rank computes the same values from the gathered stream, so its slice of the gradient is its own.
-            hidden = tensor_parallel.gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=False, group=self.tp_group
-            )
-        scored = hidden[:, 0].index_select(0, self.request.rows).float()
-        return torch.nn.functional.linear(scored, self.weight)[:, None], None
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """The weight for megatron-core's dist_checkpointing, replicated over tensor parallelism."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets)

@@ -97,9 +97,10 @@ def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folde
             if (rule.tp_axis is not None or whole_expert) and not hasattr(tensor, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(tensor, True, rule.tp_axis or 0, 1)
     if options.lora is not None:
-        folder_of = adapter_part("peft_folder").AdapterFolder
-        read = folder_of(options.adapter, folder.config).get_slice if options.adapter is not None else None
-        adapter_part("layers").load_adapters(chunks, options.lora_seed, read)
+        stored = adapter_part("peft_folder").AdapterFolder(options.adapter, folder.config) if options.adapter else None
+        adapter_part("layers").load_adapters(chunks, options.lora_seed, stored.get_slice if stored is not None else None)
+        if stored is not None:
+            adapter_part("layers").check_output(chunks, weight_map, stored, folder.get_slice)
 
 
 def _keep_full_precision(tensor: Any, values: Tensor, *, trainable: bool) -> None:
@@ -128,7 +129,12 @@ def local_shards(
     Of weights that Transformer Engine holds in FP8 these are copies in the model's dtype, which no view of FP8 values could be:
     all `at_once`, or each when it is asked for, if the caller needs few of them at a time.
     With a `quantiser` what it applies to is quantised; that may be collective over the ranks that share a parameter.
+
+    Raises:
+        EngineError: merging would give a tied output layer a weight of its own, which engines do not have.
     """
+    if options.lora is not None and merged:
+        adapter_part("updates").check_merged(weight_map)
     shards: dict[str, Tensor] = {}
     values = _values(chunks, options, merged=merged)
     for name, tensor in global_tensors(chunks):
@@ -222,11 +228,11 @@ def export_weights(
     """Hugging Face tensors of this pipeline stage, on its leading rank (tp 0, cp 0, dp 0); other ranks iterate to nothing.
 
     Collective over the pipeline stage: every rank must exhaust the iterator. The tensor ranks of the leading replica and one
-    replica of the experts send what they hold, one shard at a time. A tied output layer is not exported again.
-    With a `quantiser` the shards are quantised where they lie. Of a model without experts each data-parallel replica in
-    `replicas` exports everything, on a leading rank of its own and independently of the others. Without `prediction` the layer
-    for multi-token prediction is left out. `which`: weights with their adapters merged in, as training began with them, or
-    adapters alone.
+    replica of the experts send what they hold, one shard at a time. A tied output layer is not exported again, unless it has
+    an adapter that is merged in. With a `quantiser` the shards are quantised where they lie. Of a model without experts each
+    data-parallel replica in `replicas` exports everything, on a leading rank of its own and independently of the others.
+    Without `prediction` the layer for multi-token prediction is left out. `which`: weights with their adapters merged in, as
+    training began with them, or adapters alone.
     """
     assert weight_map.num_experts == 0 or tuple(replicas) == (0,), "the replicas of a stage share its experts"
     tensor_ranks = torch.distributed.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
@@ -257,6 +263,12 @@ def export_weights(
             group = parallel_state.get_expert_tensor_parallel_group()
             for expert_rule, ranks in _experts_in_turn(rule, weight_map, expert_ranks, options):
                 yield from _whole(expert_rule, local, ranks, lead, quantiser, group)
+    untied = None
+    if options.lora is not None and which == "merged" and of_replica:
+        untied = adapter_part("layers").untied_output(chunks, weight_map)
+    if untied is not None:
+        group = parallel_state.get_tensor_model_parallel_group()
+        yield from _whole(untied[0], untied[1], tensor_ranks, lead, quantiser, group)
 
 
 def _whole(
@@ -265,7 +277,10 @@ def _whole(
     """On `lead` the Hugging Face tensors of the shards that `ranks`, those of `group` or its first one, hold."""
     rank = torch.distributed.get_rank()
     if quantiser is None or not quantiser.applies_to(rule):
-        shards = _gathered(local, ranks, lead, [tuple(local.shape)] * len(ranks))
+        shapes = [tuple(local.shape)] * len(ranks)
+        if is_adapter(rule.megatron_name):  # of the vocabulary the last rank has fewer rows, of fused layers some may have none
+            shapes = [rule.shape(len(ranks), tp_rank=number) for number in range(len(ranks))]
+        shards = _gathered(local, ranks, lead, shapes)
         yield from hf_from_shards(rule, shards) if rank == lead else ()
         return
     quantised: Mapping[str, Tensor] = {}
