@@ -28,15 +28,8 @@ from megarl.megatron.shards import host_memory
 from megarl.megatron.weights import load_weights
 from megarl.models.adapters import LORA_A, LORA_B, adapter_part, is_adapter_tensor
 from megarl.models.hf_folder import HFFolder
+from megarl.options.serve.rank_questions import Facts, is_chosen, kind_of
 from megarl.options.serve.values import AdamParams, AdapterChoice
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a role can have: adapters of at most `largest_rank` (None: all weights are trained) beside `kinds` of layers."""
-
-    largest_rank: int | None
-    kinds: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -266,8 +259,12 @@ class RankModels:
         shards = self.role.shards()
         return write_shards(shards.copied_into(host_memory(shards.nbytes)), folder)
 
-    def load(self, folder: str, *, with_optimizer: bool) -> None:
-        """Take over a checkpoint, and the optimizer's state or none; collective over the world."""
+    def load(self, folder: str, with_optimizer: bool) -> None:
+        """Take over a checkpoint, and the optimizer's state or none; the state before is kept for `put_back`.
+
+        Collective over the world.
+        """
+        self.stash()
         self.role.gathered = None
         self.role.load(folder)
         if not with_optimizer:
@@ -294,19 +291,6 @@ class RankModels:
                 yield name, tensor[: choice.rank] if name.endswith(LORA_A) else tensor[:, : choice.rank]
 
 
-def kind_of(tensor: str) -> str:
-    """Whether a tensor of an adapter, by the hub's name, is beside attention (`attn`), an MLP (`mlp`) or the output (`unembed`)."""
-    layer = tensor.removesuffix(LORA_A).removesuffix(LORA_B)
-    if layer.rpartition(".")[2] in ("lm_head", "embed_out", "output_layer"):
-        return "unembed"
-    return "attn" if "attn" in layer or "attention" in layer else "mlp"
-
-
-def is_chosen(kind: str, choice: AdapterChoice) -> bool:
-    """Return whether a model has adapters beside layers of this kind."""
-    return {"attn": choice.train_attn, "mlp": choice.train_mlp, "unembed": choice.train_unembed}[kind]
-
-
 def _leave_out(adapter: Any, choice: AdapterChoice | None) -> None:
     """Set to zero what is behind a model's rank, or all of a layer that it does not train."""
     kept = choice.rank if choice is not None and is_chosen(kind_of(adapter.site.a.hf_names[0]), choice) else 0
@@ -328,138 +312,15 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch.cuda.current_stream().synchronize()
 
 
-# questions of the driver, by `TrainingSide.ask` ---------------------------------------------------------------------------
-
 _MODELS: WeakKeyDictionary[RankModel, RankModels] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class Begin:
-    """Have a role hold models, at most `live` of them in memory and the others in files in `folder`; answers `Facts`."""
-
-    live: int
-    folder: str
-
-    __name__ = "preparation"
-
-    def __call__(self, role: RankModel) -> Facts:
-        """On each rank."""
-        _MODELS[role] = models = RankModels(role, self.live, Path(self.folder))
-        return models.facts
+def hold_models(role: RankModel, live: int, folder: str) -> Facts:
+    """Have a role hold models, at most `live` of them in memory and the others in files in `folder`."""
+    _MODELS[role] = models = RankModels(role, live, Path(folder))
+    return models.facts
 
 
-@dataclass(frozen=True)
-class Create:
-    """`RankModels.create`."""
-
-    model: str
-    choice: AdapterChoice | None
-
-    __name__ = "creation"
-
-    def __call__(self, role: RankModel) -> None:
-        """On each rank."""
-        _MODELS[role].create(self.model, self.choice)
-
-
-@dataclass(frozen=True)
-class Drop:
-    """`RankModels.drop`."""
-
-    model: str
-
-    __name__ = "removal"
-
-    def __call__(self, role: RankModel) -> None:
-        """On each rank."""
-        _MODELS[role].drop(self.model)
-
-
-@dataclass(frozen=True)
-class Switch:
-    """`RankModels.switch`."""
-
-    model: str
-
-    __name__ = "switch"
-
-    def __call__(self, role: RankModel) -> None:
-        """On each rank."""
-        _MODELS[role].switch(self.model)
-
-
-@dataclass(frozen=True)
-class Step:
-    """`RankModels.optimizer_step` of a model."""
-
-    model: str
-    adam: AdamParams
-
-    __name__ = "optimizer step"
-
-    def __call__(self, role: RankModel) -> dict[str, Any]:
-        """On each rank."""
-        models = _MODELS[role]
-        models.switch(self.model)
-        return models.optimizer_step(self.adam)
-
-
-@dataclass(frozen=True)
-class Save:
-    """`RankModels.save` of a model."""
-
-    model: str
-    folder: str
-
-    __name__ = "save"
-
-    def __call__(self, role: RankModel) -> Written:
-        """On each rank."""
-        models = _MODELS[role]
-        models.switch(self.model)
-        return models.save(self.folder)
-
-
-@dataclass(frozen=True)
-class Load:
-    """`RankModels.load` of a model, whose state before it is kept for `PutBack`."""
-
-    model: str
-    folder: str
-    with_optimizer: bool
-
-    __name__ = "load"
-
-    def __call__(self, role: RankModel) -> None:
-        """On each rank."""
-        models = _MODELS[role]
-        models.switch(self.model)
-        models.stash()
-        models.load(self.folder, with_optimizer=self.with_optimizer)
-
-
-@dataclass(frozen=True)
-class PutBack:
-    """`RankModels.put_back` of the model that a load failed for."""
-
-    __name__ = "return"
-
-    def __call__(self, role: RankModel) -> None:
-        """On each rank."""
-        _MODELS[role].put_back()
-
-
-@dataclass(frozen=True)
-class Export:
-    """`RankModels.export` of a model."""
-
-    model: str
-    folder: str
-
-    __name__ = "export"
-
-    def __call__(self, role: RankModel) -> None:
-        """On each rank."""
-        models = _MODELS[role]
-        models.switch(self.model)
-        models.export(self.folder)
+def models_of(role: RankModel) -> RankModels:
+    """The models that a role holds."""
+    return _MODELS[role]

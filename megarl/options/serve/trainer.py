@@ -22,18 +22,7 @@ from megarl.observe.expert_load import EXPERTS
 from megarl.options.serve.custom_graph import LossGraph
 from megarl.options.serve.datums import TARGETS, Laid, Limits, flat, lay, parameters_of
 from megarl.options.serve.losses import FORMS, LOSS, Given, ServedLoss, token_losses
-from megarl.options.serve.rank_models import (
-    Begin,
-    Create,
-    Drop,
-    Export,
-    Load,
-    PutBack,
-    Save,
-    Step,
-    Switch,
-    is_chosen,
-)
+from megarl.options.serve.rank_questions import Begin, ModelCall, is_chosen
 from megarl.options.serve.values import AdamParams, AdapterChoice, Array, Datum, Loss, Passed, RequestError
 from megarl.runs.training_side import POLICY
 from megarl.runs.update_metrics import LOG_PROBS
@@ -73,7 +62,7 @@ class SessionTrainer:
         if model in self._choices:
             raise RequestError(f"model '{model}' exists already")
         self._check(choice)
-        self.roles.ask(POLICY, Create(model, choice))
+        self.roles.ask(POLICY, ModelCall("create", (model, choice)))
         self._choices[model], self._current = choice, model
 
     def _check(self, choice: AdapterChoice | None) -> None:
@@ -99,7 +88,7 @@ class SessionTrainer:
         self._known(model)
         del self._choices[model]
         self._current = None if self._current == model else self._current
-        self.roles.ask(POLICY, Drop(model))
+        self.roles.ask(POLICY, ModelCall("drop", (model,)))
 
     def _known(self, model: str) -> None:
         if model not in self._choices:
@@ -107,7 +96,7 @@ class SessionTrainer:
 
     def _switch(self, model: str) -> None:
         if self._current != model:
-            self.roles.ask(POLICY, Switch(model))
+            self.roles.ask(POLICY, ModelCall("switch", (model,)))
             self._current = model
 
     # passes ---------------------------------------------------------------------------------------------------------
@@ -177,7 +166,7 @@ class SessionTrainer:
         """
         self._known(model)
         _check_adam(adam)
-        answers = self.roles.ask(POLICY, Step(model, adam))
+        answers = self.roles.ask(POLICY, ModelCall("optimizer_step", (adam,), model))
         self._current = model
         return {name: float(value) for name, value in answers[0].items() if name != EXPERTS and name != "tokens"}
 
@@ -195,7 +184,7 @@ class SessionTrainer:
         shutil.rmtree(partial, ignore_errors=True)
         try:
             (partial / _TENSORS).mkdir(parents=True)
-            parts = self.roles.ask(POLICY, Save(model, str(partial / _TENSORS)))
+            parts = self.roles.ask(POLICY, ModelCall("save", (str(partial / _TENSORS),), model))
             self._current = model
             join_shards(partial / _TENSORS, parts)
             choice = self._choices[model]
@@ -217,11 +206,11 @@ class SessionTrainer:
         self._check_header(self._choices[model], folder)
         try:
             check_pickles(folder / _TENSORS)
-            self.roles.ask(POLICY, Load(model, str((folder / _TENSORS).resolve()), with_optimizer))
+            self.roles.ask(POLICY, ModelCall("load", (str((folder / _TENSORS).resolve()), with_optimizer), model))
             self._current = model
         except CheckpointError as error:
             self._switch(model)
-            self.roles.ask(POLICY, PutBack())
+            self.roles.ask(POLICY, ModelCall("put_back"))
             raise RequestError(f"the checkpoint cannot be loaded: {error}") from None
 
     def _check_header(self, choice: AdapterChoice | None, folder: Path) -> None:
@@ -244,7 +233,7 @@ class SessionTrainer:
     def export(self, model: str, folder: Path) -> None:
         """Write the adapters as a PEFT folder, or all weights as a model folder, whole or not at all."""
         self._known(model)
-        self.roles.ask(POLICY, Export(model, str(folder.resolve())))
+        self.roles.ask(POLICY, ModelCall("export", (str(folder.resolve()),), model))
         self._current = model
 
 

@@ -22,7 +22,9 @@ ADAM = AdamParams(learning_rate=0.02, beta1=0.8, beta2=0.9, eps=1e-3, weight_dec
 INPUTS = ("logprobs", "advantages", "weights", "sequence_ratio_mask", "clip_low_threshold", "clip_high_threshold")
 
 
-def data_of(loss: str, seed: int = 1, *, wide: int = 0, shifts: bool = True, lengths: Sequence[int] = (9, 1, 5, 14, 3)) -> list[Datum]:
+def data_of(
+    loss: str, seed: int = 1, *, wide: int = 0, shifts: bool = True, lengths: Sequence[int] = (9, 1, 5, 14, 3)
+) -> list[Datum]:
     """Random data with what `loss` reads; `wide`: so many targets per position."""
     from megarl.options.serve.losses import FORMS
 
@@ -83,14 +85,21 @@ def trained_alone(trainer: Any, name: str, folder: Path, *, loss: str = "ppo", s
             passed = trainer.run_pass(name, data_of(loss, seed + 7 * step + part), Loss(loss), backward=True)
             answers.append([output["logprobs"] for output in passed.outputs])
             yield None
-        answers.append(trainer.optimizer_step(name, ADAM)["grad_norm"] if torch.distributed.get_rank() == 0 else None)
+        answers.append([trainer.optimizer_step(name, ADAM)["grad_norm"]])
         yield None
     trainer.export(name, folder)
     yield answers
 
 
 def side_by_side(
-    rank: int, world_size: int, folder: Path, layout: Layout, lora: Lora, choices: Sequence[AdapterChoice], live: int, dtype: str
+    rank: int,
+    world_size: int,
+    folder: Path,
+    layout: Layout,
+    lora: Lora,
+    choices: Sequence[AdapterChoice],
+    live: int,
+    dtype: str,
 ) -> Any:
     """What models answer that take turns call by call, and what each answers alone in a role of its own."""
     trainer = trainer_in(layout, folder, lora, live=live, dtype=dtype)

@@ -177,4 +177,6 @@ def test_graphs_that_are_none_are_refused() -> None:
     with pytest.raises(RequestError, match="of rank 2, and loss 'mine' declared rank 1"):
         of(total).derivative([torch.zeros(3, 1)], [{}])
     with pytest.raises(RequestError, match="not finite"):
-        of(node("call_method", "log", REF, name="l"), node("call_method", "sum", {"ref": "l"})).derivative([torch.zeros(3)], [{}])
+        of(node("call_method", "log", REF, name="l"), node("call_method", "sum", {"ref": "l"})).derivative(
+            [torch.zeros(3)], [{}]
+        )

@@ -32,8 +32,9 @@ def by_hand(name: str, tokens: list[dict[str, float]], parameters: dict[str, flo
         masked = [token for token in tokens if token["sequence_ratio_mask"]]
         mean = sum(t["log_p"] - t["logprobs"] for t in masked) / len(masked) if masked else 0.0
     for token in tokens:
-        log_p, low, high = token["log_p"], *(
-            token.get(one, parameters.get(one, math.nan)) for one in ("clip_low_threshold", "clip_high_threshold")
+        log_p, low, high = (
+            token["log_p"],
+            *(token.get(one, parameters.get(one, math.nan)) for one in ("clip_low_threshold", "clip_high_threshold")),
         )
         if name == "cross_entropy":
             found.append((-token["weights"] * log_p, -token["weights"]))
@@ -63,7 +64,11 @@ def data(name: str, *, thresholds: bool) -> list[list[dict[str, float]]]:
         rows = []
         for place in range(length):
             log_p, apart, advantage, low = torch.rand(4, generator=draw, dtype=torch.float64).tolist()
-            token = {"log_p": -3 * log_p, "logprobs": -3 * log_p - 0.8 * (apart - 0.5) - 0.08 * (length - 5), "weights": advantage - 0.3}
+            token = {
+                "log_p": -3 * log_p,
+                "logprobs": -3 * log_p - 0.8 * (apart - 0.5) - 0.08 * (length - 5),
+                "weights": advantage - 0.3,
+            }
             token |= {"advantages": 0.0 if place == 3 else 2 * advantage - 1, "sequence_ratio_mask": float(place > 0)}
             if thresholds:
                 token |= {"clip_low_threshold": 0.8 + 0.2 * low, "clip_high_threshold": 1.0 + 0.2 * low}
