@@ -45,7 +45,7 @@ from megarl.platform.deterministic import make_deterministic
 
 
 @dataclass(frozen=True)
-class _Gathered:
+class Gathered:
     """Passes whose gradients no optimizer step has applied: their metric sums, and whether their losses were finite."""
 
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +69,8 @@ class RankModel:
         self.average = MovingAverage()
         self.parts = open_pass_parts(self.chunks, options)
         self.optimizer: Any = None
-        self._gathered: _Gathered | None = None
+        self.gathered: Gathered | None = None
+        """Passes whose gradients wait for `step`; whoever sets it to another's gives back that one's gradients, too."""
         self.watch: RouterWatch | None = None
         if optimizer is not None:
             if self.weight_map.num_experts:
@@ -145,8 +146,8 @@ class RankModel:
         Returns metric sums of this rank on reporting ranks; where it applies `grad_norm`, `lr`, `skipped` and `non_finite` on
         rank 0, and what layers with experts routed under `EXPERTS`, on the leading rank of their stage.
         """
-        before = None if applies else self._gathered
-        self._gathered = None
+        before = None if applies else self.gathered
+        self.gathered = None
         for chunk in self.chunks:
             chunk.train()
         watched = WatchedLoss(loss_function)
@@ -166,17 +167,17 @@ class RankModel:
         is_finite = watched.is_finite and all(map(math.isfinite, of_parts))
         if applies:
             return self._apply(metrics, is_finite=is_finite)
-        before = before or _Gathered()
+        before = before or Gathered()
         add_metrics(before.metrics, metrics)
-        self._gathered = _Gathered(before.metrics, is_finite=before.is_finite and is_finite)
+        self.gathered = Gathered(before.metrics, is_finite=before.is_finite and is_finite)
         if self.watch is not None:
             self.watch.set_aside()
         return metrics
 
     def step(self) -> dict[str, Any]:
         """Apply the gradients of updates that did not; returns what `update` does, without the metric sums."""
-        assert self._gathered is not None, "updates that do not apply come before a step"
-        gathered, self._gathered = self._gathered, None
+        assert self.gathered is not None, "updates that do not apply come before a step"
+        gathered, self.gathered = self.gathered, None
         reduce_gradients(self.chunks)
         applied = self._apply(dict(gathered.metrics), is_finite=gathered.is_finite)
         return {name: value for name, value in applied.items() if name not in gathered.metrics}

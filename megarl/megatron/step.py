@@ -183,8 +183,9 @@ def metrics_on_host(of_micro_batches: Sequence[Mapping[str, Any]]) -> list[dict[
         if isinstance(value, Tensor):
             metrics[name] = float(here)
         else:
-            answers = value.stream.answers(here[:, None])
-            metrics[name] = {index: row[:, 0] for index, row in answers.items() if index < value.before}
+            answers = value.stream.answers(here.reshape(len(here), -1))
+            rows = ((index, row) for index, row in answers.items() if index < value.before)
+            metrics[name] = {index: row[:, 0] if here.dim() == 1 else row for index, row in rows}
     return numbers
 
 

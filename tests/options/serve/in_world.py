@@ -1,0 +1,85 @@
+"""A session's training side inside a world of ranks: every rank is the driver too, and what Ray would bring is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from megarl.config.layout import Layout
+from megarl.data.batch import Batch
+from megarl.data.micro_batches import plan_micro_batches
+from megarl.data.stream import ScorePosition
+from megarl.models.flops import FlopsModel
+from megarl.runs.update_metrics import combine
+from tests.families import VOCAB_SIZE
+
+FLOPS = FlopsModel(per_token=30_720, per_logit_row=64 * VOCAB_SIZE, per_pair=256)
+
+
+class WorldRoles:
+    """The calls of `TrainingSide` that a trainer makes, of one role."""
+
+    def __init__(self, role: Any, max_tokens: int = 40) -> None:
+        self.role, self.layout, self.max_tokens = role, role.options.layout, max_tokens
+        self.asked: list[str] = []
+
+    def ask(self, role: str, question: Callable[[Any], Any]) -> list[Any]:
+        self.asked.append(question.__name__)
+        answers: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(answers, question(self.role))
+        return answers
+
+    def forward(
+        self,
+        role: str,
+        batch: Batch,
+        names: Sequence[str],
+        *,
+        columns: Sequence[str] = (),
+        wide: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        answered: list[Any] = [None] * torch.distributed.get_world_size()
+        mine = self.role.forward(self._mine(batch, columns))
+        torch.distributed.all_gather_object(answered, mine if self.role.reports else None)
+        batch.gather(names, answered, wide)
+
+    def start_update(
+        self, role: str, batch: Batch, rows: Sequence[int], columns: Sequence[str], loss: Any, *, applies: bool
+    ) -> Any:
+        assert not applies
+        assert [*rows] == [*range(len(batch))]
+        return self.role.update(self._mine(batch, columns), loss, position=ScorePosition.NEXT, applies=False)
+
+    def finish_updates(self, updates: Sequence[Any]) -> list[dict[str, Any]]:
+        found = []
+        for metrics in updates:
+            answers: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(answers, metrics)
+            found.append(combine(answers))
+        return found
+
+    def _mine(self, batch: Batch, columns: Sequence[str]) -> list[Any]:
+        units = batch.unit_rows(range(len(batch)), share_prefix=False)
+        plan = plan_micro_batches(units.sizes, ranks=self.layout.dp, max_tokens=self.max_tokens, flops=FLOPS)
+        shares = batch.shares(units, plan, columns)
+        return [*chain(shares[self.layout.coords(torch.distributed.get_rank()).dp])]
+
+
+def trainer_in(layout: Layout, folder: Path, lora: Any, *, live: int = 64, dtype: str = "float32") -> Any:
+    """A `SessionTrainer` on this rank's part of a role with adapters `lora` (None: all weights are trained)."""
+    from megarl.megatron.build import initialize_layout
+    from megarl.megatron.options import ModelOptions, OptimizerOptions
+    from megarl.megatron.rank_model import RankModel
+    from megarl.options.serve.trainer import SessionTrainer
+
+    initialize_layout(layout, seed=1)
+    options = ModelOptions(str(folder), layout, dtype=dtype, lora=lora, logit_chunk_tokens=5)
+    role = RankModel(options, OptimizerOptions(lr=3.0, weight_decay=0.5, clip_grad=1e-9))
+    config = SimpleNamespace(policy=SimpleNamespace(layout=layout), model=SimpleNamespace(path=str(folder)))
+    session: Any = SimpleNamespace(roles=WorldRoles(role), config=config)
+    return SessionTrainer(session, folder.parent / "moved", live=live)

@@ -1,0 +1,208 @@
+"""Served models compute what peft does in every layout, steps are torch's AdamW, and models side by side are models alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megarl.config.layout import Layout
+from megarl.options.lora.weight_map import Lora
+from megarl.options.serve.losses import FORMS, Given, token_losses
+from megarl.options.serve.values import AdamParams, AdapterChoice, Datum
+from tests.families import FAMILIES, build_folder, hugging_face
+from tests.options.lora import adapters
+from tests.options.serve.served_ranks import data_of, losses_and_gradients, side_by_side, steps_of_adam
+from tests.themes.parallel.comparison import TOLERANCE, deviations, joined
+from tests.themes.parallel.worlds import LAYOUTS, layout_for
+from tests.world import World
+
+CASES: list[tuple[str, dict[str, float], list[Datum]]] = [
+    *((loss, dict[str, float](), data_of(loss)) for loss in FORMS),
+    ("cross_entropy", {}, data_of("cross_entropy", wide=3)),
+    ("importance_sampling", {}, data_of("importance_sampling", shifts=False)),
+    ("dro", {"beta": 0.7}, data_of("dro", lengths=(4,))),
+]
+"""The last has fewer data than some layouts have replicas."""
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """A family's folder and adapters, and of each case log-probs, loss and gradients by peft in float64."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def get(family: str) -> dict[str, Any]:
+        if family not in known:
+            folder = tmp_path_factory.mktemp("served") / family
+            build_folder(family, folder)
+            made = adapters.with_adapters(hugging_face(family), folder)
+            own = {name: tensor.clone() for name, tensor in adapters.tensors(made).items()}
+            exact = made.double()
+            known[family] = {"folder": folder, "adapters": own, "cases": [by_peft(exact, *case) for case in CASES]}
+        return known[family]
+
+    return get
+
+
+def by_peft(model: Any, loss: str, parameters: dict[str, float], data: list[Datum]) -> dict[str, Any]:
+    """One datum after another, without packing."""
+    model.zero_grad()
+    total, size, log_probs = torch.zeros((), dtype=torch.float64), 0.0, []
+    for datum in data:
+        logits = model(input_ids=torch.tensor(datum.tokens)[None].long()).logits[0]
+        targets = torch.tensor(datum.inputs["target_tokens"])
+        of_targets = logits.log_softmax(-1).gather(1, targets.view(len(targets), -1)).view(targets.shape)
+        columns = {name: torch.tensor(values).double() for name, values in datum.inputs.items() if name != "target_tokens"}
+        given = Given(columns, dict(FORMS[loss].parameters) | parameters, torch.zeros(len(targets), dtype=torch.long), 1)
+        losses = token_losses(loss, of_targets, given)
+        total, size = total + losses.sum(), size + float(losses.detach().abs().sum())
+        log_probs.append(of_targets.detach())
+    total.backward()
+    gradients = {name: tensor.clone() for name, tensor in adapters.tensors(model, gradients=True).items()}
+    return {"loss": float(total.detach()), "size": size, "log_probs": log_probs, "gradients": gradients}
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [("tp2+sp", "qwen3"), ("pp2", "llama"), ("cp2", "qwen3"), ("ep2", "qwen3_moe"), ("tp2·pp2", "llama"),
+     pytest.param("dp2", "llama", marks=pytest.mark.exhaustive),
+     pytest.param("tp2·cp2+sp", "qwen3", marks=pytest.mark.exhaustive),
+     pytest.param("ep2·tp2+sp", "qwen3_moe", marks=pytest.mark.exhaustive)],
+)  # fmt: skip
+def test_losses_and_gradients_are_pefts(
+    world: World, reference: Callable[[str], dict[str, Any]], layout: str, family: str
+) -> None:
+    expected, of_ranks = reference(family), layout_for(layout, **FAMILIES[family].kind)
+    assert of_ranks is not None
+    arguments = (expected["folder"], of_ranks, adapters.LORA, expected["adapters"], CASES)
+    answers = world.call(losses_and_gradients, *arguments, size=of_ranks.world_size)
+    for number, wanted in enumerate(expected["cases"]):
+        for which in ("seen", "passed"):
+            found = answers[0][number][which]
+            assert found.metrics["loss:sum"] == pytest.approx(wanted["loss"], abs=TOLERANCE * wanted["size"]), CASES[number][0]
+            for output, log_probs in zip(found.outputs, wanted["log_probs"], strict=True):
+                assert output["logprobs"].dtype == np.float32
+                assert output["logprobs"].shape == log_probs.shape
+                np.testing.assert_allclose(output["logprobs"], log_probs, rtol=TOLERANCE, atol=TOLERANCE)
+        gradients = joined(answer[number]["gradients"] for answer in answers)
+        off = deviations(gradients, wanted["gradients"], lambda tensor: tensor.abs().max().clamp_min(1e-30))
+        assert max(off.values()) < TOLERANCE, (
+            CASES[number][0],
+            {name: value for name, value in off.items() if value > TOLERANCE},
+        )
+
+
+ALL = AdapterChoice(3, seed=4)
+CHOICES = [ALL, AdapterChoice(2, seed=4, train_mlp=False), AdapterChoice(1, seed=9, train_attn=False), AdapterChoice(3, seed=5)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "live", "dtype"), [(Layout(tp=2, sequence_parallel=True), 1, "float32"), (Layout(dp=2), 64, "bfloat16")]
+)
+def test_models_side_by_side_are_the_same_models_alone_bit_for_bit(
+    world: World, tmp_path: Path, layout: Layout, live: int, dtype: str
+) -> None:
+    build_folder("llama", tmp_path / "model")
+    answers = world.call(side_by_side, tmp_path / "model", layout, adapters.LORA, CHOICES, live, dtype, size=2)
+    together, alone, moved = answers[0]
+    assert moved > 3 * len(CHOICES)
+    for number, choice in enumerate(CHOICES):
+        for found, wanted in zip(together[number], alone[number], strict=True):
+            assert len(found) == len(wanted)
+            assert all(map(np.array_equal, found, wanted))
+        found, wanted = (
+            load_file(tmp_path / "exports" / f"{kind}{number}" / "adapter_model.safetensors") for kind in ("together", "alone")
+        )
+        assert found.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert torch.equal(found[name], tensor)
+            assert choice.rank in tensor.shape
+            assert tensor.abs().sum() > 0, name
+            assert choice.train_mlp or "mlp" not in name
+            assert choice.train_attn or "attn" not in name
+    if live == 1:
+        assert not [*(tmp_path / "moved").glob("*")] or len([*(tmp_path / "moved").glob("*")]) <= 2 * len(CHOICES)
+
+
+ADAMS = [
+    AdamParams(0.01, 0.9, 0.95, 1e-12),
+    AdamParams(0.02, 0.8, 0.9, 1e-3, weight_decay=0.1, grad_clip_norm=0.5),
+    AdamParams(0.03, 0.9, 0.95, 1e-8, weight_decay=0.2),
+    AdamParams(0.01, 0.5, 0.99, 1e-4, grad_clip_norm=1e6),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "lora", "dtype"),
+    [(Layout(), adapters.LORA, "float32"), (Layout(dp=2), adapters.LORA, "float32"), (Layout(pp=2), None, "float32")],
+    ids=["adapters", "adapters, dp2", "all weights, pp2"],
+)
+def test_steps_are_those_of_torchs_adamw(world: World, tmp_path: Path, layout: Layout, lora: Lora | None, dtype: str) -> None:
+    """The third step has no pass before it and counts as one with gradients of 0."""
+    build_folder("llama", tmp_path / "model")
+    answers = world.call(steps_of_adam, tmp_path / "model", layout, lora, dtype, ADAMS, size=layout.world_size)
+    states = [joined(found[number] for found, _ in answers) for number in range(len(ADAMS) + 1)]
+    of_steps = [joined(steps[number][0] or {} for _, steps in answers) for number in range(len(ADAMS))]
+    metrics = [steps for _, steps in answers][0]
+    parameters = {name: tensor.double().clone().requires_grad_(True) for name, tensor in states[0].items()}
+    optimizer = torch.optim.AdamW([*parameters.values()])
+    for number, adam in enumerate(ADAMS):
+        for name, parameter in parameters.items():
+            gradient = of_steps[number].get(name)
+            parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient.double()
+        norm = torch.nn.utils.clip_grad_norm_([*parameters.values()], adam.grad_clip_norm or 1e30)
+        optimizer.param_groups[0].update(
+            lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
+        )
+        optimizer.step()
+        assert metrics[number][1]["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+        assert metrics[number][1]["lr"] == adam.learning_rate
+        off = {
+            name: float((states[number + 1][name] - parameter.detach()).abs().max()) for name, parameter in parameters.items()
+        }
+        moved = max(float((states[number + 1][name] - states[number][name]).abs().max()) for name in parameters)
+        assert max(off.values()) < 2e-6 < moved, (number, max(off.values()))
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(states[number + 1][name])
+
+
+def test_new_models_are_the_same_in_every_layout_and_add_nothing(world: World, tmp_path: Path) -> None:
+    build_folder("qwen3", tmp_path / "model")
+    found: list[dict[str, Tensor]] = []
+    for layout in (Layout(), Layout(tp=2), Layout(pp=2)):
+        answers = world.call(begun, tmp_path / "model", layout, Lora(5, 8.0), CHOICES, size=layout.world_size)
+        found.append(joined(answer for answer in answers))
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        for name, tensor in found[0].items():
+            assert torch.equal(other[name], tensor)
+    # drawn as in a role whose adapters all are of this rank
+    [alone] = world.call(begun, tmp_path / "model", Layout(), Lora(2, 8.0), [AdapterChoice(2, seed=4)], size=1)
+    for name, tensor in alone.items():
+        own = found[0].get(name.replace("0/", "1/"))
+        assert own is None or torch.equal(own, tensor)
+    drawn = {name: tensor for name, tensor in found[0].items() if name.startswith("0/") and "lora_A" in name}
+    assert len({tensor.flatten()[0].item() for tensor in drawn.values()}) == len(drawn)
+
+
+def begun(
+    rank: int, world_size: int, folder: Path, layout: Layout, lora: Lora, choices: list[AdapterChoice]
+) -> dict[str, Tensor]:
+    from megarl.options.serve.rank_models import models_of
+    from tests.options.serve.in_world import trainer_in
+
+    trainer = trainer_in(layout, folder, lora)
+    found = {}
+    for number, choice in enumerate(choices):
+        trainer.create(f"model{number}", choice)
+        of_model = models_of(trainer.roles.role).adapters(choice)
+        found |= {f"{number}/{name}": tensor.clone() for name, tensor in of_model}
+    assert all("lora_A" in name or not tensor.any() for name, tensor in found.items())
+    return found
