@@ -36,6 +36,7 @@ OPTIONS = (
     "reward_model",
     "mirror",
     "telemetry",
+    "serve",
 )
 
 
