@@ -1,7 +1,7 @@
 """A request for samples in SGLang's words (0.5.23): what is refused, and the bodies of `/generate` that answer it. No HTTP.
 
-Log-probs of sampled tokens are those of the full distribution under the request's temperature, whatever top-k and top-p leave of
-it; at temperature 0 they are those under temperature 1. Log-probs of prompt tokens are the model's own, under temperature 1.
+Log-probs of sampled tokens are those of the full distribution under the request's temperature, whatever top-k and top-p leave
+of it; at temperature 0 they are those under temperature 1. Log-probs of prompt tokens are those under temperature 1.
 """
 
 from __future__ import annotations

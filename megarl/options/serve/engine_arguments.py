@@ -8,8 +8,8 @@ from typing import Any
 from megarl.options.serve.sglang_process import SERVED_NAME
 
 SLOTS = 8
-"""Adapters that the requests of one pass may have, at most; others wait for a later pass. Each slot takes the memory of an adapter
-of the highest rank."""
+"""Adapters that the requests of one pass may have, at most; others wait for a later pass. Each slot takes the memory of an
+adapter of the highest rank."""
 OUTPUT_LAYER = "lm_head"
 
 

@@ -1,7 +1,7 @@
 """One SGLang server behind an engine, over HTTP: requests by bodies, adapters by name, and what happens when it is lost.
 
-A server that is started again has another token, no adapters, and perhaps another address; adapters are loaded again before it is
-asked with them. Used in one event loop.
+A server that is started again has another token, no adapters, and perhaps another address; adapters are loaded again before it
+is asked with them. Used in one event loop.
 """
 
 from __future__ import annotations
@@ -37,20 +37,19 @@ class ServerLostError(EngineError):
     """A server did not answer, or is another one than the one that was asked."""
 
 
-class Address(Protocol):
-    """The part of `ServerEndpoint` that is needed to ask a server."""
+@dataclass(frozen=True)
+class Address:
+    """The address of a server, and the secret that it wants to see in every request: new at each start."""
 
-    @property
-    def url(self) -> str: ...
-    @property
-    def token(self) -> str: ...
+    url: str
+    token: str = field(repr=False)
 
 
 class AskedEngine(Protocol):
     """The part of `EngineCalls` that is needed here. All raise WorkerError, EngineError or DeadlineError."""
 
     async def endpoint(self, deadline_s: float) -> Any:
-        """The address of its server (`Address`); None: it has none."""
+        """The `ServerEndpoint` of its server; None: it has none."""
         ...
 
     async def health(self, *, deadline_s: float) -> None:
@@ -93,8 +92,8 @@ class EngineServer:
         self.engine, self.number, self.load = engine, number, 0
         self._http, self._most_adapters, self._restart_s = http, most_adapters, restart_s
         self._address: Address | None = None
-        self._last: tuple[str, str] | None = None
-        """URL and token of the server that `_held` is of."""
+        self._last: Address | None = None
+        """The server that `_held` is of."""
         self._finding: asyncio.Task[Address] | None = None
         self._not_before = 0.0
         self._held: OrderedDict[Adapter, _Held] = OrderedDict()
@@ -223,14 +222,15 @@ class EngineServer:
                     await self.engine.health(deadline_s=ANSWER_S)
                 except (EngineError, WorkerError, DeadlineError):
                     await self.engine.restart(self._restart_s)
-            address: Address | None = await self.engine.endpoint(ANSWER_S)
-            if address is None:
+            endpoint = await self.engine.endpoint(ANSWER_S)
+            if endpoint is None:
                 raise EngineError("it has no server that can be asked directly")
         except (EngineError, WorkerError, DeadlineError) as error:
             self._not_before = time.monotonic() + self.pause_s
             raise ServerLostError(f"engine {self.number} is lost: {error}") from error
-        if (now := (address.url, address.token)) != self._last:
-            self._held, self._last = OrderedDict(), now
+        address = Address(endpoint.url, endpoint.token)
+        if address != self._last:
+            self._held, self._last = OrderedDict(), address
             self._freed.set()
         self._address = address
         return address

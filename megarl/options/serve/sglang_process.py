@@ -1,5 +1,5 @@
-"""Parts that SGLang's servers (0.5.23) lack for `megarl serve`, installed in each of a server's processes: seeds of requests without
-deterministic inference, and on a CPU adapters of the output layer for the rows that it is computed for.
+"""Parts that SGLang's servers (0.5.23) lack for `megarl serve`, installed in each of a server's processes: seeds of requests
+without deterministic inference, and on a CPU adapters of the output layer for the rows that it is computed for.
 
 Of SGLang nothing is imported before `install` is called.
 """

@@ -1,4 +1,4 @@
-"""The sampler on a real SGLang server on a CPU, against transformers and PEFT in float32: base, adapters of two ranks, scores."""
+"""The sampler on a real SGLang server on a CPU, against transformers and PEFT in float32: base, adapters of several ranks."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ class Served:
 
 
 def request(**fields: Any) -> SampleRequest:
-    fields = {"tokens": PROMPT, "max_tokens": 12, "stop": NEVER_ENDS} | fields
-    return SampleRequest(np.asarray(fields.pop("tokens"), dtype=np.int32), **fields)
+    chosen: dict[str, Any] = {"tokens": PROMPT, "max_tokens": 12, "stop": NEVER_ENDS} | fields
+    return SampleRequest(np.asarray(chosen.pop("tokens"), dtype=np.int32), **chosen)
 
 
 def write_adapters(folder: Path, model: Path, rank: int, targets: list[str], seed: int) -> None:
     """A PEFT folder of random adapters that matter."""
-    made = get_peft_model(load(model), LoraConfig(r=rank, lora_alpha=2.0 * rank, target_modules=targets))
+    made = get_peft_model(load(model), LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
     drawn = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, values in made.named_parameters():
@@ -259,16 +259,12 @@ def test_stops_are_ids_texts_the_models_own_end_or_none(served: Served) -> None:
 
 def test_a_cancelled_request_leaves_the_server(served: Served) -> None:
     async def cancelled() -> tuple[int, int]:
-        async def running() -> int:
-            return len((await served.engine.engine._client.control("abort_request", {"rid": "nobody"})) or "")
-
         task = asyncio.create_task(served.sampler.sample(request(adapter="wide", num_samples=4, max_tokens=900)))
         await asyncio.sleep(1.0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         await served.engine.engine._client.wait_until_idle()
-        await running()
         return served.sampler.turns.under_way, sum(one.users for one in served.sampler._adapters.values())
 
     assert served.run(cancelled()) == (0, 0)
