@@ -16,7 +16,6 @@ from megarl.errors import EngineError
 from megarl.options.serve.asked_bodies import MOST_TARGETS, Limits
 from megarl.options.serve.engine_server import EngineServer
 from megarl.options.serve.sampler import SglangSampler
-from megarl.options.serve.turns import Turns
 from megarl.options.serve.values import Picture, RequestError, SampleRequest
 from tests.options.serve.fake_sglang import FakeEngine, FakeServer
 
@@ -381,7 +380,7 @@ def test_a_name_that_gets_other_adapters_leaves_none_behind(tmp_path: Path) -> N
         under_way = asyncio.create_task(sampler.sample(request(adapter="a")))
         await until(lambda: engines[0].server.asked)
         adding = asyncio.create_task(sampler.add("a", peft_folder(tmp_path / "two")))
-        await until(lambda: engines[0].server.loads == ["one", "two"])
+        await until(lambda: sampler._adapters["a"].folder.name == "two")
         later = asyncio.create_task(sampler.sample(request(adapter="a")))
         await until(lambda: len(engines[0].server.asked) == 2)
         engines[0].server.gate.set()
@@ -435,7 +434,7 @@ def test_a_folder_that_one_server_refuses_is_on_none(tmp_path: Path) -> None:
     run(scenario, servers=2)
 
 
-# cancelling, and turns ----------------------------------------------------------------------------------------------
+# cancelling ---------------------------------------------------------------------------------------------------------
 
 
 def test_cancelling_aborts_every_request_in_the_server(tmp_path: Path) -> None:
@@ -464,45 +463,3 @@ def test_cancelling_aborts_every_request_in_the_server(tmp_path: Path) -> None:
         await sampler.drop("a")  # nobody uses it any more
 
     run(scenario)
-
-
-def test_a_tenant_with_few_requests_does_not_wait_behind_one_with_many() -> None:
-    async def scenario() -> None:
-        turns, order, gates = Turns(4), list[str](), dict[str, asyncio.Event]()
-
-        async def ask(tenant: str, name: str, samples: int = 1) -> None:
-            gates[name] = asyncio.Event()
-            async with turns.turn(tenant, samples):
-                order.append(name)
-                await gates[name].wait()
-
-        many = [asyncio.create_task(ask("many", f"many-{n}")) for n in range(1000)]
-        await asyncio.sleep(0)
-        few = [asyncio.create_task(ask("few", f"few-{n}")) for n in range(10)]
-        await asyncio.sleep(0)
-        assert order == [f"many-{n}" for n in range(4)]
-        for at in range(40):
-            gates[order[at]].set()
-            await until(lambda at=at: len(order) == at + 5)  # type: ignore[misc]
-        assert max(order.index(f"few-{n}") for n in range(10)) <= 24, "half of the turns are theirs"
-        for task in (*many, *few):
-            task.cancel()
-        await asyncio.gather(*many, *few, return_exceptions=True)
-        assert (turns.under_way, turns.waiting) == (0, 0)
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
-
-
-def test_a_request_with_more_samples_than_there_are_at_once_has_its_turn_alone() -> None:
-    async def scenario() -> None:
-        turns, running = Turns(4), list[int]()
-
-        async def ask(samples: int) -> None:
-            async with turns.turn("one", samples):
-                running.append(turns.under_way)
-                await asyncio.sleep(0.001)
-
-        await asyncio.gather(*(ask(samples) for samples in (2, 9, 2, 2)))
-        assert running == [2, 9, 4, 4]
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
