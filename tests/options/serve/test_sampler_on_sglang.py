@@ -152,6 +152,30 @@ def test_requests_of_all_adapters_at_once_have_each_its_own(served: Served) -> N
     assert [one.sequences[0].tokens.tolist() for one in served.run(all_of_them())] == expected * 4
 
 
+def test_one_pass_over_prompts_of_several_adapters_gives_each_row_its_own(served: Served) -> None:
+    """The output layer is computed for some of the pass's rows: all of a prompt that is scored, the last one of another."""
+    asked = [("wide", False), (None, True), ("narrow", False), ("wide", True), (None, False), ("wide", False)]
+
+    async def together() -> list[Sampled]:
+        client = served.engine.engine._client
+        await client.control("flush_cache", {})
+        await client.pause()
+        work = [served.sampler.sample(request(adapter=name, temperature=0.0, prompt_logprobs=on)) for name, on in asked]
+        tasks = [asyncio.create_task(one) for one in work]
+        await asyncio.sleep(1.0)
+        await client.resume()
+        return await asyncio.gather(*tasks)
+
+    for name in ("narrow", "wide"):  # the server has them
+        served.sample(adapter=name)
+    for (name, on), sampled in zip(asked, served.run(together()), strict=True):
+        assert sampled.sequences[0].tokens.tolist() == greedy(served, name, 12)
+        if on:
+            expected = served.log_probs(name, PROMPT)[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0].numpy()
+            assert sampled.prompt_logprobs is not None
+            assert np.abs(sampled.prompt_logprobs[1:] - expected).max() < 1e-4
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
 def test_log_probs_of_samples_are_under_the_temperature_and_of_the_prompt_under_1(served: Served, temperature: float) -> None:
     sampled = served.sample(adapter="wide", temperature=temperature, num_samples=3, prompt_logprobs=True, top_k=20, top_p=0.9)
