@@ -24,7 +24,11 @@ class AbortedError(EngineError):
 
 
 def read_sampled(
-    request: SampleRequest, asked: Bodies, prompt: Mapping[str, Any] | None, samples: Sequence[Mapping[str, Any]]
+    request: SampleRequest,
+    asked: Bodies,
+    prompt: Mapping[str, Any] | None,
+    samples: Sequence[Mapping[str, Any]],
+    draws: Sequence[Mapping[str, Any]] = (),
 ) -> Sampled:
     """The answer to `request` from those to its bodies.
 
@@ -36,7 +40,8 @@ def read_sampled(
         first = samples[0] if prompt is None else prompt
         sequences = [_answer(answer, request.topk_sample_logprobs) for answer in samples]
         cached = int(first["meta_info"].get("cached_tokens") or 0)
-        return Sampled(sequences, *_scores(request, asked.start, first["meta_info"]), cache_hit_tokens=cached)
+        scores = _scores(request, asked.start, first["meta_info"])
+        return Sampled(sequences, *scores, prompt_alt_tokens=_drawn(request, draws), cache_hit_tokens=cached)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, binascii.Error) as error:
         raise EngineError(f"a server answered something that is no generation: {error!r}") from error
 
@@ -54,6 +59,16 @@ def _answer(answer: Mapping[str, Any], likeliest: int) -> Answer:
         ids, values = _matrices(info, "output")
         topk = _placed((ids[: len(tokens)], values[: len(tokens)]), len(tokens), 0, likeliest)
     return Answer(tokens, log_probs, _ENDS[reason], topk)
+
+
+def _drawn(request: SampleRequest, draws: Sequence[Mapping[str, Any]]) -> tuple[Array, Array] | None:
+    """Ids int64 and log-probs float32 `[N - 1, k]` of tokens drawn behind each of the prompt's; None: none are asked for."""
+    if not request.prompt_alt_tokens_k:
+        return None
+    found = [_answer(one, 0) for one in draws]
+    shape = len(request.tokens) - 1, request.prompt_alt_tokens_k
+    ids = np.asarray([one.tokens[0] for one in found], dtype=np.int64).reshape(shape)
+    return ids, np.asarray([one.logprobs[0] for one in found], dtype=np.float32).reshape(shape)
 
 
 def _scores(request: SampleRequest, start: int | None, info: Mapping[str, Any]) -> tuple[Any, Any, Any]:

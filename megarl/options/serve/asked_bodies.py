@@ -24,6 +24,8 @@ MOST_LIKELIEST = 1 << 22
 """Ids and log-probs of likeliest tokens in an answer, of its prompt or of its samples."""
 MOST_TARGETS = 1 << 20
 """Positions of a prompt times distinct ids that are asked for there: SGLang answers each id at each position."""
+MOST_DRAWS = 1 << 12
+"""Tokens drawn at a prompt's positions: each is a request of its own, for one token behind a part of the prompt."""
 Body = dict[str, Any]
 
 
@@ -47,16 +49,19 @@ class Bodies:
     """Bodies of `/generate`: one that computes the prompt (None: there is no need), and one for each sample.
 
     `start` is the first token of the prompt that the answer with scores begins with, which has none itself; None: no scores.
+    `draws` is one body for all draws at the prompt's positions, which SGLang answers with a list; None: none are asked for.
     """
 
     prompt: Body | None
     samples: Sequence[Body]
     start: int | None = None
+    draws: Body | None = None
 
     @property
     def names(self) -> list[str]:
-        """Names of all of them."""
-        return [body["rid"] for body in (*([self.prompt] if self.prompt is not None else ()), *self.samples)]
+        """Names of all requests."""
+        of_prompt = [self.prompt["rid"]] if self.prompt is not None else []
+        return [*of_prompt, *(body["rid"] for body in self.samples), *(self.draws["rid"] if self.draws is not None else ())]
 
 
 def check_request(request: SampleRequest, limits: Limits) -> None:
@@ -111,8 +116,11 @@ def _check_scores(request: SampleRequest, limits: Limits) -> None:
         most = min(limits.vocab_size, MOST_LIKELIEST // rows)
         if not 0 <= likeliest <= most:
             raise RequestError(f"{name} is {likeliest}; it must be from 0 to {most} for {rows} tokens")
-    if request.prompt_alt_tokens_k:
-        raise RequestError(f"prompt_alt_tokens_k is {request.prompt_alt_tokens_k}; it must be 0: such draws are not served")
+    most = MOST_DRAWS // max(1, tokens - 1)
+    if not 0 <= request.prompt_alt_tokens_k <= most:
+        raise RequestError(
+            f"prompt_alt_tokens_k is {request.prompt_alt_tokens_k}; it must be from 0 to {most} for {tokens} tokens"
+        )
     targets = request.target_prompt_logprobs
     if targets is None:
         return
@@ -132,7 +140,7 @@ def _check_scores(request: SampleRequest, limits: Limits) -> None:
 def _check_pictures(request: SampleRequest, limits: Limits) -> None:
     if limits.image_token is None:
         raise RequestError("prompt shows a picture, which this model does not take")
-    if scored(request):
+    if scored(request) or request.prompt_alt_tokens_k:
         raise RequestError("prompt shows a picture; log-probs of such prompts are not served")
     end = 0
     for picture in sorted(request.pictures, key=lambda picture: picture.place):
@@ -150,6 +158,11 @@ def most_tokens(request: SampleRequest, limits: Limits) -> int:
 def scored(request: SampleRequest) -> bool:
     """Return whether log-probs of the prompt are asked for."""
     return request.prompt_logprobs or request.topk_prompt_logprobs > 0 or request.target_prompt_logprobs is not None
+
+
+def draws_of(request: SampleRequest) -> int:
+    """Number of tokens that are drawn at the prompt's positions."""
+    return (len(request.tokens) - 1) * request.prompt_alt_tokens_k
 
 
 def targeted(targets: Array) -> tuple[Array, Array]:
@@ -172,12 +185,27 @@ def bodies(request: SampleRequest, limits: Limits, name: Callable[[], str], adap
         for number in range(request.num_samples)
     ]
     start, scores = _scores(request)
-    if start is None and len(samples) == 1:
+    draws = _draws(request, limits, name, seed, adapter) if draws_of(request) else None
+    if start is None and len(samples) == 1 and draws is None:
         return Bodies(None, samples)
-    if len(samples) == 1 and "token_ids_logprob" not in scores:
+    if len(samples) == 1 and draws is None and "token_ids_logprob" not in scores:
         both = _likeliest(max(request.topk_sample_logprobs, request.topk_prompt_logprobs))
         return Bodies(None, [samples[0] | scores | both], start)
-    return Bodies(common | {"rid": name(), "sampling_params": {"max_new_tokens": 0}} | scores, samples, start)
+    return Bodies(common | {"rid": name(), "sampling_params": {"max_new_tokens": 0}} | scores, samples, start, draws)
+
+
+def _draws(request: SampleRequest, limits: Limits, name: Callable[[], str], seed: int, adapter: str | None) -> Body:
+    """Draws at each position behind the first: under the request's temperature, of the full distribution."""
+    tokens, k = request.tokens.tolist(), request.prompt_alt_tokens_k
+    drawn = {"max_new_tokens": 1, "temperature": request.temperature, "ignore_eos": True}
+    seeds = [sample_seed(seed, request.num_samples + number) for number in range(draws_of(request))]
+    return {
+        "input_ids": [tokens[:at] for at in range(1, len(tokens)) for _ in range(k)],
+        "rid": [name() for _ in seeds],
+        "sampling_params": [drawn | {"sampling_seed": one} for one in seeds],
+        "return_logprob": True,
+        **({"lora_path": adapter} if adapter is not None else {}),
+    }
 
 
 def _scores(request: SampleRequest) -> tuple[int | None, Body]:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -111,8 +111,8 @@ class EngineServer:
 
     # requests -----------------------------------------------------------------------------------------------------
 
-    async def generate(self, body: Body) -> Mapping[str, Any]:
-        """The server's answer.
+    async def generate(self, body: Body) -> Any:
+        """The server's answer, a list of them to a body of several requests.
 
         Raises:
             RequestError: it refuses the request.

@@ -20,7 +20,7 @@ from megarl.errors import EngineError
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.shape import ModelShape
 from megarl.options.serve.answered_arrays import AbortedError, read_sampled
-from megarl.options.serve.asked_bodies import Bodies, Limits, bodies, check_request, shown_tokens
+from megarl.options.serve.asked_bodies import Bodies, Limits, bodies, check_request, draws_of, shown_tokens
 from megarl.options.serve.engine_arguments import loaded_adapters
 from megarl.options.serve.engine_server import Adapter, AskedEngine, EngineServer, ServerLostError
 from megarl.options.serve.section import serve_of
@@ -40,6 +40,8 @@ KEPT_S = 3.0
 MOST_CONNECTIONS = 2048
 SAMPLES = 256
 """Samples that a server works on at once, where it does not say."""
+DRAWS_OF_A_SAMPLE = 16
+"""Draws at a prompt's positions, a token each, that count as one sample where turns are taken."""
 AHEAD = 1.25
 """Samples in a server's own queue, so that it need not wait for the next turn."""
 GRACE_S = 30.0
@@ -141,16 +143,17 @@ class SglangSampler:
             EngineError: servers failed.
         """
         check_request(request, self.limits)
-        async with self._using(request.adapter) as adapter, self.turns.turn(request.tenant, request.num_samples):
+        work = request.num_samples + -(-draws_of(request) // DRAWS_OF_A_SAMPLE)
+        async with self._using(request.adapter) as adapter, self.turns.turn(request.tenant, work):
             for _ in range(TRIES):
                 server = _least_loaded(await self._up(), adapter)
-                server.load += request.num_samples
+                server.load += work
                 try:
                     return await self._on(server, request, adapter)
                 except (ServerLostError, AbortedError) as error:
                     last = error
                 finally:
-                    server.load -= request.num_samples
+                    server.load -= work
             raise EngineError(f"a request was lost {TRIES} times, at last: {last}")
 
     @asynccontextmanager
@@ -189,13 +192,13 @@ class SglangSampler:
             asked = bodies(request, self.limits, self._name, name)
             try:
                 prompt = await server.generate(asked.prompt) if asked.prompt is not None else None
-                samples = await _all_of(server, asked)
+                samples, draws = await _all_of(server, asked)
             except BaseException:
                 await asyncio.shield(server.abort(asked.names))
                 raise
             if request.pictures:
                 self._check_shown(request, samples[0])
-            return read_sampled(request, asked, prompt, samples)
+            return read_sampled(request, asked, prompt, samples, draws)
 
     def _check_shown(self, request: SampleRequest, answer: Mapping[str, Any]) -> None:
         """Refuse pictures that are other tokens for the server than for the client."""
@@ -230,11 +233,14 @@ def _least_loaded(servers: Sequence[EngineServer], adapter: Adapter | None) -> E
     return min(servers, key=lambda server: (server.load, not server.has(adapter)))
 
 
-async def _all_of(server: EngineServer, asked: Bodies) -> list[Mapping[str, Any]]:
-    """The answers to all samples; the first failure ends the others."""
+async def _all_of(server: EngineServer, asked: Bodies) -> tuple[list[Any], list[Any]]:
+    """The answers to all samples and draws; the first failure ends the others."""
     tasks = [asyncio.create_task(server.generate(body)) for body in asked.samples]
+    drawing = [asyncio.create_task(server.generate(asked.draws))] if asked.draws is not None else []
+    tasks += drawing
     try:
-        return await asyncio.gather(*tasks)
+        answers = await asyncio.gather(*tasks)
+        return answers[: len(asked.samples)], answers[-1] if drawing else []
     finally:
         for task in tasks:
             task.cancel()

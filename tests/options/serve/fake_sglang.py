@@ -101,7 +101,10 @@ class FakeServer:
         finally:
             if name is not None and name in self.held:
                 self.held[name] -= 1
-        return 200, answer_to(body)
+        if not isinstance(body["rid"], list):
+            return 200, answer_to(body)
+        each = zip(body["input_ids"], body["sampling_params"], strict=True)
+        return 200, [answer_to(body | {"input_ids": ids, "sampling_params": params}) for ids, params in each]
 
     async def abort_request(self, body: dict[str, Any]) -> tuple[int, Any]:
         self.aborted.append(body["rid"])

@@ -135,6 +135,23 @@ def test_scores_of_a_prompt_are_placed_and_picked() -> None:
     run(scenario)
 
 
+def test_draws_at_the_prompts_positions_are_one_body_of_many_requests_with_seeds_of_their_own() -> None:
+    async def scenario(sampler: SglangSampler, engines: list[FakeEngine]) -> None:
+        sampled = await sampler.sample(request(prompt_alt_tokens_k=2, temperature=0.5, seed=3, top_k=4))
+        prompt, *others = engines[0].server.asked
+        [draws] = [body for body in others if isinstance(body["rid"], list)]
+        assert prompt["sampling_params"] == {"max_new_tokens": 0}
+        assert draws["input_ids"] == [PROMPT[:1], PROMPT[:1], PROMPT[:2], PROMPT[:2], PROMPT[:3], PROMPT[:3]]
+        seeds = {params.pop("sampling_seed") for params in draws["sampling_params"]}
+        assert len(seeds) == len({*draws["rid"]}) == 6
+        assert draws["sampling_params"] == [{"max_new_tokens": 1, "temperature": 0.5, "ignore_eos": True}] * 6
+        assert sampled.prompt_alt_tokens is not None
+        assert sampled.prompt_alt_tokens[0].tolist() == [[1, 1]] * 3
+        assert sampled.prompt_alt_tokens[1].shape == (3, 2)
+
+    run(scenario)
+
+
 def test_pictures_are_one_place_each_and_the_server_must_see_as_many_tokens() -> None:
     async def scenario(sampler: SglangSampler, engines: list[FakeEngine]) -> None:
         shown = request([5, 0, 0, 0, 6], pictures=(Picture(1, 3, "png", b"pixels"),))
@@ -174,7 +191,7 @@ def test_pictures_are_one_place_each_and_the_server_must_see_as_many_tokens() ->
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 4}, "prompt_logprobs_last_n is 4; it must be from 1 to 3, the"),
         ({"topk_prompt_logprobs": 101}, "topk_prompt_logprobs is 101; it must be from 0 to 100 for 4 tokens"),
         ({"topk_sample_logprobs": -1}, "topk_sample_logprobs is -1; it must be from 0 to 100 for 3 tokens"),
-        ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is 2; it must be 0: such draws are not served"),
+        ({"prompt_alt_tokens_k": 1366}, "prompt_alt_tokens_k is 1366; it must be from 0 to 1365 for 4 tokens"),
         (
             {"target_prompt_logprobs": np.zeros((4, 1), int)},
             r"target_prompt_logprobs has the shape \[4, 1\]; it must be \[3, K\]",

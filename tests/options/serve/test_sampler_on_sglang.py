@@ -154,7 +154,14 @@ def test_requests_of_all_adapters_at_once_have_each_its_own(served: Served) -> N
 
 def test_one_pass_over_prompts_of_several_adapters_gives_each_row_its_own(served: Served) -> None:
     """The output layer is computed for some of the pass's rows: all of a prompt that is scored, the last one of another."""
-    asked = [("wide", False), (None, True), ("narrow", False), ("wide", True), (None, False), ("wide", False)]
+    asked: list[tuple[str | None, bool]] = [
+        ("wide", False),
+        (None, True),
+        ("narrow", False),
+        ("wide", True),
+        (None, False),
+        ("wide", False),
+    ]
 
     async def together() -> list[Sampled]:
         client = served.engine.engine._client
@@ -166,8 +173,8 @@ def test_one_pass_over_prompts_of_several_adapters_gives_each_row_its_own(served
         await client.resume()
         return await asyncio.gather(*tasks)
 
-    for name in ("narrow", "wide"):  # the server has them
-        served.sample(adapter=name)
+    for held in ("narrow", "wide"):  # the server has them
+        served.sample(adapter=held)
     for (name, on), sampled in zip(asked, served.run(together()), strict=True):
         assert sampled.sequences[0].tokens.tolist() == greedy(served, name, 12)
         if on:
@@ -258,6 +265,23 @@ def test_seeded_draws_follow_the_distribution(served: Served) -> None:
     counts = np.append(drawn[likeliest], drawn.sum() - drawn[likeliest].sum())
     expected = drawn.sum() * np.append(probs[likeliest], 1 - probs[likeliest].sum())
     assert ((counts - expected) ** 2 / expected).sum() < 26.1  # 0.999 of chi-squared with 8 degrees of freedom
+
+
+@pytest.mark.parametrize("adapter", [None, "wide"])
+def test_draws_at_a_prompts_positions_are_of_the_distribution_there(served: Served, adapter: str | None) -> None:
+    """256 draws at each of four positions; chi-squared over the likeliest 4 and the rest."""
+    tokens = PROMPT[:5]
+    sampled = served.sample(tokens=tokens, adapter=adapter, prompt_alt_tokens_k=256, temperature=0.4, seed=1, max_tokens=1)
+    assert sampled.prompt_alt_tokens is not None
+    ids, log_probs = sampled.prompt_alt_tokens
+    assert (ids.shape, ids.dtype, log_probs.dtype) == ((4, 256), np.int64, np.float32)
+    rows = served.log_probs(adapter, tokens, 0.4)[:-1].numpy()
+    assert np.abs(np.take_along_axis(rows, ids, axis=1) - log_probs).max() < 1e-4
+    for row, drawn in zip(np.exp(rows.astype(np.float64)), ids, strict=True):
+        likeliest = row.argsort()[::-1][:4]
+        counts = np.array([(drawn == token).sum() for token in likeliest])
+        counts, expected = (np.append(part, whole - part.sum()) for part, whole in ((counts, 256), (256 * row[likeliest], 256)))
+        assert ((counts - expected) ** 2 / expected.clip(1e-9)).sum() < 23.5  # 0.9999 of chi-squared with 4 degrees of freedom
 
 
 def test_stops_are_ids_texts_the_models_own_end_or_none(served: Served) -> None:
