@@ -21,6 +21,7 @@ from megarl.config.section import Section
 from megarl.config.supervised import SupervisedConfig
 from megarl.config.yaml_tree import apply_overrides, read_yaml
 from megarl.errors import ConfigError, MegarlError, nearest
+from megarl.option_list import functions
 from megarl.system.atomic_files import write_text_atomically
 
 AnyConfig = Config | SupervisedConfig
@@ -64,6 +65,8 @@ def parse_any(tree: dict[str, Any]) -> AnyConfig:
 
 def parse_config(tree: dict[str, Any], *, is_judged: bool = True) -> Config:
     """Make a Config from a plain tree; raises ConfigError as `load_any` does. Unless it `is_judged`, it may lack rewards."""
+    for completed in functions("section", "completed"):
+        tree = completed(tree)
     config = _parse(tree, Config)
     check_fields_agree(config, is_judged=is_judged)
     return config

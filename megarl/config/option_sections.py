@@ -28,6 +28,7 @@ OPTION_OF_FIELD = {
     "rollout.schedule.lent_engines": "lending",
     "rollout.speculative": "prediction",
     "run.mirror": "mirror",
+    "serve": "serve",
     "teacher": "distillation",
     "trackers": "telemetry",
 }

@@ -25,7 +25,7 @@ from megarl.algorithms import (
 from megarl.data.stream import PackedStream
 from megarl.experience.pairs import first_of_each, pair_losses, per_response, sides
 
-Answer = tuple[Tensor, dict[str, Any]]
+LossAndMetrics = tuple[Tensor, dict[str, Any]]
 """(loss, metrics), both this micro-batch's part of a sum."""
 
 
@@ -36,7 +36,7 @@ class SupervisedObjective:
 
     dft: bool = False
 
-    def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
+    def __call__(self, output: Tensor, stream: PackedStream) -> LossAndMetrics:
         """`output` float32 `[N, 2]` (log-prob, entropy)."""
         per_token = dft_loss(output[:, 0]) if self.dft else -output[:, 0]
         loss = (stream.columns["weights"] * per_token).sum()
@@ -52,7 +52,7 @@ class PairObjective:
     pairs: int
     has_reference: bool = True
 
-    def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
+    def __call__(self, output: Tensor, stream: PackedStream) -> LossAndMetrics:
         """`output` float32 `[N, 2]` (log-prob, entropy); both sides of a pair are in the stream."""
         sums = per_response(output[:, 0], stream)
         reference = torch.zeros_like(sums)
@@ -70,7 +70,7 @@ class KtoObjective:
     responses: int
     kl_reference: float
 
-    def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
+    def __call__(self, output: Tensor, stream: PackedStream) -> LossAndMetrics:
         """`output` float32 `[N, 2]` (log-prob, entropy)."""
         sums, reference, desirable = _labelled(output, stream)
         kl_reference = torch.full((), self.kl_reference, device=output.device)
@@ -85,7 +85,7 @@ class BcoObjective:
     settings: PreferenceSettings
     responses: int
 
-    def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
+    def __call__(self, output: Tensor, stream: PackedStream) -> LossAndMetrics:
         """`output` float32 `[N, 2]` (log-prob, entropy)."""
         sums, reference, desirable = _labelled(output, stream)
         losses, figures = bco(sums, reference, desirable, self.settings)
@@ -98,7 +98,7 @@ class RewardModelObjective:
 
     pairs: int
 
-    def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
+    def __call__(self, output: Tensor, stream: PackedStream) -> LossAndMetrics:
         """`output` float32 `[R, 1]`, the score at the last token of each response."""
         chosen, rejected = sides(stream)
         margin = stream.columns.get("margin")
@@ -112,7 +112,7 @@ class ProcessRewardObjective:
 
     steps: int
 
-    def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
+    def __call__(self, output: Tensor, stream: PackedStream) -> LossAndMetrics:
         """`output` float32 `[N, 1]`, the scores at the N step ends."""
         return _mean(*process_reward_loss(output[:, 0], stream.columns["labels"]), self.steps)
 
@@ -129,6 +129,6 @@ def _right(log_probs: Tensor, reference: Tensor, desirable: Tensor) -> Tensor:
     return torch.where(desirable, share_above(now, reference), share_above(reference, now)).sum()
 
 
-def _mean(losses: Tensor, figures: Mapping[str, Tensor], count: int) -> Answer:
+def _mean(losses: Tensor, figures: Mapping[str, Tensor], count: int) -> LossAndMetrics:
     loss = losses.sum() / count
     return loss, {"loss": loss.detach()} | {name: value / count for name, value in figures.items()}

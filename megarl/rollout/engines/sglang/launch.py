@@ -17,6 +17,7 @@ import threading
 from pathlib import Path
 
 from megarl.models.adapters import adapter_part
+from megarl.option_list import functions
 from megarl.rollout.engines.sglang import repairs, text_stops
 from megarl.system.process_tree import end_tree
 
@@ -41,10 +42,14 @@ def _end_with_parent() -> None:
 
 
 _ADAPTERS = "--enable-lora"
+_BY_NAME = "--max-loaded-loras"
+"""Servers with this argument load adapters by name; others have one place, for those of the policy."""
+_CPU_BACKEND = ("--lora-backend", "torch_native")
 
 
 def _prepare_for_cpu(arguments: list[str]) -> None:
-    """Prepare what SGLang needs on a CPU before it is imported, and what makes it start and decode faster there."""
+    """Prepare what SGLang needs on a CPU before it is imported, and what makes it start and decode faster there; `arguments`
+    get those that it needs there."""
     from megarl.rollout.engines.sglang.on_cpu import cuda_only, quick_start, stand_ins
 
     model_path = _model_path(arguments)
@@ -59,6 +64,8 @@ def _prepare_for_cpu(arguments: list[str]) -> None:
     cuda_only.install()
     if _ADAPTERS in arguments:
         adapter_part("served").allow_on_cpu()
+        if _CPU_BACKEND[0] not in arguments:
+            arguments += _CPU_BACKEND
 
 
 def _model_path(arguments: list[str]) -> str:
@@ -69,8 +76,10 @@ def _install(arguments: list[str]) -> None:
     """Install what every process of the server needs before it makes the model."""
     repairs.install(_model_path(arguments))
     text_stops.install()
-    if _ADAPTERS in arguments:
+    if _ADAPTERS in arguments and _BY_NAME not in arguments:
         adapter_part("served").install()
+    for install in functions("sglang_process", "install"):
+        install(arguments)
 
 
 def main(arguments: list[str]) -> None:
