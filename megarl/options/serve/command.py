@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from megarl.core.session import Session
     from megarl.options.serve.server_run import ServerRun
 
+PACKAGES = ("tinker", "fastapi", "uvicorn")
 LOCAL_KEY = "tml-local"
 """A key for a server without tenants, which takes any that the client does not refuse itself."""
 
@@ -30,8 +32,11 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """Read the config of a server; its section `serve` may be left out, and so may rows and rewards.
 
     Raises:
-        ConfigError: one sentence, as from `load_config`.
+        ConfigError: one sentence, as from `load_config`; or a package is not installed.
     """
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"megarl serve needs the package {missing[0]}, which is not installed: pip install 'megarl[serve]'")
     tree = apply_overrides(read_yaml(path), overrides)
     tree["serve"] = {} if tree.get("serve") is None else tree["serve"]
     return parse_config(tree)

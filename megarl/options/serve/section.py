@@ -13,6 +13,8 @@ from megarl.config.section import Positive, Seconds, Section
 NO_ROWS = {"source": "python", "name": "megarl.api:no_rows"}
 """The `data.train` of a server, whose sequences all come from its clients."""
 
+TARGETS = ["all-linear", "lm_head"]
+"""Layers beside which a model may have adapters: of attention, of MLPs and experts, and the output layer."""
 STEPS, RESTARTS = 5_000_000, 1_000
 """Minutes for which a server writes figures, and how often it may start again after a failure: as good as no bounds."""
 
@@ -74,7 +76,7 @@ def completed(tree: dict[str, Any]) -> dict[str, Any]:
     prompt = prompt or max(1, context - new if isinstance(new, int) else context // 2)
     new = new or max(1, context - prompt if isinstance(prompt, int) else context // 2)
     max_rank = limits["max_rank"] if isinstance(limits["max_rank"], int) else 1
-    adapters = {} if serve.get("full_weights") else {"lora": {"rank": max_rank, "sync": "merged"}}
+    adapters = {} if serve.get("full_weights") else {"lora": {"rank": max_rank, "sync": "merged", "targets": TARGETS}}
     longer = {"max_tokens_per_micro_batch": context} if context > 8192 else {}
     defaults = {
         "run": {"name": "serve", "steps": STEPS, "max_restarts": RESTARTS},

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from megarl.config import Config, parse_config
 from megarl.errors import ConfigError, RunStopped, WorkerError
 from megarl.observe.run_record import read_run
+from megarl.options.serve import command
 from megarl.options.serve.command import bound, load
 from megarl.options.serve.figures import CountedSampler, CountedTrainer, ServerFigures
 from megarl.options.serve.http_server import HttpServer
@@ -199,6 +200,12 @@ def test_files_that_are_no_certificate_are_named(tmp_path: Path) -> None:
     app.state.service = Service()
     with closing(bound(ServeConfig(port=0))) as listening, pytest.raises(ConfigError, match="no certificate and its key"):
         asyncio.run(server.answer(app, Sampler(), listening))
+
+
+def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "tinker" else name)
+    with pytest.raises(ConfigError, match=r"needs the package tinker, which is not installed: pip install 'megarl\[serve\]'"):
+        load(tmp_path / "a.yaml")
 
 
 def test_the_section_may_be_left_out_of_what_is_served(tmp_path: Path) -> None:
