@@ -6,6 +6,7 @@ backward, and each tensor-parallel rank sees only its slice of the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,6 +47,8 @@ class VocabParallelLogProbs(torch.autograd.Function):
         group: torch.distributed.ProcessGroup,
         limits: SamplingLimits | None = None,
         overlaps: bool = False,
+        low: Tensor | None = None,
+        added: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """`hidden` `[N, H]`, `weight` `[V/tp, H]`, `targets` int64 `[N]` or `[N, M]` → float32 log-probs in the shape of
         `targets`, entropy `[N]`, in nats.
@@ -56,13 +59,16 @@ class VocabParallelLogProbs(torch.autograd.Function):
 
         A weight with a float32 `main_grad`, as megatron-core gives it, has its gradient added to that and gets none of its own;
         if reductions of gradients overlap with the backward pass (`overlaps`) it gets zeros, which set off its reduction.
+
+        `low` `[N, R]` and `added` `[W, R]`: logits of the first W ids of the slice have `low` @ `added`ᵀ added to them. `added`
+        is a parameter as the weight is; `low` gets this rank's part of its gradient.
         """
-        vocabulary = VocabularySlice(weight, vocab_start, vocab_size, temperature, group)
+        vocabulary = VocabularySlice(weight, vocab_start, vocab_size, temperature, group, added)
         extra_outputs = Asked(limits=limits)
-        results, of_first_chunk = _forward(hidden, vocabulary, targets, chunk_tokens, extra_outputs)
+        results, of_first_chunk = _forward(hidden, vocabulary, targets, chunk_tokens, extra_outputs, low)
         log_z, entropy, log_probs = results[0], results[1], results[2 + extra_outputs.further :].t().view_as(targets)
         of_kept = results[2 : 2 + extra_outputs.further].unbind()
-        ctx.save_for_backward(hidden, weight, targets, log_z, entropy, *of_kept[1:])
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy, low, added, *of_kept[1:])
         ctx.settings = (vocabulary, chunk_tokens, overlaps)
         ctx.logits = of_first_chunk if limits is None and any(ctx.needs_input_grad) else None
         ctx.mark_non_differentiable(*of_kept[:1])
@@ -71,31 +77,49 @@ class VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """This rank's part of the gradient of `hidden` (the caller sums over the group) and of its `weight` slice."""
-        hidden, weight, targets, log_z, entropy, *least = ctx.saved_tensors
+        hidden, weight, targets, log_z, entropy, low, added, *least = ctx.saved_tensors
         vocabulary, chunk_tokens, overlaps = ctx.settings
-        to_hidden, to_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden) if to_hidden else None
-        main = _main_gradient(weight) if to_weight else None
-        total = torch.zeros_like(weight, dtype=torch.float32) if to_weight and main is None else main
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_low = torch.empty_like(low) if ctx.needs_input_grad[10] else None
+        of_weight = _sum_of_gradients(weight) if ctx.needs_input_grad[1] else None
+        of_added = _sum_of_gradients(added) if ctx.needs_input_grad[11] else None
         grad_log_probs, targets = _as_columns(grads[0]), _as_columns(targets)
         logits, ctx.logits = ctx.logits, None
         for rows in row_chunks(len(hidden), chunk_tokens):
             of_kept = least[0][rows, None] if least else None
             target, here = vocabulary.local(targets[rows])
             row_gradients = RowGradients(log_z[rows], entropy[rows], grads[1][rows], grad_log_probs[rows], target, here)
-            grad_logits = _chunk_backward(hidden[rows], vocabulary, row_gradients, of_kept, logits)
+            grad_logits = _chunk_backward(hidden[rows], vocabulary, row_gradients, of_kept, logits, _rows_of(low, rows))
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
-            if total is not None:
-                _add_product(total, grad_logits.t(), hidden[rows])
+            if of_weight is not None:
+                _add_product(of_weight, grad_logits.t(), hidden[rows])
+            if grad_low is not None:
+                torch.mm(grad_logits[:, : len(added)], added, out=grad_low[rows])
+            if of_added is not None:
+                _add_product(of_added, grad_logits[:, : len(added)].t(), low[rows])
             del grad_logits  # before the next chunk's is made
             logits = None
-        grad_weight = None
-        if main is not None:
-            grad_weight = torch.zeros_like(weight) if overlaps else None
-        elif total is not None:
-            grad_weight = total.to(weight.dtype)
-        return grad_hidden, grad_weight, *[None] * 8
+        grad_weight, grad_added = (
+            _given(parameter, total, overlaps=overlaps) for parameter, total in ((weight, of_weight), (added, of_added))
+        )
+        return grad_hidden, grad_weight, *[None] * 8, grad_low, grad_added
+
+
+def _sum_of_gradients(parameter: Tensor) -> Tensor:
+    """The float32 tensor in which a parameter's gradient is summed: megatron-core's own, or a new one."""
+    main = _main_gradient(parameter)
+    return torch.zeros_like(parameter, dtype=torch.float32) if main is None else main
+
+
+def _given(parameter: Tensor, total: Tensor | None, *, overlaps: bool) -> Tensor | None:
+    """The gradient that autograd is given where `total` is its sum: none of what is in megatron-core's buffer already, or zeros
+    that set off its reduction."""
+    if total is None:
+        return None
+    if total is _main_gradient(parameter):
+        return torch.zeros_like(parameter) if overlaps else None
+    return total.to(parameter.dtype)
 
 
 def _main_gradient(weight: Tensor) -> Tensor | None:
@@ -106,22 +130,34 @@ def _main_gradient(weight: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True, eq=False)
 class VocabularySlice:
-    """A rank's part of the output layer, `weight` `[V/tp, H]`, and what its logits are divided by."""
+    """A rank's part of the output layer, `weight` `[V/tp, H]`, and what its logits are divided by.
+
+    `added` `[W, R]`: B of an adapter beside it, of the slice's first W ids; rows are then given with their products with A.
+    """
 
     weight: Tensor
     start: int
     vocab_size: int
     temperature: float
     group: torch.distributed.ProcessGroup
+    added: Tensor | None = None
 
     @property
     def real(self) -> int:
         """Number of its ids that are not padding."""
         return max(0, min(self.weight.shape[0], self.vocab_size - self.start))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 `[n, V/tp]`; those of padding are −∞."""
-        logits = (hidden @ self.weight.t()).float().div_(self.temperature)
+    def product(self, hidden: Tensor, low: Tensor | None = None) -> Tensor:
+        """`[n, V/tp]` in the weight's dtype, before they are divided by the temperature; `low` `[n, R]` as `added` has it."""
+        logits = hidden @ self.weight.t()
+        if self.added is not None:
+            assert low is not None, "an adapter has its own part of the rows"
+            logits[:, : len(self.added)].addmm_(low, self.added.t())
+        return logits
+
+    def logits(self, hidden: Tensor, low: Tensor | None = None) -> Tensor:
+        """float32 `[n, V/tp]`; those of padding are −∞. `low` as in `product`."""
+        logits = self.product(hidden, low).float().div_(self.temperature)
         logits[:, self.real :] = -torch.inf
         return logits
 
@@ -147,7 +183,12 @@ class Asked:
 
 
 def _forward(
-    hidden: Tensor, vocabulary: VocabularySlice, targets: Tensor, chunk_tokens: int, asked: Asked
+    hidden: Tensor,
+    vocabulary: VocabularySlice,
+    targets: Tensor,
+    chunk_tokens: int,
+    asked: Asked,
+    low: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Results and, without `limits`, the first chunk's logits `[n, V/tp]`, which are computed last.
 
@@ -161,7 +202,8 @@ def _forward(
     logits = None
     for rows in reversed(row_chunks(len(hidden), chunk_tokens)):
         del logits  # before the next chunk's are made
-        logits = hidden[rows] @ vocabulary.weight.t() if asked.limits is None else vocabulary.logits(hidden[rows])
+        logits_of = vocabulary.product if asked.limits is None else vocabulary.logits
+        logits = logits_of(hidden[rows], _rows_of(low, rows))
         results[:, rows] = _chunk_forward(logits, vocabulary, targets[rows], asked)
     return results, logits
 
@@ -253,16 +295,21 @@ def _likeliest(logits: Tensor, vocabulary: VocabularySlice, top_k: TopK, tempera
 
 
 def _chunk_backward(
-    hidden: Tensor, vocabulary: VocabularySlice, given: RowGradients, least: Tensor | None, logits: Tensor | None
+    hidden: Tensor,
+    vocabulary: VocabularySlice,
+    given: RowGradients,
+    least: Tensor | None,
+    logits: Tensor | None,
+    low: Tensor | None,
 ) -> Tensor:
     """Gradient of n rows' logits, `[n, V/tp]` in the weight's type; `least` `[n, 1]` as `least_kept` gave it.
 
     `logits` are overwritten, if they are known already.
     """
     if least is None:
-        logits = hidden @ vocabulary.weight.t() if logits is None else logits
+        logits = vocabulary.product(hidden, low) if logits is None else logits
         return logits_to_gradient(logits, vocabulary.real, vocabulary.temperature, given)
-    log_p = vocabulary.logits(hidden)
+    log_p = vocabulary.logits(hidden, low)
     absent = left_out(log_p, least, (given.target[:, 0], given.here[:, 0]))
     p = log_p.sub_(given.log_z[:, None]).exp()
     log_p[:, vocabulary.real :] = 0.0
@@ -291,6 +338,10 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _as_columns(values: Tensor) -> Tensor:
     """`[N]` or `[N, M]` as `[N, M]`."""
     return values[:, None] if values.dim() == 1 else values
+
+
+def _rows_of(low: Tensor | None, rows: slice) -> Tensor | None:
+    return None if low is None else low[rows]
 
 
 def row_chunks(total: int, size: int) -> list[slice]:
@@ -333,6 +384,8 @@ class LogProbHead(torch.nn.Module):
         self.vocab_size, self.temperature, self.chunk_tokens = vocab_size, temperature, chunk_tokens
         self.limits, self.collision, self.overlaps = limits, collision, overlaps
         self.request: HeadRequest | None = None
+        self.adapter: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None
+        """Of an adapter beside the layer: by hidden states, what A makes of the whole stream `[S, 1, R]`, and B `[W, R]`."""
 
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -344,11 +397,13 @@ class LogProbHead(torch.nn.Module):
         buffers = 1 if self.limits is None else LIMITED_BUFFERS
         chunk_tokens = self.chunk_tokens or default_chunk_tokens(weight.device.type, buffers * weight.shape[0])
         scored = enter_tensor_parallel_region(hidden, self.config, self.tp_group)[:, 0].index_select(0, rows)
+        low, added = (self.adapter(hidden) if self.adapter is not None else None) or (None, None)
+        low = low[:, 0].index_select(0, rows) if low is not None else None
         start = self.tp_group.rank() * weight.shape[0]
         if not torch.is_grad_enabled():
-            vocabulary = VocabularySlice(weight, start, self.vocab_size, self.temperature, self.tp_group)
+            vocabulary = VocabularySlice(weight, start, self.vocab_size, self.temperature, self.tp_group, added)
             extra_outputs = Asked(self.limits, top_k, self.collision)
-            _, entropy, *others = _forward(scored, vocabulary, targets, chunk_tokens, extra_outputs)[0]
+            _, entropy, *others = _forward(scored, vocabulary, targets, chunk_tokens, extra_outputs, low)[0]
             if self.limits is not None:
                 del others[1]
             first = others.pop(extra_outputs.further - (self.limits is not None))
@@ -356,7 +411,7 @@ class LogProbHead(torch.nn.Module):
         assert top_k is None, "the likeliest tokens are asked for without gradients"
         log_probs, entropy, *kept_columns = VocabParallelLogProbs.apply(
             scored, weight, targets, start, self.vocab_size, self.temperature, chunk_tokens, self.tp_group, self.limits,
-            self.overlaps,
+            self.overlaps, low, added,
         )  # fmt: skip
         log_probs = _as_columns(log_probs)
         of_row = [log_probs[:, :1], entropy[:, None], *(column[:, None] for column in kept_columns), log_probs[:, 1:]]

@@ -222,7 +222,8 @@ def export_weights(
     """Hugging Face tensors of this pipeline stage, on its leading rank (tp 0, cp 0, dp 0); other ranks iterate to nothing.
 
     Collective over the pipeline stage: every rank must exhaust the iterator. The tensor ranks of the leading replica and one
-    replica of the experts send what they hold, one shard at a time. A tied output layer is not exported again.
+    replica of the experts send what they hold, one shard at a time. A tied output layer is not exported again, unless an adapter
+    of its own is merged in.
     With a `quantiser` the shards are quantised where they lie. Of a model without experts each data-parallel replica in
     `replicas` exports everything, on a leading rank of its own and independently of the others. Without `prediction` the layer
     for multi-token prediction is left out. `which`: weights with their adapters merged in, as training began with them, or
@@ -257,6 +258,12 @@ def export_weights(
             group = parallel_state.get_expert_tensor_parallel_group()
             for expert_rule, ranks in _experts_in_turn(rule, weight_map, expert_ranks, options):
                 yield from _whole(expert_rule, local, ranks, lead, quantiser, group)
+    untied = None
+    if options.lora is not None and which == "merged" and of_replica:
+        untied = adapter_part("layers").untied_output(chunks, weight_map)
+    if untied is not None:
+        group = parallel_state.get_tensor_model_parallel_group()
+        yield from _whole(*untied, tensor_ranks, lead, quantiser, group)
 
 
 def _whole(
@@ -265,7 +272,10 @@ def _whole(
     """On `lead` the Hugging Face tensors of the shards that `ranks`, those of `group` or its first one, hold."""
     rank = torch.distributed.get_rank()
     if quantiser is None or not quantiser.applies_to(rule):
-        shards = _gathered(local, ranks, lead, [tuple(local.shape)] * len(ranks))
+        shapes = [tuple(local.shape)] * len(ranks)
+        if is_adapter(rule.megatron_name):  # of the vocabulary the last rank has fewer rows, of fused layers some may have none
+            shapes = [rule.shape(len(ranks), tp_rank=number) for number in range(len(ranks))]
+        shards = _gathered(local, ranks, lead, shapes)
         yield from hf_from_shards(rule, shards) if rank == lead else ()
         return
     quantised: Mapping[str, Tensor] = {}

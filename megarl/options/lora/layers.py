@@ -5,6 +5,9 @@ kind of linear layer: megatron-core's, Transformer Engine's, megarl's. What cros
 adapter: of a layer split by rows of W (`column parallel`) A is whole on every rank and B split as W, and A x is gathered
 (sequence parallelism) or its gradient summed; of one split by columns A is split as W, and A x is summed over the ranks.
 
+The output layer's adapter enters the head that takes that layer's place, which makes logits chunk by chunk: A x is computed for
+the whole stream, and B's part of a chunk's logits is added to them there (`megatron/heads.py`).
+
 Source: arXiv 2106.09685. Scale and initial values are PEFT's.
 """
 
@@ -26,7 +29,7 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
@@ -36,7 +39,17 @@ from megarl.models.adapters import IN_CHECKPOINTS
 from megarl.models.fused_rows import FusedRows
 from megarl.models.weight_map import BoundRule, WeightMap
 from megarl.models.weight_tensors import shard_from_hf
-from megarl.options.lora.weight_map import Lora, Site, adapter_name, is_linear, site_of
+from megarl.options.lora.weight_map import (
+    OUTPUT_LAYER,
+    SUFFIX,
+    Lora,
+    Site,
+    adapter_name,
+    is_linear,
+    output_rule,
+    site_of,
+    unties,
+)
 
 
 class Adapter(torch.nn.Module):
@@ -72,11 +85,7 @@ class Adapter(torch.nn.Module):
         """Compute what is added to the output `[..., out]` of the layer whose input is `hidden` `[..., in]`."""
         split, a, b = self.split, self.A, self.B
         if split.kind == "rows":
-            low = linear(hidden, copy_to_tensor_model_parallel_region(a, group=split.group) if split.of_expert else a)
-            if split.scattered:
-                low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=split.group)
-            elif not split.of_expert:
-                low = copy_to_tensor_model_parallel_region(low, group=split.group)
+            low = self._low(hidden)
         elif split.kind == "columns":
             low = linear(hidden, a)
             if split.of_expert:
@@ -88,6 +97,14 @@ class Adapter(torch.nn.Module):
         else:
             low = linear(hidden, a)
         return linear(low * self.scale, self._spread(b))
+
+    def _low(self, hidden: Tensor) -> Tensor:
+        """A x `[..., n·rank]` of the whole stream, beside a layer that is split by rows of W."""
+        split, a = self.split, self.A
+        low = linear(hidden, copy_to_tensor_model_parallel_region(a, group=split.group) if split.of_expert else a)
+        if split.scattered:
+            return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=split.group)
+        return low if split.of_expert else copy_to_tensor_model_parallel_region(low, group=split.group)
 
     def product(self) -> Tensor:
         """scale·B·A `[out, in]` of this rank's shard of the weight, in float32."""
@@ -103,6 +120,14 @@ class Adapter(torch.nn.Module):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Nothing: checkpoints hold adapters by the hub's names (`trained_entries`)."""
         return {}
+
+
+class OutputAdapter(Adapter):
+    """The adapter beside the output layer. B has the rows of this rank's ids, without those of padding."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """`hidden` `[S(/tp), 1, H]` → scale·(A x) of the whole stream, `[S, 1, rank]`, and B `[rows, rank]`."""
+        return self._low(hidden) * self.scale, self.B
 
 
 class ExpertAdapters(torch.nn.Module):
@@ -216,6 +241,22 @@ def insert_adapters(
         parent, _, leaf = path.rpartition(".")
         chunk.get_submodule(parent).add_module(f"{leaf}_lora", adapter_module)
         put_beside(layer, adapter_module, switch or AdapterSwitch())
+    if not value_head:
+        _put_beside_output(chunk, lora, weight_map, switch or AdapterSwitch())
+
+
+def _put_beside_output(chunk: Any, lora: Lora, weight_map: WeightMap, switch: AdapterSwitch) -> None:
+    """Have the head of a last stage add the output layer's adapter, if `lora` chooses one."""
+    rule = output_rule(weight_map)
+    site = site_of(rule, lora, None) if rule is not None else None
+    if rule is None or site is None or not chunk.post_process:
+        return
+    weight, config = chunk.output_layer.weight, get_model_config(chunk)
+    if weight is None:  # that of the embedding on the same rank
+        weight = chunk.shared_embedding_or_output_weight()
+    adapter = OutputAdapter(weight, rule, site, lora, split=Split(rule, config))
+    chunk.add_module(f"{OUTPUT_LAYER}{SUFFIX}", adapter)
+    chunk.output_layer.adapter = lambda hidden: adapter(hidden) if switch.on else None
 
 
 def load_adapters(chunks: Sequence[torch.nn.Module], seed: int, read: Callable[[str], Any] | None) -> None:
@@ -253,6 +294,21 @@ class MergedWeights:
         return weight if adapter is None else (weight.float() + adapter.product()).to(weight.dtype)
 
 
+def untied_output(chunks: Sequence[torch.nn.Module], weight_map: WeightMap) -> tuple[BoundRule, Tensor] | None:
+    """The weight that a tied output layer has of its own with its adapter merged in: its rule and this rank's shard.
+
+    None: this rank has no output layer, or one that is not tied or has no adapter.
+    """
+    rule = output_rule(weight_map) if unties(weight_map) else None
+    for chunk in map(unwrap_model, chunks) if rule is not None else ():
+        core: Any = chunk
+        if core.post_process:
+            assert rule is not None, "the loop has been entered"
+            weight, adapter = plain(core.shared_embedding_or_output_weight()), getattr(core, f"{OUTPUT_LAYER}{SUFFIX}")
+            return rule, (weight.float() + adapter.product()).to(weight.dtype)
+    return None
+
+
 def trained_entries(chunk: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """The part of a chunk's sharded state that training changes, and its adapters, which a checkpoint holds by the hub's
     tensors.
@@ -271,7 +327,7 @@ def trained_entries(chunk: torch.nn.Module, state: dict[str, Any]) -> dict[str, 
 def _entry(parameter: Tensor, rule: BoundRule, split: Split) -> ShardedTensorFactory:
     """An adapter's matrix as boxes of the hub's tensors."""
 
-    axis = rule.tp_axis or 0
+    axis, is_output = rule.tp_axis or 0, rule.layer is None
 
     def build(key: str, values: Tensor, replica_id: Any, *unused: Any) -> list[ShardedTensor]:
         parts, at = [], 0
@@ -279,11 +335,14 @@ def _entry(parameter: Tensor, rule: BoundRule, split: Split) -> ShardedTensorFac
             assert piece.hf_name is not None, "an adapter has no padding"
             shape = rule.hf_shapes[piece.hf_name]
             length = math.gcd(piece.start, piece.stop - piece.start)  # megatron-core counts in boxes of one size
+            if is_output:  # or not at all: of a padded vocabulary the last rank has fewer ids
+                length = piece.stop - piece.start
             for start in range(piece.start, piece.stop, length):
                 part, offsets = values.narrow(axis, at, length), [0, 0]
                 offsets[axis] = start
                 part_shape = tuple(part.shape)
                 fragments = tuple(-(-whole // size) for whole, size in zip(shape, part_shape, strict=True))
+                fragments = None if is_output else fragments
                 name = f"{key}.{piece.hf_name}"
                 parts.append(
                     ShardedTensor(name, part, part.dtype, part_shape, shape, tuple(offsets), fragments, replica_id=replica_id)

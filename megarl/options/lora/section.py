@@ -14,6 +14,8 @@ from megarl.config.section import Count, Section
 
 ALL_LINEAR = "all-linear"
 """The word for every linear layer of the decoder but routers and the output layer."""
+OUTPUT = "lm_head"
+"""The hub's name of the output layer, by which alone it is chosen."""
 
 
 class LoraConfig(Section):
@@ -26,7 +28,7 @@ class LoraConfig(Section):
     rslora: bool = False
     """Divide `alpha` by the square root of the rank instead of the rank."""
     targets: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = (ALL_LINEAR,)
-    """Linear layers with adapters: `all-linear`, ends of their names (`q_proj`) or patterns (`*.layers.0.*`)."""
+    """Linear layers with adapters: `all-linear`, ends of their names (`q_proj`), patterns (`*.layers.0.*`); `lm_head`, too."""
     exclude: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Linear layers without adapters, although `targets` names them."""
     adapter: str | None = None

@@ -2,7 +2,8 @@
 
 Beside a weight W `[out, in]` an adapter has A `[rank, in]` and B `[out, rank]`; the layer computes with W + scale·B·A. Each
 linear layer of the hub's model has an adapter of its own, also where Megatron holds several as one parameter: there the As
-stand one below another, and the rows of B lie as those of the weight, split alike by tensor parallelism. Pure data, no torch.
+stand one below another, and the rows of B lie as those of the weight, split alike by tensor parallelism. The output layer has
+one if its name is among the targets, also where it shares its weight with the embedding. Pure data, no torch.
 
 Source: arXiv 2106.09685; names and initial values are those of PEFT (`peft.tuners.lora`).
 """
@@ -19,10 +20,13 @@ from functools import cached_property
 from megarl.errors import ConfigError, nearest
 from megarl.models.adapters import LORA_A, LORA_B
 from megarl.models.fused_rows import FusedRows
-from megarl.models.packings import Packing, RowRange
+from megarl.models.packings import Packing, RowRange, Vocabulary
+from megarl.models.packings import padded_vocab as rows_of_all
 from megarl.models.weight_map import BoundRule, Rule, WeightMap
-from megarl.options.lora.section import ALL_LINEAR
+from megarl.options.lora.section import ALL_LINEAR, OUTPUT
 
+OUTPUT_LAYER = "output_layer"
+"""megatron-core's name of the output layer."""
 SUFFIX = "_lora"
 """Name of the module of a layer's adapter, behind the layer's own name."""
 _LINEAR = re.compile(r"decoder\.layers\.[^.]+\.(.+\.)?(linear_\w+|in_proj|out_proj)\.weight")
@@ -49,8 +53,12 @@ class Lora:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def has_adapter(self, layer: str) -> bool:
-        """Return whether the linear layer of this name, such as `model.layers.0.self_attn.q_proj`, has an adapter."""
-        return self._wanted.match(layer) and not self._unwanted.match(layer)
+        """Return whether the linear layer of this name, such as `model.layers.0.self_attn.q_proj`, has an adapter.
+
+        The output layer has one only where its own name is among the targets: words and patterns choose layers of the decoder.
+        """
+        wanted = OUTPUT in self.targets if layer == OUTPUT else self._wanted.match(layer)
+        return wanted and not self._unwanted.match(layer)
 
     def with_adapters(self, weight_map: WeightMap, fused: FusedRows | None, field: str = "policy.lora") -> WeightMap:
         """The map with the rules of all adapters behind its own; `fused` as in `Architecture.fused_rows`.
@@ -76,6 +84,10 @@ class Lora:
                 pattern = site_of(rule.bound("{layer}", "{expert}"), replace(self, targets=(ALL_LINEAR,), exclude=()), fused)  # type: ignore[arg-type]
                 assert pattern is not None, "all layers are targets"
                 adapter_rules += _patterns(rule, site, pattern, frozenset(layers))
+        output = output_rule(weight_map)
+        if output is not None and (site := site_of(output, self, fused)) is not None:
+            bound = (site.a, site.b)
+            adapter_rules += [Rule(one.megatron_name, one.hf_names, one.packing, stage="last") for one in bound]
         return replace(weight_map, rules=(*weight_map.rules, *adapter_rules))
 
     @cached_property
@@ -96,7 +108,7 @@ class _Names:
 
     def match(self, layer: str) -> bool:
         return (
-            self._all
+            (self._all and layer != OUTPUT)
             or any(layer[start:] in self._whole for start in _starts(layer))
             or any(pattern.match(layer) for pattern in self._patterns)
         )
@@ -105,6 +117,15 @@ class _Names:
 def _starts(layer: str) -> list[int]:
     """The places at which a layer's name and its ends begin."""
     return [0, *(dot.end() for dot in re.finditer(r"\.", layer))]
+
+
+@dataclass(frozen=True)
+class OutputRows(Vocabulary):
+    """The rows of the output layer as training ranks hold them: padded so that they can share them, which needs not be told."""
+
+    def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
+        """The rank's ids, and zeros behind the last one; `padded_vocab` is not used, since B has no rows of padding."""
+        return super().runs(tp_rank, tp_size, rows_of_all(self.vocab_size, tp_size))
 
 
 @dataclass(frozen=True)
@@ -223,6 +244,25 @@ def site_of(rule: BoundRule, lora: Lora, fused: FusedRows | None) -> Site | None
     return Site(a, b, parts, owners)
 
 
+def output_rule(weight_map: WeightMap) -> BoundRule | None:
+    """The output layer over the vocabulary, by its own name also where it is tied; None: the model has another one."""
+    for rule in weight_map.rules:
+        if rule.megatron_name == f"{OUTPUT_LAYER}.weight" and isinstance(rule.packing, Vocabulary):
+            packing = OutputRows(rule.packing.vocab_size, rule.packing.hidden_size)
+            return BoundRule(rule.megatron_name, (f"{OUTPUT}.weight",), packing)
+    return None
+
+
+def is_tied(weight_map: WeightMap) -> bool:
+    """Return whether the output layer shares its weight with the embedding."""
+    return any(rule.tied_copy and rule.megatron_name == f"{OUTPUT_LAYER}.weight" for rule in weight_map.rules)
+
+
+def unties(weight_map: WeightMap) -> bool:
+    """Return whether the output layer, with its adapter merged in, has a weight of its own in place of the embedding's."""
+    return is_tied(weight_map) and any(rule.megatron_name == f"{OUTPUT_LAYER}{SUFFIX}.A" for rule in weight_map.rules)
+
+
 def linear_rules(weight_map: WeightMap) -> list[Rule]:
     """The weights of linear layers of the decoder, without routers."""
     return [rule for rule in weight_map.rules if is_linear(rule)]
@@ -246,8 +286,9 @@ def check_targets(weight_map: WeightMap, lora: Lora, fused: FusedRows | None, fi
     layers = layer_shapes(weight_map, fused)
     known = {ALL_LINEAR, *(layer[start:] for layer in layers for start in _starts(layer))}
     for name in ("targets", "exclude"):
+        matched = [layer for layer in layers if layer != OUTPUT or name == "exclude"]
         for entry in getattr(lora, name):
-            if entry not in known and not any(map(_Names((entry,)).match, layers)):
+            if entry not in known and not any(map(_Names((entry,)).match, matched)):
                 ends = sorted({layer.rsplit(".", 1)[-1] for layer in layers})
                 raise ConfigError.of(
                     f"{field}.{name}",
@@ -268,6 +309,8 @@ def layer_shapes(weight_map: WeightMap, fused: FusedRows | None) -> dict[str, tu
             stored = _stored(name, fused)
             rows = shape[0] if stored == name else shapes.get(stored.removesuffix(".weight"), (0, 0))[0] + shape[0]
             shapes[stored.removesuffix(".weight")] = (rows, shape[1])
+    if (output := output_rule(weight_map)) is not None:
+        shapes[OUTPUT] = (output.packing.hf_shapes[0][0], output.packing.hf_shapes[0][1])
     return shapes
 
 
