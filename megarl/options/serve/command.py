@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from megarl.config import AnyConfig, Config, parse_config
 from megarl.config.yaml_tree import apply_overrides, read_yaml
@@ -68,12 +68,12 @@ def serve(config: AnyConfig, say: Callable[[str], None] | None = None) -> None:
     from megarl.runs.owner import owned
 
     say = say or partial(print, flush=True)
-    assert isinstance(config, Config), "the section serve is one of runs that sample"
+    of_server = cast(Config, config)  # `load` gives no other
     with owned(config):
-        run = ServerRun(config, say)
+        run = ServerRun(of_server, say)
         error: BaseException = RunStopped("the server was told to stop")
         try:
-            _serve(config, run, say)
+            _serve(of_server, run, say)
         except BaseException as raised:
             error = raised
             raise

@@ -40,7 +40,8 @@ class ServeConfig(Section):
     max_rank: Positive = 32
     """Highest rank of the adapters of a model. Where it is left out: `policy.lora.rank`, if that is set."""
     live_models: Positive = 64
-    """Models whose adapters and moments are on the ranks at once. The least recently used of others are on the disk."""
+    """Models whose adapters, gradients and moments ranks keep in main memory, and engines their adapters. Those that were used
+    longest ago are moved to the disk."""
     context_tokens: Positive = 4096
     """Longest sequence, prompt and answer together: `data.max_prompt_tokens` and `rollout.max_new_tokens` in sum."""
     snapshot_every_s: Seconds = 300.0
@@ -76,7 +77,8 @@ def completed(tree: dict[str, Any]) -> dict[str, Any]:
     prompt = prompt or max(1, context - new if isinstance(new, int) else context // 2)
     new = new or max(1, context - prompt if isinstance(prompt, int) else context // 2)
     max_rank = limits["max_rank"] if isinstance(limits["max_rank"], int) else 1
-    adapters = {} if serve.get("full_weights") else {"lora": {"rank": max_rank, "sync": "merged", "targets": TARGETS}}
+    without = serve.get("full_weights") or (rank == 0 and "rank" in _mapping(policy.get("lora")))
+    adapters = {} if without else {"lora": {"rank": max_rank, "sync": "merged", "targets": TARGETS}}
     longer = {"max_tokens_per_micro_batch": context} if context > 8192 else {}
     defaults = {
         "run": {"name": "serve", "steps": STEPS, "max_restarts": RESTARTS},
