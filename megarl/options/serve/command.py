@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
 from importlib.util import find_spec
@@ -97,7 +97,7 @@ def _serve(config: Config, run: ServerRun, say: Callable[[str], None]) -> None:
         with run.phases("start"):
             say(f"{config.run_folder}: reading the tokenizer, starting ranks and engines")
             session = stack.enter_context(_session(config, run, say))
-            app, sampler = _app(config, session, run, server.lost)
+            app, sampler = _app(config, session, run, server.lost, say)
         with run.phases.step():
             pass  # from here on a failure is none of the config's
         run.watch()
@@ -126,19 +126,27 @@ def _session(config: Config, run: ServerRun, say: Callable[[str], None]) -> Sess
     return session
 
 
-def _app(config: Config, session: Session, run: ServerRun, lost: Callable[[BaseException], None]) -> tuple[FastAPI, Any]:
+def _app(
+    config: Config, session: Session, run: ServerRun, lost: Callable[[BaseException], None], say: Callable[[str], None]
+) -> tuple[FastAPI, Any]:
     """The application of a started session, and the sampler that is to be closed at its end."""
     from megarl.options.serve.app import build_app
+    from megarl.options.serve.custom_graph import read_graph
     from megarl.options.serve.figures import CountedSampler, CountedTrainer
     from megarl.options.serve.journal import RequestJournal
     from megarl.options.serve.sampler import open_sampler
-    from megarl.options.serve.service import Service, ServiceOptions
+    from megarl.options.serve.service import Service
+    from megarl.options.serve.settings import ServiceOptions
     from megarl.options.serve.store import open_store
     from megarl.options.serve.tenants import Tenants, kept_secret
     from megarl.options.serve.trainer import SessionTrainer
 
-    settings, figures = _serve_of(config), run.figures
-    tenants = Tenants(Path(settings.tenants) if settings.tenants else None, secret=kept_secret(run.folder / "secret"))
+    def graph_of(asked: Mapping[str, Any]) -> Any:
+        return read_graph(asked["name"], [(given["name"], given["rank"]) for given in asked["inputs"]], asked["graph"])
+
+    settings, figures, folder = _serve_of(config), run.figures, run.folder
+    tenants = Tenants(Path(settings.tenants) if settings.tenants else None, secret=kept_secret(folder / "secret"))
+    trainer = SessionTrainer(session, folder / "models", live=settings.live_models)
     sampler = open_sampler(session)
     options = ServiceOptions(
         models=dict.fromkeys(settings.models, settings.context_tokens),
@@ -149,15 +157,17 @@ def _app(config: Config, session: Session, run: ServerRun, lost: Callable[[BaseE
         max_body_bytes=settings.max_body_bytes,
         max_waiting=settings.max_waiting,
         snapshot_every_s=settings.snapshot_every_s,
-        scratch=run.folder / "scratch",
+        scratch=folder / "scratch",
+        read_graph=graph_of,
+        say=say,
     )
     service = Service(
         options,
-        trainer=CountedTrainer(SessionTrainer(session), figures, lost),
+        trainer=CountedTrainer(trainer, figures, lost),
         sampler=CountedSampler(sampler, figures),
-        store=open_store(run.folder, tenants),
+        store=open_store(folder / "store", say=say),
         tenants=tenants,
-        journal=RequestJournal(run.folder / "journal"),
+        journal=RequestJournal(folder / "journal"),
     )
     figures.tenant_of = service.tenant_of_model
     return build_app(service), sampler
