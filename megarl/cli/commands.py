@@ -26,6 +26,7 @@ from megarl.cli.doctor import add_doctor
 from megarl.cli.plan import add_plan
 from megarl.cli.rehearse import add_rehearse
 from megarl.cli.report import add_report
+from megarl.cli.serve import add_serve
 from megarl.cli.submit import add_submit
 from megarl.cli.tries import add_tries
 from megarl.config import AnyConfig, SupervisedConfig, config_fields, load_any, load_config, to_yaml
@@ -48,8 +49,8 @@ STOPPED = 75
 """EX_TEMPFAIL: to be tried again."""
 INTERRUPTED = 130
 COMMANDS = (
-    "train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "rewards", "episodes", "data", "convert",
-    "plan", "rehearse",
+    "train", "sft", "reward-model", "preference", "eval", "generate", "serve", "serve-reward", "rewards", "episodes", "data",
+    "convert", "plan", "rehearse",
     "config", "submit", "node", "report", "compare", "samples", "chat", "doctor",
 )  # fmt: skip
 OBJECTIVES = {
@@ -215,6 +216,7 @@ def _model_commands(commands: Any) -> None:
 
 
 def _serving_and_data_commands(commands: Any) -> None:
+    add_serve(commands)
     serve = commands.add_parser(
         "serve-reward",
         help="serve the rewards of CONFIG over HTTP",

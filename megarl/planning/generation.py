@@ -14,7 +14,7 @@ from megarl.models.flops import FlopsModel
 from megarl.planning.gpu_memory import MemoryPlan
 from megarl.planning.gpus import GpuSpec
 from megarl.planning.lengths import Lengths
-from megarl.planning.roles import ADAPTER_PLACES, Engines, RunShape
+from megarl.planning.roles import Engines, RunShape
 
 
 def generation_seconds(run: RunShape, gpu: GpuSpec, memory: MemoryPlan, lengths: Lengths) -> dict[str, float]:
@@ -56,7 +56,7 @@ def decode_seconds(engines: Engines, flops: FlopsModel, gpu: GpuSpec, active: fl
     The larger of reading and computing, what a step costs whatever its size, and two all-reduces for each layer.
     """
     shape, ranks, share = engines.shape, engines.target.ranks, gpu.efficiencies
-    read = engines.weight_bytes * _weights_touched(engines, active) + engines.adapter_bytes / ADAPTER_PLACES
+    read = engines.weight_bytes * _weights_touched(engines, active) + engines.adapter_bytes / engines.adapter_places
     attended = shape.attended(context)
     read += active / engines.target.dp * attended * engines.cached_bytes_per_token(attended)
     of_attention = flops.per_pair * context + flops.per_window_pair * min(context, flops.window)

@@ -134,6 +134,7 @@ def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workl
         host = share * offloaded * HOST_BYTES_OF_A_PARAMETER
         host += share * stored_bytes(precision.itemsize) + head * stored_bytes(4)
         host -= 4 * _matrices(counts, role) if role.trained.optimizer.name == "muon" else 0
+        host += role.kept_models * (counts.trained * precision.itemsize + parts["gradients"] + parts["optimizer"])
         if role.shape.lora is None:  # beside adapters, what is not trained is in no checkpoint
             host += (
                 counts.frozen_dense / _replicas(role) + counts.frozen_expert / role.layout.expert_shards
@@ -389,6 +390,7 @@ def _gpu(
         engine[("engine", "adapters")] = float(run.engines.adapter_bytes)
     contexts = {("process", "contexts"): (processes + has_engine) * PROCESS_BYTES}
     host = sum(memory.host for memory in memories)
+    host += run.engines.kept_bytes if run.engines is not None and has_engine else 0
     if in_turns or lending:
         host += sum(memory.moved for memory in memories)
     takes_some = in_turns or (lending and ("lent", 0) in held)

@@ -16,6 +16,7 @@ from megarl.models.adapters import AdapterSpec, adapters_of
 from megarl.models.registry import load_hf_config
 from megarl.models.shape import ModelShape
 from megarl.models.weight_formats import WeightFormat, engine_format
+from megarl.option_list import functions
 from megarl.planning.activations import Precision
 from megarl.planning.optimizer_bytes import StateBytes, state_bytes
 from megarl.planning.parameters import NOTHING_HELD, ParameterCounts, stage_parameters
@@ -31,6 +32,7 @@ class PlannedRole:
     """A model of the run. `group` names the processes it lives in; `trained` is None of one that only answers.
 
     `averaged`: its weights are a moving average of the policy's. `shares_weights`: they are the policy's, but for its adapters.
+    `kept_models`: models whose state a rank keeps in main memory, each in its turn in the role's place.
     """
 
     name: str
@@ -43,6 +45,7 @@ class PlannedRole:
     logit_chunk_tokens: int | None
     averaged: bool = False
     shares_weights: bool = False
+    kept_models: int = 0
 
     @property
     def freeze(self) -> tuple[str, ...]:
@@ -83,7 +86,8 @@ class Engines:
     """The engines of a run, which take the weights of `trainer`'s ranks and serve them in `format` (None: as they are).
 
     `max_total_tokens` and `memory_fraction` are SGLang's arguments, where the config gives them. `transport`: as
-    `rollout.weight_transport`. `lora`: the adapters that engines add themselves; None: none.
+    `rollout.weight_transport`. `lora`: the adapters that engines add themselves; None: none. `adapter_places`: on a rank's GPU.
+    `kept_models`: models whose adapters each rank keeps whole in main memory.
     """
 
     target: EngineTarget
@@ -95,6 +99,8 @@ class Engines:
     memory_fraction: float | None
     transport: str
     lora: AdapterSpec | None = None
+    adapter_places: int = ADAPTER_PLACES
+    kept_models: int = 0
 
     @property
     def stages_weights(self) -> bool:
@@ -118,11 +124,18 @@ class Engines:
 
     @property
     def adapter_bytes(self) -> int:
-        """What a rank of an engine that adds adapters has for them: `ADAPTER_PLACES`, each split as its weights are."""
+        """What a rank of an engine that adds adapters has for them: places, each split as its weights are."""
+        return self.adapter_places * self._adapters(self.target.tp)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes in main memory of the adapters of models that are kept there, of a rank."""
+        return self.kept_models * self._adapters(1)
+
+    def _adapters(self, tp: int) -> int:
         if self.lora is None:
             return 0
-        stages = stage_parameters(self.adapted, Layout(tp=self.target.tp))
-        return ADAPTER_PLACES * sum(stage.adapters for stage in stages) * self.itemsize
+        return sum(stage.adapters for stage in stage_parameters(self.adapted, Layout(tp=tp))) * self.itemsize
 
     @property
     def adapted(self) -> ModelShape:
@@ -267,6 +280,7 @@ def _with_lora(shape: ModelShape, lora: AdapterSpec | None, field: str = "policy
 def _role(config: AnyConfig, role: ConfiguredRole) -> PlannedRole:
     """A role that only answers lives in the policy's processes unless it has a layout of its own."""
     group, sizes = "policy" if role.layout is None else role.name, role.trained or config.policy
+    kept = sum(kept_models(config) for kept_models in functions("plan", "kept_models")) if role.trained is not None else 0
     return PlannedRole(
         role.name,
         group,
@@ -278,6 +292,7 @@ def _role(config: AnyConfig, role: ConfiguredRole) -> PlannedRole:
         sizes.logit_chunk_tokens,
         averaged=role.name == "reference" and config.reference.reset_share != 1,
         shares_weights=role.name == "reference" and config.reference.is_policy_as_it_began(config.policy, config.model.path),
+        kept_models=kept,
     )
 
 
@@ -285,6 +300,8 @@ def _engines(config: AnyConfig) -> Engines:
     assert config.sampling is not None
     arguments = config.sampling.engine_args
     fraction, served = arguments.get("mem_fraction_static"), config.sampling.servers.model_path
+    of_many = next(filter(None, (places(config) for places in functions("plan", "engine_places"))), None)
+    lora, places, kept = of_many or (sent_adapters(config), ADAPTER_PLACES, 0)
     return Engines(
         target=replace(target_of_run(config.sampling), engines=config.sampling.engines),
         trainer=config.policy.layout,
@@ -294,5 +311,7 @@ def _engines(config: AnyConfig) -> Engines:
         max_total_tokens=arguments.get("max_total_tokens"),
         memory_fraction=None if fraction is None else float(fraction),
         transport=config.sampling.weight_transport,
-        lora=sent_adapters(config),
+        lora=lora,
+        adapter_places=places,
+        kept_models=kept,
     )

@@ -61,9 +61,9 @@ def _check_weights(config: Config, serve: ServeConfig) -> None:
     if lora.adapter is not None:
         reason = "would be every model's beginning, and a model begins as the base"
         raise ConfigError.of("policy.lora.adapter", lora.adapter, reason, allowed="null in a server")
-    if not config.sends_adapters:
-        reason = "has engines serve one model's weights, and a server's engines add adapters of many"
-        raise ConfigError.of("policy.lora.sync", lora.sync, reason, allowed="'adapters' in a server")
+    if lora.sync != "merged":
+        reason = "has engines hold one policy's adapters, and those of a server load the adapters of each model"
+        raise ConfigError.of("policy.lora.sync", lora.sync, reason, allowed="'merged' in a server")
     if lora.rank != serve.max_rank:
         allowed = f"serve.max_rank = {serve.max_rank}, or one of them left out"
         raise ConfigError.of("policy.lora.rank", lora.rank, allowed=allowed)

@@ -13,6 +13,11 @@ from megarl.config.section import Positive, Seconds, Section
 NO_ROWS = {"source": "python", "name": "megarl.api:no_rows"}
 """The `data.train` of a server, whose sequences all come from its clients."""
 
+TARGETS = ["all-linear", "lm_head"]
+"""Layers beside which a model may have adapters: of attention, of MLPs and experts, and the output layer."""
+STEPS, RESTARTS = 5_000_000, 1_000
+"""Minutes for which a server writes figures, and how often it may start again after a failure: as good as no bounds."""
+
 
 class ServeConfig(Section):
     """A server of the Tinker protocol (`megarl serve`, docs/serve.md)."""
@@ -28,14 +33,15 @@ class ServeConfig(Section):
     tls_key: str | None = None
     """PEM file with the private key of `tls_certificate`."""
     models: dict[str, str | None] = Field(default_factory=dict)
-    """Names by which clients may ask for the base, each with `model.path` or null, such as `Qwen/Qwen3-0.6B: null`. Empty:
+    """Names by which clients ask for the base, each with `model.path` or null, such as `Qwen/Qwen3-0.6B: null`. Left out:
     `model.path` as it stands."""
     full_weights: bool = False
     """Train all weights, of one model at a time, in place of adapters of many."""
     max_rank: Positive = 32
     """Highest rank of the adapters of a model. Where it is left out: `policy.lora.rank`, if that is set."""
     live_models: Positive = 64
-    """Models whose adapters and moments are on the ranks at once. The least recently used of others are on the disk."""
+    """Models whose adapters, gradients and moments ranks keep in main memory, and engines their adapters. Those that were used
+    longest ago are moved to the disk."""
     context_tokens: Positive = 4096
     """Longest sequence, prompt and answer together: `data.max_prompt_tokens` and `rollout.max_new_tokens` in sum."""
     snapshot_every_s: Seconds = 300.0
@@ -64,23 +70,25 @@ def completed(tree: dict[str, Any]) -> dict[str, Any]:
     rank = _mapping(policy.get("lora")).get("rank", 0)
     limits: dict[str, Any] = {"max_rank": rank} if isinstance(rank, int) and rank > 0 else {}
     limits = {name: ServeConfig.model_fields[name].default for name in ("max_rank", "context_tokens")} | limits | {**serve}
+    if not limits.get("models") and isinstance(base := _mapping(tree.get("model")).get("path"), str):
+        limits["models"] = {base: None}
     context = limits["context_tokens"] if isinstance(limits["context_tokens"], int) else 2
     prompt, new = (section.get(name) for section, name in ((data, "max_prompt_tokens"), (rollout, "max_new_tokens")))
     prompt = prompt or max(1, context - new if isinstance(new, int) else context // 2)
     new = new or max(1, context - prompt if isinstance(prompt, int) else context // 2)
     max_rank = limits["max_rank"] if isinstance(limits["max_rank"], int) else 1
-    adapters = {} if serve.get("full_weights") else {"lora": {"rank": max_rank}}
+    without = serve.get("full_weights") or (rank == 0 and "rank" in _mapping(policy.get("lora")))
+    adapters = {} if without else {"lora": {"rank": max_rank, "sync": "merged", "targets": TARGETS}}
     longer = {"max_tokens_per_micro_batch": context} if context > 8192 else {}
     defaults = {
-        "run": {"name": "serve"},
+        "run": {"name": "serve", "steps": STEPS, "max_restarts": RESTARTS},
         "policy": {**adapters, **longer},
         "algorithm": {"kl": {"coef": 0.0}},
         "data": {"train": NO_ROWS, "max_prompt_tokens": prompt},
         "rollout": {"max_new_tokens": new},
         "resources": {"placement": "separate"},
-        "serve": limits,
     }
-    return _over(defaults, tree)
+    return _over(defaults, tree) | {"serve": limits}
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -31,7 +31,7 @@ def test_a_model_and_a_section_are_a_whole_config() -> None:
     assert rank_of(config) == serve.max_rank == 32
     assert [role.name for role in config.roles] == ["policy"]
     assert config.resources.placement == "separate"
-    assert config.sends_adapters
+    assert not config.sends_adapters
     assert not config.rewards
 
 
@@ -81,7 +81,7 @@ def test_a_config_without_the_section_is_left_as_it_is(serve: Any) -> None:
         ),
         ({}, {"policy": {"lora": {"rank": 0}}}, "a server of many models needs adapters: set policy.lora.rank"),
         ({"max_rank": 16}, {"policy": {"lora": {"rank": 8}}}, "policy.lora.rank is 8; it must be serve.max_rank = 16"),
-        ({}, {"policy": {"lora": {"sync": "merged"}}}, "policy.lora.sync is 'merged'.*must be 'adapters' in a server"),
+        ({}, {"policy": {"lora": {"sync": "adapters"}}}, "policy.lora.sync is 'adapters'.*must be 'merged' in a server"),
         ({}, {"rollout": {"engine": "embedded"}}, "rollout.engine is 'embedded', which"),
         ({}, {"rollout": {"schedule": {"mode": "async"}}}, "rollout.schedule.mode is 'async'.*must be 'sync' in a server"),
         ({}, {"resources": {"placement": "colocated"}}, "resources.placement is 'colocated'.*must be 'separate' in a server"),

@@ -1,0 +1,127 @@
+"""The HTTP server: uvicorn that ends in order, keeping models on a signal, and at once where the ranks are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import uvicorn
+
+from megarl.errors import ConfigError
+from megarl.options.serve.figures import CountedApp, ServerFigures
+from megarl.options.serve.section import ServeConfig
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+GRACE_S = 10.0
+"""For requests that are being answered, once the service has stopped."""
+DOWN_S = 60.0
+"""For a server whose ranks are lost to be down; then whoever waits for that is told the error."""
+
+
+class Closable(Protocol):
+    """What is closed in the server's loop."""
+
+    async def close(self) -> None:
+        """End what it has under way."""
+
+
+class HttpServer:
+    """Serves an application on a socket until a signal, or until ranks are lost."""
+
+    def __init__(self, settings: ServeConfig, figures: ServerFigures, is_down: threading.Event) -> None:
+        """`is_down` is set by whoever called, once `answer` has returned or raised."""
+        self._settings, self._figures, self._is_down = settings, figures, is_down
+        self._server: _Uvicorn | None = None
+        self._error: BaseException | None = None
+
+    def lost(self, error: BaseException) -> None:
+        """End the server because ranks are lost; returns when it is down, so that no client is told of it.
+
+        A thread other than the server's calls this.
+        """
+        if self._error is None:
+            self._error = error
+            if self._server is not None:
+                self._server.force_exit = self._server.should_exit = True
+        self._is_down.wait(DOWN_S)
+
+    def stop(self) -> None:
+        """End the server in order, as a signal does."""
+        if self._server is not None:
+            self._server.should_exit = True
+
+    async def answer(self, app: FastAPI, sampler: Closable, listening: socket.socket) -> None:
+        """Serve until told to stop; then models are kept.
+
+        Raises:
+            ConfigError: the files of TLS are none.
+            WorkerError, DeadlineError: what `lost` was told.
+        """
+        settings = self._settings
+        config = uvicorn.Config(
+            CountedApp(app, self._figures),
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            timeout_graceful_shutdown=int(GRACE_S),
+            ssl_certfile=settings.tls_certificate,
+            ssl_keyfile=settings.tls_key,
+        )
+        try:
+            config.load()
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"serve.tls_certificate is {settings.tls_certificate} and serve.tls_key is {settings.tls_key}, which are no "
+                f"certificate and its key ({error}); they must be PEM files that belong together"
+            ) from None
+        self._server = _Uvicorn(config, app.state.service)
+        if self._error is not None:  # lost while it started
+            self._server.force_exit = self._server.should_exit = True
+        try:
+            await self._server.serve([listening])
+        finally:
+            await sampler.close()
+        if self._error is not None:
+            raise self._error
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn that stops the service before it closes connections, and raises no signal again when it is down."""
+
+    def __init__(self, config: uvicorn.Config, service: Any) -> None:
+        super().__init__(config)
+        self._service = service
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take SIGINT and SIGTERM as requests to stop; a second Ctrl-C leaves at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._told) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _told(self, number: int, frame: FrameType | None) -> None:
+        if self.should_exit and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End long polls and keep models, then close connections."""
+        if not self.force_exit:
+            await self._service.stop()
+        await super().shutdown(sockets)
+        await asyncio.sleep(0)
