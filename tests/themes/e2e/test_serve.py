@@ -1,10 +1,11 @@
-"""`megarl serve` as a process, ranks and SGLang under it, and the protocol's own client: two models that train, and their answers."""
+"""`megarl serve` as a process, with ranks and SGLang, and the protocol's own client: models that train and answer."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +25,12 @@ from tests.themes.e2e.processes import outside_ray
 
 NAME = "tiny/llama"
 ADAM = types.AdamParams(learning_rate=1e-2)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Server:
@@ -166,7 +173,8 @@ def improve(training: tinker.TrainingClient, prompt: list[int], tokenizer: Any) 
 @pytest.mark.slow
 def test_a_client_whose_rank_is_killed_goes_on_where_it_was(tiny_model: Path, tmp_path: Path) -> None:
     tokens = [3, 4, 5, 6, 7, 8, 1]
-    with serving(tiny_model, tmp_path) as server:
+    serve = config_of(tiny_model, tmp_path)["serve"] | {"port": free_port()}  # where the client finds it again
+    with serving(tiny_model, tmp_path, serve=serve) as server:
         training = server.client().create_lora_training_client(base_model=NAME, rank=8, seed=1)
         for _ in range(2):
             training.forward_backward([spoken(tokens)], loss_fn="cross_entropy").result(timeout=120)
