@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,15 +21,10 @@ import yaml
 from tinker import types
 
 from tests.themes.e2e.processes import outside_ray
+from tests.themes.e2e.test_watching import free_port
 
 NAME = "tiny/llama"
 ADAM = types.AdamParams(learning_rate=1e-2)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:
