@@ -25,7 +25,7 @@ from megarl.options.serve.worker import ServedModel, Settled, TrainerWorker, Tra
 
 if TYPE_CHECKING:
     from megarl.options.serve.journal import RequestJournal
-    from megarl.options.serve.sampling import ServedSamplers
+    from megarl.options.serve.sampling import PassedWeights, ServedSamplers
 
 ExternalRequest = external.SaveWeightsExternalRequest
 STATE, ADAPTER = "state", "adapter"
@@ -175,7 +175,7 @@ class ServedModels:
         except RequestError as error:
             return self.refuse(tenant, call.model, call.seq, call.digest, str(error))
         compute = partial(self._worker.trainer.run_pass, call.model, call.data, loss, backward=call.backward)
-        redo = f"{encoding}\n".encode() + body if call.backward else None
+        redo = f"{encoding}\n".encode() + body
         kind = "forward_backward" if call.backward else "forward"
         return self._submit(tenant, call.model, call.seq, call.digest, kind, compute, _passed, redo=redo)
 
@@ -212,7 +212,7 @@ class ServedModels:
         """Answer `save_weights`: a checkpoint that training goes on from."""
         digest = digest_of_json(asked)
         compute = partial(self._save, tenant, asked, "weights", digest)
-        return self._submit(tenant, asked.model_id, asked.seq_id, digest, "save_weights", compute, _saved("save_weights"))
+        return self._submit_save(tenant, asked, digest, "save_weights", compute)
 
     def save_for_sampler(self, tenant: Tenant, asked: types.SaveWeightsForSamplerRequest) -> dict[str, Any]:
         """Answer `save_weights_for_sampler`: a checkpoint with a name, or weights for a sampling session, which is made."""
@@ -222,17 +222,25 @@ class ServedModels:
                 sentence = f"kind is {asked.kind}; with a path it must be snapshot"
                 return self.refuse(tenant, asked.model_id, asked.seq_id, digest, sentence)
             compute = partial(self._save, tenant, asked, "sampler_weights", digest)
-            return self._submit(tenant, asked.model_id, asked.seq_id, digest, kind, compute, _saved(kind))
-        seq = asked.sampling_session_seq_id
-        folder = self._samplers.new_folder()
-        export = partial(self._worker.trainer.export, asked.model_id, folder)
+            return self._submit_save(tenant, asked, digest, kind, compute)
+        folder, is_inflight = self._samplers.new_folder(), asked.kind == "inflight"
+        number = asked.sampling_session_seq_id
 
-        async def finish(_: None) -> Settled:
+        def export() -> PassedWeights:
             model = self.models[asked.model_id]
-            session = await self._samplers.add_passing(model, seq, folder, is_inflight=asked.kind == "inflight")
-            return {"sampling_session_id": session, "type": kind}
+            passed = self._samplers.to_pass(model, number, folder, is_inflight=is_inflight)
+            self._worker.trainer.export(model.id, folder)
+            passed.write()
+            return passed
 
-        return self._submit(tenant, asked.model_id, asked.seq_id, digest, kind, export, finish)
+        def answer_of(passed: PassedWeights) -> Mapping[str, Any]:
+            return {"sampling_session_id": passed.id, "type": kind}
+
+        async def finish(passed: PassedWeights) -> Settled:
+            await self._samplers.add_passed(passed)
+            return answer_of(passed)
+
+        return self._submit(tenant, asked.model_id, asked.seq_id, digest, kind, export, finish, answer_of=answer_of)
 
     def save_external(self, tenant: Tenant, asked: ExternalRequest) -> dict[str, Any]:
         """Answer `save_weights_external`: a folder to download."""
@@ -241,7 +249,14 @@ class ServedModels:
             sentence = "age_encryption_recipients are given, but this server does not encrypt what it exports; leave them out"
             return self.refuse(tenant, asked.model_id, asked.seq_id, digest, sentence)
         compute = partial(self._save, tenant, asked, "external_weights", digest)
-        return self._submit(tenant, asked.model_id, asked.seq_id, digest, kind, compute, _saved(kind))
+        return self._submit_save(tenant, asked, digest, kind, compute)
+
+    def _submit_save(self, tenant: Tenant, asked: Any, digest: bytes, kind: str, compute: Callable[[], str]) -> dict[str, Any]:
+        def answer_of(path: str) -> Mapping[str, Any]:
+            return {"path": path, "type": kind}
+
+        finish = _later(answer_of)
+        return self._submit(tenant, asked.model_id, asked.seq_id, digest, kind, compute, finish, answer_of=answer_of)
 
     def _save(self, tenant: Tenant, asked: Any, kind: str, digest: bytes) -> str:
         """Run in the trainer's thread; returns the path."""
@@ -371,6 +386,7 @@ class ServedModels:
         finish: Callable[[Any], Awaitable[Settled]],
         *,
         redo: bytes | None = None,
+        answer_of: Callable[[Any], Mapping[str, Any]] | None = None,
         at_error: Callable[[str], None] | None = None,
     ) -> dict[str, Any]:
         """Give a request to its model's lane; returns the future that the client gets."""
@@ -394,7 +410,7 @@ class ServedModels:
         promise = self._promises.make(future["request_id"], tenant.name, digest, model=model.id)
         promise.at_end.append(partial(self._tenants.usage.end, tenant))
         model.used = time.monotonic()
-        job = TrainingJob(model, seq, digest, kind, promise, compute, finish, redo, at_error)
+        job = TrainingJob(model, seq, digest, kind, promise, compute, finish, redo, answer_of, at_error)
         for ready in model.lane.offer(seq, digest, job, time.monotonic()):
             self._worker.put(tenant.name, ready)
         return future
@@ -407,9 +423,9 @@ def _always(answer: Mapping[str, Any]) -> Callable[[Any], Awaitable[Settled]]:
     return finish
 
 
-def _saved(kind: str) -> Callable[[Any], Awaitable[Settled]]:
-    async def finish(path: str) -> Settled:
-        return {"path": path, "type": kind}
+def _later(answer_of: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], Awaitable[Settled]]:
+    async def finish(value: Any) -> Settled:
+        return answer_of(value)
 
     return finish
 

@@ -56,9 +56,11 @@ async def _bring_back(
     await worker.in_thread(partial(worker.trainer.create, model.id, model.choice))
     if replay.snapshot is not None:
         await worker.in_thread(partial(worker.trainer.load, model.id, replay.snapshot, with_optimizer=True))
+    numbers: set[int] = set()
     for entry in replay.entries:
         kept = kept_request(entry)
         is_first_load = kept.kind == "load" and kept.seq == 0
+        numbers.add(kept.seq)
         if kept.kind:
             settled = await worker.in_thread(partial(_computed, kept, model, models, worker))
         else:
@@ -72,17 +74,18 @@ async def _bring_back(
         if promises.known(identity) is None:
             promise = promises.make(identity, model.tenant, kept.digest, model=model.id)
             promises.settle_again(promise, settled[0], settled[1], failed=settled[2])
+    model.lane.holes = {*range(replay.seq + 1, model.lane.next)} - numbers
 
 
 def _computed(kept: KeptRequest, model: ServedModel, models: ServedModels, worker: TrainerWorker) -> tuple[bytes, str, bool]:
     """Compute a request again, in the trainer's thread; returns its answer as it is sent, its type, and whether it failed."""
     try:
         answer: Any
-        if kept.kind == "forward_backward":
+        if kept.kind in ("forward_backward", "forward"):
             encoding, _, body = kept.content.partition(b"\n")
             call = read_call(body, encoding.decode(), models.most_bytes)
-            passed = worker.trainer.run_pass(model.id, call.data, models.loss_of(call), backward=True)
-            model.has_gradients = True
+            passed = worker.trainer.run_pass(model.id, call.data, models.loss_of(call), backward=call.backward)
+            model.has_gradients |= call.backward
             return passed_bytes(passed), PROTOBUF, False
         if kept.kind == "optim_step":
             adam = AdamParams(**types.AdamParams.model_validate_json(kept.content).model_dump())

@@ -26,6 +26,7 @@ from megarl.options.serve.store import CheckpointStore
 from megarl.options.serve.tenants import Tenant, Tenants
 from megarl.options.serve.values import RequestError, Sampler
 from megarl.options.serve.wire import Asked, digest_of_json, read_sample, sampled_bytes
+from megarl.system.atomic_files import write_text_atomically
 
 if TYPE_CHECKING:
     from megarl.options.serve.worker import ServedModel
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 CLONE = 1_000_000_000
 """Numbers of a clone's requests begin with its own number times this."""
 _ADAPTER_FILE = "adapter_config.json"
-_NOTE = "passed.json"
+_NOTE = ".json"
 
 
 @dataclass
@@ -64,6 +65,37 @@ class SamplingSession:
     used: float = 0.0
     over: str = ""
     """Why it cannot be sampled from any more."""
+
+
+@dataclass(frozen=True)
+class PassedWeights:
+    """Weights that a model passes on by a folder in scratch, for a sampling session of that id."""
+
+    id: str
+    tenant: str
+    session: str
+    base_model: str
+    model: str
+    inflight: str
+    folder: Path
+
+    def write(self) -> None:
+        """Write it beside the folder, which is whole, for the server after a crash."""
+        note = {name: getattr(self, name) for name in ("id", "tenant", "session", "base_model", "model", "inflight")}
+        write_text_atomically(self.folder.with_name(f"{self.folder.name}{_NOTE}"), json.dumps(note))
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        _remove(self.folder)
+
+
+def _folder_of(note: Path) -> Path:
+    return note.with_name(note.name[: -len(_NOTE)])
+
+
+def _remove(folder: Path) -> None:
+    folder.with_name(f"{folder.name}{_NOTE}").unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 class ServedSamplers:
@@ -115,34 +147,36 @@ class ServedSamplers:
         self._options.scratch.mkdir(parents=True, exist_ok=True)
         return self._options.scratch / f"passed-{secrets.token_hex(8)}"
 
-    async def add_passing(self, model: ServedModel, seq: int, folder: Path, *, is_inflight: bool) -> str:
-        """Have engines sample with what a model wrote to `folder`; returns the sampling session, the `seq`-th of its session.
+    def to_pass(self, model: ServedModel, seq: int, folder: Path, *, is_inflight: bool) -> PassedWeights:
+        """What a model is about to write to `folder`, for the `seq`-th sampling session of its session. Any thread may call it.
 
         Raises:
             RequestError: the number was used before.
         """
         identity = f"{model.session}:sample:{seq}"
+        if identity in self.sessions:
+            raise RequestError(f"sampling_session_seq_id is {seq}, which was used before")
+        inflight = f"{model.id} inflight" if is_inflight else ""
+        return PassedWeights(identity, model.tenant, model.session, model.base_model, model.id, inflight, folder)
+
+    async def add_passed(self, passed: PassedWeights) -> None:
+        """Have engines sample with what a model has written, and make its sampling session.
+
+        Raises:
+            RequestError: engines do not take it.
+        """
+        folder = passed.folder
+        adapter = ServedAdapter(folder.name, folder, used=time.monotonic())
+        self._adapters[adapter.name] = adapter
         try:
-            if identity in self.sessions:
-                raise RequestError(f"sampling_session_seq_id is {seq}, which was used before")
-            adapter = ServedAdapter(folder.name, folder, used=time.monotonic())
-            self._adapters[adapter.name] = adapter
             await self._ready(adapter)
         except BaseException:
-            self._adapters.pop(folder.name, None)
-            shutil.rmtree(folder, ignore_errors=True)
+            del self._adapters[adapter.name]
+            passed.remove()
             raise
-        kind = f"{model.id} inflight" if is_inflight else ""
-        note = {"tenant": model.tenant, "session": model.session, "id": identity, "base": model.base_model, "inflight": kind}
-        (folder.parent / f"{folder.name}.{_NOTE}").write_text(json.dumps({**note, "model": model.id}))
-        self._pass(adapter, note | {"model": model.id})
-        return identity
-
-    def _pass(self, adapter: ServedAdapter, note: dict[str, str]) -> None:
-        """Make the sampling session of weights that were passed on, and let go of what they replace."""
-        own = None if note["inflight"] else adapter
-        made = SamplingSession(note["id"], note["tenant"], note["session"], note["base"], b"", own, note["inflight"])
-        for key in filter(None, (note["model"], note["inflight"])):
+        own = None if passed.inflight else adapter
+        made = SamplingSession(passed.id, passed.tenant, passed.session, passed.base_model, b"", own, passed.inflight)
+        for key in filter(None, (passed.model, passed.inflight)):
             before = self._newest.get(key)
             self._newest[key] = adapter
             adapter.users += 1
@@ -153,21 +187,15 @@ class ServedSamplers:
     async def restore(self) -> None:
         """Take up what was passed on before the server was started again."""
         scratch = self._options.scratch
-        notes = {path: path.with_name(path.name[: -len(_NOTE) - 1]) for path in scratch.glob(f"*.{_NOTE}")}
-        for folder in set(scratch.glob("passed-*")) - {*notes, *notes.values()}:
+        notes = sorted(scratch.glob(f"*{_NOTE}"), key=lambda note: note.stat().st_mtime_ns)
+        for folder in {*scratch.glob("passed-*")} - {*notes} - {_folder_of(note) for note in notes}:
             shutil.rmtree(folder, ignore_errors=True)
-        for path, folder in sorted(notes.items(), key=lambda item: item[0].stat().st_mtime_ns):
+        for note in notes:
             try:
-                note = json.loads(path.read_text())
-                adapter = ServedAdapter(folder.name, folder, used=time.monotonic())
-                await self._ready(adapter)
-            except (OSError, ValueError, RequestError) as error:
-                self._options.say(f"weights in '{folder}' cannot be served again: {error}")
-                path.unlink(missing_ok=True)
-                shutil.rmtree(folder, ignore_errors=True)
-                continue
-            self._adapters[adapter.name] = adapter
-            self._pass(adapter, note)
+                await self.add_passed(PassedWeights(**json.loads(note.read_text()), folder=_folder_of(note)))
+            except (OSError, ValueError, TypeError, RequestError) as error:
+                self._options.say(f"weights in '{_folder_of(note)}' cannot be served again: {error}")
+                note.unlink(missing_ok=True)
 
     async def _source(self, tenant: Tenant, base_model: str | None, model_path: str | None) -> tuple[str, ServedAdapter | None]:
         served = self._options.models
@@ -380,8 +408,7 @@ class ServedSamplers:
         if adapter.path is not None:
             self._store.unpin(adapter.path)
             return
-        (adapter.folder.parent / f"{adapter.folder.name}.{_NOTE}").unlink(missing_ok=True)
-        await asyncio.to_thread(shutil.rmtree, adapter.folder, True)
+        await asyncio.to_thread(_remove, adapter.folder)
 
     async def stop(self) -> None:
         """End all requests, which clients send again to the next server."""

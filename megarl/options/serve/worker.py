@@ -46,7 +46,7 @@ class ServedModel:
     has_gradients: bool = False
     finishing: int = 0
     """Jobs that are computed and not settled."""
-    kept: float = 0.0
+    kept: float = field(default_factory=time.monotonic)
     """When its last snapshot was made."""
 
 
@@ -62,6 +62,8 @@ class TrainingJob:
     compute: Callable[[], Any]
     finish: Callable[[Any], Awaitable[Settled]]
     redo: bytes | None = None
+    answer_of: Callable[[Any], Mapping[str, Any]] | None = None
+    """Of what `compute` returned, what `finish` will answer: the journal has it before the next job has an effect."""
     at_error: Callable[[str], None] | None = None
 
 
@@ -138,7 +140,11 @@ class TrainerWorker:
             raise RequestError(job.model.lost)
         if self._journal is not None and job.redo is not None:
             self._journal.append(job.model.id, job.seq, f"{REDO}:{job.kind}:{job.digest.hex()}", job.redo)
-        return job.compute()
+        value = job.compute()
+        if self._journal is not None and job.answer_of is not None and not job.model.lost:
+            entry = _answer_entry(job.answer_of(value), job.digest, failed=False)
+            self._journal.append(job.model.id, job.seq, *entry)
+        return value
 
     def _finish_later(self, job: TrainingJob, running: asyncio.Future[Any], error: Exception | None = None) -> None:
         model = job.model
@@ -180,7 +186,7 @@ class TrainerWorker:
         if journal is None or job.seq < 0 or job.model.lost:
             return
         loop = asyncio.get_running_loop()
-        if job.redo is None:
+        if job.redo is None and (job.answer_of is None or failed):
             entry = _answer_entry(answer, job.digest, failed=failed)
             await loop.run_in_executor(self._disk, journal.append, job.model.id, job.seq, *entry)
         await loop.run_in_executor(self._disk, journal.flush)

@@ -1,4 +1,4 @@
-"""Every public method of the package's clients, unchanged, against the app by HTTP; values are those of the reference itself."""
+"""Every public method of the package's clients, unchanged, against the app by HTTP; values are those of the reference."""
 
 from __future__ import annotations
 

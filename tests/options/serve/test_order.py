@@ -41,6 +41,14 @@ def test_a_number_that_is_over_and_unknown_is_refused() -> None:
         lane.is_repeated(6, b"")
 
 
+def test_a_number_that_is_lost_in_a_crash_may_come_again_once() -> None:
+    lane: Lane[int] = Lane(first=7)
+    lane.holes = {5}
+    assert offered(lane, 5) == [5]
+    assert lane.is_repeated(5, bytes([5]))
+    assert offered(lane, 7) == [7]
+
+
 def test_requests_do_not_wait_for_ever_for_one_that_never_comes() -> None:
     lane: Lane[int] = Lane()
     offered(lane, 0)
