@@ -48,6 +48,7 @@ class ServedModels:
         self.most_bytes = options.max_body_bytes
         self._options, self._worker, self._promises = options, worker, promises
         self._store, self._tenants, self._samplers, self._journal = store, tenants, samplers, journal
+        self._ending: set[asyncio.Task[None]] = set()
         self.models: dict[str, ServedModel] = {}
         self.losses: dict[str, tuple[str, Any]] = {}
         """By id the session and the graph of each loss that a client has defined."""
@@ -322,7 +323,10 @@ class ServedModels:
             if promise is not None:
                 self._promises.keep(promise, {"model_id": model.id, "type": "unload_model"})
 
-        self._ending = asyncio.create_task(end())
+        self._samplers.drop_model(model.id)
+        task = asyncio.create_task(end())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     def _forget(self, model: str) -> None:
         self._worker.trainer.drop(model)

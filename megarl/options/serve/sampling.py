@@ -35,6 +35,8 @@ CLONE = 1_000_000_000
 """Numbers of a clone's requests begin with its own number times this."""
 _ADAPTER_FILE = "adapter_config.json"
 _NOTE = ".json"
+PASSED = ""
+"""The path of samplers whose weights a model passed on, which no checkpoint has."""
 
 
 @dataclass
@@ -61,6 +63,8 @@ class SamplingSession:
     digest: bytes
     adapter: ServedAdapter | None = None
     inflight: str = ""
+    path: str = ""
+    """Of a session that was there before a restart: the checkpoint that is loaded when it samples first."""
     clones: int = 0
     used: float = 0.0
     over: str = ""
@@ -127,7 +131,7 @@ class ServedSamplers:
         digest = digest_of_json(asked)
         there = self.sessions.get(identity)
         if there is not None:
-            if there.digest != digest or there.tenant != tenant.name:
+            if there.digest not in (b"", digest) or there.tenant != tenant.name:
                 number = asked.sampling_session_seq_id
                 raise RequestError(f"sampling_session_seq_id is {number}, which came before with other content")
             return {"sampling_session_id": identity, "type": "create_sampling_session"}
@@ -182,7 +186,7 @@ class ServedSamplers:
             adapter.users += 1
             if before is not None:
                 self._release(before)
-        self._add(made, None)
+        self._add(made, PASSED)
 
     async def restore(self) -> None:
         """Take up what was passed on before the server was started again."""
@@ -196,6 +200,13 @@ class ServedSamplers:
             except (OSError, ValueError, TypeError, RequestError) as error:
                 self._options.say(f"weights in '{_folder_of(note)}' cannot be served again: {error}")
                 note.unlink(missing_ok=True)
+        now, registry = time.monotonic(), self._store.registry
+        are_open = {session.id for session in registry.sessions.all() if session.status is None}
+        for record in registry.samplers.all():
+            if record.session in are_open and record.id not in self.sessions and record.model_path != PASSED:
+                made = SamplingSession(record.id, record.tenant, record.session, record.base_model, b"", used=now)
+                made.path, made.clones = record.model_path or "", int(time.time()) % CLONE
+                self.sessions[made.id] = made
 
     async def _source(self, tenant: Tenant, base_model: str | None, model_path: str | None) -> tuple[str, ServedAdapter | None]:
         served = self._options.models
@@ -310,6 +321,11 @@ class ServedSamplers:
             session = self._find(tenant, asked.sampling_session_id)
             if session.over:
                 raise RequestError(session.over)
+            if session.path and session.adapter is None:
+                adapter = await self._of_checkpoint(tenant, CheckpointPath.parse(session.path))
+                if session.adapter is None:
+                    session.adapter = adapter
+                    adapter.users += 1
             adapter = session.adapter
             if adapter is not None and adapter.path is not None:
                 self._store.find(tenant.name, adapter.path)  # deleted or expired since

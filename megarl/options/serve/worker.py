@@ -210,7 +210,7 @@ class TrainerWorker:
         write = partial(self.trainer.save, model.id)
         try:
             await self.in_thread(partial(journal.snapshot, model.id, model.done, write, carried))
-        except (OSError, CheckpointError, RequestError) as error:
+        except Exception as error:  # noqa: BLE001 - the requests since the last snapshot are kept instead
             self._say(f"no snapshot of model {model.id}, whose journal grows: {error}")
 
 
