@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 from megarl.options.serve import tenants as module
 from megarl.options.serve.management import management_router
 from megarl.options.serve.places import CheckpointPath
-from megarl.options.serve.registry import ServedRun, SamplerRecord, SessionRecord
+from megarl.options.serve.registry import SamplerRecord, ServedRun, SessionRecord
 from megarl.options.serve.store import CheckpointStore
 from megarl.options.serve.tenants import Tenant, Tenants, add_tenant
 from megarl.options.serve.values import RequestError
