@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from tinker import types
+from tinker.types.session_status import SessionStatus
 
 from megarl.options.serve.places import KINDS
-from megarl.options.serve.registry import RunRecord, SessionRecord, as_texts
+from megarl.options.serve.registry import ServedRun, SessionRecord, as_texts
 from megarl.options.serve.store import CheckpointInfo
 from megarl.options.serve.values import RequestError
 
 SILENT_S = 60.0
 """Seconds without a heartbeat, sent every 10 s, after which a session is not known to be running."""
 MOST_PER_PAGE = 1_000
+_STATUS: TypeAdapter[Any] = TypeAdapter(SessionStatus)
 
 
 def checkpoint_answer(info: CheckpointInfo) -> types.Checkpoint:
@@ -32,7 +35,7 @@ def checkpoint_answer(info: CheckpointInfo) -> types.Checkpoint:
     )
 
 
-def run_answer(run: RunRecord, checkpoints: Sequence[CheckpointInfo]) -> types.TrainingRun:
+def run_answer(run: ServedRun, checkpoints: Sequence[CheckpointInfo]) -> types.TrainingRun:
     """A training run as clients see it; `checkpoints` are its own, the newest first."""
 
     def newest(kind: str) -> types.Checkpoint | None:
@@ -53,7 +56,7 @@ def run_answer(run: RunRecord, checkpoints: Sequence[CheckpointInfo]) -> types.T
 
 
 def weights_answer(info: CheckpointInfo) -> types.WeightsInfoResponse:
-    """What a client must know to load a checkpoint."""
+    """Facts that a client must know to load a checkpoint."""
     made = info.made
     rank = made.get("rank")
     switches = {name: made.get(name) for name in ("train_attn", "train_mlp", "train_unembed")} if rank is not None else {}
@@ -69,7 +72,10 @@ def weights_answer(info: CheckpointInfo) -> types.WeightsInfoResponse:
 def status_answer(session: SessionRecord, now: float) -> dict[str, Any] | None:
     """The protocol's status of a session: as it ended, `active`, or None where neither is known."""
     if session.status is not None:
-        return dict(session.status)
+        try:
+            return _STATUS.validate_python(dict(session.status)).model_dump(mode="json")
+        except ValidationError:
+            return None
     return {"type": "active"} if now - max(session.created, session.last_seen) < SILENT_S else None
 
 

@@ -7,8 +7,10 @@ import json
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, urlencode
 
 from megarl.options.serve.places import CheckpointPath
@@ -109,10 +111,8 @@ def encrypt_files(folder: Path, recipients: Sequence[str]) -> None:
         path.unlink()
 
 
-def _recipient(pyrage: object, text: str) -> object:
-    for kind in ("x25519", "ssh"):
-        try:
-            return getattr(pyrage, kind).Recipient.from_str(text)
-        except Exception:  # noqa: BLE001 - pyrage has a class of error for each kind of key
-            continue
+def _recipient(pyrage: Any, text: str) -> Any:
+    for kind in (pyrage.x25519, pyrage.ssh):
+        with suppress(pyrage.RecipientError):
+            return kind.Recipient.from_str(text)
     raise RequestError(f"age_encryption_recipients has {text[:40]!r}, which is neither an age1… key nor a public SSH key")

@@ -22,7 +22,7 @@ from tinker._models import BaseModel
 from megarl.options.serve import answers
 from megarl.options.serve.downloads import ARCHIVE, LINK_S, ROUTE, DownloadLinks, adapter_files, tar_bytes, tar_of
 from megarl.options.serve.places import CheckpointPath
-from megarl.options.serve.store import CheckpointStore
+from megarl.options.serve.store import CheckpointInfo, CheckpointStore
 from megarl.options.serve.tenants import Tenant, Tenants
 from megarl.options.serve.values import RequestError
 
@@ -54,7 +54,10 @@ def _add_runs(router: APIRouter, store: CheckpointStore, caller: Any) -> None:
         projects = {session.id: session.project_id for session in registry.sessions.of(tenant.name)}
         runs = [run for run in registry.runs.of(tenant.name) if project_id is None or projects.get(run.session) == project_id]
         part, cursor = answers.page(runs, _number("limit", limit), _number("offset", offset))
-        found = [answers.run_answer(run, store.listed(tenant.name, run.id)) for run in part]
+        checkpoints: dict[str, list[CheckpointInfo]] = {}
+        for info in store.listed(tenant.name):
+            checkpoints.setdefault(info.path.run, []).append(info)
+        found = [answers.run_answer(run, checkpoints.get(run.id, ())) for run in part]
         return _json(types.TrainingRunsResponse(training_runs=found, cursor=cursor))
 
     @router.get(RUN)

@@ -102,6 +102,20 @@ def test_a_bad_request_that_was_not_durable_is_dropped_with_all_behind_it(tmp_pa
     assert list(RequestJournal(tmp_path).replay(MODEL).entries) == entries(1)
 
 
+def test_what_was_dropped_does_not_come_back_behind_a_new_request(tmp_path: Path) -> None:
+    journal_with(tmp_path, 3)
+    log = log_of(tmp_path)
+    content = bytearray(log.read_bytes())
+    second = content.find(entries(2)[1].body)
+    content[second] ^= 1
+    log.write_bytes(content)
+    journal = RequestJournal(tmp_path)
+    new = JournalEntry(2, entries(2)[1].kind, b"n" * len(entries(2)[1].body))  # as long as the bad one
+    journal.append(MODEL, new.seq, new.kind, new.body)
+    journal.close()
+    assert list(RequestJournal(tmp_path).replay(MODEL).entries) == [*entries(1), new]
+
+
 def test_a_snapshot_forgets_what_it_has_in_it_and_keeps_what_is_behind(tmp_path: Path) -> None:
     journal = journal_with(tmp_path, 5)
     carried = JournalEntry(3, "answer", b"not fetched")
@@ -193,9 +207,9 @@ def test_threads_that_append_flush_and_take_snapshots_lose_nothing(tmp_path: Pat
     for thread in threads:
         thread.start()
     for _ in range(5):
-        journal.snapshot(other, 1, write_state("x"))
-        done = [entry.seq for entry in journal.replay(MODEL).entries]
-        journal.snapshot(MODEL, max(done, default=0), write_state("y"))
+        for model in (MODEL, other):
+            done = [entry.seq for entry in journal.replay(model).entries]
+            journal.snapshot(model, max(done, default=0), write_state("x"))
     for thread in threads:
         thread.join()
     for model in (MODEL, other):
