@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from tinker import types
 from tinker.types import save_weights_external_request as external
 
+from megarl.options.serve.downloads import encrypt_files
 from megarl.options.serve.futures import Promise, Promises
 from megarl.options.serve.places import CheckpointPath
-from megarl.options.serve.registry import RunRecord
+from megarl.options.serve.registry import ServedRun
 from megarl.options.serve.settings import ServiceOptions
 from megarl.options.serve.store import CheckpointStore
 from megarl.options.serve.tenants import Tenant, Tenants, check_models
@@ -109,9 +110,8 @@ class ServedModels:
         load: Callable[[], Any] | None = None,
         redo: bytes | None = None,
     ) -> dict[str, Any]:
-        there = self.models.get(model.id)
-        if there is None:
-            self._store.registry.sessions.get(tenant.name, model.session)
+        self._store.registry.sessions.get(tenant.name, model.session)
+        if model.id not in self.models:
             try:
                 check()
             except RequestError as error:
@@ -153,11 +153,11 @@ class ServedModels:
         try:
             if load is not None:
                 load()
-            record = RunRecord(
+            record = ServedRun(
                 model.id, tenant.name, time.time(), model.session, model.base_model, user_metadata=model.user_metadata
             )
             runs = self._store.registry.runs
-            if all(run.id != model.id for run in runs.of(tenant.name)):  # else it was made before a crash
+            if runs.owner(model.id) is None:  # else it was made before a crash
                 runs.add(with_choice(record, choice))
             if self._journal is not None:
                 self._journal.begin(model.id, facts_of(model, digest))
@@ -246,9 +246,6 @@ class ServedModels:
     def save_external(self, tenant: Tenant, asked: ExternalRequest) -> dict[str, Any]:
         """Answer `save_weights_external`: a folder to download."""
         digest, kind = digest_of_json(asked), "save_weights_external"
-        if asked.age_encryption_recipients:
-            sentence = "age_encryption_recipients are given, but this server does not encrypt what it exports; leave them out"
-            return self.refuse(tenant, asked.model_id, asked.seq_id, digest, sentence)
         compute = partial(self._save, tenant, asked, "external_weights", digest)
         return self._submit_save(tenant, asked, digest, kind, compute)
 
@@ -278,6 +275,8 @@ class ServedModels:
                 for file in (folder / ADAPTER).iterdir():
                     file.rename(folder / file.name)
                 (folder / ADAPTER).rmdir()
+                if asked.age_encryption_recipients:
+                    encrypt_files(folder, asked.age_encryption_recipients)
             elif model.choice is not None or kind == "sampler_weights":
                 trainer.export(model.id, folder / ADAPTER)
         return path.text
@@ -475,7 +474,7 @@ def facts_of(model: ServedModel, digest: bytes) -> dict[str, Any]:
     }
 
 
-def with_choice(record: RunRecord, choice: AdapterChoice | None) -> RunRecord:
+def with_choice(record: ServedRun, choice: AdapterChoice | None) -> ServedRun:
     """The record of a training run with the adapters of its model."""
     if choice is None:
         return record

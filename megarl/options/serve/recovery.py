@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinker import types
 
-from megarl.errors import MegarlError
+from megarl.errors import CheckpointError, MegarlError
 from megarl.options.serve.futures import JSON, Promises
 from megarl.options.serve.models import ServedModels, choice_of
 from megarl.options.serve.values import AdamParams, RequestError
@@ -57,8 +57,11 @@ async def _bring_back(
     if replay.snapshot is not None:
         await worker.in_thread(partial(worker.trainer.load, model.id, replay.snapshot, with_optimizer=True))
     numbers: set[int] = set()
-    for entry in replay.entries:
-        kept = kept_request(entry)
+    requests = [kept_request(entry) for entry in replay.entries]
+    refused = {kept.seq for kept in requests if not kept.kind and kept.failed}
+    for kept in requests:
+        if kept.kind and kept.seq in refused:
+            continue
         is_first_load = kept.kind == "load" and kept.seq == 0
         numbers.add(kept.seq)
         if kept.kind:
@@ -92,7 +95,10 @@ def _computed(kept: KeptRequest, model: ServedModel, models: ServedModels, worke
             answer = {"metrics": worker.trainer.optimizer_step(model.id, adam), "type": "optim_step"}
         else:
             tenant, with_optimizer, path = kept.content.decode().split("\n")
-            models.load_into(model, tenant, path, with_optimizer=with_optimizer == "1")
+            try:
+                models.load_into(model, tenant, path, with_optimizer=with_optimizer == "1")
+            except RequestError as error:  # what it was is gone, so the model is
+                raise CheckpointError(str(error)) from None
             answer = {"path": path, "model_id": model.id, "type": "load_weights"}
         model.has_gradients = False
         return json.dumps(answer).encode(), JSON, False

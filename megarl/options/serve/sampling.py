@@ -262,7 +262,7 @@ class ServedSamplers:
             made.adapter.users += 1
         self.sessions[made.id] = made
         samplers = self._store.registry.samplers
-        if all(record.id != made.id for record in samplers.of(made.tenant)):
+        if samplers.owner(made.id) is None:
             samplers.add(SamplerRecord(made.id, made.tenant, time.time(), made.session, made.base_model, model_path))
 
     def _find(self, tenant: Tenant, identity: str) -> SamplingSession:

@@ -186,7 +186,8 @@ class TrainerWorker:
         if journal is None or job.seq < 0 or job.model.lost:
             return
         loop = asyncio.get_running_loop()
-        if job.redo is None and (job.answer_of is None or failed):
+        is_told = (job.answer_of is None or failed) if job.redo is None else failed and job.kind == "load"
+        if is_told:
             entry = _answer_entry(answer, job.digest, failed=failed)
             await loop.run_in_executor(self._disk, journal.append, job.model.id, job.seq, *entry)
         await loop.run_in_executor(self._disk, journal.flush)
