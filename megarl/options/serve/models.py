@@ -22,7 +22,7 @@ from megarl.options.serve.store import CheckpointStore
 from megarl.options.serve.tenants import Tenant, Tenants, check_models
 from megarl.options.serve.values import AdamParams, AdapterChoice, Loss, RequestError
 from megarl.options.serve.wire import TrainingCall, digest_of_json, passed_bytes
-from megarl.options.serve.worker import ServedModel, Settled, TrainerWorker, TrainingJob
+from megarl.options.serve.worker import ClientModel, Settled, TrainerWorker, TrainingJob
 
 if TYPE_CHECKING:
     from megarl.options.serve.journal import RequestJournal
@@ -50,7 +50,7 @@ class ServedModels:
         self._options, self._worker, self._promises = options, worker, promises
         self._store, self._tenants, self._samplers, self._journal = store, tenants, samplers, journal
         self._ending: set[asyncio.Task[None]] = set()
-        self.models: dict[str, ServedModel] = {}
+        self.models: dict[str, ClientModel] = {}
         self.losses: dict[str, tuple[str, Any]] = {}
         """By id the session and the graph of each loss that a client has defined."""
 
@@ -65,7 +65,7 @@ class ServedModels:
             seed = secrets.randbelow(2**31) if lora.seed is None else lora.seed
             choice = AdapterChoice(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
         identity = f"{asked.session_id}:train:{asked.model_seq_id}"
-        model = ServedModel(identity, tenant.name, asked.session_id, asked.base_model, choice, asked.user_metadata or {})
+        model = ClientModel(identity, tenant.name, asked.session_id, asked.base_model, choice, asked.user_metadata or {})
 
         def check() -> None:
             self._check_new(tenant, model, asked.optimizer_config)
@@ -85,7 +85,7 @@ class ServedModels:
             redo = f"{source_tenant.name}\n{int(asked.optimizer)}\n{asked.path}".encode()
             return self._submit(tenant, asked.model_id or "", asked.seq_id, digest, "load", compute, _always(answer), redo=redo)
         identity = f"{asked.session_id}:train:{asked.model_seq_id}"
-        model = ServedModel(identity, tenant.name, asked.session_id, asked.base_model or "", None, asked.user_metadata or {})
+        model = ClientModel(identity, tenant.name, asked.session_id, asked.base_model or "", None, asked.user_metadata or {})
 
         def check() -> None:
             made = self._store.find(source_tenant.name, CheckpointPath.parse(asked.path)).made
@@ -102,7 +102,7 @@ class ServedModels:
     def _begin(
         self,
         tenant: Tenant,
-        model: ServedModel,
+        model: ClientModel,
         digest: bytes,
         check: Callable[[], None],
         *,
@@ -125,7 +125,7 @@ class ServedModels:
 
         return self._submit(tenant, model.id, 0, digest, "create_model", compute, _always(finish), at_error=at_error)
 
-    def _check_new(self, tenant: Tenant, model: ServedModel, optimizer: Any) -> None:
+    def _check_new(self, tenant: Tenant, model: ClientModel, optimizer: Any) -> None:
         options, choice = self._options, model.choice
         if model.base_model not in options.models:
             raise RequestError(f"base_model is {model.base_model:.200}; it must be one of {', '.join(options.models)}")
@@ -145,7 +145,7 @@ class ServedModels:
         check_models(tenant, live)
 
     def _create(
-        self, model: ServedModel, tenant: Tenant, load: Callable[[], Any] | None, redo: bytes | None, digest: bytes
+        self, model: ClientModel, tenant: Tenant, load: Callable[[], Any] | None, redo: bytes | None, digest: bytes
     ) -> None:
         """Run in the trainer's thread."""
         choice = model.choice
@@ -281,7 +281,7 @@ class ServedModels:
                 trainer.export(model.id, folder / ADAPTER)
         return path.text
 
-    def load_into(self, model: ServedModel | None, tenant: str, path: str, *, with_optimizer: bool) -> None:
+    def load_into(self, model: ClientModel | None, tenant: str, path: str, *, with_optimizer: bool) -> None:
         """Run in the trainer's thread."""
         assert model is not None, "looked up before"
         place = CheckpointPath.parse(path)
@@ -306,7 +306,7 @@ class ServedModels:
         self.drop(model, f"model {model.id} was unloaded", promise)
         return {"request_id": promise.id, "model_id": model.id}
 
-    def drop(self, model: ServedModel, why: str, promise: Promise | None = None) -> None:
+    def drop(self, model: ClientModel, why: str, promise: Promise | None = None) -> None:
         """Forget a model in the trainer and in the journal."""
         waiting = model.lane.take_all()
         model.lost = why
@@ -344,7 +344,7 @@ class ServedModels:
             "model_name": model.base_model,
         }
 
-    def find(self, tenant: str, identity: str) -> ServedModel:
+    def find(self, tenant: str, identity: str) -> ClientModel:
         """The tenant's model of that id.
 
         Raises:
@@ -437,11 +437,11 @@ async def _passed(passed: Any) -> Settled:
     return await asyncio.to_thread(passed_bytes, passed)
 
 
-def _absent(model: ServedModel | None, identity: str) -> str:
+def _absent(model: ClientModel | None, identity: str) -> str:
     return model.lost if model is not None and model.lost else f"model {identity:.200} does not exist"
 
 
-def made_of(model: ServedModel) -> dict[str, Any]:
+def made_of(model: ClientModel) -> dict[str, Any]:
     """What a checkpoint says of the model that it is of."""
     choice = model.choice
     return {
@@ -463,7 +463,7 @@ def choice_of(made: Mapping[str, Any]) -> AdapterChoice | None:
     return AdapterChoice(int(made["rank"]), int(made.get("seed") or 0), *switches)
 
 
-def facts_of(model: ServedModel, digest: bytes) -> dict[str, Any]:
+def facts_of(model: ClientModel, digest: bytes) -> dict[str, Any]:
     """What a journal says of its model."""
     return {
         **made_of(model),

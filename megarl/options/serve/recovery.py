@@ -14,7 +14,7 @@ from megarl.options.serve.futures import JSON, Promises
 from megarl.options.serve.models import ServedModels, choice_of
 from megarl.options.serve.values import AdamParams, RequestError
 from megarl.options.serve.wire import PROTOBUF, passed_bytes, read_call
-from megarl.options.serve.worker import KeptRequest, ServedModel, TrainerWorker, kept_request
+from megarl.options.serve.worker import ClientModel, KeptRequest, TrainerWorker, kept_request
 
 if TYPE_CHECKING:
     from megarl.options.serve.journal import Replay, RequestJournal
@@ -39,9 +39,9 @@ async def bring_back(
             say(f"{model.lost}: {type(error).__name__}: {error}")
 
 
-def _model(name: str, replay: Replay) -> ServedModel:
+def _model(name: str, replay: Replay) -> ClientModel:
     facts = replay.facts
-    model = ServedModel(
+    model = ClientModel(
         name, facts["tenant"], facts["session"], facts["base_model"], choice_of(facts), facts.get("user_metadata") or {}
     )
     model.done = replay.seq
@@ -51,7 +51,7 @@ def _model(name: str, replay: Replay) -> ServedModel:
 
 
 async def _bring_back(
-    model: ServedModel, replay: Replay, models: ServedModels, worker: TrainerWorker, promises: Promises
+    model: ClientModel, replay: Replay, models: ServedModels, worker: TrainerWorker, promises: Promises
 ) -> None:
     await worker.in_thread(partial(worker.trainer.create, model.id, model.choice))
     if replay.snapshot is not None:
@@ -80,7 +80,7 @@ async def _bring_back(
     model.lane.holes = {*range(replay.seq + 1, model.lane.next)} - numbers
 
 
-def _computed(kept: KeptRequest, model: ServedModel, models: ServedModels, worker: TrainerWorker) -> tuple[bytes, str, bool]:
+def _computed(kept: KeptRequest, model: ClientModel, models: ServedModels, worker: TrainerWorker) -> tuple[bytes, str, bool]:
     """Compute a request again, in the trainer's thread; returns its answer as it is sent, its type, and whether it failed."""
     try:
         answer: Any

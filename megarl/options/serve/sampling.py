@@ -25,11 +25,11 @@ from megarl.options.serve.settings import ServiceOptions
 from megarl.options.serve.store import CheckpointStore
 from megarl.options.serve.tenants import Tenant, Tenants
 from megarl.options.serve.values import RequestError, Sampler
-from megarl.options.serve.wire import Asked, digest_of_json, read_sample, sampled_bytes
+from megarl.options.serve.wire import AskedSamples, digest_of_json, read_sample, sampled_bytes
 from megarl.system.atomic_files import write_text_atomically
 
 if TYPE_CHECKING:
-    from megarl.options.serve.worker import ServedModel
+    from megarl.options.serve.worker import ClientModel
 
 CLONE = 1_000_000_000
 """Numbers of a clone's requests begin with its own number times this."""
@@ -151,7 +151,7 @@ class ServedSamplers:
         self._options.scratch.mkdir(parents=True, exist_ok=True)
         return self._options.scratch / f"passed-{secrets.token_hex(8)}"
 
-    def to_pass(self, model: ServedModel, seq: int, folder: Path, *, is_inflight: bool) -> PassedWeights:
+    def to_pass(self, model: ClientModel, seq: int, folder: Path, *, is_inflight: bool) -> PassedWeights:
         """What a model is about to write to `folder`, for the `seq`-th sampling session of its session. Any thread may call it.
 
         Raises:
@@ -335,7 +335,7 @@ class ServedSamplers:
             adapter.users += 1  # until the request is answered
         return SamplingSession("", tenant.name, tenant.name, base_model, b"", adapter)
 
-    async def _run(self, session: SamplingSession, asked: Asked, promise: Any) -> None:
+    async def _run(self, session: SamplingSession, asked: AskedSamples, promise: Any) -> None:
         try:
             async with self._slots.slot(session.session):
                 adapter = self._newest[session.inflight] if session.inflight else session.adapter

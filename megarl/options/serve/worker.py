@@ -13,23 +13,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megarl.errors import CheckpointError
 from megarl.options.serve.futures import JSON, Promise, Promises
+from megarl.options.serve.journal import JournalEntry, RequestJournal
 from megarl.options.serve.order import FairQueue, Lane
 from megarl.options.serve.values import AdapterChoice, RequestError, Trainer
 from megarl.options.serve.wire import PROTOBUF
-
-if TYPE_CHECKING:
-    from megarl.options.serve.journal import JournalEntry, RequestJournal
 
 Settled = Mapping[str, Any] | bytes
 REDO, ANSWER = "redo", "answer"
 
 
 @dataclass
-class ServedModel:
+class ClientModel:
     """A model of a client. `choice` None: all weights are trained; `lost`: why it cannot be used, if it cannot."""
 
     id: str
@@ -54,7 +52,7 @@ class ServedModel:
 class TrainingJob:
     """A request of a model whose turn comes. `redo`: what it is computed from after a crash; None: its answer is kept."""
 
-    model: ServedModel
+    model: ClientModel
     seq: int
     digest: bytes
     kind: str
@@ -92,7 +90,7 @@ class TrainerWorker:
         """Begin to take jobs."""
         self._task = asyncio.create_task(self._run(), name="trainer")
 
-    async def stop(self, models: list[ServedModel]) -> None:
+    async def stop(self, models: list[ClientModel]) -> None:
         """End after the job that runs, settle what is computed, and keep all models."""
         if self._task is not None:
             self._task.cancel()
@@ -192,15 +190,13 @@ class TrainerWorker:
             await loop.run_in_executor(self._disk, journal.append, job.model.id, job.seq, *entry)
         await loop.run_in_executor(self._disk, journal.flush)
 
-    async def _snapshot(self, model: ServedModel) -> None:
+    async def _snapshot(self, model: ClientModel) -> None:
         """Keep a model as it is, if it has no gradients that wait for a step, and forget the requests before."""
         journal = self._journal
         if journal is None or model.lost or model.has_gradients or model.finishing > 1 or model.done < 1:
             return
         while model.finishing:  # the answer of the last job is one that is carried
             await asyncio.gather(*self._finishing, return_exceptions=True)
-        from megarl.options.serve.journal import JournalEntry
-
         carried = []
         for promise in self._promises.of_model(model.id):
             seq = int(promise.id.rpartition(":")[2])
