@@ -201,12 +201,13 @@ class ServedSamplers:
                 self._options.say(f"weights in '{_folder_of(note)}' cannot be served again: {error}")
                 note.unlink(missing_ok=True)
         now, registry = time.monotonic(), self._store.registry
-        are_open = {session.id for session in registry.sessions.all() if session.status is None}
-        for record in registry.samplers.all():
-            if record.session in are_open and record.id not in self.sessions and record.model_path != PASSED:
-                made = SamplingSession(record.id, record.tenant, record.session, record.base_model, b"", used=now)
-                made.path, made.clones = record.model_path or "", int(time.time()) % CLONE
-                self.sessions[made.id] = made
+        for tenant in self._tenants.names:
+            are_open = {session.id for session in registry.sessions.of(tenant) if session.status is None}
+            for record in registry.samplers.of(tenant):
+                if record.session in are_open and record.id not in self.sessions and record.model_path != PASSED:
+                    made = SamplingSession(record.id, tenant, record.session, record.base_model, b"", used=now)
+                    made.path, made.clones = record.model_path or "", int(time.time()) % CLONE
+                    self.sessions[made.id] = made
 
     async def _source(self, tenant: Tenant, base_model: str | None, model_path: str | None) -> tuple[str, ServedAdapter | None]:
         served = self._options.models
