@@ -11,7 +11,7 @@ from tinker import types
 from tinker.types.session_status import SessionStatus
 
 from megarl.options.serve.places import KINDS
-from megarl.options.serve.registry import RunRecord, SessionRecord, as_texts
+from megarl.options.serve.registry import ServedRun, SessionRecord, as_texts
 from megarl.options.serve.store import CheckpointInfo
 from megarl.options.serve.values import RequestError
 
@@ -35,7 +35,7 @@ def checkpoint_answer(info: CheckpointInfo) -> types.Checkpoint:
     )
 
 
-def run_answer(run: RunRecord, checkpoints: Sequence[CheckpointInfo]) -> types.TrainingRun:
+def run_answer(run: ServedRun, checkpoints: Sequence[CheckpointInfo]) -> types.TrainingRun:
     """A training run as clients see it; `checkpoints` are its own, the newest first."""
 
     def newest(kind: str) -> types.Checkpoint | None:
@@ -56,7 +56,7 @@ def run_answer(run: RunRecord, checkpoints: Sequence[CheckpointInfo]) -> types.T
 
 
 def weights_answer(info: CheckpointInfo) -> types.WeightsInfoResponse:
-    """What a client must know to load a checkpoint."""
+    """Facts that a client must know to load a checkpoint."""
     made = info.made
     rank = made.get("rank")
     switches = {name: made.get(name) for name in ("train_attn", "train_mlp", "train_unembed")} if rank is not None else {}

@@ -53,6 +53,7 @@ def build_app(service: Service) -> FastAPI:
             await service.stop()
 
     async def who(request: Request) -> Tenant:
+        service.tenants.check_asked_host(request.headers.get("host"))
         return await service.tenants.tenant_of(request.headers.get("x-api-key"))
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)

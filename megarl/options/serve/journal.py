@@ -42,7 +42,7 @@ class JournalEntry:
 
 @dataclass(frozen=True)
 class Replay:
-    """What brings a model back: load `snapshot` (None: make the model anew), then do `entries` in order.
+    """All that brings a model back: load `snapshot` (None: make the model anew), then do `entries` in order.
 
     `facts` are those of `begin`; `seq` is the last sequence number that the snapshot has in it.
     """

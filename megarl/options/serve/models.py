@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Any
 from tinker import types
 from tinker.types import save_weights_external_request as external
 
+from megarl.options.serve.downloads import encrypt_files
 from megarl.options.serve.futures import Promise, Promises
 from megarl.options.serve.places import CheckpointPath
-from megarl.options.serve.registry import RunRecord
+from megarl.options.serve.registry import ServedRun
 from megarl.options.serve.settings import ServiceOptions
 from megarl.options.serve.store import CheckpointStore
 from megarl.options.serve.tenants import Tenant, Tenants, check_models
 from megarl.options.serve.values import AdamParams, AdapterChoice, Loss, RequestError
 from megarl.options.serve.wire import TrainingCall, digest_of_json, passed_bytes
-from megarl.options.serve.worker import ServedModel, Settled, TrainerWorker, TrainingJob
+from megarl.options.serve.worker import ClientModel, Settled, TrainerWorker, TrainingJob
 
 if TYPE_CHECKING:
     from megarl.options.serve.journal import RequestJournal
-    from megarl.options.serve.sampling import ServedSamplers
+    from megarl.options.serve.sampling import PassedWeights, ServedSamplers
 
 ExternalRequest = external.SaveWeightsExternalRequest
 STATE, ADAPTER = "state", "adapter"
@@ -48,7 +49,8 @@ class ServedModels:
         self.most_bytes = options.max_body_bytes
         self._options, self._worker, self._promises = options, worker, promises
         self._store, self._tenants, self._samplers, self._journal = store, tenants, samplers, journal
-        self.models: dict[str, ServedModel] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self.models: dict[str, ClientModel] = {}
         self.losses: dict[str, tuple[str, Any]] = {}
         """By id the session and the graph of each loss that a client has defined."""
 
@@ -63,7 +65,7 @@ class ServedModels:
             seed = secrets.randbelow(2**31) if lora.seed is None else lora.seed
             choice = AdapterChoice(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
         identity = f"{asked.session_id}:train:{asked.model_seq_id}"
-        model = ServedModel(identity, tenant.name, asked.session_id, asked.base_model, choice, asked.user_metadata or {})
+        model = ClientModel(identity, tenant.name, asked.session_id, asked.base_model, choice, asked.user_metadata or {})
 
         def check() -> None:
             self._check_new(tenant, model, asked.optimizer_config)
@@ -83,7 +85,7 @@ class ServedModels:
             redo = f"{source_tenant.name}\n{int(asked.optimizer)}\n{asked.path}".encode()
             return self._submit(tenant, asked.model_id or "", asked.seq_id, digest, "load", compute, _always(answer), redo=redo)
         identity = f"{asked.session_id}:train:{asked.model_seq_id}"
-        model = ServedModel(identity, tenant.name, asked.session_id, asked.base_model or "", None, asked.user_metadata or {})
+        model = ClientModel(identity, tenant.name, asked.session_id, asked.base_model or "", None, asked.user_metadata or {})
 
         def check() -> None:
             made = self._store.find(source_tenant.name, CheckpointPath.parse(asked.path)).made
@@ -100,7 +102,7 @@ class ServedModels:
     def _begin(
         self,
         tenant: Tenant,
-        model: ServedModel,
+        model: ClientModel,
         digest: bytes,
         check: Callable[[], None],
         *,
@@ -108,9 +110,8 @@ class ServedModels:
         load: Callable[[], Any] | None = None,
         redo: bytes | None = None,
     ) -> dict[str, Any]:
-        there = self.models.get(model.id)
-        if there is None:
-            self._store.registry.sessions.get(tenant.name, model.session)
+        self._store.registry.sessions.get(tenant.name, model.session)
+        if model.id not in self.models:
             try:
                 check()
             except RequestError as error:
@@ -124,7 +125,7 @@ class ServedModels:
 
         return self._submit(tenant, model.id, 0, digest, "create_model", compute, _always(finish), at_error=at_error)
 
-    def _check_new(self, tenant: Tenant, model: ServedModel, optimizer: Any) -> None:
+    def _check_new(self, tenant: Tenant, model: ClientModel, optimizer: Any) -> None:
         options, choice = self._options, model.choice
         if model.base_model not in options.models:
             raise RequestError(f"base_model is {model.base_model:.200}; it must be one of {', '.join(options.models)}")
@@ -144,7 +145,7 @@ class ServedModels:
         check_models(tenant, live)
 
     def _create(
-        self, model: ServedModel, tenant: Tenant, load: Callable[[], Any] | None, redo: bytes | None, digest: bytes
+        self, model: ClientModel, tenant: Tenant, load: Callable[[], Any] | None, redo: bytes | None, digest: bytes
     ) -> None:
         """Run in the trainer's thread."""
         choice = model.choice
@@ -152,11 +153,11 @@ class ServedModels:
         try:
             if load is not None:
                 load()
-            record = RunRecord(
+            record = ServedRun(
                 model.id, tenant.name, time.time(), model.session, model.base_model, user_metadata=model.user_metadata
             )
             runs = self._store.registry.runs
-            if all(run.id != model.id for run in runs.of(tenant.name)):  # else it was made before a crash
+            if runs.owner(model.id) is None:  # else it was made before a crash
                 runs.add(with_choice(record, choice))
             if self._journal is not None:
                 self._journal.begin(model.id, facts_of(model, digest))
@@ -175,7 +176,7 @@ class ServedModels:
         except RequestError as error:
             return self.refuse(tenant, call.model, call.seq, call.digest, str(error))
         compute = partial(self._worker.trainer.run_pass, call.model, call.data, loss, backward=call.backward)
-        redo = f"{encoding}\n".encode() + body if call.backward else None
+        redo = f"{encoding}\n".encode() + body
         kind = "forward_backward" if call.backward else "forward"
         return self._submit(tenant, call.model, call.seq, call.digest, kind, compute, _passed, redo=redo)
 
@@ -212,7 +213,7 @@ class ServedModels:
         """Answer `save_weights`: a checkpoint that training goes on from."""
         digest = digest_of_json(asked)
         compute = partial(self._save, tenant, asked, "weights", digest)
-        return self._submit(tenant, asked.model_id, asked.seq_id, digest, "save_weights", compute, _saved("save_weights"))
+        return self._submit_save(tenant, asked, digest, "save_weights", compute)
 
     def save_for_sampler(self, tenant: Tenant, asked: types.SaveWeightsForSamplerRequest) -> dict[str, Any]:
         """Answer `save_weights_for_sampler`: a checkpoint with a name, or weights for a sampling session, which is made."""
@@ -222,26 +223,38 @@ class ServedModels:
                 sentence = f"kind is {asked.kind}; with a path it must be snapshot"
                 return self.refuse(tenant, asked.model_id, asked.seq_id, digest, sentence)
             compute = partial(self._save, tenant, asked, "sampler_weights", digest)
-            return self._submit(tenant, asked.model_id, asked.seq_id, digest, kind, compute, _saved(kind))
-        seq = asked.sampling_session_seq_id
-        folder = self._samplers.new_folder()
-        export = partial(self._worker.trainer.export, asked.model_id, folder)
+            return self._submit_save(tenant, asked, digest, kind, compute)
+        folder, is_inflight = self._samplers.new_folder(), asked.kind == "inflight"
+        number = asked.sampling_session_seq_id
 
-        async def finish(_: None) -> Settled:
+        def export() -> PassedWeights:
             model = self.models[asked.model_id]
-            session = await self._samplers.add_passing(model, seq, folder, is_inflight=asked.kind == "inflight")
-            return {"sampling_session_id": session, "type": kind}
+            passed = self._samplers.to_pass(model, number, folder, is_inflight=is_inflight)
+            self._worker.trainer.export(model.id, folder)
+            passed.write()
+            return passed
 
-        return self._submit(tenant, asked.model_id, asked.seq_id, digest, kind, export, finish)
+        def answer_of(passed: PassedWeights) -> Mapping[str, Any]:
+            return {"sampling_session_id": passed.id, "type": kind}
+
+        async def finish(passed: PassedWeights) -> Settled:
+            await self._samplers.add_passed(passed)
+            return answer_of(passed)
+
+        return self._submit(tenant, asked.model_id, asked.seq_id, digest, kind, export, finish, answer_of=answer_of)
 
     def save_external(self, tenant: Tenant, asked: ExternalRequest) -> dict[str, Any]:
         """Answer `save_weights_external`: a folder to download."""
         digest, kind = digest_of_json(asked), "save_weights_external"
-        if asked.age_encryption_recipients:
-            sentence = "age_encryption_recipients are given, but this server does not encrypt what it exports; leave them out"
-            return self.refuse(tenant, asked.model_id, asked.seq_id, digest, sentence)
         compute = partial(self._save, tenant, asked, "external_weights", digest)
-        return self._submit(tenant, asked.model_id, asked.seq_id, digest, kind, compute, _saved(kind))
+        return self._submit_save(tenant, asked, digest, kind, compute)
+
+    def _submit_save(self, tenant: Tenant, asked: Any, digest: bytes, kind: str, compute: Callable[[], str]) -> dict[str, Any]:
+        def answer_of(path: str) -> Mapping[str, Any]:
+            return {"path": path, "type": kind}
+
+        finish = _later(answer_of)
+        return self._submit(tenant, asked.model_id, asked.seq_id, digest, kind, compute, finish, answer_of=answer_of)
 
     def _save(self, tenant: Tenant, asked: Any, kind: str, digest: bytes) -> str:
         """Run in the trainer's thread; returns the path."""
@@ -262,11 +275,13 @@ class ServedModels:
                 for file in (folder / ADAPTER).iterdir():
                     file.rename(folder / file.name)
                 (folder / ADAPTER).rmdir()
+                if asked.age_encryption_recipients:
+                    encrypt_files(folder, asked.age_encryption_recipients)
             elif model.choice is not None or kind == "sampler_weights":
                 trainer.export(model.id, folder / ADAPTER)
         return path.text
 
-    def load_into(self, model: ServedModel | None, tenant: str, path: str, *, with_optimizer: bool) -> None:
+    def load_into(self, model: ClientModel | None, tenant: str, path: str, *, with_optimizer: bool) -> None:
         """Run in the trainer's thread."""
         assert model is not None, "looked up before"
         place = CheckpointPath.parse(path)
@@ -291,7 +306,7 @@ class ServedModels:
         self.drop(model, f"model {model.id} was unloaded", promise)
         return {"request_id": promise.id, "model_id": model.id}
 
-    def drop(self, model: ServedModel, why: str, promise: Promise | None = None) -> None:
+    def drop(self, model: ClientModel, why: str, promise: Promise | None = None) -> None:
         """Forget a model in the trainer and in the journal."""
         waiting = model.lane.take_all()
         model.lost = why
@@ -307,7 +322,10 @@ class ServedModels:
             if promise is not None:
                 self._promises.keep(promise, {"model_id": model.id, "type": "unload_model"})
 
-        self._ending = asyncio.create_task(end())
+        self._samplers.drop_model(model.id)
+        task = asyncio.create_task(end())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     def _forget(self, model: str) -> None:
         self._worker.trainer.drop(model)
@@ -326,7 +344,7 @@ class ServedModels:
             "model_name": model.base_model,
         }
 
-    def find(self, tenant: str, identity: str) -> ServedModel:
+    def find(self, tenant: str, identity: str) -> ClientModel:
         """The tenant's model of that id.
 
         Raises:
@@ -371,6 +389,7 @@ class ServedModels:
         finish: Callable[[Any], Awaitable[Settled]],
         *,
         redo: bytes | None = None,
+        answer_of: Callable[[Any], Mapping[str, Any]] | None = None,
         at_error: Callable[[str], None] | None = None,
     ) -> dict[str, Any]:
         """Give a request to its model's lane; returns the future that the client gets."""
@@ -394,7 +413,7 @@ class ServedModels:
         promise = self._promises.make(future["request_id"], tenant.name, digest, model=model.id)
         promise.at_end.append(partial(self._tenants.usage.end, tenant))
         model.used = time.monotonic()
-        job = TrainingJob(model, seq, digest, kind, promise, compute, finish, redo, at_error)
+        job = TrainingJob(model, seq, digest, kind, promise, compute, finish, redo, answer_of, at_error)
         for ready in model.lane.offer(seq, digest, job, time.monotonic()):
             self._worker.put(tenant.name, ready)
         return future
@@ -407,9 +426,9 @@ def _always(answer: Mapping[str, Any]) -> Callable[[Any], Awaitable[Settled]]:
     return finish
 
 
-def _saved(kind: str) -> Callable[[Any], Awaitable[Settled]]:
-    async def finish(path: str) -> Settled:
-        return {"path": path, "type": kind}
+def _later(answer_of: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], Awaitable[Settled]]:
+    async def finish(value: Any) -> Settled:
+        return answer_of(value)
 
     return finish
 
@@ -418,11 +437,11 @@ async def _passed(passed: Any) -> Settled:
     return await asyncio.to_thread(passed_bytes, passed)
 
 
-def _absent(model: ServedModel | None, identity: str) -> str:
+def _absent(model: ClientModel | None, identity: str) -> str:
     return model.lost if model is not None and model.lost else f"model {identity:.200} does not exist"
 
 
-def made_of(model: ServedModel) -> dict[str, Any]:
+def made_of(model: ClientModel) -> dict[str, Any]:
     """What a checkpoint says of the model that it is of."""
     choice = model.choice
     return {
@@ -444,7 +463,7 @@ def choice_of(made: Mapping[str, Any]) -> AdapterChoice | None:
     return AdapterChoice(int(made["rank"]), int(made.get("seed") or 0), *switches)
 
 
-def facts_of(model: ServedModel, digest: bytes) -> dict[str, Any]:
+def facts_of(model: ClientModel, digest: bytes) -> dict[str, Any]:
     """What a journal says of its model."""
     return {
         **made_of(model),
@@ -455,7 +474,7 @@ def facts_of(model: ServedModel, digest: bytes) -> dict[str, Any]:
     }
 
 
-def with_choice(record: RunRecord, choice: AdapterChoice | None) -> RunRecord:
+def with_choice(record: ServedRun, choice: AdapterChoice | None) -> ServedRun:
     """The record of a training run with the adapters of its model."""
     if choice is None:
         return record

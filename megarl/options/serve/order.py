@@ -23,6 +23,8 @@ class Lane(Generic[J]):
         self.next = first
         self._waiting: dict[int, tuple[J, float]] = {}
         self._digests: OrderedDict[int, bytes] = OrderedDict()
+        self.holes: set[int] = set()
+        """Numbers before the next whose requests had no effect and are not known, as after a crash: they may come again."""
 
     def is_repeated(self, seq: int, digest: bytes) -> bool:
         """Whether the request came before; if not, it must be offered.
@@ -31,7 +33,7 @@ class Lane(Generic[J]):
             RequestError: another one came with that number, or it is too old to be known.
         """
         known = self._digests.get(seq)
-        if known is None and seq < self.next:
+        if known is None and seq < self.next and seq not in self.holes:
             raise RequestError(f"seq_id is {seq}, but the model's next is {self.next}; it must not be used again")
         if known is not None and known != digest:
             raise RequestError(f"seq_id is {seq}, which came before with other content; it must not be used again")
@@ -40,6 +42,9 @@ class Lane(Generic[J]):
     def offer(self, seq: int, digest: bytes, job: J, now: float) -> list[J]:
         """Take a request that `is_repeated` has not known; returns those whose turn has come, in order."""
         self.remember(seq, digest)
+        if seq in self.holes:
+            self.holes.remove(seq)
+            return [job]
         self._waiting[seq] = job, now
         ready = []
         while self.next in self._waiting:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from tinker import types
 
-from megarl.errors import MegarlError
+from megarl.errors import CheckpointError, MegarlError
 from megarl.options.serve.futures import JSON, Promises
 from megarl.options.serve.models import ServedModels, choice_of
 from megarl.options.serve.values import AdamParams, RequestError
 from megarl.options.serve.wire import PROTOBUF, passed_bytes, read_call
-from megarl.options.serve.worker import KeptRequest, ServedModel, TrainerWorker, kept_request
+from megarl.options.serve.worker import ClientModel, KeptRequest, TrainerWorker, kept_request
 
 if TYPE_CHECKING:
     from megarl.options.serve.journal import Replay, RequestJournal
@@ -39,9 +39,9 @@ async def bring_back(
             say(f"{model.lost}: {type(error).__name__}: {error}")
 
 
-def _model(name: str, replay: Replay) -> ServedModel:
+def _model(name: str, replay: Replay) -> ClientModel:
     facts = replay.facts
-    model = ServedModel(
+    model = ClientModel(
         name, facts["tenant"], facts["session"], facts["base_model"], choice_of(facts), facts.get("user_metadata") or {}
     )
     model.done = replay.seq
@@ -51,14 +51,19 @@ def _model(name: str, replay: Replay) -> ServedModel:
 
 
 async def _bring_back(
-    model: ServedModel, replay: Replay, models: ServedModels, worker: TrainerWorker, promises: Promises
+    model: ClientModel, replay: Replay, models: ServedModels, worker: TrainerWorker, promises: Promises
 ) -> None:
     await worker.in_thread(partial(worker.trainer.create, model.id, model.choice))
     if replay.snapshot is not None:
         await worker.in_thread(partial(worker.trainer.load, model.id, replay.snapshot, with_optimizer=True))
-    for entry in replay.entries:
-        kept = kept_request(entry)
+    numbers: set[int] = set()
+    requests = [kept_request(entry) for entry in replay.entries]
+    refused = {kept.seq for kept in requests if not kept.kind and kept.failed}
+    for kept in requests:
+        if kept.kind and kept.seq in refused:
+            continue
         is_first_load = kept.kind == "load" and kept.seq == 0
+        numbers.add(kept.seq)
         if kept.kind:
             settled = await worker.in_thread(partial(_computed, kept, model, models, worker))
         else:
@@ -72,24 +77,28 @@ async def _bring_back(
         if promises.known(identity) is None:
             promise = promises.make(identity, model.tenant, kept.digest, model=model.id)
             promises.settle_again(promise, settled[0], settled[1], failed=settled[2])
+    model.lane.holes = {*range(replay.seq + 1, model.lane.next)} - numbers
 
 
-def _computed(kept: KeptRequest, model: ServedModel, models: ServedModels, worker: TrainerWorker) -> tuple[bytes, str, bool]:
+def _computed(kept: KeptRequest, model: ClientModel, models: ServedModels, worker: TrainerWorker) -> tuple[bytes, str, bool]:
     """Compute a request again, in the trainer's thread; returns its answer as it is sent, its type, and whether it failed."""
     try:
         answer: Any
-        if kept.kind == "forward_backward":
+        if kept.kind in ("forward_backward", "forward"):
             encoding, _, body = kept.content.partition(b"\n")
             call = read_call(body, encoding.decode(), models.most_bytes)
-            passed = worker.trainer.run_pass(model.id, call.data, models.loss_of(call), backward=True)
-            model.has_gradients = True
+            passed = worker.trainer.run_pass(model.id, call.data, models.loss_of(call), backward=call.backward)
+            model.has_gradients |= call.backward
             return passed_bytes(passed), PROTOBUF, False
         if kept.kind == "optim_step":
             adam = AdamParams(**types.AdamParams.model_validate_json(kept.content).model_dump())
             answer = {"metrics": worker.trainer.optimizer_step(model.id, adam), "type": "optim_step"}
         else:
             tenant, with_optimizer, path = kept.content.decode().split("\n")
-            models.load_into(model, tenant, path, with_optimizer=with_optimizer == "1")
+            try:
+                models.load_into(model, tenant, path, with_optimizer=with_optimizer == "1")
+            except RequestError as error:  # what it was is gone, so the model is
+                raise CheckpointError(str(error)) from None
             answer = {"path": path, "model_id": model.id, "type": "load_weights"}
         model.has_gradients = False
         return json.dumps(answer).encode(), JSON, False

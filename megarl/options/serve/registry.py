@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from megarl.options.serve.places import folder_of
 from megarl.options.serve.values import RequestError
@@ -37,7 +37,7 @@ class SessionRecord:
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class ServedRun:
     """A model as the protocol's REST routes show it, a training run; `rank` None: all weights are trained."""
 
     id: str
@@ -68,18 +68,7 @@ class SamplerRecord:
     model_path: str | None = None
 
 
-class Record(Protocol):
-    """The fields that all records have."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def tenant(self) -> str: ...
-    @property
-    def created(self) -> float: ...
-
-
-R = TypeVar("R", SessionRecord, RunRecord, SamplerRecord)
+R = TypeVar("R", SessionRecord, ServedRun, SamplerRecord)
 
 
 class Records(Generic[R]):
@@ -173,13 +162,13 @@ class Records(Generic[R]):
         write_text_atomically(path, json.dumps(asdict(record)))
 
 
-class Registry:
+class ServerRecords:
     """Sessions, training runs and samplers."""
 
     def __init__(self, root: Path, say: Callable[[str], None] = print) -> None:
         """Read what is in `root`, which is made."""
         self.sessions = Records(root / "sessions", SessionRecord, "session", say)
-        self.runs = Records(root / "training_runs", RunRecord, "training run", say)
+        self.runs = Records(root / "training_runs", ServedRun, "training run", say)
         self.samplers = Records(root / "samplers", SamplerRecord, "sampler", say)
 
     def write_touched(self) -> None:

@@ -25,15 +25,18 @@ from megarl.options.serve.settings import ServiceOptions
 from megarl.options.serve.store import CheckpointStore
 from megarl.options.serve.tenants import Tenant, Tenants
 from megarl.options.serve.values import RequestError, Sampler
-from megarl.options.serve.wire import Asked, digest_of_json, read_sample, sampled_bytes
+from megarl.options.serve.wire import AskedSamples, digest_of_json, read_sample, sampled_bytes
+from megarl.system.atomic_files import write_text_atomically
 
 if TYPE_CHECKING:
-    from megarl.options.serve.worker import ServedModel
+    from megarl.options.serve.worker import ClientModel
 
 CLONE = 1_000_000_000
 """Numbers of a clone's requests begin with its own number times this."""
 _ADAPTER_FILE = "adapter_config.json"
-_NOTE = "passed.json"
+_NOTE = ".json"
+PASSED = ""
+"""The path of samplers whose weights a model passed on, which no checkpoint has."""
 
 
 @dataclass
@@ -60,10 +63,43 @@ class SamplingSession:
     digest: bytes
     adapter: ServedAdapter | None = None
     inflight: str = ""
+    path: str = ""
+    """Of a session that was there before a restart: the checkpoint that is loaded when it samples first."""
     clones: int = 0
     used: float = 0.0
     over: str = ""
     """Why it cannot be sampled from any more."""
+
+
+@dataclass(frozen=True)
+class PassedWeights:
+    """Weights that a model passes on by a folder in scratch, for a sampling session of that id."""
+
+    id: str
+    tenant: str
+    session: str
+    base_model: str
+    model: str
+    inflight: str
+    folder: Path
+
+    def write(self) -> None:
+        """Write it beside the folder, which is whole, for the server after a crash."""
+        note = {name: getattr(self, name) for name in ("id", "tenant", "session", "base_model", "model", "inflight")}
+        write_text_atomically(self.folder.with_name(f"{self.folder.name}{_NOTE}"), json.dumps(note))
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        _remove(self.folder)
+
+
+def _folder_of(note: Path) -> Path:
+    return note.with_name(note.name[: -len(_NOTE)])
+
+
+def _remove(folder: Path) -> None:
+    folder.with_name(f"{folder.name}{_NOTE}").unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 class ServedSamplers:
@@ -95,7 +131,7 @@ class ServedSamplers:
         digest = digest_of_json(asked)
         there = self.sessions.get(identity)
         if there is not None:
-            if there.digest != digest or there.tenant != tenant.name:
+            if there.digest not in (b"", digest) or there.tenant != tenant.name:
                 number = asked.sampling_session_seq_id
                 raise RequestError(f"sampling_session_seq_id is {number}, which came before with other content")
             return {"sampling_session_id": identity, "type": "create_sampling_session"}
@@ -115,59 +151,63 @@ class ServedSamplers:
         self._options.scratch.mkdir(parents=True, exist_ok=True)
         return self._options.scratch / f"passed-{secrets.token_hex(8)}"
 
-    async def add_passing(self, model: ServedModel, seq: int, folder: Path, *, is_inflight: bool) -> str:
-        """Have engines sample with what a model wrote to `folder`; returns the sampling session, the `seq`-th of its session.
+    def to_pass(self, model: ClientModel, seq: int, folder: Path, *, is_inflight: bool) -> PassedWeights:
+        """What a model is about to write to `folder`, for the `seq`-th sampling session of its session. Any thread may call it.
 
         Raises:
             RequestError: the number was used before.
         """
         identity = f"{model.session}:sample:{seq}"
+        if identity in self.sessions:
+            raise RequestError(f"sampling_session_seq_id is {seq}, which was used before")
+        inflight = f"{model.id} inflight" if is_inflight else ""
+        return PassedWeights(identity, model.tenant, model.session, model.base_model, model.id, inflight, folder)
+
+    async def add_passed(self, passed: PassedWeights) -> None:
+        """Have engines sample with what a model has written, and make its sampling session.
+
+        Raises:
+            RequestError: engines do not take it.
+        """
+        folder = passed.folder
+        adapter = ServedAdapter(folder.name, folder, used=time.monotonic())
+        self._adapters[adapter.name] = adapter
         try:
-            if identity in self.sessions:
-                raise RequestError(f"sampling_session_seq_id is {seq}, which was used before")
-            adapter = ServedAdapter(folder.name, folder, used=time.monotonic())
-            self._adapters[adapter.name] = adapter
             await self._ready(adapter)
         except BaseException:
-            self._adapters.pop(folder.name, None)
-            shutil.rmtree(folder, ignore_errors=True)
+            del self._adapters[adapter.name]
+            passed.remove()
             raise
-        kind = f"{model.id} inflight" if is_inflight else ""
-        note = {"tenant": model.tenant, "session": model.session, "id": identity, "base": model.base_model, "inflight": kind}
-        (folder.parent / f"{folder.name}.{_NOTE}").write_text(json.dumps({**note, "model": model.id}))
-        self._pass(adapter, note | {"model": model.id})
-        return identity
-
-    def _pass(self, adapter: ServedAdapter, note: dict[str, str]) -> None:
-        """Make the sampling session of weights that were passed on, and let go of what they replace."""
-        own = None if note["inflight"] else adapter
-        made = SamplingSession(note["id"], note["tenant"], note["session"], note["base"], b"", own, note["inflight"])
-        for key in filter(None, (note["model"], note["inflight"])):
+        own = None if passed.inflight else adapter
+        made = SamplingSession(passed.id, passed.tenant, passed.session, passed.base_model, b"", own, passed.inflight)
+        for key in filter(None, (passed.model, passed.inflight)):
             before = self._newest.get(key)
             self._newest[key] = adapter
             adapter.users += 1
             if before is not None:
                 self._release(before)
-        self._add(made, None)
+        self._add(made, PASSED)
 
     async def restore(self) -> None:
         """Take up what was passed on before the server was started again."""
         scratch = self._options.scratch
-        notes = {path: path.with_name(path.name[: -len(_NOTE) - 1]) for path in scratch.glob(f"*.{_NOTE}")}
-        for folder in set(scratch.glob("passed-*")) - {*notes, *notes.values()}:
+        notes = sorted(scratch.glob(f"*{_NOTE}"), key=lambda note: note.stat().st_mtime_ns)
+        for folder in {*scratch.glob("passed-*")} - {*notes} - {_folder_of(note) for note in notes}:
             shutil.rmtree(folder, ignore_errors=True)
-        for path, folder in sorted(notes.items(), key=lambda item: item[0].stat().st_mtime_ns):
+        for note in notes:
             try:
-                note = json.loads(path.read_text())
-                adapter = ServedAdapter(folder.name, folder, used=time.monotonic())
-                await self._ready(adapter)
-            except (OSError, ValueError, RequestError) as error:
-                self._options.say(f"weights in '{folder}' cannot be served again: {error}")
-                path.unlink(missing_ok=True)
-                shutil.rmtree(folder, ignore_errors=True)
-                continue
-            self._adapters[adapter.name] = adapter
-            self._pass(adapter, note)
+                await self.add_passed(PassedWeights(**json.loads(note.read_text()), folder=_folder_of(note)))
+            except (OSError, ValueError, TypeError, RequestError) as error:
+                self._options.say(f"weights in '{_folder_of(note)}' cannot be served again: {error}")
+                note.unlink(missing_ok=True)
+        now, registry = time.monotonic(), self._store.registry
+        for tenant in self._tenants.names:
+            are_open = {session.id for session in registry.sessions.of(tenant) if session.status is None}
+            for record in registry.samplers.of(tenant):
+                if record.session in are_open and record.id not in self.sessions and record.model_path != PASSED:
+                    made = SamplingSession(record.id, tenant, record.session, record.base_model, b"", used=now)
+                    made.path, made.clones = record.model_path or "", int(time.time()) % CLONE
+                    self.sessions[made.id] = made
 
     async def _source(self, tenant: Tenant, base_model: str | None, model_path: str | None) -> tuple[str, ServedAdapter | None]:
         served = self._options.models
@@ -223,7 +263,7 @@ class ServedSamplers:
             made.adapter.users += 1
         self.sessions[made.id] = made
         samplers = self._store.registry.samplers
-        if all(record.id != made.id for record in samplers.of(made.tenant)):
+        if samplers.owner(made.id) is None:
             samplers.add(SamplerRecord(made.id, made.tenant, time.time(), made.session, made.base_model, model_path))
 
     def _find(self, tenant: Tenant, identity: str) -> SamplingSession:
@@ -282,6 +322,11 @@ class ServedSamplers:
             session = self._find(tenant, asked.sampling_session_id)
             if session.over:
                 raise RequestError(session.over)
+            if session.path and session.adapter is None:
+                adapter = await self._of_checkpoint(tenant, CheckpointPath.parse(session.path))
+                if session.adapter is None:
+                    session.adapter = adapter
+                    adapter.users += 1
             adapter = session.adapter
             if adapter is not None and adapter.path is not None:
                 self._store.find(tenant.name, adapter.path)  # deleted or expired since
@@ -291,7 +336,7 @@ class ServedSamplers:
             adapter.users += 1  # until the request is answered
         return SamplingSession("", tenant.name, tenant.name, base_model, b"", adapter)
 
-    async def _run(self, session: SamplingSession, asked: Asked, promise: Any) -> None:
+    async def _run(self, session: SamplingSession, asked: AskedSamples, promise: Any) -> None:
         try:
             async with self._slots.slot(session.session):
                 adapter = self._newest[session.inflight] if session.inflight else session.adapter
@@ -380,8 +425,7 @@ class ServedSamplers:
         if adapter.path is not None:
             self._store.unpin(adapter.path)
             return
-        (adapter.folder.parent / f"{adapter.folder.name}.{_NOTE}").unlink(missing_ok=True)
-        await asyncio.to_thread(shutil.rmtree, adapter.folder, True)
+        await asyncio.to_thread(_remove, adapter.folder)
 
     async def stop(self) -> None:
         """End all requests, which clients send again to the next server."""

@@ -19,7 +19,7 @@ from megarl.options.serve.futures import Promises, Reply
 from megarl.options.serve.models import ServedModels, choice_of, with_choice
 from megarl.options.serve.places import CheckpointPath
 from megarl.options.serve.recovery import bring_back
-from megarl.options.serve.registry import RunRecord, SessionRecord
+from megarl.options.serve.registry import ServedRun, SessionRecord
 from megarl.options.serve.sampling import ServedSamplers
 from megarl.options.serve.settings import ServiceOptions
 from megarl.options.serve.store import CheckpointStore
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 WATCH_S = 5.0
 MOST_CUSTOM_LOSSES = 256
 """Losses that a client may define in a session."""
+ENDS = ("success", "errored", "interrupted")
 CHUNK_BYTES = 5_000_000
 """Bytes of a pass's request, about, into which clients cut a batch."""
 
@@ -180,9 +181,12 @@ class Service:
     def finish_session(self, tenant: Tenant, session: str, body: dict[str, Any]) -> dict[str, Any]:
         """Answer the end of a session: its models and what was passed to its samplers are dropped; checkpoints stay."""
         record = self.store.registry.sessions.get(tenant.name, session)
+        reason = body.get("reason")
+        if not isinstance(reason, dict) or reason.get("type") not in ENDS:
+            raise RequestError(f"reason.type must be one of {', '.join(ENDS)}")
         if record.status is None:
-            reason = body.get("reason") if isinstance(body.get("reason"), dict) else {}
-            status = {"type": "finished", "reason": reason, "detail": str(body.get("detail") or "")[:1000] or None}
+            detail = str(body.get("detail") or "")[:1000] or None
+            status = {"type": "client_finished", "reason": {"type": reason["type"]}, "detail": detail}
             self.store.registry.sessions.change(tenant.name, session, status=status, last_seen=time.time())
         self._seen.pop(session, None)
         for model in [*self.models.models.values()]:
@@ -271,7 +275,7 @@ class Service:
         run = f"{session}:train:{asked.model_seq_id or 0}"
         made = info.made
         choice = choice_of(made)
-        record = RunRecord(run, tenant.name, now, session, str(made.get("base_model")))
+        record = ServedRun(run, tenant.name, now, session, str(made.get("base_model")))
         registry.runs.add(with_choice(record, choice))
         target = CheckpointPath(run, source.kind, source.name)
         if owner.name == tenant.name or info.public:

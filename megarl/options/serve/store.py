@@ -22,7 +22,7 @@ from typing import Any
 from megarl.errors import CheckpointError
 from megarl.options.serve.journal import sync_file
 from megarl.options.serve.places import KINDS, CheckpointPath, folder_of, name_of
-from megarl.options.serve.registry import Registry, check_metadata
+from megarl.options.serve.registry import ServerRecords, check_metadata
 from megarl.options.serve.tenants import Tenant
 from megarl.options.serve.values import RequestError
 from megarl.runs.manifest import MANIFEST, FileRecord, check, files_of, parse, seal, sync_folder
@@ -68,7 +68,7 @@ class CheckpointStore:
         `most_bytes` is a bound of all tenants' checkpoints together; `say` gets warnings.
         """
         self.root, self.clock, self._say, self._most_bytes = root, clock, say, most_bytes
-        self.registry = Registry(root, say)
+        self.registry = ServerRecords(root, say)
         self._lock = threading.RLock()
         self._infos: dict[CheckpointPath, CheckpointInfo] = {}
         self._pins: Counter[CheckpointPath] = Counter()

@@ -112,6 +112,19 @@ class Tenants:
                 "serve.host", "a file of tenants where it is no address of loopback", "set serve.tenants, or host 127.0.0.1"
             )
 
+    def check_asked_host(self, header: str | None) -> None:
+        """Refuse, without a file of tenants, requests for a host (`Host: NAME:PORT`) that is not this machine's own name.
+
+        A web page in a browser on this machine can have its own name lead here, and would be answered otherwise.
+
+        Raises:
+            RequestError: with status 403.
+        """
+        if self._path is None and not is_loopback(re.sub(r":\d+$", "", header or "")):
+            raise RequestError(
+                "without a file of tenants this server answers requests for 127.0.0.1 and localhost only", status=403
+            )
+
     async def tenant_of(self, key: str | None) -> Tenant:
         """`find`, in a thread of its own where the key was not seen before, so that wrong keys slow nobody down.
 

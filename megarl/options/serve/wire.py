@@ -67,7 +67,7 @@ class TrainingCall:
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedSamples:
     """A request for samples; `layout` are row pointers and columns of its targets, where these came as CSR."""
 
     request: SampleRequest
@@ -304,7 +304,7 @@ def _form(output: Mapping[str, Array]) -> list[tuple[str, np.dtype[Any], tuple[i
 # samples --------------------------------------------------------------------------------------------------------------
 
 
-def read_sample(asked: types.SampleRequest, most: int, *, tenant: str) -> Asked:
+def read_sample(asked: types.SampleRequest, most: int, *, tenant: str) -> AskedSamples:
     """A request for samples; its adapter is set by whoever knows it.
 
     Raises:
@@ -348,7 +348,7 @@ def read_sample(asked: types.SampleRequest, most: int, *, tenant: str) -> Asked:
         prompt_alt_tokens_k=asked.prompt_alt_tokens_k,
         tenant=tenant,
     )
-    return Asked(request, layout)
+    return AskedSamples(request, layout)
 
 
 def _int32(number: int | None) -> int | None:
@@ -378,7 +378,7 @@ def _targets(tensor: Any, room: Room) -> tuple[Array | None, tuple[Array, Array]
 
 
 def sampled_bytes(sampled: Sampled, layout: tuple[Array, Array] | None = None) -> bytes:
-    """The answers to a request as protobuf; `layout` as in `Asked`."""
+    """The answers to a request as protobuf; `layout` as in `AskedSamples`."""
     message = pb.SampleResponse(prompt_cache_hit_tokens=sampled.cache_hit_tokens)
     for answer in sampled.sequences:
         sequence = message.sequences.add(

@@ -8,6 +8,7 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_TEXTS = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
 
 
 def read_fields(content: bytes, descriptor: Any, most: int) -> Counter[str]:
@@ -19,29 +20,27 @@ def read_fields(content: bytes, descriptor: Any, most: int) -> Counter[str]:
         ValueError: there are more, or these are no fields.
     """
     counts: Counter[str] = Counter()
-    left, waiting = most, [(0, len(content), descriptor, True)]
-    while waiting:
-        place, end, kind, is_top = waiting.pop()
-        fields = kind.fields_by_number
-        while place < end:
-            left -= 1
-            number, wire, start, place = _field(content, place, end)
-            field = fields.get(number)
-            if field is None:
-                pass
-            elif field.message_type is not None and wire == _BYTES:
-                waiting.append((start, place, field.message_type, False))
-            elif (
-                field.is_repeated
-                and wire == _BYTES
-                and field.type not in (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
-            ):
-                left -= place - start
-            if is_top and field is not None:
-                counts[field.name] += 1
-            if left < 0:
-                raise ValueError(f"there are more than {most} fields")
+    _look(content, 0, len(content), descriptor, most, counts)
     return counts
+
+
+def _look(content: bytes, place: int, end: int, descriptor: Any, left: int, counts: Counter[str] | None = None) -> int:
+    """Read the fields from `place` to `end`, and those in them; returns how many fewer than `left` are left."""
+    fields = descriptor.fields_by_number
+    while place < end:
+        number, wire, start, place = _field(content, place, end)
+        left -= 1
+        field = fields.get(number)
+        if field is not None and wire == _BYTES:
+            if field.message_type is not None:
+                left = _look(content, start, place, field.message_type, left)
+            elif field.is_repeated and field.type not in _TEXTS:
+                left -= place - start
+        if left < 0:
+            raise ValueError("there are more fields than a request may have")
+        if counts is not None and field is not None:
+            counts[field.name] += 1
+    return left
 
 
 def first_fields(head: bytes, numbers: tuple[int, ...]) -> dict[int, int | bytes]:

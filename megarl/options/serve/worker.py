@@ -13,23 +13,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megarl.errors import CheckpointError
 from megarl.options.serve.futures import JSON, Promise, Promises
+from megarl.options.serve.journal import JournalEntry, RequestJournal
 from megarl.options.serve.order import FairQueue, Lane
 from megarl.options.serve.values import AdapterChoice, RequestError, Trainer
 from megarl.options.serve.wire import PROTOBUF
-
-if TYPE_CHECKING:
-    from megarl.options.serve.journal import JournalEntry, RequestJournal
 
 Settled = Mapping[str, Any] | bytes
 REDO, ANSWER = "redo", "answer"
 
 
 @dataclass
-class ServedModel:
+class ClientModel:
     """A model of a client. `choice` None: all weights are trained; `lost`: why it cannot be used, if it cannot."""
 
     id: str
@@ -46,7 +44,7 @@ class ServedModel:
     has_gradients: bool = False
     finishing: int = 0
     """Jobs that are computed and not settled."""
-    kept: float = 0.0
+    kept: float = field(default_factory=time.monotonic)
     """When its last snapshot was made."""
 
 
@@ -54,7 +52,7 @@ class ServedModel:
 class TrainingJob:
     """A request of a model whose turn comes. `redo`: what it is computed from after a crash; None: its answer is kept."""
 
-    model: ServedModel
+    model: ClientModel
     seq: int
     digest: bytes
     kind: str
@@ -62,6 +60,8 @@ class TrainingJob:
     compute: Callable[[], Any]
     finish: Callable[[Any], Awaitable[Settled]]
     redo: bytes | None = None
+    answer_of: Callable[[Any], Mapping[str, Any]] | None = None
+    """Of what `compute` returned, what `finish` will answer: the journal has it before the next job has an effect."""
     at_error: Callable[[str], None] | None = None
 
 
@@ -90,7 +90,7 @@ class TrainerWorker:
         """Begin to take jobs."""
         self._task = asyncio.create_task(self._run(), name="trainer")
 
-    async def stop(self, models: list[ServedModel]) -> None:
+    async def stop(self, models: list[ClientModel]) -> None:
         """End after the job that runs, settle what is computed, and keep all models."""
         if self._task is not None:
             self._task.cancel()
@@ -138,7 +138,11 @@ class TrainerWorker:
             raise RequestError(job.model.lost)
         if self._journal is not None and job.redo is not None:
             self._journal.append(job.model.id, job.seq, f"{REDO}:{job.kind}:{job.digest.hex()}", job.redo)
-        return job.compute()
+        value = job.compute()
+        if self._journal is not None and job.answer_of is not None and not job.model.lost:
+            entry = _answer_entry(job.answer_of(value), job.digest, failed=False)
+            self._journal.append(job.model.id, job.seq, *entry)
+        return value
 
     def _finish_later(self, job: TrainingJob, running: asyncio.Future[Any], error: Exception | None = None) -> None:
         model = job.model
@@ -180,20 +184,19 @@ class TrainerWorker:
         if journal is None or job.seq < 0 or job.model.lost:
             return
         loop = asyncio.get_running_loop()
-        if job.redo is None:
+        is_told = (job.answer_of is None or failed) if job.redo is None else failed and job.kind == "load"
+        if is_told:
             entry = _answer_entry(answer, job.digest, failed=failed)
             await loop.run_in_executor(self._disk, journal.append, job.model.id, job.seq, *entry)
         await loop.run_in_executor(self._disk, journal.flush)
 
-    async def _snapshot(self, model: ServedModel) -> None:
+    async def _snapshot(self, model: ClientModel) -> None:
         """Keep a model as it is, if it has no gradients that wait for a step, and forget the requests before."""
         journal = self._journal
         if journal is None or model.lost or model.has_gradients or model.finishing > 1 or model.done < 1:
             return
         while model.finishing:  # the answer of the last job is one that is carried
             await asyncio.gather(*self._finishing, return_exceptions=True)
-        from megarl.options.serve.journal import JournalEntry
-
         carried = []
         for promise in self._promises.of_model(model.id):
             seq = int(promise.id.rpartition(":")[2])
@@ -204,7 +207,7 @@ class TrainerWorker:
         write = partial(self.trainer.save, model.id)
         try:
             await self.in_thread(partial(journal.snapshot, model.id, model.done, write, carried))
-        except (OSError, CheckpointError, RequestError) as error:
+        except Exception as error:  # noqa: BLE001 - the requests since the last snapshot are kept instead
             self._say(f"no snapshot of model {model.id}, whose journal grows: {error}")
 
 

@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 from megarl.options.serve import tenants as module
 from megarl.options.serve.management import management_router
 from megarl.options.serve.places import CheckpointPath
-from megarl.options.serve.registry import RunRecord, SamplerRecord, SessionRecord
+from megarl.options.serve.registry import SamplerRecord, ServedRun, SessionRecord
 from megarl.options.serve.store import CheckpointStore
 from megarl.options.serve.tenants import Tenant, Tenants, add_tenant
 from megarl.options.serve.values import RequestError
@@ -89,7 +89,7 @@ def own_things(store: CheckpointStore, tenant: str, number: int) -> None:
         )
     )
     run = f"{session}:train:0"
-    registry.runs.add(RunRecord(run, tenant, created, session, "Qwen/Qwen3-0.6B", rank=32, user_metadata=metadata))
+    registry.runs.add(ServedRun(run, tenant, created, session, "Qwen/Qwen3-0.6B", rank=32, user_metadata=metadata))
     registry.samplers.add(SamplerRecord(f"{session}:sample:0", tenant, created, session, "Qwen/Qwen3-0.6B"))
     named = f"tinker://{run}/sampler_weights/final"
     registry.samplers.add(SamplerRecord(f"{session}:sample:1", tenant, created, session, "Qwen/Qwen3-0.6B", named))

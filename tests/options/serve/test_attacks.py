@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from megarl.options.serve.places import CheckpointPath
-from megarl.options.serve.registry import RunRecord
+from megarl.options.serve.registry import ServedRun
 from megarl.options.serve.tenants import Tenant
 from megarl.options.serve.values import RequestError
 from tests.options.serve.management_server import ManagementServer, quick_hashes, running
@@ -216,7 +216,7 @@ def test_the_store_itself_keeps_tenants_apart(
 
 def test_an_id_is_given_once(server: ManagementServer) -> None:
     with pytest.raises(RequestError, match="exists already"):
-        server.store.registry.runs.add(RunRecord(RUN, "ben", 0.0, SESSION, "base"))
+        server.store.registry.runs.add(ServedRun(RUN, "ben", 0.0, SESSION, "base"))
     assert server.store.registry.runs.owner(RUN) == "anna"
 
 

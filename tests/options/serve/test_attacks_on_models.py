@@ -16,12 +16,12 @@ from typing import Any
 import httpx
 import pytest
 import tinker
-from tests.options.serve.served import BASE, Served, serving
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from megarl.options.serve.tenants import add_tenant
 from tests.options.serve.management_server import quick_hashes
+from tests.options.serve.served import BASE, Served, serving
 
 NEVER = "99999999-9999-4999-8999-999999999999"
 LORA = {"rank": 4, "seed": 0}

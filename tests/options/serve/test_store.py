@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megarl.options.serve.places import CheckpointPath
-from megarl.options.serve.registry import RunRecord
+from megarl.options.serve.registry import ServedRun
 from megarl.options.serve.store import CheckpointStore
 from megarl.options.serve.tenants import Quotas, Tenant
 from megarl.options.serve.values import RequestError
@@ -347,7 +347,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence_and_can_be_deleted(
     reopen: Callable[[], CheckpointStore], tmp_path: Path, damage: Callable[[Path], None], *, restart: bool
 ) -> None:
     store = reopen()
-    store.registry.runs.add(RunRecord(RUN, "anna", 0.0, "s", "Qwen/Qwen3-0.6B", rank=32))
+    store.registry.runs.add(ServedRun(RUN, "anna", 0.0, "s", "Qwen/Qwen3-0.6B", rank=32))
     save(store)
     damage(tmp_path / "serve" / "checkpoints" / RUN.replace(":", "=") / "weights" / "000100")
     store = reopen() if restart else store
@@ -400,16 +400,16 @@ def test_metadata_have_an_end(reopen: Callable[[], CheckpointStore]) -> None:
 def test_records_survive_a_restart_and_a_broken_file_is_left_out(tmp_path: Path) -> None:
     said: list[str] = []
     store = CheckpointStore(tmp_path)
-    store.registry.runs.add(RunRecord(RUN, "anna", 5.0, "s", "base", rank=8, user_metadata={"a": 1}))
-    store.registry.runs.add(RunRecord("z:train:0", "anna", 6.0, "s", "base"))
+    store.registry.runs.add(ServedRun(RUN, "anna", 5.0, "s", "base", rank=8, user_metadata={"a": 1}))
+    store.registry.runs.add(ServedRun("z:train:0", "anna", 6.0, "s", "base"))
     store.registry.runs.touch("anna", RUN, 9.0)
     with pytest.raises(RequestError, match="exists already"):
-        store.registry.runs.add(RunRecord(RUN, "ben", 5.0, "s", "base"))
+        store.registry.runs.add(ServedRun(RUN, "ben", 5.0, "s", "base"))
     store.sweep()
     (tmp_path / "training_runs" / "z=train=0.json").write_text('{"id": "z:tr')
     (tmp_path / "training_runs" / "y.json").write_text(json.dumps({"id": "../../y", "tenant": "anna"}))
     runs = CheckpointStore(tmp_path, say=said.append).registry.runs
-    assert runs.get("anna", RUN) == RunRecord(RUN, "anna", 5.0, "s", "base", rank=8, user_metadata={"a": 1}, last_seen=9.0)
+    assert runs.get("anna", RUN) == ServedRun(RUN, "anna", 5.0, "s", "base", rank=8, user_metadata={"a": 1}, last_seen=9.0)
     assert [run.id for run in runs.of("anna")] == [RUN]
     assert len(said) == 2
     with pytest.raises(RequestError, match="training run z:train:0 does not exist"):

@@ -1,0 +1,126 @@
+"""Orders of requests: by number in each model, by turns among clients."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+
+import pytest
+
+from megarl.options.serve.order import FairQueue, FairSlots, Lane
+from megarl.options.serve.values import RequestError
+
+
+def offered(lane: Lane[int], seq: int) -> list[int]:
+    digest = bytes([seq])
+    assert not lane.is_repeated(seq, digest)
+    return lane.offer(seq, digest, seq, now=0.0)
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(4))])
+def test_requests_take_effect_in_the_order_of_their_numbers(order: tuple[int, ...]) -> None:
+    lane: Lane[int] = Lane()
+    assert [ready for seq in order for ready in offered(lane, seq)] == [0, 1, 2, 3]
+
+
+def test_a_repeated_request_is_known_waiting_or_done_and_other_content_is_refused() -> None:
+    lane: Lane[int] = Lane()
+    assert offered(lane, 1) == []
+    for _ in range(2):
+        assert lane.is_repeated(1, bytes([1]))
+        with pytest.raises(RequestError, match="seq_id is 1, which came before with other content"):
+            lane.is_repeated(1, b"other")
+        offered(lane, 0) if lane.next == 0 else None
+    assert lane.next == 2
+
+
+def test_a_number_that_is_over_and_unknown_is_refused() -> None:
+    lane: Lane[int] = Lane(first=7)
+    with pytest.raises(RequestError, match="seq_id is 6, but the model's next is 7"):
+        lane.is_repeated(6, b"")
+
+
+def test_a_number_that_is_lost_in_a_crash_may_come_again_once() -> None:
+    lane: Lane[int] = Lane(first=7)
+    lane.holes = {5}
+    assert offered(lane, 5) == [5]
+    assert lane.is_repeated(5, bytes([5]))
+    assert offered(lane, 7) == [7]
+
+
+def test_requests_do_not_wait_for_ever_for_one_that_never_comes() -> None:
+    lane: Lane[int] = Lane()
+    offered(lane, 0)
+    lane.is_repeated(3, b"3")
+    lane.offer(3, b"3", 3, now=10.0)
+    assert lane.overdue(19.0, 10.0) == ([], 1)
+    assert lane.overdue(21.0, 10.0) == ([3], 1)
+    with pytest.raises(RequestError, match="seq_id is 1, but the model's next is 4"):
+        lane.is_repeated(1, b"1")
+    assert offered(lane, 4) == [4]
+
+
+def test_ten_jobs_of_one_client_do_not_wait_for_ten_thousand_of_another() -> None:
+    async def work() -> list[str]:
+        queue: FairQueue[str] = FairQueue()
+        for number in range(10_000):
+            queue.put("big", f"big {number}")
+        for number in range(10):
+            queue.put("small", f"small {number}")
+        return [await queue.take() for _ in range(10_010)]
+
+    taken = asyncio.run(work())
+    assert [place for place, job in enumerate(taken) if job.startswith("small")] == [*range(1, 21, 2)]
+    assert [job for job in taken if job.startswith("big")] == [f"big {number}" for number in range(10_000)]
+
+
+def test_places_go_to_the_client_that_has_the_fewest() -> None:
+    async def work() -> list[str]:
+        slots, order = FairSlots(4), []
+
+        async def request(client: str) -> None:
+            async with slots.slot(client):
+                order.append(client)
+                await asyncio.sleep(0)
+
+        tasks = [asyncio.create_task(request("big")) for _ in range(1000)]
+        await asyncio.sleep(0)
+        tasks += [asyncio.create_task(request("small")) for _ in range(10)]
+        await asyncio.gather(*tasks)
+        return order
+
+    order = asyncio.run(work())
+    assert len(order) == 1010
+    assert max(place for place, client in enumerate(order) if client == "small") < 40
+
+
+def test_cancelled_requests_leave_no_place_taken() -> None:
+    async def work() -> None:
+        slots, chance = FairSlots(2), random.Random(0)
+        running: list[int] = []
+
+        async def request(number: int) -> None:
+            async with slots.slot(number % 3):
+                running.append(number)
+                assert len(running) <= 2
+                await asyncio.sleep(0.0001)
+                running.remove(number)
+
+        async def guarded(number: int) -> None:
+            try:
+                await request(number)
+            finally:
+                if number in running:
+                    running.remove(number)
+
+        tasks = [asyncio.create_task(guarded(number)) for number in range(200)]
+        for task in chance.sample(tasks, 120):
+            await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert slots._taken == 0
+        async with asyncio.timeout(1), slots.slot("a"), slots.slot("b"):
+            pass
+
+    asyncio.run(work())
