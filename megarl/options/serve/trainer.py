@@ -143,7 +143,7 @@ class SessionTrainer:
         return Passed(outputs, {LOSS: float(total)})
 
     def _run_custom(self, model: str, data: Sequence[Datum], loss: Loss, *, backward: bool) -> Passed:
-        """Two passes, as the client does it: log-probs, and cross-entropy weighted by the derivative, which is computed here."""
+        """Two passes, as the client makes them: log-probs, and cross-entropy weighted by the derivative, computed here."""
         if not isinstance(loss.graph, LossGraph):
             raise RequestError("loss_fn is 'custom', and loss_fn_config.loss_id names no loss that was created in this session")
         plain = [_unweighted(number, datum) for number, datum in enumerate(data)]
@@ -206,7 +206,10 @@ class SessionTrainer:
         self._check_header(self._choices[model], folder)
         try:
             check_pickles(folder / _TENSORS)
-            self.roles.ask(POLICY, ModelCall("load", (str((folder / _TENSORS).resolve()), with_optimizer), model))
+            self.roles.ask(
+                POLICY,
+                ModelCall("load", (str((folder / _TENSORS).resolve()), "taken" if with_optimizer else "restarted"), model),
+            )
             self._current = model
         except CheckpointError as error:
             self._switch(model)
