@@ -25,7 +25,7 @@ TARGETS = "target_tokens"
 
 
 @dataclass(frozen=True)
-class Limits:
+class DatumLimits:
     """What a model can be asked for: token ids below `vocabulary`, and at most `max_tokens` of them in a datum."""
 
     vocabulary: int
@@ -83,7 +83,7 @@ def _form(name: str) -> LossForm:
     return FORMS[name]
 
 
-def lay(data: Sequence[Datum], loss_name: str, limits: Limits, *, replicas: int) -> Laid:
+def lay(data: Sequence[Datum], loss_name: str, limits: DatumLimits, *, replicas: int) -> Laid:
     """Check the data of a pass and lay them for the ranks, at least one row for each of `replicas`.
 
     Raises:
@@ -129,7 +129,7 @@ def _check_names(number: int, datum: Datum, form: LossForm, loss: str) -> None:
         raise RequestError(f"datum {number} has pictures, which this server does not train on; its chunks must be tokens")
 
 
-def _check_shapes(number: int, datum: Datum, form: LossForm, loss: str, limits: Limits) -> None:
+def _check_shapes(number: int, datum: Datum, form: LossForm, loss: str, limits: DatumLimits) -> None:
     length, targets = len(datum.tokens), datum.inputs[TARGETS]
     if not 0 < length <= limits.max_tokens:
         raise RequestError(f"datum {number} has {length} tokens; it must have 1 to {limits.max_tokens}")
@@ -146,7 +146,7 @@ def _check_shapes(number: int, datum: Datum, form: LossForm, loss: str, limits: 
             raise RequestError(f"datum {number} has {name} {shapes}; it must be {[*expected]}, an entry for each token")
 
 
-def _check_values(data: Sequence[Datum], limits: Limits) -> None:
+def _check_values(data: Sequence[Datum], limits: DatumLimits) -> None:
     """Look at all numbers at once, and only where something is wrong for its datum."""
     for what, of in (("tokens", lambda datum: datum.tokens), (TARGETS, lambda datum: datum.inputs[TARGETS])):
         joined = np.concatenate([of(datum).ravel() for datum in data])

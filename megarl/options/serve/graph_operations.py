@@ -28,7 +28,8 @@ class Size(Enum):
 _NAMES = {
     Size.BROADCAST: """
     abs neg exp expm1 log log1p log2 log10 sqrt rsqrt square reciprocal sigmoid tanh sin cos relu erf sign floor ceil round
-    trunc isnan isinf isfinite logical_not add sub mul div true_divide pow minimum maximum clamp clip clamp_min clamp_max where eq ne
+    trunc isnan isinf isfinite logical_not
+    add sub mul div true_divide pow minimum maximum clamp clip clamp_min clamp_max where eq ne
     lt le gt ge logical_and logical_or logical_xor fmod remainder lerp addcmul addcdiv xlogy logaddexp nan_to_num masked_fill
     mse_loss l1_loss smooth_l1_loss huber_loss kl_div softplus logsigmoid elu silu gelu masked_select
     """,

@@ -214,7 +214,7 @@ class RankModels:
     def _restart(self, choice: AdapterChoice | None) -> None:
         """Weights as a new model has them, moments 0, no gradients."""
         role = self.role
-        if self._adapters:
+        if role.options.lora is not None:
             adapter_part("layers").load_adapters(role.chunks, 0 if choice is None else choice.seed, None)
             for adapter in self._adapters:
                 _leave_out(adapter, choice)

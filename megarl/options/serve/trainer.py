@@ -20,7 +20,7 @@ from megarl.errors import CheckpointError
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.observe.expert_load import EXPERTS
 from megarl.options.serve.custom_graph import LossGraph
-from megarl.options.serve.datums import TARGETS, Laid, Limits, flat, lay, parameters_of
+from megarl.options.serve.datums import TARGETS, DatumLimits, Laid, flat, lay, parameters_of
 from megarl.options.serve.losses import FORMS, LOSS, Given, ServedLoss, token_losses
 from megarl.options.serve.rank_questions import Begin, ModelCall, is_chosen
 from megarl.options.serve.values import AdamParams, AdapterChoice, Array, Datum, Loss, Passed, RequestError
@@ -44,7 +44,7 @@ class SessionTrainer:
         self.replicas = config.policy.layout.dp
         hf_config = load_hf_config(config.model.path)
         vocabulary = int(architecture_for(hf_config).gpt_kwargs(hf_config)["vocab_size"])
-        self.limits = Limits(vocabulary, int(hf_config.get("max_position_embeddings") or 2**20))
+        self.limits = DatumLimits(vocabulary, int(hf_config.get("max_position_embeddings") or 2**20))
         facts = self.roles.ask(POLICY, Begin(live, str(folder)))
         self.largest_rank = facts[0].largest_rank
         self.kinds = frozenset[str]().union(*(fact.kinds for fact in facts))
@@ -206,15 +206,21 @@ class SessionTrainer:
         self._check_header(self._choices[model], folder)
         try:
             check_pickles(folder / _TENSORS)
+        except CheckpointError as error:
+            raise RequestError(f"the checkpoint cannot be loaded: {error}") from None
+        loaded = False
+        try:
             self.roles.ask(
                 POLICY,
                 ModelCall("load", (str((folder / _TENSORS).resolve()), "taken" if with_optimizer else "restarted"), model),
             )
-            self._current = model
+            loaded = True
         except CheckpointError as error:
-            self._switch(model)
-            self.roles.ask(POLICY, ModelCall("put_back"))
             raise RequestError(f"the checkpoint cannot be loaded: {error}") from None
+        finally:
+            self._current = model
+            if not loaded:
+                self.roles.ask(POLICY, ModelCall("put_back"))
 
     def _check_header(self, choice: AdapterChoice | None, folder: Path) -> None:
         try:

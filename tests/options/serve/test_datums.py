@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megarl.data.stream import SCORED_IDS
-from megarl.options.serve.datums import Limits, lay, parameters_of
+from megarl.options.serve.datums import DatumLimits, lay, parameters_of
 from megarl.options.serve.losses import FILLS
 from megarl.options.serve.values import Datum, Loss, Picture, RequestError
 
-LIMITS = Limits(vocabulary=50, max_tokens=8)
+LIMITS = DatumLimits(vocabulary=50, max_tokens=8)
 
 
 def datum(tokens: list[int], targets: Any, **inputs: Any) -> Datum:
