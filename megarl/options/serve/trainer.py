@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from megarl.checkpoint.dist_writer import join_shards
+from megarl.checkpoint.format.dist_format import COMMON, METADATA
 from megarl.checkpoint.format.safe_pickle import check_pickles
 from megarl.core.session import Session
 from megarl.data.stream import SCORED_IDS
@@ -227,6 +228,8 @@ class SessionTrainer:
             header: dict[str, Any] = json.loads((folder / _HEADER).read_text())
             adapters = None if header["adapters"] is None else AdapterChoice(**header["adapters"])
             largest = header["largest_rank"]
+            if not all((folder / _TENSORS / name).is_file() for name in (METADATA, COMMON)):
+                raise ValueError
         except (OSError, ValueError, TypeError, LookupError):
             raise RequestError("the checkpoint has no whole state of training; save_state must have written it") from None
         if _shape_of(adapters) != _shape_of(choice):
