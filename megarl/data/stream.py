@@ -181,7 +181,7 @@ class PackedStream:
 
 @dataclass(frozen=True)
 class ScoredValues:
-    """Values `[N]` or `[N, k]` of a stream's scored tokens, wherever they are, of the responses with an index below `before`."""
+    """Values `[N]` or `[N, k]` of a stream's scored tokens, wherever they are, of responses with an index below `before`."""
 
     stream: PackedStream
     values: Tensor

@@ -70,7 +70,6 @@ class RankModel:
         self.parts = open_pass_parts(self.chunks, options)
         self.optimizer: Any = None
         self.gathered: Gathered | None = None
-        """Passes whose gradients wait for `step`; whoever sets it to another's gives back that one's gradients, too."""
         self.watch: RouterWatch | None = None
         if optimizer is not None:
             if self.weight_map.num_experts:

@@ -184,8 +184,7 @@ def metrics_on_host(of_micro_batches: Sequence[Mapping[str, Any]]) -> list[dict[
             metrics[name] = float(here)
         else:
             answers = value.stream.answers(here.reshape(len(here), -1))
-            rows = ((index, row) for index, row in answers.items() if index < value.before)
-            metrics[name] = {index: row[:, 0] if here.dim() == 1 else row for index, row in rows}
+            metrics[name] = {index: row.reshape(-1, *here.shape[1:]) for index, row in answers.items() if index < value.before}
     return numbers
 
 

@@ -1,7 +1,7 @@
-"""A custom loss that a client traced, rebuilt from data: nodes in order, operations of a list, limits of size; nothing evaluated.
+"""A custom loss that a client traced, rebuilt from data: nodes in order, operations of a list, limits of size; no code is read.
 
-It runs in the driver, of one datum after another, on log-probs of a forward pass. Its derivative goes to the ranks as weights of
-cross-entropy, so that no rank ever runs what a client sent.
+It runs in the driver, for one datum after another, on log-probs of a forward pass. Its derivative goes to the ranks as weights
+of cross-entropy, so that no rank ever runs what a client sent.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A datum of N tokens becomes a prompt of its first one and a response of the other N − 1 and its last target: so each position
 predicts one token of the response. Where targets are no shift of the tokens, the response is fed all the same, and the targets
-are asked for by the column `SCORED_IDS`. Pure arrays, in the driver.
+are asked for by the column `SCORED_IDS`. Data that begin alike are one group, so that ranks may compute their beginning once.
+Pure arrays, in the driver.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from megarl.data.batch import Batch
+from megarl.data.prefix_tree import LEAST_SHARED
 from megarl.data.sample import Sample
 from megarl.data.stream import SCORED_IDS
 from megarl.options.serve.losses import FILLS, FORMS, THRESHOLDS, LossForm
@@ -23,7 +25,7 @@ TARGETS = "target_tokens"
 
 
 @dataclass(frozen=True)
-class Limits:
+class DatumLimits:
     """What a model can be asked for: token ids below `vocabulary`, and at most `max_tokens` of them in a datum."""
 
     vocabulary: int
@@ -81,7 +83,7 @@ def _form(name: str) -> LossForm:
     return FORMS[name]
 
 
-def lay(data: Sequence[Datum], loss_name: str, limits: Limits, *, replicas: int) -> Laid:
+def lay(data: Sequence[Datum], loss_name: str, limits: DatumLimits, *, replicas: int) -> Laid:
     """Check the data of a pass and lay them for the ranks, at least one row for each of `replicas`.
 
     Raises:
@@ -121,14 +123,13 @@ def _check_names(number: int, datum: Datum, form: LossForm, loss: str) -> None:
         raise RequestError(f"datum {number} has no loss_fn_inputs['{missing[0]}'], which {loss} reads")
     known = (TARGETS, *form.required, *form.optional)
     if unknown := [name for name in datum.inputs if name not in known]:
-        raise RequestError(
-            f"datum {number} has loss_fn_inputs['{unknown[0]}'], which {loss} does not read; its inputs must be {', '.join(known)}"
-        )
+        which, allowed = f"loss_fn_inputs['{unknown[0]}']", ", ".join(known)
+        raise RequestError(f"datum {number} has {which}, which {loss} does not read; its inputs must be {allowed}")
     if datum.pictures:
         raise RequestError(f"datum {number} has pictures, which this server does not train on; its chunks must be tokens")
 
 
-def _check_shapes(number: int, datum: Datum, form: LossForm, loss: str, limits: Limits) -> None:
+def _check_shapes(number: int, datum: Datum, form: LossForm, loss: str, limits: DatumLimits) -> None:
     length, targets = len(datum.tokens), datum.inputs[TARGETS]
     if not 0 < length <= limits.max_tokens:
         raise RequestError(f"datum {number} has {length} tokens; it must have 1 to {limits.max_tokens}")
@@ -145,7 +146,7 @@ def _check_shapes(number: int, datum: Datum, form: LossForm, loss: str, limits: 
             raise RequestError(f"datum {number} has {name} {shapes}; it must be {[*expected]}, an entry for each token")
 
 
-def _check_values(data: Sequence[Datum], limits: Limits) -> None:
+def _check_values(data: Sequence[Datum], limits: DatumLimits) -> None:
     """Look at all numbers at once, and only where something is wrong for its datum."""
     for what, of in (("tokens", lambda datum: datum.tokens), (TARGETS, lambda datum: datum.inputs[TARGETS])):
         joined = np.concatenate([of(datum).ravel() for datum in data])
@@ -183,8 +184,9 @@ def _sample(number: int, datum: Datum) -> Sample:
     tokens, last = datum.tokens, datum.inputs[TARGETS].ravel()[-1]
     response = np.append(tokens[1:], last)
     mask = np.ones(len(tokens), np.uint8)
-    name = str(number)
-    return Sample(name, name, name, [int(tokens[0])], response, mask, [], [], "stop")  # type: ignore[arg-type]
+    alike = min(len(tokens), LEAST_SHARED + 1)  # of fewer tokens nothing would be shared
+    name, group = str(number), tokens[:alike].tobytes().hex()
+    return Sample(name, group, name, [int(tokens[0])], response, mask, [], [], "stop")  # type: ignore[arg-type]
 
 
 def _add(
@@ -196,7 +198,7 @@ def _add(
     of: Callable[[Datum], Array] | None = None,
     is_wide: bool = False,
 ) -> None:
-    """Add a column `[B, T]`, or `[B, T, width]` where it is more than one or `is_wide`, with zeros where a datum has nothing."""
+    """Add a column `[B, T]`, `[B, T, width]` where it is more than one or `is_wide`, with zeros where a datum has nothing."""
     shape = (*batch.mask.shape, width) if width > 1 or is_wide else batch.mask.shape
     column = np.zeros(shape, np.float32)
     for row, datum in enumerate(data):

@@ -25,25 +25,23 @@ class Size(Enum):
     COMPUTED = "to be computed before it is made"
 
 
-_ELEMENTWISE = """
-    abs neg exp expm1 log log1p log2 log10 sqrt rsqrt square reciprocal sigmoid tanh sin cos relu erf sign floor ceil round trunc
-    isnan isinf isfinite logical_not add sub mul div true_divide pow minimum maximum clamp clip clamp_min clamp_max where eq ne
+_NAMES = {
+    Size.BROADCAST: """
+    abs neg exp expm1 log log1p log2 log10 sqrt rsqrt square reciprocal sigmoid tanh sin cos relu erf sign floor ceil round
+    trunc isnan isinf isfinite logical_not
+    add sub mul div true_divide pow minimum maximum clamp clip clamp_min clamp_max where eq ne
     lt le gt ge logical_and logical_or logical_xor fmod remainder lerp addcmul addcdiv xlogy logaddexp nan_to_num masked_fill
     mse_loss l1_loss smooth_l1_loss huber_loss kl_div softplus logsigmoid elu silu gelu masked_select
-""".split()
-_NO_LARGER = """
+    """,
+    Size.SMALLER: """
     sum mean prod max min amax amin argmax argmin logsumexp norm std var any all count_nonzero median dot softmax log_softmax
-    cumsum cumprod logcumsumexp flip roll sort reshape view flatten squeeze unsqueeze transpose permute t narrow select split chunk
-    unbind diff triu tril detach clone contiguous float double long int bool to type_as zeros_like ones_like full_like
+    cumsum cumprod logcumsumexp flip roll sort reshape view flatten squeeze unsqueeze transpose permute t narrow select split
+    chunk unbind diff triu tril detach clone contiguous float double long int bool to type_as zeros_like ones_like full_like
     size dim numel
-""".split()
-_COMPUTED = "gather index_select take_along_dim expand expand_as repeat stack cat outer pad arange zeros ones full".split()
-_SIZES = {
-    **dict.fromkeys(_ELEMENTWISE, Size.BROADCAST),
-    **dict.fromkeys(_NO_LARGER, Size.SMALLER),
-    **dict.fromkeys(_COMPUTED, Size.COMPUTED),
+    """,
+    Size.COMPUTED: "gather index_select take_along_dim expand expand_as repeat stack cat outer pad arange zeros ones full",
 }
-
+_SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
 METHODS: Mapping[str, Size] = {name: size for name, size in _SIZES.items() if hasattr(Tensor, name)}
 """Methods of tensors."""
 
@@ -63,9 +61,9 @@ FUNCTIONS: Mapping[str, tuple[Callable[..., Any], Size]] = _of_torch()
 """Functions that take tensors, or sizes."""
 
 _IN_PLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv", "ipow": "pow"}
-_OPERATORS = "add sub mul truediv floordiv mod pow neg abs eq ne lt le gt ge and_ or_ xor not_ invert".split()
+_OPERATORS = "add sub mul truediv floordiv mod pow neg abs eq ne lt le gt ge and_ or_ xor not_ invert"
 NUMERIC: Mapping[str, Callable[..., Any]] = {
-    **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS},
+    **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()},
     **{f"operator.{name}": getattr(operator, plain) for name, plain in _IN_PLACE.items()},
     **{
         f"math.{name}": getattr(math, name) for name in ("exp", "log", "log2", "log10", "sqrt", "floor", "ceil", "tanh", "fabs")
@@ -77,11 +75,12 @@ NUMERIC: Mapping[str, Callable[..., Any]] = {
 
 ATTRIBUTES = frozenset({"shape", "ndim", "dtype", "device", "T", "mT", "values", "indices"})
 """What `getattr` may ask of a tensor, or of what an operation with several results gives."""
-KEYWORDS = frozenset(
-    """dim dims keepdim dtype min max alpha beta value values reduction rounding_mode unbiased correction descending shifts index
+_KEYWORDS = """
+    dim dims keepdim dtype min max alpha beta value values reduction rounding_mode unbiased correction descending shifts index
     other input mask weight delta nan posinf neginf fill_value threshold p ord start end step size target log_target exponent
-    tensors tensor split_size_or_sections chunks n sizes repeats pad mode dim0 dim1 length shape diagonal""".split()
-)
+    tensors tensor split_size_or_sections chunks n sizes repeats pad mode dim0 dim1 length shape diagonal
+"""
+KEYWORDS = frozenset(_KEYWORDS.split())
 """Names of arguments: none in which an operation writes, and none that chooses a device."""
 TEXTS = frozenset({"sum", "mean", "none", "floor", "trunc", "constant"})
 """Texts that are arguments of operations."""

@@ -26,7 +26,7 @@ THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 
 @dataclass(frozen=True)
 class LossForm:
-    """What a loss reads beside `target_tokens`: inputs that each datum must have, may have, and parameters with defaults.
+    """What a loss reads besides `target_tokens`: inputs that each datum must have, may have, and parameters with defaults.
 
     `wide`: it takes several targets per position.
     """
@@ -52,7 +52,7 @@ FORMS: dict[str, LossForm] = {
 
 @dataclass(frozen=True)
 class Given:
-    """What a loss reads: `columns` float `[N]` (`[N, K]` with several targets) by name, its parameters, and whose each token is.
+    """What a loss reads: `columns` float `[N]` (`[N, K]` of several targets) by name, parameters, and whose each token is.
 
     `response` int64 `[N]` numbers the data from 0 to `responses` − 1.
     """
@@ -153,7 +153,7 @@ class ServedLoss:
     targets: int = 0
 
     def __call__(self, output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, Any]]:
-        """`output` float32 `[N, C]`: log-prob and entropy of the next token, the log-probs of `targets` last → (loss, sums)."""
+        """`output` float32 `[N, C]`: log-prob and entropy of the next token, log-probs of `targets` last → (loss, sums)."""
         log_probs = output[:, output.shape[1] - self.targets :] if self.targets else output[:, 0]
         if self.targets == 1:
             log_probs = log_probs[:, 0]

@@ -2,8 +2,8 @@
 
 A model's state is what this rank has of it in buffers and optimizer: trained parameters, gradients since the last step, float32
 masters, moments and their count. Copies of these know nothing of the layout. The role is built with adapters of the largest
-rank; a model of a smaller one has zeros in the rows of A and columns of B behind it, and so has one that leaves out layers. There
-both gradients are 0, so they stay zero.
+rank. A model of a smaller one has zeros in the rows of A and columns of B behind it, and a model that leaves out layers has
+zeros in theirs. There both gradients are 0, so they stay zero.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,7 +26,7 @@ from megarl.megatron.optimizer_state import adams, make_moments, parts_of
 from megarl.megatron.rank_model import Gathered, RankModel
 from megarl.megatron.shards import host_memory
 from megarl.megatron.weights import load_weights
-from megarl.models.adapters import LORA_A, LORA_B, adapter_part, is_adapter_tensor
+from megarl.models.adapters import LORA_A, adapter_part, is_adapter_tensor
 from megarl.models.hf_folder import HFFolder
 from megarl.options.serve.rank_questions import Facts, is_chosen, kind_of
 from megarl.options.serve.values import AdamParams, AdapterChoice
@@ -36,7 +36,8 @@ from megarl.options.serve.values import AdamParams, AdapterChoice
 class _Kept:
     """The state of a model that is not in its place: tensors in main memory by name, or the `file` that has them.
 
-    `counts` are those of updates that optimizers keep in their groups, `steps` the model's own; `gathered`: as in `RankModel`, None without gradients.
+    `counts` are those of updates that optimizers keep in their groups, `steps` the model's own. `gathered`: as in `RankModel`,
+    None without gradients.
     """
 
     choice: AdapterChoice | None
@@ -48,7 +49,7 @@ class _Kept:
 
 
 class StepParameters:
-    """Takes the place of a role's schedule: parameters of Adam as each request has them. `num_steps` counts the model's steps."""
+    """Takes the place of a role's schedule: parameters of Adam as each request has them. `num_steps` is the model's count."""
 
     def __init__(self, optimizer: Any) -> None:
         """Of megatron-core's `optimizer`; one or several in a chain."""
@@ -213,7 +214,7 @@ class RankModels:
     def _restart(self, choice: AdapterChoice | None) -> None:
         """Weights as a new model has them, moments 0, no gradients."""
         role = self.role
-        if self._adapters:
+        if role.options.lora is not None:
             adapter_part("layers").load_adapters(role.chunks, 0 if choice is None else choice.seed, None)
             for adapter in self._adapters:
                 _leave_out(adapter, choice)
@@ -259,15 +260,15 @@ class RankModels:
         shards = self.role.shards()
         return write_shards(shards.copied_into(host_memory(shards.nbytes)), folder)
 
-    def load(self, folder: str, with_optimizer: bool) -> None:
-        """Take over a checkpoint, and the optimizer's state or none; the state before is kept for `put_back`.
+    def load(self, folder: str, optimizer: Literal["taken", "restarted"]) -> None:
+        """Take over a checkpoint, with or without the optimizer's state; the state before is kept for `put_back`.
 
         Collective over the world.
         """
         self.stash()
         self.role.gathered = None
         self.role.load(folder)
-        if not with_optimizer:
+        if optimizer == "restarted":
             self.restart_optimizer()
 
     def export(self, folder: str) -> None:

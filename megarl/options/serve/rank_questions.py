@@ -60,7 +60,7 @@ class ModelCall:
 
 
 def kind_of(tensor: str) -> str:
-    """Whether a tensor of an adapter, by the hub's name, is beside attention (`attn`), an MLP (`mlp`) or the output (`unembed`)."""
+    """The kind of layer that a tensor of an adapter, by the hub's name, is beside: `attn`, `mlp`, or `unembed`, the output."""
     layer = tensor.removesuffix(LORA_A).removesuffix(LORA_B)
     if layer.rpartition(".")[2] in ("lm_head", "embed_out", "output_layer"):
         return "unembed"

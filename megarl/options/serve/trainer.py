@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from megarl.checkpoint.dist_writer import join_shards
+from megarl.checkpoint.format.dist_format import COMMON, METADATA
 from megarl.checkpoint.format.safe_pickle import check_pickles
 from megarl.core.session import Session
 from megarl.data.stream import SCORED_IDS
@@ -20,7 +21,7 @@ from megarl.errors import CheckpointError
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.observe.expert_load import EXPERTS
 from megarl.options.serve.custom_graph import LossGraph
-from megarl.options.serve.datums import TARGETS, Laid, Limits, flat, lay, parameters_of
+from megarl.options.serve.datums import TARGETS, DatumLimits, Laid, flat, lay, parameters_of
 from megarl.options.serve.losses import FORMS, LOSS, Given, ServedLoss, token_losses
 from megarl.options.serve.rank_questions import Begin, ModelCall, is_chosen
 from megarl.options.serve.values import AdamParams, AdapterChoice, Array, Datum, Loss, Passed, RequestError
@@ -44,7 +45,7 @@ class SessionTrainer:
         self.replicas = config.policy.layout.dp
         hf_config = load_hf_config(config.model.path)
         vocabulary = int(architecture_for(hf_config).gpt_kwargs(hf_config)["vocab_size"])
-        self.limits = Limits(vocabulary, int(hf_config.get("max_position_embeddings") or 2**20))
+        self.limits = DatumLimits(vocabulary, int(hf_config.get("max_position_embeddings") or 2**20))
         facts = self.roles.ask(POLICY, Begin(live, str(folder)))
         self.largest_rank = facts[0].largest_rank
         self.kinds = frozenset[str]().union(*(fact.kinds for fact in facts))
@@ -143,7 +144,7 @@ class SessionTrainer:
         return Passed(outputs, {LOSS: float(total)})
 
     def _run_custom(self, model: str, data: Sequence[Datum], loss: Loss, *, backward: bool) -> Passed:
-        """Two passes, as the client does it: log-probs, and cross-entropy weighted by the derivative, which is computed here."""
+        """Two passes, as the client makes them: log-probs, and cross-entropy weighted by the derivative, computed here."""
         if not isinstance(loss.graph, LossGraph):
             raise RequestError("loss_fn is 'custom', and loss_fn_config.loss_id names no loss that was created in this session")
         plain = [_unweighted(number, datum) for number, datum in enumerate(data)]
@@ -206,18 +207,29 @@ class SessionTrainer:
         self._check_header(self._choices[model], folder)
         try:
             check_pickles(folder / _TENSORS)
-            self.roles.ask(POLICY, ModelCall("load", (str((folder / _TENSORS).resolve()), with_optimizer), model))
-            self._current = model
         except CheckpointError as error:
-            self._switch(model)
-            self.roles.ask(POLICY, ModelCall("put_back"))
             raise RequestError(f"the checkpoint cannot be loaded: {error}") from None
+        loaded = False
+        try:
+            self.roles.ask(
+                POLICY,
+                ModelCall("load", (str((folder / _TENSORS).resolve()), "taken" if with_optimizer else "restarted"), model),
+            )
+            loaded = True
+        except CheckpointError as error:
+            raise RequestError(f"the checkpoint cannot be loaded: {error}") from None
+        finally:
+            self._current = model
+            if not loaded:
+                self.roles.ask(POLICY, ModelCall("put_back"))
 
     def _check_header(self, choice: AdapterChoice | None, folder: Path) -> None:
         try:
             header: dict[str, Any] = json.loads((folder / _HEADER).read_text())
             adapters = None if header["adapters"] is None else AdapterChoice(**header["adapters"])
             largest = header["largest_rank"]
+            if not all((folder / _TENSORS / name).is_file() for name in (METADATA, COMMON)):
+                raise ValueError
         except (OSError, ValueError, TypeError, LookupError):
             raise RequestError("the checkpoint has no whole state of training; save_state must have written it") from None
         if _shape_of(adapters) != _shape_of(choice):

@@ -64,7 +64,7 @@ class WorldRoles:
         return found
 
     def _mine(self, batch: Batch, columns: Sequence[str]) -> list[Any]:
-        units = batch.unit_rows(range(len(batch)), share_prefix=False)
+        units = batch.unit_rows(range(len(batch)), share_prefix=True)
         plan = plan_micro_batches(units.sizes, ranks=self.layout.dp, max_tokens=self.max_tokens, flops=FLOPS)
         shares = batch.shares(units, plan, columns)
         return [*chain(shares[self.layout.coords(torch.distributed.get_rank()).dp])]

@@ -46,6 +46,18 @@ def data_of(
     return found
 
 
+def begun_alike() -> list[Datum]:
+    """Three data whose first 20 tokens are the same, of which one has no shift of its tokens as targets."""
+    draw, found = np.random.default_rng(3), []
+    prompt = draw.integers(0, VOCAB_SIZE, 20)
+    for number in range(3):
+        tokens = np.append(prompt, draw.integers(0, VOCAB_SIZE, 3 + number)).astype(np.int32)
+        targets = draw.permutation(tokens) if number == 1 else np.append(tokens[1:], 7)
+        weights = draw.uniform(-0.2, 1, len(tokens)).astype(np.float32)
+        found.append(Datum(tokens, {"target_tokens": targets.astype(np.int64), "weights": weights}))
+    return found
+
+
 def gradients(trainer: Any) -> dict[str, Tensor]:
     """Gradients since the last step by hub name, on each stage's leading rank; they are lost, and weights as they were."""
     from megarl.megatron.step import reduce_gradients
@@ -149,3 +161,48 @@ def steps_of_adam(
         found.append(trained())
         of_steps.append((gradient, metrics))
     return found, of_steps
+
+
+def saved_and_loaded(
+    rank: int, world_size: int, folder: Path, layout: Layout, lora: Lora | None, checkpoint: Path | None, damage: str = ""
+) -> Any:
+    """Without a checkpoint: trains two steps, saves into `saved`, and two more. With one: loads it and makes these two.
+
+    `damage` is what is wrong with it: then also that the model is as it was. Answers what is trained at the end, by hub name.
+    """
+    from megarl.options.serve.values import RequestError
+
+    trainer = trainer_in(layout, folder, lora)
+    choice = AdapterChoice(2, seed=4, train_mlp=False) if lora is not None else None
+    role = trainer.roles.role
+
+    def step(number: int) -> None:
+        trainer.run_pass("mine", data_of("ppo", number), Loss("ppo"), backward=True)
+        trainer.optimizer_step("mine", ADAM)
+
+    def trained() -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in (role.export_adapters() if lora else role.export())}
+
+    trainer.create("mine", choice)
+    if lora is not None:
+        trainer.create("other", AdapterChoice(3, seed=1))
+        trainer.run_pass("other", data_of("ppo", 9), Loss("ppo"), backward=True)
+    if checkpoint is None:
+        for number in range(2):
+            step(number)
+        trainer.save("mine", folder.parent / "saved")
+    else:
+        step(5)
+        trainer.run_pass("mine", data_of("ppo", 6), Loss("ppo"), backward=True)  # whose gradients a load forgets
+        before = trained()
+        try:
+            trainer.load("mine", checkpoint, with_optimizer=damage != "no optimizer")
+        except RequestError as error:
+            after = trained()
+            same = all(torch.equal(after[name], tensor) for name, tensor in before.items())
+            return str(error), same, role.gathered is not None
+        if lora is not None:
+            trainer.optimizer_step("other", ADAM)
+    for number in range(2, 4):
+        step(number)
+    return trained()

