@@ -30,8 +30,8 @@ Body = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of the model that engines serve: tokens of prompt and answer together, and ids.
+class EngineLimits:
+    """EngineLimits of the model that engines serve: tokens of prompt and answer together, and ids.
 
     `tokenizer_folder` is that of the tokenizer by which stop texts are found; `ends` are end tokens beside those of the model's
     folder; `image_token` stands for a picture (None: the model takes none).
@@ -64,7 +64,7 @@ class Bodies:
         return [*of_prompt, *(body["rid"] for body in self.samples), *(self.draws["rid"] if self.draws is not None else ())]
 
 
-def check_request(request: SampleRequest, limits: Limits) -> None:
+def check_request(request: SampleRequest, limits: EngineLimits) -> None:
     """Refuse what no engine answers.
 
     Raises:
@@ -85,7 +85,7 @@ def check_request(request: SampleRequest, limits: Limits) -> None:
         _check_pictures(request, limits)
 
 
-def _check_sampling(request: SampleRequest, limits: Limits) -> None:
+def _check_sampling(request: SampleRequest, limits: EngineLimits) -> None:
     if request.max_tokens is not None and request.max_tokens < 1:
         raise RequestError(f"max_tokens is {request.max_tokens}; it must be at least 1")
     if not (request.temperature >= 0 and math.isfinite(request.temperature)):
@@ -102,7 +102,7 @@ def _check_sampling(request: SampleRequest, limits: Limits) -> None:
         raise RequestError(f"stop has the token id {wrong[0]}; ids must be from 0 to {limits.vocab_size - 1}")
 
 
-def _check_scores(request: SampleRequest, limits: Limits) -> None:
+def _check_scores(request: SampleRequest, limits: EngineLimits) -> None:
     tokens, last = len(request.tokens), request.prompt_logprobs_last_n
     if last is not None and not request.prompt_logprobs:
         raise RequestError("prompt_logprobs_last_n is of prompt_logprobs, which is not asked for")
@@ -137,7 +137,7 @@ def _check_scores(request: SampleRequest, limits: Limits) -> None:
         raise RequestError(f"target_prompt_logprobs {asks}; the product must be at most {MOST_TARGETS}")
 
 
-def _check_pictures(request: SampleRequest, limits: Limits) -> None:
+def _check_pictures(request: SampleRequest, limits: EngineLimits) -> None:
     if limits.image_token is None:
         raise RequestError("prompt shows a picture, which this model does not take")
     if scored(request) or request.prompt_alt_tokens_k:
@@ -149,7 +149,7 @@ def _check_pictures(request: SampleRequest, limits: Limits) -> None:
         end = picture.place + picture.length
 
 
-def most_tokens(request: SampleRequest, limits: Limits) -> int:
+def most_tokens(request: SampleRequest, limits: EngineLimits) -> int:
     """Most tokens of an answer: as many as are asked for, and the context has room for."""
     room = limits.context_tokens - len(request.tokens)
     return room if request.max_tokens is None else min(room, request.max_tokens)
@@ -170,7 +170,7 @@ def targeted(targets: Array) -> tuple[Array, Array]:
     return np.flatnonzero((targets >= 0).any(axis=1)), np.unique(targets[targets >= 0])
 
 
-def bodies(request: SampleRequest, limits: Limits, name: Callable[[], str], adapter: str | None) -> Bodies:
+def bodies(request: SampleRequest, limits: EngineLimits, name: Callable[[], str], adapter: str | None) -> Bodies:
     """The bodies that answer a request, which `check_request` let through; `adapter`: what the server calls its adapters.
 
     The prompt of several samples is computed once, before them; they find it in the server's cache.
@@ -194,7 +194,7 @@ def bodies(request: SampleRequest, limits: Limits, name: Callable[[], str], adap
     return Bodies(common | {"rid": name(), "sampling_params": {"max_new_tokens": 0}} | scores, samples, start, draws)
 
 
-def _draws(request: SampleRequest, limits: Limits, name: Callable[[], str], seed: int, adapter: str | None) -> Body:
+def _draws(request: SampleRequest, limits: EngineLimits, name: Callable[[], str], seed: int, adapter: str | None) -> Body:
     """Draws at each position behind the first: under the request's temperature, of the full distribution."""
     tokens, k = request.tokens.tolist(), request.prompt_alt_tokens_k
     drawn = {"max_new_tokens": 1, "temperature": request.temperature, "ignore_eos": True}
@@ -238,7 +238,7 @@ def _likeliest(count: int) -> Body:
     return {"top_logprobs_num": count, **dict.fromkeys(flags, True)}
 
 
-def _sampling(request: SampleRequest, limits: Limits) -> Body:
+def _sampling(request: SampleRequest, limits: EngineLimits) -> Body:
     """`sampling_params` without the seed. Stops that are given add to the model's own ends; none at all turn these off, too."""
     stop = request.stop
     texts = [item for item in stop or () if isinstance(item, str)]
@@ -259,7 +259,7 @@ def sample_seed(seed: int, number: int) -> int:
     return int.from_bytes(blake2b(f"{seed}/{number}".encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _prompt_of(request: SampleRequest, limits: Limits) -> Body:
+def _prompt_of(request: SampleRequest, limits: EngineLimits) -> Body:
     if not request.pictures:
         return {"input_ids": request.tokens.tolist()}
     shown = sorted(request.pictures, key=lambda picture: picture.place)
@@ -270,7 +270,7 @@ def _prompt_of(request: SampleRequest, limits: Limits) -> Body:
     }
 
 
-def shown_tokens(request: SampleRequest, limits: Limits) -> Array:
+def shown_tokens(request: SampleRequest, limits: EngineLimits) -> Array:
     """The prompt's tokens with the model's own id where pictures are."""
     tokens = request.tokens.copy()
     for picture in request.pictures:

@@ -62,7 +62,7 @@ class AskedEngine(Protocol):
 
 
 @dataclass(eq=False)
-class Adapter:
+class NamedAdapter:
     """A PEFT folder under a name of its own, which no other folder ever has in a server."""
 
     name: str
@@ -96,7 +96,7 @@ class EngineServer:
         """The server that `_held` is of."""
         self._finding: asyncio.Task[Address] | None = None
         self._not_before = 0.0
-        self._held: OrderedDict[Adapter, _Held] = OrderedDict()
+        self._held: OrderedDict[NamedAdapter, _Held] = OrderedDict()
         self._making_room = asyncio.Lock()
         self._freed = asyncio.Event()
 
@@ -105,7 +105,7 @@ class EngineServer:
         """Return whether it answered when it was asked last."""
         return self._address is not None
 
-    def has(self, adapter: Adapter | None) -> bool:
+    def has(self, adapter: NamedAdapter | None) -> bool:
         """Return whether it need not load this adapter first."""
         return adapter is None or adapter in self._held
 
@@ -130,7 +130,7 @@ class EngineServer:
     # adapters -----------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def holding(self, adapter: Adapter | None) -> AsyncIterator[str | None]:
+    async def holding(self, adapter: NamedAdapter | None) -> AsyncIterator[str | None]:
         """Within it the server holds the adapter; yields the server's name of it.
 
         Raises:
@@ -147,7 +147,7 @@ class EngineServer:
             held.users -= 1
             self._freed.set()
 
-    async def _hold(self, adapter: Adapter) -> _Held:
+    async def _hold(self, adapter: NamedAdapter) -> _Held:
         while (held := self._held.get(adapter)) is None:
             async with self._making_room:
                 if adapter not in self._held:
@@ -176,7 +176,7 @@ class EngineServer:
             else:
                 await self._unload(unused)
 
-    async def _load(self, adapter: Adapter) -> None:
+    async def _load(self, adapter: NamedAdapter) -> None:
         body = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
         try:
             await self._post("load_lora_adapter", body, ADAPTER_S)
@@ -186,13 +186,13 @@ class EngineServer:
         finally:
             self._freed.set()
 
-    async def _unload(self, adapter: Adapter) -> None:
+    async def _unload(self, adapter: NamedAdapter) -> None:
         held = self._held.pop(adapter, None)
         if held is not None and self._address is not None:
             with contextlib.suppress(RequestError):  # it has none of this name
                 await self._post("unload_lora_adapter", {"lora_name": adapter.name}, ADAPTER_S)
 
-    async def forget(self, adapter: Adapter) -> None:
+    async def forget(self, adapter: NamedAdapter) -> None:
         """Drop an adapter that no request uses any more."""
         held = self._held.get(adapter)
         if held is not None:

@@ -20,11 +20,11 @@ from megarl.errors import EngineError
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.shape import ModelShape
 from megarl.options.serve.answered_arrays import AbortedError, read_sampled
-from megarl.options.serve.asked_bodies import Bodies, Limits, bodies, check_request, draws_of, shown_tokens
+from megarl.options.serve.asked_bodies import Bodies, EngineLimits, bodies, check_request, draws_of, shown_tokens
 from megarl.options.serve.engine_arguments import loaded_adapters
-from megarl.options.serve.engine_server import Adapter, AskedEngine, EngineServer, ServerLostError
+from megarl.options.serve.engine_server import AskedEngine, EngineServer, NamedAdapter, ServerLostError
 from megarl.options.serve.section import serve_of
-from megarl.options.serve.turns import Turns
+from megarl.options.serve.turns import TenantTurns
 from megarl.options.serve.values import RequestError, Sampled, SampleRequest
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class SglangSampler:
     def __init__(
         self,
         engines: Sequence[AskedEngine],
-        limits: Limits,
+        limits: EngineLimits,
         *,
         most_adapters: int,
         max_rank: int,
@@ -66,12 +66,12 @@ class SglangSampler:
         """`most_adapters`: those that a server holds at once, of `max_rank` at most. `most_samples`: at once on all servers,
         before tenants wait for turns. `restart_s`: for a lost server to start."""
         self.limits, self.max_rank = limits, max_rank
-        self.turns = Turns(most_samples)
+        self.turns = TenantTurns(most_samples)
         self._http: aiohttp.ClientSession | None = None
         self.servers = [
             EngineServer(engine, number, self._session, most_adapters, restart_s) for number, engine in enumerate(engines)
         ]
-        self._adapters: dict[str, Adapter] = {}
+        self._adapters: dict[str, NamedAdapter] = {}
         self._start, self._numbers = secrets.token_hex(4), count()
 
     # adapters -----------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class SglangSampler:
             EngineError: no server answered.
         """
         await asyncio.to_thread(self._check_folder, folder)
-        new = Adapter(self._name(), folder.resolve())
+        new = NamedAdapter(self._name(), folder.resolve())
         await self._up()
         loading = [self._load(server, new) for server in self.servers if server.is_up]
         failed = [error for error in await asyncio.gather(*loading, return_exceptions=True) if error is not None]
@@ -99,7 +99,7 @@ class SglangSampler:
         if old is not None:
             await self._forget(old)
 
-    async def _load(self, server: EngineServer, adapter: Adapter) -> None:
+    async def _load(self, server: EngineServer, adapter: NamedAdapter) -> None:
         async with server.holding(adapter):
             pass
 
@@ -109,7 +109,7 @@ class SglangSampler:
         if dropped is not None:
             await self._forget(dropped)
 
-    async def _forget(self, adapter: Adapter) -> None:
+    async def _forget(self, adapter: NamedAdapter) -> None:
         while adapter.users:
             adapter.unused.clear()
             await adapter.unused.wait()
@@ -157,7 +157,7 @@ class SglangSampler:
             raise EngineError(f"a request was lost {TRIES} times, at last: {last}")
 
     @asynccontextmanager
-    async def _using(self, name: str | None) -> AsyncIterator[Adapter | None]:
+    async def _using(self, name: str | None) -> AsyncIterator[NamedAdapter | None]:
         """The adapter of this name, which is not dropped meanwhile; None: the base."""
         if name is None:
             yield None
@@ -187,7 +187,7 @@ class SglangSampler:
                 done.pop().result()
         return [server for server in self.servers if server.is_up]
 
-    async def _on(self, server: EngineServer, request: SampleRequest, adapter: Adapter | None) -> Sampled:
+    async def _on(self, server: EngineServer, request: SampleRequest, adapter: NamedAdapter | None) -> Sampled:
         async with server.holding(adapter) as name:
             asked = bodies(request, self.limits, self._name, name)
             try:
@@ -228,7 +228,7 @@ class SglangSampler:
             self._http = None
 
 
-def _least_loaded(servers: Sequence[EngineServer], adapter: Adapter | None) -> EngineServer:
+def _least_loaded(servers: Sequence[EngineServer], adapter: NamedAdapter | None) -> EngineServer:
     """The server with the fewest samples under way, of several one that has the adapter."""
     return min(servers, key=lambda server: (server.load, not server.has(adapter)))
 
@@ -254,7 +254,7 @@ def open_sampler(session: Session) -> SglangSampler:
     states, hf_config = rollouts.scheduler.engines, load_hf_config(config.model.path)
     vision = architecture_for(hf_config).vision(hf_config)
     end = session.inputs.tokenizer.eos_token_id
-    limits = Limits(
+    limits = EngineLimits(
         serve.context_tokens,
         ModelShape.read(config.model.path).vocab,
         str(Path(config.model.path).resolve()),

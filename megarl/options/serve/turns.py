@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator
 
 
-class Turns:
+class TenantTurns:
     """At most `most` samples at once, more only where a single request has more. Used in one event loop."""
 
     def __init__(self, most: int) -> None:

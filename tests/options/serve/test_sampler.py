@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from megarl.errors import EngineError
-from megarl.options.serve.asked_bodies import MOST_TARGETS, Limits
+from megarl.options.serve.asked_bodies import MOST_TARGETS, EngineLimits
 from megarl.options.serve.engine_server import EngineServer
 from megarl.options.serve.sampler import SglangSampler
 from megarl.options.serve.values import Picture, RequestError, SampleRequest
 from tests.options.serve.fake_sglang import FakeEngine, FakeServer
 
 PROMPT = [5, 6, 7, 8]
-LIMITS = Limits(64, 100, "tokenizer", (2,), image_token=90)
+LIMITS = EngineLimits(64, 100, "tokenizer", (2,), image_token=90)
 Scenario = Callable[[SglangSampler, list[FakeEngine]], Awaitable[None]]
 
 
@@ -217,7 +217,7 @@ def test_what_no_engine_answers_is_one_sentence_and_reaches_none(fields: dict[st
 
 def test_ids_at_too_many_positions_are_refused() -> None:
     async def scenario(sampler: SglangSampler, engines: list[FakeEngine]) -> None:
-        sampler.limits = Limits(5000, 2000, "tokenizer")
+        sampler.limits = EngineLimits(5000, 2000, "tokenizer")
         targets = np.tile(np.arange(1000), (2000, 1))
         with pytest.raises(RequestError, match=f"asks for 1000 distinct ids at 2000 positions; .* at most {MOST_TARGETS}"):
             await sampler.sample(request([5] * 2001, target_prompt_logprobs=targets))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from megarl.options.serve.asked_bodies import Limits
+from megarl.options.serve.asked_bodies import EngineLimits
 from megarl.options.serve.engine_arguments import adapter_room, seed_arguments
 from megarl.options.serve.sampler import SglangSampler
 from megarl.options.serve.values import RequestError, Sampled, SampleRequest
@@ -104,7 +104,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     options = ServerOptions(str(model), root / "server.log", extra=extra, **sizes)  # type: ignore[arg-type]
     loop = asyncio.new_event_loop()
     engine = Engine(options, loop.run_until_complete(SglangEngine.open(options, initial_version=0)))
-    limits = Limits(1024, TINY.vocab_size, str(root / "tokenizer"), (2,))
+    limits = EngineLimits(1024, TINY.vocab_size, str(root / "tokenizer"), (2,))
     sampler = SglangSampler([engine], limits, most_adapters=2, max_rank=8)
     made = Served(engine, sampler, models, loop)
     try:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from megarl.options.serve.turns import Turns
+from megarl.options.serve.turns import TenantTurns
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -16,7 +16,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 def test_a_tenant_with_few_requests_does_not_wait_behind_one_with_many() -> None:
     async def scenario() -> None:
-        turns, order, gates = Turns(4), list[str](), dict[str, asyncio.Event]()
+        turns, order, gates = TenantTurns(4), list[str](), dict[str, asyncio.Event]()
 
         async def ask(tenant: str, name: str, samples: int = 1) -> None:
             gates[name] = asyncio.Event()
@@ -43,7 +43,7 @@ def test_a_tenant_with_few_requests_does_not_wait_behind_one_with_many() -> None
 
 def test_a_request_with_more_samples_than_there_are_at_once_has_its_turn_alone() -> None:
     async def scenario() -> None:
-        turns, running = Turns(4), list[int]()
+        turns, running = TenantTurns(4), list[int]()
 
         async def ask(samples: int) -> None:
             async with turns.turn("one", samples):
