@@ -99,8 +99,9 @@ S3 = ["obstore>=0.12.1,<0.13"]
 # SGLang's contradict
 MCP = ["mcp>=2.3,<3"]
 # `megarl serve`: bodies are protobuf messages whose only definition is a private module of the client's package, which any
-# release may change; so it is the version that the server is tested with. fastapi and uvicorn are there by SGLang
-SERVE = ["tinker==0.38.0", "fastapi", "uvicorn"]
+# release may change; so it is the version that the server is tested with. fastapi and uvicorn are there by SGLang; pyrage
+# encrypts downloads for the recipients whom a client names, as the cookbook's do (one wheel of 1 MB)
+SERVE = ["tinker==0.38.0", "fastapi", "uvicorn", "pyrage>=1.4,<2"]
 FUZZ = ["atheris==3.0.0"]  # benchmarks/fuzz.py: fuzzing that follows coverage; wheels for Linux on x86_64
 
 TEST = [

@@ -21,7 +21,7 @@ from megarl.data.tokenize import load_tokenizer
 from megarl.models.hf_folder import copy_companions
 from megarl.runs.run_template import keep_template
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer
-from tests.data.published_templates import QWEN3
+from tests.data.family_templates import QWEN3
 
 ASKED = [{"role": "user", "content": "hi"}]
 OFF = {"enable_thinking": False}

@@ -1,4 +1,4 @@
-"""Chat templates of model families as they are published, but for what they write about tools, dates and wrong rows.
+"""Chat templates of model families as they are published, but for dates, wrong rows and, except Qwen3, descriptions of tools.
 
 Each with the tokens that it writes, those that end generation, and whether it renders earlier turns otherwise later.
 """
@@ -60,7 +60,12 @@ QWEN25 = (
 )
 
 QWEN3_MESSAGES = (
-    """{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{%- endif %}
+    """{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}
+    {{- "# Tools\n\n<tools>" }}{%- for tool in tools %}{{- "\n" }}{{- tool | tojson }}{%- endfor %}
+    {{- "\n</tools><|im_end|>\n" }}
+{%- elif messages[0].role == 'system' %}{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{%- endif %}
 {%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
 {%- for message in messages[::-1] %}
     {%- set index = (messages|length - 1) - loop.index0 %}
@@ -178,16 +183,26 @@ GLM4 = """[gMASK]<sop>{% for item in messages %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"""
 
 GLM45 = """[gMASK]<sop>
+{%- macro visible_text(content) -%}
+    {%- if content is string -%}{{- content }}
+    {%- elif content is iterable and content is not mapping -%}
+        {%- for item in content -%}
+            {%- if item is mapping and item.type == 'text' -%}{{- item.text }}
+            {%- elif item is string -%}{{- item }}{%- endif -%}
+        {%- endfor -%}
+    {%- else -%}{{- content }}{%- endif -%}
+{%- endmacro -%}
 {%- set ns = namespace(last_user_index=-1) %}
 {%- for m in messages %}{%- if m.role == 'user' %}{% set ns.last_user_index = loop.index0 -%}{%- endif %}{%- endfor %}
 {% for m in messages %}
 {%- if m.role == 'user' -%}<|user|>
-{{ m.content }}
-{{- '/nothink' if (enable_thinking is defined and not enable_thinking and not m.content.endswith("/nothink")) else '' -}}
+{{ visible_text(m.content) }}
+{%- set says_so = visible_text(m.content).endswith("/nothink") %}
+{{- '/nothink' if (enable_thinking is defined and not enable_thinking and not says_so) else '' -}}
 {%- elif m.role == 'assistant' -%}
 <|assistant|>
 {%- set reasoning_content = '' %}
-{%- set content = m.content %}
+{%- set content = visible_text(m.content) %}
 {%- if m.reasoning_content is string %}
     {%- set reasoning_content = m.reasoning_content %}
 {%- else %}
@@ -219,7 +234,7 @@ GLM45 = """[gMASK]<sop>
 {%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}{{- '<|observation|>' }}{%- endif %}
 {{- '\n<tool_response>\n' }}{{- m.content }}{{- '\n</tool_response>' }}
 {%- elif m.role == 'system' -%}<|system|>
-{{ m.content }}
+{{ visible_text(m.content) }}
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
@@ -247,6 +262,7 @@ DEEPSEEK_R1 = """{{ bos_token }}{%- for message in messages %}
 DEEPSEEK31 = """{% if not thinking is defined %}{% set thinking = false %}{% endif %}
 {%- set ns = namespace(is_last_user=false, is_tool=false) %}{{ bos_token }}
 {%- for message in messages %}
+    {%- if message['role'] == 'system' %}{{- message['content'] }}{%- endif %}
     {%- if message['role'] == 'user' %}{%- set ns.is_tool = false -%}{%- set ns.is_last_user = true -%}
         {{- '<｜User｜>' + message['content']}}
     {%- endif %}

@@ -22,7 +22,7 @@ from megarl.data.supervised import SupervisedSettings
 from megarl.errors import DataError
 from megarl.option_list import OPTIONS
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer
-from tests.data.published_templates import QWEN3
+from tests.data.family_templates import QWEN3
 from tests.data.seeing_folders import SPECIAL, picture, processed, seeing_folder
 
 SETTINGS = SupervisedSettings()

@@ -15,7 +15,8 @@ from megarl.data.supervised import SupervisedBuilder, SupervisedSettings
 from megarl.data.tokenize import PromptBuilder
 from megarl.errors import DataError
 from tests.data.chat_tokenizers import byte_tokenizer
-from tests.data.published_templates import LLAMA_3, LLAMA_31, PICTURES_ONLY, PUBLISHED, QWEN2_5, QWEN3, SMOLLM2
+from tests.data.family_templates import LLAMA3, QWEN3
+from tests.data.published_templates import LLAMA_31, PICTURES_ONLY, PUBLISHED, QWEN2_5, SMOLLM2
 
 USER = {"role": "user", "content": "What is 2 + 2?"}
 CALL = {"type": "function", "id": "call_0", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
@@ -37,7 +38,7 @@ def refusal(template: str, messages: list[dict[str, Any]], **more: Any) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("template", [SMOLLM2, LLAMA_3])
+@pytest.mark.parametrize("template", [SMOLLM2, LLAMA3])
 def test_tool_calls_that_a_template_does_not_know_are_an_error(template: str) -> None:
     assert refusal(template, [USER, CALLS, ANSWER, SAYS]) == (
         "the chat template leaves out 'tool_calls' of message 1 (counted from 0) of data.train row 0 (counted from 0), the "

@@ -18,7 +18,8 @@ from megarl.data.template_args import with_defaults
 from megarl.data.tokenize import PromptBuilder
 from megarl.errors import DataError
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer
-from tests.data.published_templates import OPTIONS, PUBLISHED, QWEN3
+from tests.data.family_templates import QWEN3
+from tests.data.published_templates import OPTIONS, PUBLISHED
 
 ROWS = SourceConfig(source="jsonl", path="rows.jsonl")
 ASKED = [{"role": "user", "content": "What is 2 + 2?"}]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from functools import partial
 from importlib.util import find_spec
@@ -141,11 +142,9 @@ def _app(
     from megarl.options.serve.tenants import Tenants, kept_secret
     from megarl.options.serve.trainer import SessionTrainer
 
-    def graph_of(asked: Mapping[str, Any]) -> Any:
-        return read_graph(asked["name"], [(given["name"], given["rank"]) for given in asked["inputs"]], asked["graph"])
-
-    settings, figures, folder = _serve_of(config), run.figures, run.folder
-    tenants = Tenants(Path(settings.tenants) if settings.tenants else None, secret=kept_secret(folder / "secret"))
+    settings, figures, folder = _serve_of(config), run.figures, run.folder / "serve"
+    tenants = Tenants(Path(settings.tenants) if settings.tenants else None, secret=kept_secret(folder / "secret"), say=say)
+    shutil.rmtree(folder / "models", ignore_errors=True)  # what ranks of a server that was killed had moved out of memory
     trainer = SessionTrainer(session, folder / "models", live=settings.live_models)
     sampler = open_sampler(session)
     options = ServiceOptions(
@@ -158,14 +157,14 @@ def _app(
         max_waiting=settings.max_waiting,
         snapshot_every_s=settings.snapshot_every_s,
         scratch=folder / "scratch",
-        read_graph=graph_of,
+        read_graph=read_graph,
         say=say,
     )
     service = Service(
         options,
         trainer=CountedTrainer(trainer, figures, lost),
         sampler=CountedSampler(sampler, figures),
-        store=open_store(folder / "store", say=say),
+        store=open_store(folder, say=say),
         tenants=tenants,
         journal=RequestJournal(folder / "journal"),
     )

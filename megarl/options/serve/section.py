@@ -9,8 +9,9 @@ from pydantic import Field
 
 from megarl.config.option_sections import AddedField
 from megarl.config.section import Positive, Seconds, Section
+from megarl.errors import DataError
 
-NO_ROWS = {"source": "python", "name": "megarl.api:no_rows"}
+NO_ROWS = {"source": "python", "name": f"{__name__}:no_rows"}
 """The `data.train` of a server, whose sequences all come from its clients."""
 
 TARGETS = ["all-linear", "lm_head"]
@@ -89,6 +90,18 @@ def completed(tree: dict[str, Any]) -> dict[str, Any]:
         "resources": {"placement": "separate"},
     }
     return _over(defaults, tree) | {"serve": limits}
+
+
+def no_rows() -> list[dict[str, Any]]:
+    """Tell a command that asks a server for rows which command it wants.
+
+    Raises:
+        DataError: always.
+    """
+    raise DataError(
+        "the config has a section serve, and its clients bring the rows: run it by `megarl serve`, or remove the section and "
+        "set data.train"
+    )
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

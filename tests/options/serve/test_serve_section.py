@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, load_any, parse_config, to_yaml
-from megarl.errors import ConfigError
+from megarl.data.prompts import rows_of
+from megarl.errors import ConfigError, DataError
 from megarl.option_list import part
 from megarl.options.serve.section import completed, serve_of
 
@@ -99,6 +100,11 @@ def test_a_contradiction_is_one_sentence(serve: dict[str, Any], sections: dict[s
     with pytest.raises(ConfigError, match=message) as caught:
         config_of(serve, **sections)
     assert str(caught.value).count("; it must be") <= 1
+
+
+def test_other_commands_are_told_what_the_config_is_for() -> None:
+    with pytest.raises(DataError, match="its clients bring the rows: run it by `megarl serve`, or remove the section"):
+        list(rows_of(config_of().data.train))
 
 
 def test_a_server_on_one_gpu_needs_engines_that_do_not_sleep() -> None:
