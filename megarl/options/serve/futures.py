@@ -115,7 +115,7 @@ class Promises:
         return self._promises.get(identity)
 
     def unsure(self, model: str) -> list[Promise]:
-        """Answers to a model's requests that its client may not have: never fetched, or so lately that the reply may be lost."""
+        """Answers to a model's requests that its client may not have: not fetched, or so lately that the reply may be lost."""
         now = self._clock()
         own = (promise for promise in self._promises.values() if promise.model == model and promise.settled is not None)
         return [promise for promise in own if promise.fetched is None or now - promise.fetched < UNSURE_S]
