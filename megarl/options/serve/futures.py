@@ -21,6 +21,7 @@ JSON = "application/json"
 INLINE_BYTES = 1 << 16
 """Bytes of an answer that is sent without a word about its size first."""
 MOST_COMPLETIONS = 4096
+UNSURE_S = 60.0
 Category = Literal["user", "server", "unknown"]
 Target = tuple[str, int]
 """A sampling session, and which of its clones."""
@@ -113,9 +114,11 @@ class Promises:
         """The promise of that id, if it is kept."""
         return self._promises.get(identity)
 
-    def of_model(self, model: str) -> list[Promise]:
-        """All promises of a model's requests."""
-        return [promise for promise in self._promises.values() if promise.model == model]
+    def unsure(self, model: str) -> list[Promise]:
+        """Answers to a model's requests that its client may not have: not fetched, or so lately that the reply may be lost."""
+        now = self._clock()
+        own = (promise for promise in self._promises.values() if promise.model == model and promise.settled is not None)
+        return [promise for promise in own if promise.fetched is None or now - promise.fetched < UNSURE_S]
 
     def keep(self, promise: Promise, answer: Mapping[str, Any] | bytes) -> None:
         """Settle a promise with its answer: JSON, or bytes of protobuf."""

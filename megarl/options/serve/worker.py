@@ -198,9 +198,9 @@ class TrainerWorker:
         while model.finishing:  # the answer of the last job is one that is carried
             await asyncio.gather(*self._finishing, return_exceptions=True)
         carried = []
-        for promise in self._promises.of_model(model.id):
+        for promise in self._promises.unsure(model.id):
             seq = int(promise.id.rpartition(":")[2])
-            if promise.settled is not None and promise.fetched is None and 0 <= seq <= model.done:
+            if 0 <= seq <= model.done:
                 kind = f"{ANSWER}:{promise.media}:{int(promise.failed)}:{promise.digest.hex()}"
                 carried.append(JournalEntry(seq, kind, promise.content))
         model.kept = time.monotonic()

@@ -140,7 +140,6 @@ class ReferenceTrainer:
 
     def save(self, model: str, folder: Path) -> None:
         trained = self.models[model]
-        assert all(parameter.grad is None for parameter in trained.parameters().values()), "gradients wait for a step"
         folder.mkdir()
         save_file(
             {name: parameter.detach().clone() for name, parameter in trained.parameters().items()},
