@@ -122,6 +122,11 @@ class Records(Generic[R]):
         record = self._records.get(identity)
         return None if record is None else record.tenant
 
+    def all(self) -> list[R]:
+        """All records of all tenants, for the server itself."""
+        with self._lock:
+            return list(self._records.values())
+
     def of(self, tenant: str) -> list[R]:
         """All records of a tenant, the newest first."""
         with self._lock:
