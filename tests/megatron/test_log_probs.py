@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from megarl.megatron import heads, logit_passes, parameter_gradients
 from megarl.megatron.heads import VocabParallelLogProbs
-from megarl.megatron.options import default_chunk_tokens
+from megarl.megatron.options import SamplingLimits, default_chunk_tokens
 from tests.algorithms.test_memory import peak_bytes, size
 
 
@@ -277,3 +277,43 @@ def test_a_weight_that_is_not_trained_costs_no_product(monkeypatch: pytest.Monke
         hidden.grad = None
     assert products == [3, 3]
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("limits", [None, SamplingLimits(top_k=30)])
+def test_products_of_low_rank_enter_each_chunk_of_logits(
+    monkeypatch: pytest.MonkeyPatch, limits: SamplingLimits | None, summed: bool
+) -> None:
+    """Values and gradients against dense float64, where fewer columns are added than there are; `summed`: into buffers."""
+    generator = torch.Generator().manual_seed(0)
+    vocab, real, chunk_tokens = 40, 37, 3
+    hidden, low = (torch.randn(10, width, generator=generator).requires_grad_() for width in (16, 4))
+    weight, added = (torch.nn.Parameter(torch.randn(*shape, generator=generator)) for shape in ((vocab, 16), (real, 4)))
+    weight.requires_grad_(False)
+    targets = torch.randint(0, real, (10,), generator=generator)
+    monkeypatch.setattr(heads, "least_kept", lambda logits, *_: logits.topk(30, dim=-1).values[:, -1:])  # of one rank
+    grad_log_probs, grad_entropy = torch.randn(2, 10, generator=generator)
+    main = with_main_gradient(added) if summed else None
+    log_probs, entropy, *_ = VocabParallelLogProbs.apply(
+        hidden, weight, targets, 0, real, 0.7, chunk_tokens, OneRank(), limits, False, low, added
+    )
+    (log_probs * grad_log_probs + entropy * grad_entropy).sum().backward()
+
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, low, added)]
+    logits = (exact[0] @ weight[:real].double().T + exact[1] @ exact[2].T) / 0.7
+    if limits is not None:
+        least = logits.topk(limits.top_k, dim=-1).values[:, -1:]
+        left_out = (logits < least).scatter(1, targets[:, None], False)
+        logits = logits.masked_fill(left_out, -torch.inf)
+    log_p = logits.log_softmax(-1)
+    exact_log_probs = log_p[torch.arange(10), targets]
+    exact_entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
+    (exact_log_probs * grad_log_probs + exact_entropy * grad_entropy).sum().backward()
+    torch.testing.assert_close(log_probs.double(), exact_log_probs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), exact_entropy, rtol=1e-5, atol=1e-5)
+    assert (added.grad is None) == summed
+    of_added = added.grad if main is None else main - 1
+    for found, expected in ((hidden.grad, exact[0]), (low.grad, exact[1]), (of_added, exact[2])):
+        assert found is not None
+        assert expected.grad is not None
+        torch.testing.assert_close(found.double(), expected.grad, rtol=1e-4, atol=1e-5)

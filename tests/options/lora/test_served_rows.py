@@ -1,4 +1,4 @@
-"""SGLang's output layer with adapters on a CPU: each row gets those of its request, though the layer is given few of the rows."""
+"""SGLang's output layer with adapters on a CPU: each row gets those of its request, though the layer is given few of them."""
 
 from __future__ import annotations
 
