@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,20 @@ def steps_of_adam(
     return found, of_steps
 
 
+def save(trainer: Any, model: str, folder: Path) -> None:
+    """Save as the one driver of a run does: here each rank is one, and the first alone has to do with folders."""
+    from megarl.options.serve.rank_questions import ModelCall
+
+    if torch.distributed.get_rank() == 0:
+        trainer.save(model, folder)
+    else:
+        tensors = folder.with_name(f"{folder.name}.partial") / "policy"
+        while not tensors.exists():
+            time.sleep(0.01)
+        trainer.roles.ask("policy", ModelCall("save", (str(tensors),), model))
+    torch.distributed.barrier()
+
+
 def saved_and_loaded(
     rank: int, world_size: int, folder: Path, layout: Layout, lora: Lora | None, checkpoint: Path | None, damage: str = ""
 ) -> Any:
@@ -190,7 +205,7 @@ def saved_and_loaded(
     if checkpoint is None:
         for number in range(2):
             step(number)
-        trainer.save("mine", folder.parent / "saved")
+        save(trainer, "mine", folder.parent / "saved")
     else:
         step(5)
         trainer.run_pass("mine", data_of("ppo", 6), Loss("ppo"), backward=True)  # whose gradients a load forgets
