@@ -54,3 +54,28 @@ def test_a_request_with_more_samples_than_there_are_at_once_has_its_turn_alone()
         assert running == [2, 9, 4, 4]
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_tenants_have_as_many_samples_under_way_each_not_as_many_requests() -> None:
+    async def scenario() -> None:
+        turns, order, gates = TenantTurns(8), list[str](), list[asyncio.Event]()
+
+        async def ask(tenant: str, samples: int) -> None:
+            async with turns.turn(tenant, samples):
+                order.append(tenant)
+                gates.append(asyncio.Event())
+                await gates[-1].wait()
+
+        tasks = [asyncio.create_task(ask("large", 4)) for _ in range(10)]
+        await until(lambda: len(order) == 2)
+        tasks += [asyncio.create_task(ask("small", 1)) for _ in range(10)]
+        await asyncio.sleep(0)
+        gates[0].set()
+        await until(lambda: len(order) == 6)
+        assert order == ["large"] * 2 + ["small"] * 4
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert (turns.under_way, turns.waiting) == (0, 0)
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
