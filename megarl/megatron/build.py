@@ -15,10 +15,11 @@ from megarl.config.layout import Layout
 from megarl.megatron import layer_specs
 from megarl.megatron.attention import core_attention_called
 from megarl.megatron.chosen_parameters import freeze
-from megarl.megatron.heads import LogProbHead, ValueHead
+from megarl.megatron.heads import LogProbHead
 from megarl.megatron.model_config import DTYPES, ddp_config, fuses_gradient_accumulation, refused, transformer_config
 from megarl.megatron.options import ModelOptions
 from megarl.megatron.rotary import set_rotary_embedding
+from megarl.megatron.value_head import ValueHead
 from megarl.megatron.weights import role_map
 from megarl.models.adapters import adapter_part
 from megarl.models.hf_folder import HFFolder

@@ -1,6 +1,6 @@
-"""Heads in place of the output layer of a `GPTModel`: token log-probs from hidden states, or a scalar head.
+"""The head in place of the output layer of a `GPTModel`: token log-probs from hidden states.
 
-The log-prob head never holds a full `[N, V]` logit matrix: it goes through the scored rows in chunks, forward and
+It never holds a full `[N, V]` logit matrix: it goes through the scored rows in chunks, forward and
 backward, and each tensor-parallel rank sees only its slice of the vocabulary.
 """
 
@@ -21,6 +21,7 @@ from megarl.data.stream import TopK
 from megarl.megatron.kept_tokens import least_kept, left_out
 from megarl.megatron.logit_passes import logits_to_gradient, row_sums
 from megarl.megatron.options import SamplingLimits, default_chunk_tokens
+from megarl.megatron.parameter_gradients import add_product, given_to_autograd, sum_of_gradients
 from megarl.megatron.row_gradients import RowGradients
 
 LIMITED_BUFFERS = 4
@@ -79,10 +80,14 @@ class VocabParallelLogProbs(torch.autograd.Function):
         """This rank's part of the gradient of `hidden` (the caller sums over the group) and of its `weight` slice."""
         hidden, weight, targets, log_z, entropy, low, added, *least = ctx.saved_tensors
         vocabulary, chunk_tokens, overlaps = ctx.settings
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_low = torch.empty_like(low) if ctx.needs_input_grad[10] else None
-        of_weight = _sum_of_gradients(weight) if ctx.needs_input_grad[1] else None
-        of_added = _sum_of_gradients(added) if ctx.needs_input_grad[11] else None
+        to_hidden, to_weight, *_ = ctx.needs_input_grad
+        to_low, to_added = ctx.needs_input_grad[10:] or (False, False)
+        grad_hidden, grad_low = (
+            torch.empty_like(rows) if wanted else None for rows, wanted in ((hidden, to_hidden), (low, to_low))
+        )
+        of_weight, of_added = (
+            sum_of_gradients(parameter) if wanted else None for parameter, wanted in ((weight, to_weight), (added, to_added))
+        )
         grad_log_probs, targets = _as_columns(grads[0]), _as_columns(targets)
         logits, ctx.logits = ctx.logits, None
         for rows in row_chunks(len(hidden), chunk_tokens):
@@ -93,39 +98,18 @@ class VocabParallelLogProbs(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
             if of_weight is not None:
-                _add_product(of_weight, grad_logits.t(), hidden[rows])
+                add_product(of_weight, grad_logits.t(), hidden[rows])
             if grad_low is not None:
                 torch.mm(grad_logits[:, : len(added)], added, out=grad_low[rows])
             if of_added is not None:
-                _add_product(of_added, grad_logits[:, : len(added)].t(), low[rows])
+                add_product(of_added, grad_logits[:, : len(added)].t(), low[rows])
             del grad_logits  # before the next chunk's is made
             logits = None
         grad_weight, grad_added = (
-            _given(parameter, total, overlaps=overlaps) for parameter, total in ((weight, of_weight), (added, of_added))
+            given_to_autograd(parameter, total, overlaps=overlaps)
+            for parameter, total in ((weight, of_weight), (added, of_added))
         )
         return grad_hidden, grad_weight, *[None] * 8, grad_low, grad_added
-
-
-def _sum_of_gradients(parameter: Tensor) -> Tensor:
-    """The float32 tensor in which a parameter's gradient is summed: megatron-core's own, or a new one."""
-    main = _main_gradient(parameter)
-    return torch.zeros_like(parameter, dtype=torch.float32) if main is None else main
-
-
-def _given(parameter: Tensor, total: Tensor | None, *, overlaps: bool) -> Tensor | None:
-    """The gradient that autograd is given where `total` is its sum: none of what is in megatron-core's buffer already, or zeros
-    that set off its reduction."""
-    if total is None:
-        return None
-    if total is _main_gradient(parameter):
-        return torch.zeros_like(parameter) if overlaps else None
-    return total.to(parameter.dtype)
-
-
-def _main_gradient(weight: Tensor) -> Tensor | None:
-    """The float32 buffer that megatron-core sums gradients of `weight` in, if there is one."""
-    buffer: Tensor | None = getattr(weight, "main_grad", None)
-    return buffer if buffer is not None and buffer.dtype == torch.float32 else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +135,7 @@ class VocabularySlice:
         """`[n, V/tp]` in the weight's dtype, before they are divided by the temperature; `low` `[n, R]` as `added` has it."""
         logits = hidden @ self.weight.t()
         if self.added is not None:
-            assert low is not None, "an adapter has its own part of the rows"
+            assert low is not None, "rows come with their products with A"
             logits[:, : len(self.added)].addmm_(low, self.added.t())
         return logits
 
@@ -322,19 +306,6 @@ def _chunk_backward(
     return p.div_(vocabulary.temperature).to(vocabulary.weight.dtype)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """float32 `total` `[V, H]` += `left` `[V, n]` @ `right` `[n, H]`, without a tensor of its size in between.
-
-    A chunk has few rows, so one pass over `[V, H]` takes as long as the product itself.
-    """
-    if left.dtype == torch.float32:
-        total.addmm_(left, right)
-    elif total.device.type == "cpu":
-        total.addmm_(left.float(), right.float())
-    else:  # GPUs add bfloat16 products to float32 inside the product
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)  # type: ignore[call-overload]
-
-
 def _as_columns(values: Tensor) -> Tensor:
     """`[N]` or `[N, M]` as `[N, M]`."""
     return values[:, None] if values.dim() == 1 else values
@@ -384,7 +355,7 @@ class LogProbHead(torch.nn.Module):
         self.vocab_size, self.temperature, self.chunk_tokens = vocab_size, temperature, chunk_tokens
         self.limits, self.collision, self.overlaps = limits, collision, overlaps
         self.request: HeadRequest | None = None
-        self.adapter: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None
+        self.beside: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None
         """Of an adapter beside the layer: by hidden states, what A makes of the whole stream `[S, 1, R]`, and B `[W, R]`."""
 
     def forward(
@@ -397,7 +368,7 @@ class LogProbHead(torch.nn.Module):
         buffers = 1 if self.limits is None else LIMITED_BUFFERS
         chunk_tokens = self.chunk_tokens or default_chunk_tokens(weight.device.type, buffers * weight.shape[0])
         scored = enter_tensor_parallel_region(hidden, self.config, self.tp_group)[:, 0].index_select(0, rows)
-        low, added = (self.adapter(hidden) if self.adapter is not None else None) or (None, None)
+        low, added = (self.beside(hidden) if self.beside is not None else None) or (None, None)
         low = low[:, 0].index_select(0, rows) if low is not None else None
         start = self.tp_group.rank() * weight.shape[0]
         if not torch.is_grad_enabled():
@@ -428,34 +399,3 @@ def enter_tensor_parallel_region(hidden: Tensor, config: TransformerConfig, grou
     if config.sequence_parallel:
         return tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
     return tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=group)
-
-
-class ValueHead(torch.nn.Linear):
-    """hidden → 1 in place of the output layer, zero-initialised, replicated over tensor parallelism.
-
-    Set `request` before the forward pass; the output is float32 `[N, 1, 1]`.
-    """
-
-    def __init__(self, config: TransformerConfig, group: torch.distributed.ProcessGroup) -> None:
-        super().__init__(config.hidden_size, 1, bias=False, dtype=torch.float32)
-        torch.nn.init.zeros_(self.weight)
-        self.config, self.tp_group = config, group
-        self.request: HeadRequest | None = None
-
-    def forward(  # type: ignore[override]
-        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[Tensor, None]:
-        """`hidden` `[S(/tp), 1, H]` → (`[N, 1, 1]`, None)."""
-        assert self.request is not None, "set request before the forward pass"
-        if self.config.sequence_parallel:
-            # Every rank computes the same values from the gathered stream, so its slice of the gradient is its own.
-            hidden = tensor_parallel.gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=False, group=self.tp_group
-            )
-        scored = hidden[:, 0].index_select(0, self.request.rows).float()
-        return torch.nn.functional.linear(scored, self.weight)[:, None], None
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """The weight for megatron-core's dist_checkpointing, replicated over tensor parallelism."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets)

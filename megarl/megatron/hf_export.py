@@ -12,7 +12,7 @@ from torch import Tensor
 from megarl.megatron.model_config import DTYPES
 from megarl.megatron.rank_model import RankModel
 from megarl.models.adapters import adapter_part
-from megarl.models.hf_fields import without_mxfp4, without_prediction_layers
+from megarl.models.hf_fields import without_mxfp4, without_prediction_layers, without_tied_output
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for, sequence_classifier
 
@@ -111,6 +111,8 @@ def _config(role: RankModel, source: HFFolder) -> dict[str, Any]:
     config = dict(config)
     config.pop("torch_dtype", None)
     config["dtype"] = role.options.dtype
+    if role.options.lora is not None and adapter_part("weight_map").unties(role.weight_map):
+        config = without_tied_output(config)
     if role.options.head == "value":
         return sequence_classifier(config)
     if any(name.endswith("ForSequenceClassification") for name in config.get("architectures", [])):

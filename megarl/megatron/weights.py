@@ -97,9 +97,10 @@ def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folde
             if (rule.tp_axis is not None or whole_expert) and not hasattr(tensor, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(tensor, True, rule.tp_axis or 0, 1)
     if options.lora is not None:
-        folder_of = adapter_part("peft_folder").AdapterFolder
-        read = folder_of(options.adapter, folder.config).get_slice if options.adapter is not None else None
-        adapter_part("layers").load_adapters(chunks, options.lora_seed, read)
+        stored = adapter_part("peft_folder").AdapterFolder(options.adapter, folder.config) if options.adapter else None
+        adapter_part("layers").load_adapters(chunks, options.lora_seed, stored.get_slice if stored is not None else None)
+        if stored is not None:
+            adapter_part("layers").check_output(chunks, weight_map, stored, folder.get_slice)
 
 
 def _keep_full_precision(tensor: Any, values: Tensor, *, trainable: bool) -> None:
@@ -128,7 +129,12 @@ def local_shards(
     Of weights that Transformer Engine holds in FP8 these are copies in the model's dtype, which no view of FP8 values could be:
     all `at_once`, or each when it is asked for, if the caller needs few of them at a time.
     With a `quantiser` what it applies to is quantised; that may be collective over the ranks that share a parameter.
+
+    Raises:
+        EngineError: merging would give a tied output layer a weight of its own, which engines do not have.
     """
+    if options.lora is not None and merged:
+        adapter_part("updates").check_merged(weight_map)
     shards: dict[str, Tensor] = {}
     values = _values(chunks, options, merged=merged)
     for name, tensor in global_tensors(chunks):
@@ -222,12 +228,11 @@ def export_weights(
     """Hugging Face tensors of this pipeline stage, on its leading rank (tp 0, cp 0, dp 0); other ranks iterate to nothing.
 
     Collective over the pipeline stage: every rank must exhaust the iterator. The tensor ranks of the leading replica and one
-    replica of the experts send what they hold, one shard at a time. A tied output layer is not exported again, unless an adapter
-    of its own is merged in.
-    With a `quantiser` the shards are quantised where they lie. Of a model without experts each data-parallel replica in
-    `replicas` exports everything, on a leading rank of its own and independently of the others. Without `prediction` the layer
-    for multi-token prediction is left out. `which`: weights with their adapters merged in, as training began with them, or
-    adapters alone.
+    replica of the experts send what they hold, one shard at a time. A tied output layer is not exported again, unless it has
+    an adapter that is merged in. With a `quantiser` the shards are quantised where they lie. Of a model without experts each
+    data-parallel replica in `replicas` exports everything, on a leading rank of its own and independently of the others.
+    Without `prediction` the layer for multi-token prediction is left out. `which`: weights with their adapters merged in, as
+    training began with them, or adapters alone.
     """
     assert weight_map.num_experts == 0 or tuple(replicas) == (0,), "the replicas of a stage share its experts"
     tensor_ranks = torch.distributed.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
@@ -263,7 +268,7 @@ def export_weights(
         untied = adapter_part("layers").untied_output(chunks, weight_map)
     if untied is not None:
         group = parallel_state.get_tensor_model_parallel_group()
-        yield from _whole(*untied, tensor_ranks, lead, quantiser, group)
+        yield from _whole(untied[0], untied[1], tensor_ranks, lead, quantiser, group)
 
 
 def _whole(

@@ -40,7 +40,8 @@ def check_models(config: AnyConfig) -> None:
         widths = Fp8Widths(model.hidden, model.attention_width, model.divided_ffn, model.expert_ffn or None, model.layers)
         check_fp8_sizes(config.model, f"{role.name}.layout", layout, widths)
         if role.trained is not None:
-            model.with_lora(adapters_of(role.trained, model.config, f"{role.name}.lora"), f"{role.name}.lora")
+            own = replace(model, weight_map=model.weight_map.without_output()) if role.value_head else model
+            own.with_lora(adapters_of(role.trained, model.config, f"{role.name}.lora"), f"{role.name}.lora")
             _check_experts(f"{role.name}.experts", role.trained.experts, model)
             _check_patterns(role.name, role.trained, model)
         if config.model.int4_experts and role.name in ("policy", "reference"):

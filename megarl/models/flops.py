@@ -30,7 +30,7 @@ class FlopsModel:
     `per_pair`: attention scores and values of the layers without a window, per pair of a token and one it attends to;
     `per_window_pair`: of those whose tokens attend to the last `window`. `vision` is the tower of a model that sees.
     `prediction` is the layer for multi-token prediction, which updates alone compute. `frozen_per_token` are those of
-    `per_token` whose weights have no gradient, and `frozen_rows`: nor have those of the output head, beside adapters.
+    `per_token` whose weights have no gradient, beside adapters, and `frozen_per_row` those of `per_logit_row`.
     """
 
     per_token: int
@@ -41,7 +41,7 @@ class FlopsModel:
     window: int = 0
     prediction: FlopsModel | None = None
     frozen_per_token: int = 0
-    frozen_rows: bool = False
+    frozen_per_row: int = 0
 
     @classmethod
     def of(cls, shape: ModelShape) -> FlopsModel:
@@ -54,15 +54,15 @@ class FlopsModel:
         of_linear = len(shape.linear.layers) * shape.linear.products(shape.hidden) if shape.linear else 0
         whole = 2 * (shape.attention_layers * per_token + of_linear + _mlp_products(shape))
         return cls(
-            per_token=whole + 2 * _adapter_products(shape),
-            per_logit_row=2 * shape.hidden * shape.vocab,
+            per_token=whole + 2 * _adapter_products(shape, per_row=False),
+            per_logit_row=2 * shape.hidden * shape.vocab + 2 * _adapter_products(shape, per_row=True),
             per_pair=2 * (shape.attention_layers - len(shape.window_layers)) * per_pair,
             vision=shape.vision,
             per_window_pair=2 * len(shape.window_layers) * per_pair,
             window=shape.window,
             prediction=cls._of_prediction(shape) if shape.predicts else None,
             frozen_per_token=whole if shape.lora is not None else 0,
-            frozen_rows=shape.lora is not None,
+            frozen_per_row=2 * shape.hidden * shape.vocab if shape.lora is not None else 0,
         )
 
     @classmethod
@@ -144,12 +144,14 @@ def _mlp_products(shape: ModelShape) -> int:
     return with_experts * of_experts + (shape.layers - with_experts) * 3 * hidden * shape.ffn
 
 
-def _adapter_products(shape: ModelShape) -> int:
-    """Multiply-adds per token of the adapters beside all layers, and beside the experts that a token uses."""
+def _adapter_products(shape: ModelShape, *, per_row: bool) -> int:
+    """Multiply-adds per token of the adapters beside all layers, and beside the experts that a token uses; or `per_row` of
+    logits, of B beside the output layer."""
     products = 0
     for rule in shape.weight_map.rules if shape.lora is not None else ():
-        if is_adapter(rule.megatron_name):
-            layers = sum(map(rule.has_layer, range(shape.layers)))
+        of_rows = rule.stage == "last" and rule.packing.tp_axis == 0
+        if is_adapter(rule.megatron_name) and of_rows == per_row:
+            layers = sum(map(rule.has_layer, range(shape.layers))) if rule.stage == "layer" else 1
             products += layers * sum(map(math.prod, rule.packing.hf_shapes)) * (shape.top_k if rule.is_expert else 1)
     return products
 

@@ -78,3 +78,12 @@ def without_mxfp4(hf_config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(quantisation, dict) or quantisation.get("quant_method") != "mxfp4":
         return hf_config
     return {name: value for name, value in hf_config.items() if name != "quantization_config"}
+
+
+def without_tied_output(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """The config of the same model with an output layer of its own in place of the embedding."""
+    changed = dict(hf_config) | {"tie_word_embeddings": False}
+    for part, value in hf_config.items():
+        if isinstance(value, dict) and value.get("tie_word_embeddings"):
+            changed[part] = value | {"tie_word_embeddings": False}
+    return changed

@@ -49,7 +49,7 @@ def update_flops(
     if flops.prediction is not None:  # its sequences begin at their second tokens, and end where the decoder's do
         of_decoder += sum(_of_predicting(flops.prediction, share, shared_prompts=shared_prompts) for share in shares)
     # of weights that are not trained the gradients are not computed, which take as long as a forward pass
-    frozen = flops.frozen_per_token * tokens + flops.per_logit_row * rows * (logits and flops.frozen_rows)
+    frozen = flops.frozen_per_token * tokens + flops.frozen_per_row * rows * logits
     return UpdateFlops(PASSES * of_decoder - frozen, tower_passes * of_towers, tokens, apart)
 
 

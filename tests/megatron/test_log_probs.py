@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megarl.megatron import heads, logit_passes
+from megarl.megatron import heads, logit_passes, parameter_gradients
 from megarl.megatron.heads import VocabParallelLogProbs
 from megarl.megatron.options import default_chunk_tokens
 from tests.algorithms.test_memory import peak_bytes, size
@@ -207,7 +207,7 @@ def test_on_a_device_the_product_is_added_where_the_sum_is() -> None:
     total = torch.empty(40, 16, device="meta")
     left, right = (torch.empty(*shape, device="meta", dtype=torch.bfloat16) for shape in ((40, 3), (3, 16)))
     with Allocations(total.numel()) as allocations:
-        heads._add_product(total, left, right)
+        parameter_gradients.add_product(total, left, right)
     assert allocations.found == []
 
 
@@ -269,7 +269,7 @@ def test_a_weight_that_is_not_trained_costs_no_product(monkeypatch: pytest.Monke
     hidden, weight = torch.randn(6, 16, requires_grad=True), torch.randn(40, 16)
     targets, found = torch.randint(0, 40, (6,)), []
     products: list[int] = []
-    monkeypatch.setattr(heads, "_add_product", lambda total, left, right: products.append(len(right)))
+    monkeypatch.setattr(heads, "add_product", lambda total, left, right: products.append(len(right)))
     for trained in (True, False):
         outputs = VocabParallelLogProbs.apply(hidden, weight.requires_grad_(trained), targets, 0, 40, 1.0, 3, OneRank())
         (outputs[0].sum() + outputs[1].sum()).backward()

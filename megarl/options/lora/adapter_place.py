@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from megarl.models.adapters import LORA_A, LORA_B
+from megarl.options.lora.section import OUTPUT
 from megarl.options.lora.weight_map import Lora
 
 ADAPTERS = "policy"
@@ -53,6 +54,9 @@ def _tensors(manager: Any) -> Iterator[tuple[str, Tensor]]:
     if uid not in manager.memory_pool.uid_to_buffer_id:
         manager.fetch_new_loras({uid})
     slot = manager.memory_pool.uid_to_buffer_id[uid]
+    if (output := manager.lm_head_module) is not None:
+        yield OUTPUT + LORA_A, output.lm_head_A_buffer[slot]
+        yield OUTPUT + LORA_B, output.lm_head_B_buffer[slot]
     for modules in manager.lora_modules:
         for name, module in modules.items():
             yield name + LORA_A, module.lora_a[slot]

@@ -13,6 +13,7 @@ Source: arXiv 2106.09685. Scale and initial values are PEFT's.
 
 from __future__ import annotations
 
+import logging
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,8 @@ from megarl.models.adapters import IN_CHECKPOINTS
 from megarl.models.fused_rows import FusedRows
 from megarl.models.weight_map import BoundRule, WeightMap
 from megarl.models.weight_tensors import shard_from_hf
+from megarl.options.lora.peft_folder import AdapterFolder
+from megarl.options.lora.section import OUTPUT
 from megarl.options.lora.weight_map import (
     OUTPUT_LAYER,
     SUFFIX,
@@ -222,6 +225,12 @@ def insert_adapters(
     `weight_map` is that of `Lora.with_adapters`.
     """
     config = get_model_config(chunk)
+    if unties(weight_map) and torch.distributed.get_rank() == 0:
+        logging.getLogger(__name__).warning(
+            "the adapter of '%s' is of the output layer alone, not of the embedding whose weight the layer shares; a model "
+            "with the adapter merged in has tie_word_embeddings=false",
+            OUTPUT,
+        )
     sites: dict[str, list[tuple[str, Tensor, BoundRule, Site]]] = {}
     places = {id(parameter): name for name, parameter in chunk.named_parameters()}
     for name, tensor in global_tensors([chunk]):
@@ -256,7 +265,7 @@ def _put_beside_output(chunk: Any, lora: Lora, weight_map: WeightMap, switch: Ad
         weight = chunk.shared_embedding_or_output_weight()
     adapter = OutputAdapter(weight, rule, site, lora, split=Split(rule, config))
     chunk.add_module(f"{OUTPUT_LAYER}{SUFFIX}", adapter)
-    chunk.output_layer.adapter = lambda hidden: adapter(hidden) if switch.on else None
+    chunk.output_layer.beside = lambda hidden: adapter(hidden) if switch.on else None
 
 
 def load_adapters(chunks: Sequence[torch.nn.Module], seed: int, read: Callable[[str], Any] | None) -> None:
@@ -273,6 +282,20 @@ def load_adapters(chunks: Sequence[torch.nn.Module], seed: int, read: Callable[[
                     parameter.zero_()
                 else:
                     parameter.copy_(shard_from_hf(rule, get, adapter.split.rank, adapter.split.size))
+
+
+def check_output(
+    chunks: Sequence[torch.nn.Module], weight_map: WeightMap, stored: AdapterFolder, read: Callable[[str], Any]
+) -> None:
+    """Check that the output layer's weight in a PEFT folder, if it is there, is the model's; each rank checks its own rows.
+
+    `read` gives the model's tensors by name. Raises ModelError: see `AdapterFolder.check_output`.
+    """
+    for adapter in adapters_of(chunks):
+        if isinstance(adapter, OutputAdapter):
+            [name] = weight_map.rule_for(f"{OUTPUT_LAYER}.weight").hf_names
+            for piece in adapter.site.b.pieces(adapter.split.rank, adapter.split.size):
+                stored.check_output(read(name), slice(piece.start, piece.stop))
 
 
 def adapters_of(chunks: Sequence[torch.nn.Module]) -> Iterator[Adapter]:
@@ -341,8 +364,8 @@ def _entry(parameter: Tensor, rule: BoundRule, split: Split) -> ShardedTensorFac
                 part, offsets = values.narrow(axis, at, length), [0, 0]
                 offsets[axis] = start
                 part_shape = tuple(part.shape)
-                fragments = tuple(-(-whole // size) for whole, size in zip(shape, part_shape, strict=True))
-                fragments = None if is_output else fragments
+                counts = tuple(-(-whole // size) for whole, size in zip(shape, part_shape, strict=True))
+                fragments = None if is_output else counts
                 name = f"{key}.{piece.hf_name}"
                 parts.append(
                     ShardedTensor(name, part, part.dtype, part_shape, shape, tuple(offsets), fragments, replica_id=replica_id)

@@ -10,19 +10,22 @@ from torch import Tensor
 from megarl.config.section import TEMPLATE_FILE
 from megarl.errors import ModelError
 from megarl.models.adapters import LORA_A, LORA_B
+from megarl.models.hf_fields import without_tied_output
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for, sequence_classifier
 from megarl.options.lora.peft_folder import AdapterFolder
 from megarl.options.lora.peft_header import SCORE
+from megarl.options.lora.section import OUTPUT
+from megarl.options.lora.weight_map import OUTPUT_LAYER
 
-_OUTPUT = "lm_head.weight"
+OUTPUT_WEIGHT = f"{OUTPUT}.weight"
 
 
 def merge_adapters(base: str | Path, adapter: str | Path, target: str | Path) -> int:
     """Write the model in `base` with the adapters in the PEFT folder `adapter` merged in to the new folder `target`.
 
-    Weights keep their dtypes. Where a classifier's head is stored with the adapters, the result is that classifier. Returns
-    how many layers had an adapter.
+    Weights keep their dtypes. Where a classifier's head is stored with the adapters, the result is that classifier. An output
+    layer that is tied to the embedding gets a weight of its own if it has an adapter. Returns how many layers had an adapter.
 
     Raises:
         ModelError: a folder is damaged, its weights are quantised, the adapters are of another model, or `target` exists.
@@ -35,6 +38,8 @@ def merge_adapters(base: str | Path, adapter: str | Path, target: str | Path) ->
         )
     adapters = AdapterFolder(adapter, folder.config)
     config = sequence_classifier(folder.config) if adapters.has_score else folder.config
+    if OUTPUT in adapters.lora.targets and _output_of(folder) != OUTPUT_WEIGHT:
+        config = without_tied_output(config)
     template = Path(adapter) / TEMPLATE_FILE
     write_hf_folder(target, _merged(folder, adapters), config, extra_files_from=base, template=template)
     return len(adapters.lora.targets)
@@ -42,10 +47,15 @@ def merge_adapters(base: str | Path, adapter: str | Path, target: str | Path) ->
 
 def _merged(folder: HFFolder, adapters: AdapterFolder) -> Iterator[tuple[str, Tensor]]:
     adapter_names, rows = set(adapters.names), architecture_for(folder.config).rows_together(folder.config)
-    for name in folder.names:
-        if adapters.has_score and name in (_OUTPUT, SCORE):
+    output, names = _output_of(folder), list(folder.names)
+    if OUTPUT in adapters.lora.targets and not adapters.has_score:
+        adapters.check_output(folder.get_slice(output), slice(None))
+        names = list(dict.fromkeys([*names, OUTPUT_WEIGHT]))  # a tied one may be stored as the embedding alone
+    for name in names:
+        if adapters.has_score and name in (OUTPUT_WEIGHT, SCORE):
             continue
-        weight, layer = folder.get_slice(name)[:], name.removesuffix(".weight")
+        weight = folder.get_slice(output if name == OUTPUT_WEIGHT else name)[:]
+        layer = name.removesuffix(".weight")
         if layer + LORA_B not in adapter_names:
             yield name, weight
             continue
@@ -55,3 +65,10 @@ def _merged(folder: HFFolder, adapters: AdapterFolder) -> Iterator[tuple[str, Te
         yield name, (weight.float() + b @ a * adapters.lora.scale).to(weight.dtype)
     if adapters.has_score:
         yield SCORE, adapters.get_slice(SCORE)[:]
+
+
+def _output_of(folder: HFFolder) -> str:
+    """The tensor that is the output layer's weight: its own, or the embedding's where they are tied."""
+    weight_map = architecture_for(folder.config).weight_map(folder.config)
+    [name] = weight_map.rule_for(f"{OUTPUT_LAYER}.weight").hf_names
+    return name

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,6 +22,7 @@ from megarl.models.hf_folder import new_folder
 from megarl.models.registry import architecture_for
 from megarl.options.lora.peft_header import (
     CONFIG_FILE,
+    OUTPUT_WEIGHT,
     PREFIX,
     SCORE,
     WEIGHTS_FILE,
@@ -57,6 +59,21 @@ class AdapterFolder(AdapterHeader):
             raise ModelError(f"adapter folder '{self.path}' has no tensor '{name}'{nearest(name, self.names)}")
         source = self._slice(self.stored[stored])
         return source if place is None else RowSlice(source, place)
+
+    def check_output(self, base: Any, rows: slice) -> None:
+        """Compare `rows` of the output layer's own weight, if it is stored, with those of `base`, a slice or a tensor.
+
+        Raises:
+            ModelError: they differ, so the adapters are of another model.
+        """
+        if (stored := self.stored.get(OUTPUT_WEIGHT)) is None:
+            return
+        weight = self._slice(stored)[rows]
+        if not torch.equal(weight, base[rows].to(weight.dtype)):
+            raise ModelError(
+                f"tensor '{stored}' in '{self._file}' differs from the model's output layer: the adapters were trained beside "
+                "another one; they must be of this model"
+            )
 
     def _slice(self, stored: str) -> Any:
         try:

@@ -3,7 +3,8 @@
 `adapter_config.json` is read into what megarl knows of adapters, and written (`peft.LoraConfig` of peft 0.21.2).
 Tensors are called `base_model.model.`, the hub's name of the layer, `.lora_A.weight` `[rank, in]` or `.lora_B.weight`
 `[out, rank]`. Layers that the hub stores one below another have one adapter together; each expert has its own, as in PEFT for
-transformers 4. What PEFT for transformers 5 writes, one adapter for all experts of a layer, is read, too.
+transformers 4. What PEFT for transformers 5 writes, one adapter for all experts of a layer, is read, too. Beside an adapter of
+the output layer PEFT stores that layer's own weight, which must be the model's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megarl.config.sections import TrainedRole
 from megarl.errors import ModelError, nearest
 from megarl.models.adapters import LORA_A, LORA_B
 from megarl.models.registry import architecture_for
-from megarl.options.lora.section import LoraConfig, section_of
+from megarl.options.lora.section import OUTPUT, LoraConfig, section_of
 from megarl.options.lora.weight_map import Lora, layer_shapes
 
 CONFIG_FILE = "adapter_config.json"
@@ -119,6 +120,9 @@ PREFIX = "base_model.model."
 SCORE = "score.weight"
 """The head of a classifier, stored whole beside its adapters."""
 
+OUTPUT_WEIGHT = f"{OUTPUT}.base_layer.weight"
+"""The output layer's own weight, which PEFT stores beside its adapter."""
+
 _ALL_EXPERTS = re.compile(r"(.*)\.mlp\.experts(\.base_layer)*")
 
 
@@ -210,6 +214,9 @@ class AdapterHeader:
             layer = name.removesuffix(LORA_A).removesuffix(LORA_B)
             if name == SCORE:
                 continue
+            if name == OUTPUT_WEIGHT:
+                self._check_shape(stored, self._layers.get(OUTPUT))
+                continue
             if name == layer or not stored.startswith(PREFIX):
                 raise ModelError(f"tensor '{stored}' in '{self._file}' is neither A nor B of an adapter")
             self._check_pair(layer, stored)
@@ -219,19 +226,24 @@ class AdapterHeader:
             if layer not in self._layers:
                 raise ModelError(
                     f"tensor '{stored}' in '{self._file}' has no place in the model that config.json describes: "
-                    f"'{layer}' is no linear layer of its decoder{nearest(layer, self._layers)}"
+                    f"'{layer}' is no linear layer of its decoder or its output{nearest(layer, self._layers)}"
                 )
             outputs, inputs = self._layers[layer]
             expected = (rank, inputs) if name.endswith(LORA_A) else (outputs, rank)
-            if self._shapes[stored] != expected:
-                raise ModelError(
-                    f"tensor '{stored}' in '{self._file}' has shape {list(self._shapes[stored])}, but config.json and "
-                    f"{CONFIG_FILE} imply {list(expected)}"
-                )
+            self._check_shape(stored, expected)
             adapted.add(layer)
         if not adapted:
             raise ModelError(f"'{self._file}' has no adapters")
         return [layer for layer in self._layers if layer in adapted]
+
+    def _check_shape(self, stored: str, expected: tuple[int, ...] | None) -> None:
+        if expected is None:
+            raise ModelError(f"tensor '{stored}' in '{self._file}' has no place in the model that config.json describes")
+        if self._shapes[stored] != expected:
+            raise ModelError(
+                f"tensor '{stored}' in '{self._file}' has shape {list(self._shapes[stored])}, but config.json and "
+                f"{CONFIG_FILE} imply {list(expected)}"
+            )
 
     def _check_pair(self, layer: str, stored: str) -> None:
         for kind in (LORA_A, LORA_B):

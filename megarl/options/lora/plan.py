@@ -15,15 +15,17 @@ from megarl.config.layout import Layout
 from megarl.models.adapters import is_adapter
 from megarl.models.shape import ModelShape
 from megarl.models.weight_map import Rule
-from megarl.options.lora.weight_map import linear_rules
+from megarl.options.lora.weight_map import OUTPUT_LAYER, linear_rules
 from megarl.planning.activations import Precision
+from megarl.planning.roles import PlannedRole
 
 ATTENTION, MLP = "self_attention", "mlp"
 
 
 def rules_of_layer(shape: ModelShape, layer: int) -> tuple[Rule, ...]:
     """The rules of A and B beside a layer's weights."""
-    return tuple(rule for rule in shape.weight_map.rules if is_adapter(rule.megatron_name) and rule.has_layer(layer))
+    rules = (rule for rule in shape.weight_map.rules if is_adapter(rule.megatron_name) and not _is_of_output(rule))
+    return tuple(rule for rule in rules if rule.has_layer(layer))
 
 
 def kept_of_layer(shape: ModelShape, layer: int, layout: Layout, precision: Precision) -> Mapping[str, float]:
@@ -44,6 +46,15 @@ def kept_of_layer(shape: ModelShape, layer: int, layout: Layout, precision: Prec
         if layer in shape.expert_layers and not is_read:  # the router's input
             added[MLP] -= _rows(layout) * shape.hidden * precision.itemsize
     return added
+
+
+def kept_behind_layers(role: PlannedRole, stage: int, precision: Precision) -> float:
+    """Bytes per token of this rank's stream that an adapter of the output layer keeps: its input, and what A makes of it."""
+    shape, layout = role.shape, role.layout
+    rank = sum(rule.packing.hf_shapes[0][0] for rule in shape.weight_map.rules if _is_of_output(rule) and _is_a(rule))
+    if not rank or role.value_head or role.trained is None or stage < layout.pp - 1:
+        return 0.0
+    return (_rows(layout) * shape.hidden + rank) * precision.itemsize
 
 
 def spread_bytes(shape: ModelShape, layer: int, layout: Layout, itemsize: int) -> float:
@@ -93,3 +104,7 @@ def _rows(layout: Layout) -> float:
 
 def _is_a(rule: Rule) -> bool:
     return rule.megatron_name.endswith("A")
+
+
+def _is_of_output(rule: Rule) -> bool:
+    return is_adapter(rule.megatron_name) and rule.megatron_name.startswith(OUTPUT_LAYER)

@@ -6,9 +6,11 @@ update writes into it, so that requests which are held meanwhile go on under the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.models.adapters import served_name
 from megarl.options.lora.adapter_place import ADAPTERS, remember
@@ -60,6 +62,54 @@ def allow_on_cpu() -> None:
     torch.Tensor.pin_memory = _as_it_is  # type: ignore[assignment, method-assign]
     for module in (layers, torch_backend):
         module.torch = _Unpinned()
+    _route_rows_of_output_layer(torch_backend)
+
+
+def _route_rows_of_output_layer(torch_backend: Any) -> None:
+    """Have the PyTorch backend multiply the output layer's rows by the adapters of their requests.
+
+    The layer is given some of a batch's rows, perhaps in several passes; the backend takes them for the batch's first ones.
+    """
+    from sglang.srt.lora.utils import get_lm_head_pruned_lens, merge_and_chunk_segments
+
+    backend = torch_backend.TorchNativeLoRABackend
+    prepare = backend.prepare_lora_batch
+
+    def prepare_with_rows(self: Any, forward_batch: Any, weight_indices: list[int], *args: Any, **given: Any) -> None:
+        prepare(self, forward_batch, weight_indices, *args, **given)
+        self.lm_head_batch_info = self.lm_head_pass_batch_infos = None
+        if (rows := get_lm_head_pruned_lens(forward_batch)) is None:
+            return
+        whole = merge_and_chunk_segments(weight_indices, rows, max(1, sum(rows)))
+        self.lm_head_batch_info = _of_segments(self.batch_info, *whole)
+        passes = self._get_lm_head_pass_segments(weight_indices, rows)
+        if passes is not None:
+            self.lm_head_pass_batch_infos = [_of_segments(self.batch_info, *segments) for segments in passes]
+
+    def run(product: Any) -> Any:
+        def by_rows(self: Any, x: Tensor, weights: Tensor, *args: Any, pruned_batch_info: Any = None, **given: Any) -> Tensor:
+            whole = self.batch_info
+            try:
+                self.batch_info = pruned_batch_info if pruned_batch_info is not None else whole
+                added: Tensor = product(self, x, weights, *args, **given)
+                return added
+            finally:
+                self.batch_info = whole
+
+        return by_rows
+
+    backend.prepare_lora_batch = prepare_with_rows
+    backend.run_lora_a_sgemm, backend.run_lora_b_sgemm = run(backend.run_lora_a_sgemm), run(backend.run_lora_b_sgemm)
+
+
+def _of_segments(info: Any, weight_indices: list[int], lengths: list[int]) -> Any:
+    """A batch's information for other rows: by segment which adapters they have, and how many there are."""
+    return replace(
+        info,
+        weight_indices_cpu=torch.tensor(weight_indices, dtype=torch.int32),
+        seg_lens_cpu=torch.tensor(lengths, dtype=torch.int32),
+        expected_tokens=sum(lengths),
+    )
 
 
 def _as_it_is(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:

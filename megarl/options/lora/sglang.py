@@ -10,12 +10,13 @@ from typing import Any
 from megarl.config import Config
 from megarl.errors import ConfigError, EngineError, describe_value
 from megarl.models.registry import architecture_for, load_hf_config
+from megarl.options.lora.section import OUTPUT
 from megarl.options.lora.weight_map import Lora, layer_shapes
 
 SERVED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Families whose servers were compared with the reference. Others have other layers, or widths that SGLang's memory for
 adapters does not know (lora/utils.py, get_hidden_dim)."""
-_LAYER = re.compile(r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)")
+_LAYER = re.compile(rf"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)|{OUTPUT}")
 ROOM = 2
 """Places for adapters in a server: the policy's, and one that stays empty, which SGLang wants for requests without adapters."""
 _OWN = ("enable_lora", "max_lora_rank", "lora_target_modules", "lora_paths", "max_loras_per_batch", "max_loaded_loras")
@@ -59,7 +60,7 @@ def refusal(model_path: str | Path, lora: Lora) -> str | None:
         return f"a model of the family '{architecture.name}' (they add adapters to {', '.join(SERVED)})"
     for layer in filter(lora.has_adapter, layer_shapes(architecture.weight_map(config), architecture.rows_together(config))):
         if not _LAYER.fullmatch(layer):
-            return f"adapters of '{layer}' (policy.lora.targets; they add them to attention and dense MLPs)"
+            return f"adapters of '{layer}' (policy.lora.targets; they add them to attention, dense MLPs and the output layer)"
     return None
 
 

@@ -284,6 +284,12 @@ def is_linear(rule: Rule | BoundRule) -> bool:
 def check_targets(weight_map: WeightMap, lora: Lora, fused: FusedRows | None, field: str = "policy.lora") -> None:
     """Raise ConfigError unless every entry of `targets` and `exclude` names a linear layer, and some layer has an adapter."""
     layers = layer_shapes(weight_map, fused)
+    if OUTPUT in lora.targets and OUTPUT not in layers:
+        reason, which = f"names '{OUTPUT}', in whose place this role has a head of its own", "targets"
+        if lora.folder is not None:
+            reason, which = f"has an adapter of '{OUTPUT}', in whose place this role has a head of its own", "adapter"
+        chosen = lora.folder if lora.folder is not None else list(lora.targets)
+        raise ConfigError.of(f"{field}.{which}", chosen, reason, allowed=f"without '{OUTPUT}'")
     known = {ALL_LINEAR, *(layer[start:] for layer in layers for start in _starts(layer))}
     for name in ("targets", "exclude"):
         matched = [layer for layer in layers if layer != OUTPUT or name == "exclude"]

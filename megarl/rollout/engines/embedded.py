@@ -79,6 +79,8 @@ class EmbeddedEngine(Engine):
     def check(cls, config: Config, platform: str) -> None:
         if (drafts := config.rollout.drafts) is not None:
             part("prediction", "embedded", DRAFTS).check_drafts(drafts, config.model.path)
+        if config.policy.has_adapters and not config.sends_adapters:
+            adapter_part("updates").check_policy(config.policy, config.model.path)
 
     @classmethod
     def options(cls, config: Config, place: EnginePlace) -> dict[str, Any]:
@@ -123,7 +125,9 @@ class EmbeddedEngine(Engine):
         self._turns = TurnCache(turn_cache_bytes) if keeps_turns else None
         self._recorders = [open_recorder(self._model) for open_recorder in functions("embedded", "open_recorder")]
         self._serves = ServedModel(load_hf_config(served_path or model_path), dtype, predicts=updates_draft, lora=lora)
-        self._adapters = adapter_part("embedded").Adapters(self._serves, lora, self._held) if lora is not None else None
+        self._adapters: Any = None
+        if lora is not None:
+            self._adapters = adapter_part("embedded").Adapters(self._serves, lora, self._held, self._model)
         if self._adapters is not None:
             self._held = self._adapters.tensors
         self._dequantiser: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.families import build_folder
 from tests.world import World
 
 LORA = {"rank": 3, "alpha": 5.0, "rslora": True}
+WITH_OUTPUT = ("all-linear", "lm_head")
 
 
 def save(rank: int, world_size: int, folder: Path, step: Path, value_head: bool) -> None:
@@ -22,7 +24,7 @@ def save(rank: int, world_size: int, folder: Path, step: Path, value_head: bool)
     from tests.megatron.moments import role_in, update
     from tests.megatron.saving import save_role
 
-    lora = Lora(3, 5.0, rslora=True)
+    lora = Lora(3, 5.0, rslora=True, targets=WITH_OUTPUT[: 1 if value_head else 2])
     role = role_in(Layout(tp=2), folder, lora=lora, lora_seed=3, head="value" if value_head else "log_probs")
     if not value_head:
         update(role, rank)
@@ -39,11 +41,14 @@ def test_a_checkpoint_of_adapters_is_exported_as_the_run_would(tmp_path: Path, v
     step.mkdir(parents=True)
     with World(2) as world:
         world.call(save, folder, step, value_head, size=2)
-    config = {"model": {"path": str(folder)}, "policy": {"lora": LORA | {"sync": "adapters"}}}
+    targets = list(WITH_OUTPUT[: 1 if value_head else 2])
+    config = {"model": {"path": str(folder)}, "policy": {"lora": LORA | {"sync": "adapters", "targets": targets}}}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     assert main(["convert", "export", str(step / "policy"), str(tmp_path / "out")]) == 0
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (step / "exported" / name).read_bytes()
+    chosen = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["target_modules"]
+    assert ("lm_head" in chosen) is not value_head
 
 
 def test_a_checkpoint_whose_scale_nobody_knows_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.options.lora.adapters import LORA, tensors, with_adapters
 from tests.rollout.tiny import Weights, largest_difference
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13], [40, 41]]
+WITH_OUTPUT = replace(LORA, targets=("all-linear", "lm_head"))
 GREEDY = SamplingParams(max_new_tokens=6, greedy=True, ignore_eos=True)
 
 
@@ -56,14 +58,22 @@ def peft_model(folder: Path, lora: Lora, scale: float) -> Any:
     return made
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "phi3", "gpt_oss", "qwen3_next"])
-def test_log_probs_are_those_of_peft_after_each_update(family: str, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        *((family, LORA) for family in ("llama", "qwen3_moe", "deepseek_v3", "phi3", "gpt_oss", "qwen3_next")),
+        ("llama", WITH_OUTPUT),
+        ("qwen2", WITH_OUTPUT),  # tied
+    ],
+)
+def test_log_probs_are_those_of_peft_after_each_update(family: str, lora: Lora, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     build_folder(family, folder)
-    engine = EmbeddedEngine(folder, lora=LORA, initial_version=0)
-    assert largest_difference(peft_model(folder, LORA, 0.0), PROMPTS, answers(engine)) < 1e-5
+    engine = EmbeddedEngine(folder, lora=lora, initial_version=0)
+    assert largest_difference(peft_model(folder, lora, 0.0), PROMPTS, answers(engine)) < 1e-5
     for version, scale in ((1, 1.0), (2, -0.5), (3, 0.25)):
-        made = peft_model(folder, LORA, scale)
+        made = peft_model(folder, lora, scale)
         asyncio.run(update(engine, version, version - 1, list(tensors(made).items())))
         groups = answers(engine)
         assert largest_difference(made, PROMPTS, groups) < 1e-5

@@ -18,6 +18,13 @@ CASES = [
     Case("llama", Layout(**SP, pp=2), {"dtype": "bfloat16", "lora": LORA}, micro_batches=4),
     Case("qwen3_moe", Layout(dp=2, ep=2), {"dtype": "bfloat16", "lora": LORA}),
     Case("deepseek_v3", Layout(), {"recompute": "full", "lora": LORA}),
+    Case("llama", Layout(), {"lora": replace(LORA, targets=("all-linear", "lm_head"))}),
+    Case(
+        "llama",
+        Layout(**SP, pp=2),
+        {"dtype": "bfloat16", "lora": replace(LORA, targets=("lm_head", "q_proj"))},
+        micro_batches=4,
+    ),
 ]
 
 

@@ -117,7 +117,14 @@ def write_model(path: Path, family: str) -> Path:
             ["policy.lora.targets=[q_prj]"],
             r"policy.lora.targets is \['q_prj'\], which names 'q_prj'.*did you mean 'q_proj'",
         ),
-        ("llama", ["policy.lora.targets=[lm_head]"], "which names 'lm_head', which is no linear layer"),
+        ("llama", ["policy.lora.targets=[lm_hed]"], "which names 'lm_hed', which is no linear layer .*did you mean 'lm_head'"),
+        ("llama", ["policy.lora.targets=['lm_*']"], r"names 'lm_\*', which is no linear layer"),
+        ("llama", ["policy.lora.targets=[lm_head]", "policy.lora.exclude=['*']"], "which leaves no layer with an adapter"),
+        (
+            "llama",
+            ["critic.lora.rank=4", "critic.lora.targets=[all-linear, lm_head]", "algorithm.advantage=gae"],
+            r"critic.lora.targets is .*, which names 'lm_head', in whose place this role has a head of its own; it must be",
+        ),
         ("llama", ["policy.lora.exclude=['*']"], "policy.lora.exclude is .*, which leaves no layer with an adapter"),
         (
             "mixtral",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from megarl.cli import main
 from megarl.errors import ModelError
@@ -81,6 +82,31 @@ def test_a_merged_folder_is_what_peft_merges_element_by_element(family: str, tmp
     assert set(merged.names) == set(theirs.names)
     for name in merged.names:
         assert torch.equal(merged.get_slice(name)[:], theirs.get_slice(name)[:]), name
+
+
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_an_output_layer_with_an_adapter_has_its_own_weight_in_the_merged_folder(family: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    build_folder(family, tmp_path / "base")
+    config, lora = HFFolder(tmp_path / "base").config, Lora(rank=4, alpha=6.0, targets=("lm_head", "v_proj"))
+    tensors = write_adapters(tmp_path / "adapter", config, lora)
+    merge_adapters(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    merged, base = HFFolder(tmp_path / "merged"), HFFolder(tmp_path / "base")
+    assert set(merged.names) == {*base.names, "lm_head.weight"}
+    assert merged.config == dict(base.config) | {"tie_word_embeddings": False}
+    merged.check(architecture_for(merged.config).weight_map(merged.config))
+    own = "lm_head.weight" if family == "llama" else "model.embed_tokens.weight"
+    product = tensors["lm_head" + LORA_B].double() @ tensors["lm_head" + LORA_A].double() * lora.scale
+    exact = base.get_slice(own)[:].double() + product
+    torch.testing.assert_close(merged.get_slice("lm_head.weight")[:].double(), exact, rtol=2e-7, atol=1e-6)
+    embedding = "model.embed_tokens.weight"
+    assert torch.equal(merged.get_slice(embedding)[:], base.get_slice(embedding)[:])
+    ids = torch.tensor([[3, 9, 27, 81]])
+    with torch.no_grad():
+        expected = peft.PeftModel.from_pretrained(hugging_face(family), tmp_path / "adapter")(ids).logits
+        alone = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(ids).logits
+    torch.testing.assert_close(alone, expected, rtol=1e-4, atol=1e-4)
 
 
 def _is_stored(name: str, model: Any) -> bool:

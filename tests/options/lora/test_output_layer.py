@@ -39,7 +39,13 @@ def by_peft(family: str, folder: Path, lora: Any) -> dict[str, Any]:
             head.base_layer.weight = torch.nn.Parameter(head.base_layer.weight.detach().clone())
         merged = made.merge_and_unload()
     off = values_of(hugging_face(family))
-    return {"tensors": own, "values": values, "gradients": gradients, "off": off, "merged": by_hub_name(merged, merged.state_dict().items())}
+    return {
+        "tensors": own,
+        "values": values,
+        "gradients": gradients,
+        "off": off,
+        "merged": by_hub_name(merged, merged.state_dict().items()),
+    }
 
 
 @pytest.mark.parametrize(
@@ -52,7 +58,7 @@ def by_peft(family: str, folder: Path, lora: Any) -> dict[str, Any]:
         (TIED, Layout(pp=2), LORA, ("packed",)),
         (TIED, Layout(), ALONE, ("packed",)),
     ],
-    ids=lambda given: "+".join(f"{k}{v}" for k, v in vars(given).items() if v and v != 1) if isinstance(given, Layout) else None,
+    ids=["tp2", "tp2·cp2+sp", "pp2·dp2, alone", "tied, tp2+sp", "tied, pp2", "tied, one rank, alone"],
 )
 def test_log_probs_and_gradients_are_those_of_peft(
     world: World, tmp_path: Path, family: str, layout: Layout, lora: Any, names: tuple[str, ...]

@@ -17,7 +17,7 @@ from megarl.models.adapters import LORA_A, LORA_B
 from megarl.models.registry import architecture_for
 from megarl.models.transformers_names import hub_tensors
 from megarl.options.lora.peft_folder import AdapterFolder, write_peft_folder
-from megarl.options.lora.peft_header import CONFIG_FILE, SCORE, WEIGHTS_FILE, AdapterHeader
+from megarl.options.lora.peft_header import CONFIG_FILE, OUTPUT_WEIGHT, SCORE, WEIGHTS_FILE, AdapterHeader
 from megarl.options.lora.weight_map import Lora
 from tests.families import FAMILIES, hugging_face
 
@@ -101,6 +101,8 @@ def test_peft_computes_with_a_written_folder_what_the_dense_formula_says(family:
 @pytest.mark.parametrize(
     ("family", "targets", "exclude", "named"),
     [
+        ("llama", ("q_proj", "lm_head"), (), ["lm_head", "q_proj"]),
+        ("qwen2", ("lm_head",), (), ["lm_head"]),
         ("llama", ("q_proj", "v_proj"), (), ["q_proj", "v_proj"]),
         ("llama", ("all-linear",), ("*.layers.0.self_attn.*",), None),
         ("llama", ("all-linear",), ("down_proj",), ["gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]),
@@ -153,6 +155,44 @@ def test_a_folder_that_peft_wrote_is_read(family: str, settings: dict[str, Any],
         expected = with_products(hugging_face(family).double(), tensors, lora.scale)(IDS).logits.log_softmax(-1)
     torch.testing.assert_close(adapted, expected, rtol=0, atol=1e-10)
     assert tensors.keys() == adapters_of(hf_config, lora).keys()
+
+
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings", "ignore:Setting `save_embedding_layers`")
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_an_adapter_of_the_output_layer_comes_and_goes_as_peft_has_it(family: str, tmp_path: Path) -> None:
+    """Also of a tied one; peft stores the layer's own weight beside its adapter."""
+    peft = pytest.importorskip("peft")
+    hf_config = hf_config_of(hugging_face(family))
+    assert bool(hf_config["tie_word_embeddings"]) == (family == "qwen2")
+    wrapped = written_by_peft(hugging_face(family).double(), tmp_path / "a", target_modules=["q_proj", "lm_head"])
+    stored = load_file(tmp_path / "a" / WEIGHTS_FILE)
+    assert f"base_model.model.{OUTPUT_WEIGHT}" in stored
+    lora, tensors = AdapterHeader(tmp_path / "a", hf_config).lora, read(tmp_path / "a", hf_config)
+    assert {name for name in tensors if "lm_head" in name} == {"lm_head.lora_A.weight", "lm_head.lora_B.weight"}
+    assert tensors.keys() == adapters_of(hf_config, lora).keys()
+    write_peft_folder(tmp_path / "b", tensors.items(), lora, base="base", hf_config=hf_config)
+    written = load_file(tmp_path / "b" / WEIGHTS_FILE)
+    assert written.keys() == stored.keys() - {f"base_model.model.{OUTPUT_WEIGHT}"}
+    assert all(torch.equal(written[name], stored[name]) for name in written)
+    with torch.no_grad():
+        expected = wrapped(IDS).logits
+        again = peft.PeftModel.from_pretrained(hugging_face(family).double(), tmp_path / "b")(IDS).logits
+        without = hugging_face(family).double()(IDS).logits
+    torch.testing.assert_close(again, expected, rtol=0, atol=1e-12)
+    assert (expected - without).abs().max() > 0.1
+
+
+def test_the_output_layer_that_peft_stored_must_be_the_models(tmp_path: Path) -> None:
+    model = hugging_face("llama")
+    written_by_peft(model, tmp_path / "a", target_modules=["lm_head"])
+    opened = AdapterFolder(tmp_path / "a", hf_config_of(hugging_face("llama")))
+    weight = hugging_face("llama").lm_head.weight.detach()
+    opened.check_output(weight, slice(3, 90))
+    opened.check_output(weight.double(), slice(None))
+    weight[100, 3] += 1e-3
+    opened.check_output(weight, slice(0, 100))
+    with pytest.raises(ModelError, match=r"lm_head.base_layer.weight' in '.*' differs from the model's output layer"):
+        opened.check_output(weight, slice(90, 131))
 
 
 @pytest.mark.parametrize("targets", [("gate_up_proj", "down_proj"), ("down_proj",), ("gate_up_proj",)])

@@ -88,6 +88,21 @@ def test_adapters_of_attention_alone_are_served_beside_experts(tmp_path: Path) -
     check_engine(config(f"model.path={folder}", "policy.lora.targets=[q_proj, k_proj, o_proj]"), "cpu")
 
 
+def test_a_tied_output_layer_with_an_adapter_is_not_sent_merged(tmp_path: Path) -> None:
+    chosen = "policy.lora.targets=[all-linear, lm_head]"
+    for family in ("qwen2", "llama"):
+        build_folder(family, tmp_path / family)
+    tied, untied = (f"model.path={tmp_path / family}" for family in ("qwen2", "llama"))
+    merged = ("policy.lora.sync=merged", "rollout.engine=embedded")
+    with pytest.raises(
+        ConfigError, match=r"sync is 'merged', but .* shares its weight with the embedding, .* without 'lm_head'"
+    ):
+        check_engine(config(tied, chosen, *merged), "cpu")
+    check_engine(config(tied, *merged), "cpu")
+    check_engine(config(untied, chosen, *merged), "cpu")
+    check_engine(config(tied, chosen, "rollout.engine=embedded"), "cpu")
+
+
 def test_the_embedded_engine_takes_adapters_of_any_family(tmp_path: Path) -> None:
     build_folder("deepseek_v3", tmp_path / "model")
     check_engine(config(f"model.path={tmp_path / 'model'}", "rollout.engine=embedded"), "cpu")

@@ -26,6 +26,7 @@ from tests.rollout.tiny import Weights, largest_difference
 from tests.rollout.updates import PROMPTS
 
 LORA = Lora(rank=3, alpha=6.0)
+WITH_OUTPUT = Lora(rank=3, alpha=6.0, targets=("all-linear", "lm_head"))
 ATTENTION = Lora(rank=4, alpha=16.0, rslora=True, targets=("q_proj", "v_proj", "o_proj"))
 GREEDY = SamplingParams(max_new_tokens=12, greedy=True, ignore_eos=True)
 
@@ -43,6 +44,8 @@ def with_added(folder: Path, lora: Lora, weights: Weights) -> Any:
     with torch.no_grad():
         for name in filter(lambda name: name.endswith(LORA_A), found):
             layer = name.removesuffix(LORA_A)
+            if layer == "lm_head" and model.config.tie_word_embeddings:
+                model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
             model.get_parameter(f"{layer}.weight").add_(lora.scale * found[layer + LORA_B] @ found[name])
     return model
 
@@ -114,11 +117,12 @@ async def goes_through_updates(folder: Path, lora: Lora, log: Path, tp: int, mon
 @pytest.mark.parametrize(
     ("family", "lora", "tp"),
     [
-        ("qwen3", LORA, 2),
+        ("qwen3", WITH_OUTPUT, 2),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
-                ("llama", LORA, 1), ("llama", ATTENTION, 2), ("qwen2-full", LORA, 2), ("qwen3", ATTENTION, 1),
+                ("qwen3", LORA, 2), ("qwen2-full", WITH_OUTPUT, 1), ("llama", LORA, 1),
+                ("llama", ATTENTION, 2), ("qwen2-full", LORA, 2), ("qwen3", ATTENTION, 1),
                 ("qwen3_moe", ATTENTION, 1), ("qwen3_moe", ATTENTION, 2),
             )
         ),

@@ -66,6 +66,7 @@ def push_twice(rank: int, world_size: int, folder: str, layout: Layout, lora: Lo
     ("family", "layout", "lora"),
     [
         ("llama", Layout(tp=2, pp=2), LORA),
+        ("qwen2", Layout(tp=2, pp=2), Lora(3, 5.0, targets=("all-linear", "lm_head"))),
         ("qwen3", Layout(dp=2, pp=2), Lora(4, 8.0, targets=("q_proj", "v_proj", "down_proj"))),
         ("qwen3_moe", Layout(tp=2, dp=2, ep=2), Lora(4, 8.0, targets=("*.self_attn.*",))),
     ],
