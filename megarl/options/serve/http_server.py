@@ -28,7 +28,7 @@ DOWN_S = 60.0
 
 
 class Closable(Protocol):
-    """What is closed in the server's loop."""
+    """Something that is closed in the server's loop."""
 
     async def close(self) -> None:
         """End what it has under way."""

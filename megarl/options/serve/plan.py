@@ -1,4 +1,4 @@
-"""What the many models of a server take on ranks and engines, for `megarl plan`. Without torch."""
+"""Memory that the many models of a server take on ranks and engines, for `megarl plan`. Without torch."""
 
 from __future__ import annotations
 

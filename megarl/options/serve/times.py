@@ -7,7 +7,7 @@ from megarl.planning.plan import CapacityPlan
 
 
 def stated(plan: CapacityPlan) -> list[str]:
-    """What one model takes, and all that are live; nothing of a run that is no server."""
+    """Say what one model takes, and all that are live; nothing of a run that is no server."""
     policy, engines = plan.run.roles[0], plan.run.engines
     if not policy.kept_models or engines is None:
         return []
