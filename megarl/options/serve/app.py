@@ -261,8 +261,6 @@ async def _refused(request: Request, error: Exception) -> Response:
     headers = {}
     if error.status == 401 and request.headers.get("x-api-key", "").startswith("eyJ"):
         headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'
-    if error.status == 413:
-        headers["Connection"] = "close"
     return _error(error.status, str(error), "user", headers)
 
 
