@@ -224,12 +224,14 @@ def _check_output(node: _Node) -> None:
 
 def _check_argument(arg: Any, known: set[str], depth: int) -> None:
     """Raise ValueError unless an encoded argument is one of those that the client makes."""
+    content: Any
+    entries: Any
     if depth > MAX_DEPTH:
         raise ValueError("arguments that are nested too deeply")
     if isinstance(arg, list):
         entries = arg
     elif isinstance(arg, dict):
-        [(kind, content)] = arg.items() if len(arg) == 1 else [("", None)]
+        kind, content = next(iter(arg.items())) if len(arg) == 1 else ("", None)
         if kind == "ref" and content in known:
             return
         if kind in _CONSTANTS and content in _CONSTANTS[kind]:

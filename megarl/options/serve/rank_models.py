@@ -249,7 +249,8 @@ class RankModels:
         """Apply the gradients, zeros if there are none; figures on rank 0 as of `RankModel.step`."""
         role = self.role
         if role.gathered is None:
-            for chunk in role.chunks:
+            chunks: Sequence[Any] = role.chunks
+            for chunk in chunks:
                 chunk.zero_grad_buffer()
             role.gathered = Gathered()
         self.steps.take(adam)
