@@ -323,13 +323,12 @@ class ServedSamplers:
             if session.over:
                 raise RequestError(session.over)
             if session.path and session.adapter is None:
-                adapter = await self._of_checkpoint(tenant, CheckpointPath.parse(session.path))
+                loaded = await self._of_checkpoint(tenant, CheckpointPath.parse(session.path))
                 if session.adapter is None:
-                    session.adapter = adapter
-                    adapter.users += 1
-            adapter = session.adapter
-            if adapter is not None and adapter.path is not None:
-                self._store.find(tenant.name, adapter.path)  # deleted or expired since
+                    session.adapter = loaded
+                    loaded.users += 1
+            if session.adapter is not None and session.adapter.path is not None:
+                self._store.find(tenant.name, session.adapter.path)  # deleted or expired since
             return session
         base_model, adapter = await self._source(tenant, asked.base_model, asked.model_path)
         if adapter is not None:
