@@ -26,7 +26,7 @@ MOST_TARGETS = 1 << 20
 """Positions of a prompt times distinct ids that are asked for there: SGLang answers each id at each position."""
 MOST_DRAWS = 1 << 12
 """Tokens drawn at a prompt's positions: each is a request of its own, for one token behind a part of the prompt."""
-Body = dict[str, Any]
+EngineBody = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Bodies:
     `draws` is one body for all draws at the prompt's positions, which SGLang answers with a list; None: none are asked for.
     """
 
-    prompt: Body | None
-    samples: Sequence[Body]
+    prompt: EngineBody | None
+    samples: Sequence[EngineBody]
     start: int | None = None
-    draws: Body | None = None
+    draws: EngineBody | None = None
 
     @property
     def names(self) -> list[str]:
@@ -194,7 +194,7 @@ def bodies(request: SampleRequest, limits: EngineLimits, name: Callable[[], str]
     return Bodies(common | {"rid": name(), "sampling_params": {"max_new_tokens": 0}} | scores, samples, start, draws)
 
 
-def _draws(request: SampleRequest, limits: EngineLimits, name: Callable[[], str], seed: int, adapter: str | None) -> Body:
+def _draws(request: SampleRequest, limits: EngineLimits, name: Callable[[], str], seed: int, adapter: str | None) -> EngineBody:
     """Draws at each position behind the first: under the request's temperature, of the full distribution."""
     tokens, k = request.tokens.tolist(), request.prompt_alt_tokens_k
     drawn = {"max_new_tokens": 1, "temperature": request.temperature, "ignore_eos": True}
@@ -208,8 +208,8 @@ def _draws(request: SampleRequest, limits: EngineLimits, name: Callable[[], str]
     }
 
 
-def _scores(request: SampleRequest) -> tuple[int | None, Body]:
-    """Where scores of the prompt begin (see `Bodies.start`; None: there are none), and the fields that ask for them."""
+def _scores(request: SampleRequest) -> tuple[int | None, EngineBody]:
+    """Place where scores of the prompt begin (see `Bodies.start`; None: there are none), and the fields that ask for them."""
     tokens, first = len(request.tokens), []
     if not scored(request) or tokens == 1:
         return None, {}
@@ -230,7 +230,7 @@ def first_scored(request: SampleRequest) -> int:
     return 1 if last is None else len(request.tokens) - last
 
 
-def _likeliest(count: int) -> Body:
+def _likeliest(count: int) -> EngineBody:
     """Fields that ask for the `count` likeliest tokens, as arrays of bytes."""
     if not count:
         return {}
@@ -238,7 +238,7 @@ def _likeliest(count: int) -> Body:
     return {"top_logprobs_num": count, **dict.fromkeys(flags, True)}
 
 
-def _sampling(request: SampleRequest, limits: EngineLimits) -> Body:
+def _sampling(request: SampleRequest, limits: EngineLimits) -> EngineBody:
     """`sampling_params` without the seed. Stops that are given add to the model's own ends; none at all turn these off, too."""
     stop = request.stop
     texts = [item for item in stop or () if isinstance(item, str)]
@@ -259,7 +259,7 @@ def sample_seed(seed: int, number: int) -> int:
     return int.from_bytes(blake2b(f"{seed}/{number}".encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _prompt_of(request: SampleRequest, limits: EngineLimits) -> Body:
+def _prompt_of(request: SampleRequest, limits: EngineLimits) -> EngineBody:
     if not request.pictures:
         return {"input_ids": request.tokens.tolist()}
     shown = sorted(request.pictures, key=lambda picture: picture.place)

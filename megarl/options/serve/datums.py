@@ -26,7 +26,7 @@ TARGETS = "target_tokens"
 
 @dataclass(frozen=True)
 class DatumLimits:
-    """What a model can be asked for: token ids below `vocabulary`, and at most `max_tokens` of them in a datum."""
+    """Limits of what a model can be asked for: token ids below `vocabulary`, and at most `max_tokens` of them in a datum."""
 
     vocabulary: int
     max_tokens: int
@@ -46,7 +46,7 @@ class Laid:
     shapes: tuple[tuple[int, ...], ...]
 
     def answer(self, row: int, values: Array) -> Array:
-        """Of what was computed of a row, `[N]` or `[N, K]`, what its client asked for."""
+        """Choose, of what was computed of a row, `[N]` or `[N, K]`, what its client asked for."""
         shape = self.shapes[row]
         if values.ndim == 2:  # other data may have more targets per position
             values = values[:, : shape[1] if len(shape) == 2 else 1]

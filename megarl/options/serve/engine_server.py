@@ -20,7 +20,7 @@ import aiohttp
 
 from megarl.config.secrets import bearer
 from megarl.errors import DeadlineError, EngineError, WorkerError
-from megarl.options.serve.asked_bodies import Body
+from megarl.options.serve.asked_bodies import EngineBody
 from megarl.options.serve.values import RequestError
 from megarl.system.http_requests import AnswerError, parsed, read_unpacked, shortened
 
@@ -111,7 +111,7 @@ class EngineServer:
 
     # requests -----------------------------------------------------------------------------------------------------
 
-    async def generate(self, body: Body) -> Any:
+    async def generate(self, body: EngineBody) -> Any:
         """The server's answer, a list of them to a body of several requests.
 
         Raises:
@@ -248,7 +248,7 @@ class EngineServer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _post(self, endpoint: str, body: Body, timeout_s: float | None) -> Any:
+    async def _post(self, endpoint: str, body: EngineBody, timeout_s: float | None) -> Any:
         address = self._address
         if address is None:
             raise ServerLostError(f"engine {self.number} was lost")

@@ -57,7 +57,7 @@ class Reply:
 
 
 class _Queue:
-    """What has been completed of a target, in order; `moved` is set when there is more."""
+    """Completed requests of a target, in order; `moved` is set when there is more."""
 
     def __init__(self) -> None:
         self.events: deque[tuple[int, Promise]] = deque()
@@ -182,7 +182,7 @@ class Promises:
     async def completions(
         self, tenant: str, target: Target, cursor: int, timeout_s: float | None, retrieved: Sequence[str]
     ) -> dict[str, Any]:
-        """What has been completed of a target behind `cursor`; waits for something, `timeout_s` at most."""
+        """Return what has been completed of a target behind `cursor`; waits for something, `timeout_s` at most."""
         for identity in retrieved:
             promise = self._promises.get(identity)
             if promise is not None and promise.tenant == tenant and promise.target == target and promise.settled is not None:

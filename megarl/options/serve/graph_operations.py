@@ -18,7 +18,7 @@ from torch.nn import functional
 
 
 class Size(Enum):
-    """How large the result of an operation is."""
+    """Say how large the result of an operation is."""
 
     BROADCAST = "as its tensors are together"
     SMALLER = "at most as its largest tensor"

@@ -26,7 +26,7 @@ THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 
 @dataclass(frozen=True)
 class LossForm:
-    """What a loss reads besides `target_tokens`: inputs that each datum must have, may have, and parameters with defaults.
+    """Names that a loss reads besides `target_tokens`: inputs that a datum must have, may have, and parameters with defaults.
 
     `wide`: it takes several targets per position.
     """
@@ -52,7 +52,7 @@ FORMS: dict[str, LossForm] = {
 
 @dataclass(frozen=True)
 class Given:
-    """What a loss reads: `columns` float `[N]` (`[N, K]` of several targets) by name, parameters, and whose each token is.
+    """Values that a loss reads: `columns` float `[N]` (`[N, K]` of several targets) by name, parameters, whose each token is.
 
     `response` int64 `[N]` numbers the data from 0 to `responses` − 1.
     """

@@ -442,7 +442,7 @@ def _absent(model: ClientModel | None, identity: str) -> str:
 
 
 def made_of(model: ClientModel) -> dict[str, Any]:
-    """What a checkpoint says of the model that it is of."""
+    """Return what a checkpoint says of the model that it is of."""
     choice = model.choice
     return {
         "base_model": model.base_model,
@@ -464,7 +464,7 @@ def choice_of(made: Mapping[str, Any]) -> AdapterChoice | None:
 
 
 def facts_of(model: ClientModel, digest: bytes) -> dict[str, Any]:
-    """What a journal says of its model."""
+    """Return what a journal says of its model."""
     return {
         **made_of(model),
         "tenant": model.tenant,

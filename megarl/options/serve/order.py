@@ -27,7 +27,7 @@ class Lane(Generic[J]):
         """Numbers before the next whose requests had no effect and are not known, as after a crash: they may come again."""
 
     def is_repeated(self, seq: int, digest: bytes) -> bool:
-        """Whether the request came before; if not, it must be offered.
+        """Return whether the request came before; if not, it must be offered.
 
         Raises:
             RequestError: another one came with that number, or it is too old to be known.

@@ -28,7 +28,7 @@ from megarl.megatron.shards import host_memory
 from megarl.megatron.weights import load_weights
 from megarl.models.adapters import LORA_A, adapter_part, is_adapter_tensor
 from megarl.models.hf_folder import HFFolder
-from megarl.options.serve.rank_questions import Facts, is_chosen, kind_of
+from megarl.options.serve.adapter_kinds import Facts, is_chosen, kind_of
 from megarl.options.serve.values import AdamParams, AdapterChoice
 
 
@@ -52,7 +52,7 @@ class StepParameters:
     """Takes the place of a role's schedule: parameters of Adam as each request has them. `num_steps` is the model's count."""
 
     def __init__(self, optimizer: Any) -> None:
-        """Of megatron-core's `optimizer`; one or several in a chain."""
+        """Parts of megatron-core's `optimizer`; one or several in a chain."""
         self.optimizer, self.num_steps, self.adam = optimizer, 0, AdamParams()
 
     def take(self, adam: AdamParams) -> None:
@@ -96,7 +96,7 @@ class RankModels:
 
     @property
     def facts(self) -> Facts:
-        """What models can have, as far as this rank knows: other stages have other layers."""
+        """Facts of what models can have, as far as this rank knows: other stages have other layers."""
         lora = self.role.options.lora
         if lora is None:
             return Facts(None)

@@ -1,20 +1,11 @@
-"""What the driver asks of the models on training ranks (`TrainingSide.ask`): plain values, importable without megatron."""
+"""Questions that the driver asks of the models on training ranks (`TrainingSide.ask`): values, importable without megatron."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarl.models.adapters import LORA_A, LORA_B
-from megarl.options.serve.values import AdapterChoice
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a role can have: adapters of at most `largest_rank` (None: all weights are trained) beside `kinds` of layers."""
-
-    largest_rank: int | None
-    kinds: frozenset[str] = frozenset()
+from megarl.options.serve.adapter_kinds import Facts
 
 
 @dataclass(frozen=True)
@@ -26,7 +17,7 @@ class Begin:
 
     @property
     def __name__(self) -> str:
-        """What is said of it where it fails."""
+        """Name by which errors call it."""
         return "preparation"
 
     def __call__(self, role: Any) -> Facts:
@@ -46,7 +37,7 @@ class ModelCall:
 
     @property
     def __name__(self) -> str:
-        """What is said of it where it fails."""
+        """Name by which errors call it."""
         return self.method
 
     def __call__(self, role: Any) -> Any:
@@ -57,16 +48,3 @@ class ModelCall:
         if self.model is not None:
             models.switch(self.model)
         return getattr(models, self.method)(*self.arguments)
-
-
-def kind_of(tensor: str) -> str:
-    """The kind of layer that a tensor of an adapter, by the hub's name, is beside: `attn`, `mlp`, or `unembed`, the output."""
-    layer = tensor.removesuffix(LORA_A).removesuffix(LORA_B)
-    if layer.rpartition(".")[2] in ("lm_head", "embed_out", "output_layer"):
-        return "unembed"
-    return "attn" if "attn" in layer or "attention" in layer else "mlp"
-
-
-def is_chosen(kind: str, choice: AdapterChoice) -> bool:
-    """Return whether a model has adapters beside layers of this kind."""
-    return {"attn": choice.train_attn, "mlp": choice.train_mlp, "unembed": choice.train_unembed}[kind]

@@ -152,7 +152,7 @@ class ServedSamplers:
         return self._options.scratch / f"passed-{secrets.token_hex(8)}"
 
     def to_pass(self, model: ClientModel, seq: int, folder: Path, *, is_inflight: bool) -> PassedWeights:
-        """What a model is about to write to `folder`, for the `seq`-th sampling session of its session. Any thread may call it.
+        """Note what a model will write to `folder`, for the `seq`-th sampling session of its session. Any thread may call it.
 
         Raises:
             RequestError: the number was used before.

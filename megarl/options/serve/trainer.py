@@ -20,10 +20,11 @@ from megarl.data.stream import SCORED_IDS
 from megarl.errors import CheckpointError
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.observe.expert_load import EXPERTS
+from megarl.options.serve.adapter_kinds import is_chosen
 from megarl.options.serve.custom_graph import LossGraph
 from megarl.options.serve.datums import TARGETS, DatumLimits, Laid, flat, lay, parameters_of
 from megarl.options.serve.losses import FORMS, LOSS, Given, ServedLoss, token_losses
-from megarl.options.serve.rank_questions import Begin, ModelCall, is_chosen
+from megarl.options.serve.rank_questions import Begin, ModelCall
 from megarl.options.serve.values import AdamParams, AdapterChoice, Array, Datum, Loss, Passed, RequestError
 from megarl.runs.training_side import POLICY
 from megarl.runs.update_metrics import LOG_PROBS

@@ -1,4 +1,4 @@
-"""What the server's parts say to each other: plain values, and the two sides that compute, a trainer and a sampler.
+"""Values that the server's parts hand to each other, and the two sides that compute, a trainer and a sampler.
 
 Names and meanings of fields are the protocol's (package `tinker`). Importable without torch.
 """
@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 
 class RequestError(Exception):
-    """What the client did wrong, in one sentence, for the protocol's error form; no other client notices."""
+    """Mistake of a client, in one sentence, for the protocol's error form; no other client notices."""
 
     def __init__(self, sentence: str, *, status: int = 400) -> None:
         """`status`: of the HTTP answer, where the request is refused at once and not by its future."""

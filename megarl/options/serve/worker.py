@@ -230,7 +230,7 @@ class KeptRequest:
 
 
 def kept_request(entry: JournalEntry) -> KeptRequest:
-    """What an entry of a journal was.
+    """Entry of a journal as the request that it was.
 
     Raises:
         CheckpointError: it is none of this server.
