@@ -176,7 +176,7 @@ def _varint(number: int) -> bytes:
 
 def test_a_body_of_ten_gigabytes_is_refused_before_it_is_read(served: Served) -> None:
     port = int(served.url.rpartition(":")[2])
-    head = f"POST /api/v1/forward_backward HTTP/1.1\r\nHost: x\r\nX-API-Key: {KEY}\r\nContent-Length: {10**10}\r\n"
+    head = f"POST /api/v1/forward_backward HTTP/1.1\r\nHost: 127.0.0.1\r\nX-API-Key: {KEY}\r\nContent-Length: {10**10}\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(f"{head}Content-Type: application/x-protobuf\r\n\r\n".encode() + bytes(1 << 19))
         answer = b""
