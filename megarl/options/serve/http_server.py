@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import ssl
@@ -38,7 +39,7 @@ class HttpServer:
     """Serves an application on a socket until a signal, or until ranks are lost."""
 
     def __init__(self, settings: ServeConfig, figures: ServerFigures, is_down: threading.Event) -> None:
-        """`is_down` is set by whoever called, once `answer` has returned or raised."""
+        """`is_down` is set when no client is answered any more; by whoever called, where `answer` has not."""
         self._settings, self._figures, self._is_down = settings, figures, is_down
         self._server: _Uvicorn | None = None
         self._error: BaseException | None = None
@@ -50,6 +51,7 @@ class HttpServer:
         """
         if self._error is None:
             self._error = error
+            logging.getLogger("uvicorn.error").disabled = True  # requests that end here are asked again
             if self._server is not None:
                 self._server.force_exit = self._server.should_exit = True
         self._is_down.wait(DOWN_S)
@@ -89,6 +91,9 @@ class HttpServer:
         try:
             await self._server.serve([listening])
         finally:
+            if self._error is not None:  # nothing of the models is left to keep; the journal has what was answered
+                app.state.service.abandon()
+                self._is_down.set()
             await sampler.close()
         if self._error is not None:
             raise self._error

@@ -94,6 +94,10 @@ class Service:
         await self.worker.stop([*self.models.models.values()])
         self.store.registry.write_touched()
 
+    def abandon(self) -> None:
+        """Have `stop` do nothing: the trainer is gone, and so is what models could be kept by."""
+        self._stopped = True
+
     async def _keep_watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_S)

@@ -7,8 +7,8 @@ import json
 import socket
 import threading
 import urllib.request
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,12 +53,15 @@ class Sampler:
 
 
 class Service:
-    """Notes that it was stopped."""
+    """Notes that it was stopped before it was abandoned."""
 
-    stopped = False
+    stopped = abandoned = False
 
     async def stop(self) -> None:
-        self.stopped = True
+        self.stopped = not self.abandoned
+
+    def abandon(self) -> None:
+        self.abandoned = True
 
 
 def datum(tokens: int) -> Datum:
@@ -124,7 +127,14 @@ def test_prometheus_is_told_of_a_server(tmp_path: Path) -> None:
 @contextmanager
 def served(server: HttpServer, is_down: threading.Event, service: Service, sampler: Sampler) -> Iterator[tuple[str, list[Any]]]:
     """The address of a server in a thread, and what it raised."""
-    app, raised = FastAPI(), list[Any]()
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await service.stop()
+
+    app, raised = FastAPI(lifespan=lifespan), list[Any]()
     app.state.service = service
 
     @app.get("/hello")

@@ -103,7 +103,7 @@ def spoken(tokens: Sequence[int], weights: Sequence[float] | None = None) -> typ
 
 def logprobs_of(training: tinker.TrainingClient, tokens: Sequence[int]) -> list[float]:
     """Of every token but the first."""
-    answer = training.forward([spoken(tokens)], loss_fn="cross_entropy").result(timeout=120)
+    answer = training.forward([spoken(tokens)], loss_fn="cross_entropy").result(timeout=300)
     return [float(value) for value in answer.loss_fn_outputs[0]["logprobs"].tolist()]
 
 
