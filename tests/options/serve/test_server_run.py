@@ -127,6 +127,7 @@ def test_prometheus_is_told_of_a_server(tmp_path: Path) -> None:
 @contextmanager
 def served(server: HttpServer, is_down: threading.Event, service: Service, sampler: Sampler) -> Iterator[tuple[str, list[Any]]]:
     """The address of a server in a thread, and what it raised."""
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         try:
