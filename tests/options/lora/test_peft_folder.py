@@ -304,7 +304,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
         (_change(lambda t: t.update({f"{Q}.lora_magnitude_vector": torch.zeros(3)})), "neither A nor B of an adapter"),
         (
             _change(lambda t: t.update({k.replace(".0.", ".9."): v.clone() for k, v in t.items() if ".0." in k})),
-            "'model.layers.9.*' is no linear layer of its decoder .did you mean",
+            "'model.layers.9.*' is no linear layer of its decoder or its output .did you mean",
         ),
         (_change(lambda t: t.clear()), "has no adapters"),
     ],
