@@ -20,7 +20,7 @@ from megarl.options.serve.graph_operations import (
     ATTRIBUTES,
     FUNCTIONS,
     KEYWORDS,
-    METHODS,
+    TENSOR_METHODS,
     NUMERIC,
     TEXTS,
     Size,
@@ -206,7 +206,7 @@ def _check_node(node: _Node, known: set[str]) -> None:
     is_known = {
         "placeholder": not node.args and not node.kwargs,
         "call_function": node.target in FUNCTIONS or node.target in NUMERIC or node.target == "operator.getitem",
-        "call_method": node.target in METHODS and bool(node.args),
+        "call_method": node.target in TENSOR_METHODS and bool(node.args),
     }
     if not is_known.get(node.op, False):
         raise ValueError(f"{node.op} of {node.target}")
@@ -277,7 +277,7 @@ def _computed(node: _Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if node.op == "call_method":
         if not isinstance(args[0], Tensor):
             raise TypeError(f"it is a method of tensors, not of a {type(args[0]).__name__}")
-        return _sized(getattr(Tensor, name), METHODS[name], args, kwargs)
+        return _sized(getattr(Tensor, name), TENSOR_METHODS[name], args, kwargs)
     if name == "getattr":
         if not isinstance(args[0], Tensor | tuple):
             raise TypeError("it is asked of no tensor")

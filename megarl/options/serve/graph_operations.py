@@ -42,7 +42,7 @@ _NAMES = {
     Size.COMPUTED: "gather index_select take_along_dim expand expand_as repeat stack cat outer pad arange zeros ones full",
 }
 _SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
-METHODS: Mapping[str, Size] = {name: size for name, size in _SIZES.items() if hasattr(Tensor, name)}
+TENSOR_METHODS: Mapping[str, Size] = {name: size for name, size in _SIZES.items() if hasattr(Tensor, name)}
 """Methods of tensors."""
 
 

@@ -19,7 +19,7 @@ from megarl.options.serve.store import open_store
 from megarl.options.serve.tenants import Tenants
 
 CLIENT = Path(tinker.__file__).parent
-METHODS = {"get": "GET", "post": "POST", "put": "PUT", "delete": "DELETE", "patch": "PATCH"}
+HTTP_METHODS = {"get": "GET", "post": "POST", "put": "PUT", "delete": "DELETE", "patch": "PATCH"}
 ANSWERED_BY = {
     "create_model": "CreateModelRequest",
     "create_session": "CreateSessionRequest",
@@ -60,7 +60,7 @@ def calls() -> Iterator[tuple[str, str]]:
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
             name = node.func.attr.removeprefix("_")
-            method = METHODS.get(name)
+            method = HTTP_METHODS.get(name)
             if name == "request" and len(node.args) > 1 and isinstance(node.args[0], ast.Constant):
                 method, node.args = str(node.args[0].value), node.args[1:]
             if method is None or not node.args:
