@@ -14,7 +14,7 @@ from megarl.errors import ConfigError, LayoutError, MegarlError, Missing, WrongV
 
 ROOT = Path(__file__).parent.parent
 KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, MegarlError)}
-PASSES_ON = {"redacted", "append", "print", "error"}
+PASSES_ON = {"redacted", "without_folder", "append", "print", "error"}
 """Functions that take a sentence to show it."""
 
 

@@ -363,10 +363,8 @@ class CheckpointStore:
         try:
             _bytes_without_links(content)
             check(content)
-        except CheckpointError as error:  # the server's folders are nobody's business
-            raise RequestError(
-                f"{path} is damaged: {str(error).replace(f'{content}/', '').replace(str(content), path.name)}"
-            ) from None
+        except CheckpointError as error:
+            raise RequestError(f"{path} is damaged: {without_folder(str(error), content, path.name)}") from None
         except OSError as error:
             raise RequestError(f"{path} is damaged: a file of it cannot be read ({error.strerror})") from None
 
@@ -463,3 +461,8 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
+
+
+def without_folder(sentence: str, folder: Path, name: str) -> str:
+    """The sentence with `name` in the place of a folder of the server, which is nobody's business."""
+    return sentence.replace(f"{folder}/", "").replace(str(folder), name)
