@@ -124,7 +124,7 @@ class Engines:
 
     @property
     def adapter_bytes(self) -> int:
-        """What a rank of an engine that adds adapters has for them: places, each split as its weights are."""
+        """Bytes of the places that a rank of an engine has for adapters which it adds, each split as its weights are."""
         return self.adapter_places * self._adapters(self.target.tp)
 
     @property

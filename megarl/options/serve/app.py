@@ -192,8 +192,7 @@ def _add_json(
     async def route(request: Request) -> Response:
         tenant = await who(request)
         asked = read_json(kind, await read_body(request, MOST_JSON_BYTES))
-        answer = call(tenant, asked)
-        return JSONResponse(await answer if isawaitable(answer) else answer)
+        return await _as_json(call(tenant, asked))
 
 
 def _add_training_json(
@@ -218,8 +217,12 @@ def _add_training_json(
                 raise
             digest = blake2b(body, digest_size=16).digest()
             return JSONResponse(service.models.refuse(tenant, *address, digest, str(error)))
-        answer = call(tenant, asked)
-        return JSONResponse(await answer if isawaitable(answer) else answer)
+        return await _as_json(call(tenant, asked))
+
+
+async def _as_json(answer: Any) -> JSONResponse:
+    """The answer of a call, which may have to be awaited."""
+    return JSONResponse(await answer if isawaitable(answer) else answer)
 
 
 def _json_address(body: bytes) -> tuple[str, int] | None:

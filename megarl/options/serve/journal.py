@@ -132,11 +132,6 @@ class RequestJournal:
                 with log.lock:
                     log.synced = max(log.synced, written)
 
-    def bytes_behind(self, model: str) -> int:
-        """Bytes of requests behind the last snapshot, from which a server sees that it is time for the next."""
-        with self._held(model) as log:
-            return log.written
-
     def snapshot(self, model: str, seq: int, write: Callable[[Path], None], carried: Iterable[JournalEntry] = ()) -> None:
         """Have `write` make a folder with the model's state behind request `seq`, and forget the requests up to it.
 

@@ -1,5 +1,5 @@
-"""Parts that SGLang's servers (0.5.23) lack for `megarl serve`, installed in each of a server's processes: seeds of requests
-without deterministic inference, and on a CPU adapters of the output layer for the rows that it is computed for.
+"""Part that SGLang's servers (0.5.23) lack for `megarl serve`, installed in each of a server's processes: seeds of requests
+without deterministic inference.
 
 Of SGLang nothing is imported before `install` is called.
 """
@@ -7,7 +7,6 @@ Of SGLang nothing is imported before `install` is called.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -25,8 +24,6 @@ def install(arguments: Sequence[str]) -> None:
     if SERVED_NAME not in arguments:
         return
     _obey_seeds()
-    if "torch_native" in arguments and "--enable-lora" in arguments:
-        _route_rows_of_output_layer()
 
 
 def _obey_seeds() -> None:
@@ -79,59 +76,3 @@ def _hashed(values: Tensor) -> Tensor:
 def _shifted(values: Tensor, bits: int) -> Tensor:
     """The 64 bits of each value moved right, with zeros in front."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _route_rows_of_output_layer() -> None:
-    from sglang.srt.lora.backend import torch_backend
-    from sglang.srt.lora.utils import get_lm_head_pruned_lens, merge_and_chunk_segments
-
-    backend = torch_backend.TorchNativeLoRABackend
-    prepare = backend.prepare_lora_batch
-
-    def prepare_with_rows(self: Any, forward_batch: Any, weight_indices: list[int], *args: Any, **given: Any) -> None:
-        """The output layer is given some of a batch's rows, and perhaps these in several passes; SGLang's PyTorch backend
-        takes them for the batch's first ones."""
-        prepare(self, forward_batch, weight_indices, *args, **given)
-        self.lm_head_batch_info = self.lm_head_pass_batch_infos = None
-        rows = get_lm_head_pruned_lens(forward_batch)
-        if rows is None:
-            return
-        whole = merge_and_chunk_segments(weight_indices, rows, max(1, sum(rows)))
-        self.lm_head_batch_info = _of_segments(self.batch_info, *whole)
-        passes = self._get_lm_head_pass_segments(weight_indices, rows)
-        if passes is not None:
-            self.lm_head_pass_batch_infos = [_of_segments(self.batch_info, *segments) for segments in passes]
-
-    def run_a(self: Any, x: Tensor, weights: Tensor, stack_num: int = 1, *, pruned_batch_info: Any = None, **_: Any) -> Tensor:
-        info = pruned_batch_info or self.batch_info
-        return torch_backend.sgemm_lora_a_fwd(inputs=x, weights=weights, batch_info=info, num_slices=stack_num)
-
-    def run_b(
-        self: Any,
-        x: Tensor,
-        weights: Tensor,
-        output_offset_cpu: Tensor,
-        base_output: Tensor | None = None,
-        *,
-        pruned_batch_info: Any = None,
-        **_: Any,
-    ) -> Tensor:
-        return torch_backend.sgemm_lora_b_fwd(
-            inputs=x,
-            weights=weights,
-            batch_info=pruned_batch_info or self.batch_info,
-            slice_offsets=output_offset_cpu,
-            base_output=base_output,
-        )
-
-    backend.prepare_lora_batch, backend.run_lora_a_sgemm, backend.run_lora_b_sgemm = prepare_with_rows, run_a, run_b
-
-
-def _of_segments(info: Any, weight_indices: list[int], lengths: list[int]) -> Any:
-    """A batch's information for other rows: by segment which adapters they have, and how many there are."""
-    return replace(
-        info,
-        weight_indices_cpu=torch.tensor(weight_indices, dtype=torch.int32),
-        seg_lens_cpu=torch.tensor(lengths, dtype=torch.int32),
-        expected_tokens=sum(lengths),
-    )

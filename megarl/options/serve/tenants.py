@@ -10,7 +10,6 @@ import asyncio
 import base64
 import hashlib
 import hmac
-import ipaddress
 import json
 import os
 import re
@@ -29,6 +28,7 @@ from megarl.config.yaml_tree import read_yaml
 from megarl.errors import ConfigError, nearest
 from megarl.options.serve.values import RequestError
 from megarl.system.atomic_files import write_text_atomically
+from megarl.system.bearer_tokens import is_loopback
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 """Names of tenants: they are in keys and in names of folders."""
@@ -101,17 +101,6 @@ class Tenants:
         """The tenant of that name; one that is no longer in the file may have nothing."""
         return self._current().get(name, Tenant(name, Quotas(0, 0, 0)))
 
-    def check_host(self, host: str) -> None:
-        """Refuse to listen to other machines without a file of tenants.
-
-        Raises:
-            ConfigError: there is no file, and `host` is no address of loopback.
-        """
-        if self._path is None and not is_loopback(host):
-            raise ConfigError.needs(
-                "serve.host", "a file of tenants where it is no address of loopback", "set serve.tenants, or host 127.0.0.1"
-            )
-
     def check_asked_host(self, header: str | None) -> None:
         """Refuse, without a file of tenants, requests for a host (`Host: NAME:PORT`) that is not this machine's own name.
 
@@ -120,7 +109,7 @@ class Tenants:
         Raises:
             RequestError: with status 403.
         """
-        if self._path is None and not is_loopback(re.sub(r":\d+$", "", header or "")):
+        if self._path is None and not is_loopback(re.sub(r":\d+$", "", header or "").strip("[]")):
             raise RequestError(
                 "without a file of tenants this server answers requests for 127.0.0.1 and localhost only", status=403
             )
@@ -355,14 +344,6 @@ def kept_secret(path: Path) -> bytes:
             f"{path} is damaged: it has {len(secret)} bytes and must have 32; remove it, which ends all tokens and links"
         )
     return secret
-
-
-def is_loopback(host: str) -> bool:
-    """True of an address that only this machine reaches."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _hash(key: str) -> str:

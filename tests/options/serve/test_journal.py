@@ -140,7 +140,7 @@ def test_a_second_snapshot_takes_the_place_of_the_first(tmp_path: Path) -> None:
     assert replay.snapshot is not None
     assert (replay.snapshot / "weights").read_text() == "four"
     assert (replay.seq, list(replay.entries)) == (4, [])
-    assert journal.bytes_behind(MODEL) == 0
+    assert (folder / f"requests-{4:012d}.log").stat().st_size == 0
 
 
 def test_a_snapshot_that_fails_leaves_the_one_before(tmp_path: Path) -> None:

@@ -59,6 +59,15 @@ def test_a_config_without_the_section_is_left_as_it_is(serve: Any) -> None:
     assert completed(tree) is tree
 
 
+def test_without_tenants_a_server_listens_to_this_machine_alone() -> None:
+    for host in ("127.0.0.1", "::1", "localhost", "127.1.2.3"):
+        config_of({"host": host})
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", "localhost.example.org", ""):
+        with pytest.raises(ConfigError, match="needs keys of tenants"):
+            config_of({"host": host})
+    config_of({"host": "0.0.0.0", "tenants": "tenants.yaml"})
+
+
 @pytest.mark.parametrize(
     ("serve", "sections", "message"),
     [
