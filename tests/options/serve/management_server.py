@@ -22,6 +22,7 @@ from megarl.options.serve.registry import SamplerRecord, ServedRun, SessionRecor
 from megarl.options.serve.store import CheckpointStore
 from megarl.options.serve.tenants import Tenant, Tenants, add_tenant
 from megarl.options.serve.values import RequestError
+from tests.options.serve.clients import closed_afterwards
 
 CLOCK_START = 1_800_000_000.0
 ADAPTERS = {"adapter_config.json": b'{"r": 32}', "adapter_model.safetensors": bytes(range(256)) * 300}
@@ -118,7 +119,7 @@ def running(root: Path, *, names: tuple[str, ...] = ("anna", "ben")) -> Iterator
         time.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        with httpx.Client(trust_env=False) as plain:
+        with closed_afterwards(), httpx.Client(trust_env=False) as plain:
             yield ManagementServer(f"http://127.0.0.1:{port}", store, tenants, keys, clock, log, plain)
     finally:
         server.should_exit = True

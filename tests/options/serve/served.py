@@ -20,6 +20,7 @@ from megarl.options.serve.service import Service
 from megarl.options.serve.settings import ServiceOptions
 from megarl.options.serve.store import open_store
 from megarl.options.serve.tenants import Tenants
+from tests.options.serve.clients import closed_afterwards
 from tests.options.serve.reference import ReferenceSampler, ReferenceTrainer
 
 T = TypeVar("T")
@@ -96,7 +97,8 @@ def serving(
         thread.join(0.01)
     served = Served(f"http://127.0.0.1:{listening.getsockname()[1]}", service, trainer, sampler, loops[0], said)
     try:
-        yield served
+        with closed_afterwards():
+            yield served
     finally:
         if crash:
             service._stopped = True

@@ -20,6 +20,7 @@ import transformers
 import yaml
 from tinker import types
 
+from tests.options.serve.clients import closed_afterwards
 from tests.themes.e2e.processes import outside_ray
 from tests.themes.e2e.test_watching import free_port
 
@@ -78,7 +79,8 @@ def serving(model: Path, folder: Path, **sections: Any) -> Iterator[Server]:
     os.environ["TINKER_TELEMETRY"] = "0"
     server = Server(config_of(model, folder, **sections), folder)
     try:
-        yield server
+        with closed_afterwards():
+            yield server
     finally:
         server.process.kill()
         server.process.wait(timeout=60)
