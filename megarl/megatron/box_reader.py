@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -70,7 +70,7 @@ class BoxReader:
         items: list[ReadItem] = []
         for key, of_key in by_key.items():
             stored = self._stored(key, of_key[0])
-            if tuple(stored.size) != of_key[0].global_shape:  # rows of padding that the checkpoint lacks are zero
+            if tuple(stored.size) != of_key[0].global_shape:  # padding that the checkpoint lacks is zero
                 for box in of_key:
                     box.data.zero_()
             chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in of_key]
@@ -91,7 +91,7 @@ class BoxReader:
             if (weight := _OF_MOMENTS.sub("", key)) != key and weight in self._contents:
                 raise CheckpointError(f"'{self._folder}' has no tensor '{key}': {_WAS_FROZEN}")
             raise CheckpointError(f"'{self._folder}' has no tensor '{key}': it is a checkpoint of another model or role")
-        if not box.is_padded and tuple(stored.size) != box.global_shape:
+        if _without(stored.size, box.padded_axis) != _without(box.global_shape, box.padded_axis):
             raise CheckpointError(
                 f"'{self._folder}' has '{key}' of shape {list(stored.size)}, and this model of {list(box.global_shape)}"
             )
@@ -109,6 +109,10 @@ def read_weights(reader: BoxReader, models: Mapping[str, dict[str, Any]]) -> Non
             reader.read(boxes_of(entry, values.view(-1), 0))
             with torch.no_grad():
                 entry.data.copy_(values)
+
+
+def _without(shape: Sequence[int], axis: int | None) -> list[int]:
+    return [size for number, size in enumerate(shape) if number != axis]
 
 
 class _IntoBoxes(LoadPlanner):

@@ -247,17 +247,17 @@ class RankModel:
         state |= {"layout": asdict(self.options.layout), "seed": initial_seed(), "rng": sharded_rng_state()}
         return shards_of(state, owned, absent)
 
-    def load(self, folder: str) -> None:
+    def load(self, folder: str, read_by: type[BoxReader] = BoxReader) -> None:
         """Read a checkpoint made of all ranks' `shards`, under this or another layout (see `rng_state` for random numbers).
 
-        It may also have been written under another layer spec.
+        It may also have been written under another layer spec. `read_by` reads its tensors.
 
         Raises:
             CheckpointError: the checkpoint lacks something, has it in another shape, or cannot be read.
         """
         saved = dist_checkpointing.load_common_state_dict(folder)
         is_same_layout = saved.get("layout") == asdict(self.options.layout)
-        reader, models = BoxReader(folder), self._models()
+        reader, models = read_by(folder), self._models()
         has_masters = reader.has("optimizer.param.")
         if self.optimizer is not None:
             if (method := saved["moments"].get("method", "adamw")) != self.method:

@@ -30,7 +30,7 @@ class ShardBox:
     """Box `sizes` from `offsets` on of the tensor `key` of `global_shape`; its values are the flat `data`.
 
     In a copy that lies in several blocks of memory `data` are the first values, and `rest` those that follow.
-    `is_padded`: under another layout the tensor may have more or fewer rows of padding, as the vocabulary has.
+    `padded_axis`: along it a stored tensor may have more or less padding, as the vocabulary has under another layout.
     """
 
     key: str
@@ -38,7 +38,7 @@ class ShardBox:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     data: Tensor
-    is_padded: bool = False
+    padded_axis: int | None = None
     rest: tuple[Tensor, ...] = ()
 
 
@@ -114,8 +114,8 @@ def boxes_of(sharded: ShardedTensor | ShardedTensorFactory, data: Tensor, start:
                 *(a + b for a, b in zip(part.global_offset[depth:], offsets, strict=True)),
             )
             values = data[at : at + prod(sizes)]
-            shape, is_padded = tuple(part.global_shape), part.allow_shape_mismatch
-            yield ShardBox(part.key, shape, global_offsets, (*(1,) * depth, *sizes), values, is_padded)
+            shape, padded_axis = tuple(part.global_shape), 0 if part.allow_shape_mismatch else None
+            yield ShardBox(part.key, shape, global_offsets, (*(1,) * depth, *sizes), values, padded_axis)
             at += prod(sizes)
 
 

@@ -27,6 +27,7 @@ from megarl.options.serve.service import Service
 from megarl.options.serve.tenants import Tenant
 from megarl.options.serve.values import RequestError
 from megarl.options.serve.wire import HEAD_BYTES, PROTOBUF, read_address, read_call, read_json, too_large
+from megarl.options.serve.worker import REFUSED_PASS
 
 API = "/api/v1"
 MOST_JSON_BYTES = 1 << 26
@@ -155,7 +156,8 @@ def _add_training(app: FastAPI, service: Service, who: Callable[[Request], Await
             address = read_address(head, encoding)
             if address is None:
                 raise
-            return models.refuse(tenant, *address, blake2b(head, digest_size=16).digest(), str(error))
+            digest = blake2b(head, digest_size=16).digest()
+            return models.refuse(tenant, *address, digest, str(error), kind=REFUSED_PASS)
         return models.forward_backward(tenant, call, body, encoding)
 
 

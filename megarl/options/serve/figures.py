@@ -136,6 +136,10 @@ class CountedTrainer:
         self._figures.count("optimizer_steps", 1, self._figures.tenant_of(model))
         return metrics
 
+    def forget_gradients(self, model: str) -> None:
+        """Drop the gradients since the last step."""
+        self._call(lambda: self._trainer.forget_gradients(model))
+
     def save(self, model: str, folder: Path) -> None:
         """Write what training needs to go on."""
         self._call(lambda: self._trainer.save(model, folder))

@@ -22,7 +22,7 @@ from megarl.options.serve.store import CheckpointStore
 from megarl.options.serve.tenants import Tenant, Tenants, check_models
 from megarl.options.serve.values import AdamParams, AdapterChoice, Loss, RequestError
 from megarl.options.serve.wire import TrainingCall, digest_of_json, passed_bytes
-from megarl.options.serve.worker import ClientModel, Settled, TrainerWorker, TrainingJob
+from megarl.options.serve.worker import PASS, REFUSED_PASS, STEP, ClientModel, Settled, TrainerWorker, TrainingJob
 
 if TYPE_CHECKING:
     from megarl.options.serve.journal import RequestJournal
@@ -174,10 +174,11 @@ class ServedModels:
         try:
             loss = self.loss_of(call)
         except RequestError as error:
-            return self.refuse(tenant, call.model, call.seq, call.digest, str(error))
+            refused = REFUSED_PASS if call.backward else "refused"
+            return self.refuse(tenant, call.model, call.seq, call.digest, str(error), kind=refused)
         compute = partial(self._worker.trainer.run_pass, call.model, call.data, loss, backward=call.backward)
         redo = f"{encoding}\n".encode() + body
-        kind = "forward_backward" if call.backward else "forward"
+        kind = PASS if call.backward else "forward"
         return self._submit(tenant, call.model, call.seq, call.digest, kind, compute, _passed, redo=redo)
 
     def loss_of(self, call: TrainingCall) -> Loss:
@@ -207,7 +208,7 @@ class ServedModels:
             return {"metrics": metrics, "type": "optim_step"}
 
         redo = params.model_dump_json().encode()
-        return self._submit(tenant, asked.model_id, asked.seq_id, digest, "optim_step", compute, finish, redo=redo)
+        return self._submit(tenant, asked.model_id, asked.seq_id, digest, STEP, compute, finish, redo=redo)
 
     def save(self, tenant: Tenant, asked: types.SaveWeightsRequest) -> dict[str, Any]:
         """Answer `save_weights`: a checkpoint that training goes on from."""
@@ -355,18 +356,22 @@ class ServedModels:
             raise RequestError(_absent(model if model is not None and model.tenant == tenant else None, identity), status=404)
         return model
 
-    def refuse(self, tenant: Tenant, model: str, seq: int | None, digest: bytes, sentence: str) -> dict[str, Any]:
+    def refuse(
+        self, tenant: Tenant, model: str, seq: int | None, digest: bytes, sentence: str, *, kind: str = "refused"
+    ) -> dict[str, Any]:
         """Answer a request that cannot be: it fails in its turn, so that those behind it are not waited for."""
 
         def compute() -> None:
             raise RequestError(sentence)
 
-        return self._submit(tenant, model, seq, digest, "refused", compute, _always({}))
+        return self._submit(tenant, model, seq, digest, kind, compute, _always({}))
 
     def skip_overdue(self, longest_s: float) -> None:
         """Refuse requests that have waited longer than that for one before them."""
         for model in self.models.values():
             jobs, missing = model.lane.overdue(time.monotonic(), longest_s)
+            if jobs:
+                model.spoilt = f"request {missing} of the model did not come"
             for job in jobs:
                 sentence = f"request {job.seq} waited {longest_s:.0f} s for request {missing} of its model, which did not come"
                 self._promises.fail(job.promise, sentence)

@@ -3,13 +3,13 @@
 A model's state is what this rank has of it in buffers and optimizer: trained parameters, gradients since the last step, float32
 masters, moments and their count. Copies of these know nothing of the layout. The role is built with adapters of the largest
 rank. A model of a smaller one has zeros in the rows of A and columns of B behind it, and a model that leaves out layers has
-zeros in theirs. There both gradients are 0, so they stay zero.
+zeros in theirs. There both gradients are 0, so they stay zero. Checkpoints have a model's own rank, and load under any largest.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +21,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.checkpoint.dist_writer import Written, write_shards
+from megarl.megatron.box_reader import BoxReader
 from megarl.megatron.hf_export import write_role
 from megarl.megatron.optimizer_state import adams, make_moments, parts_of
 from megarl.megatron.rank_model import Gathered, RankModel
-from megarl.megatron.shards import host_memory
+from megarl.megatron.shards import ShardBox, host_memory
 from megarl.megatron.weights import load_weights
 from megarl.models.adapters import LORA_A, adapter_part, is_adapter_tensor
 from megarl.models.hf_folder import HFFolder
@@ -256,9 +257,18 @@ class RankModels:
         self.steps.take(adam)
         return role.step()
 
+    def forget_gradients(self) -> None:
+        """Drop the gradients since the last step, and what experts were counted for them."""
+        self.role.gathered = None
+        if self.role.watch is not None:
+            self.role.watch.aside.zero_()
+
     def save(self, folder: str) -> Written:
-        """Write this rank's part of a checkpoint."""
-        shards = self.role.shards()
+        """Write this rank's part of a checkpoint, which has adapters of the model's own rank."""
+        assert self.current is not None, "a model has the place"
+        shards, choice = self.role.shards(), self._choices[self.current]
+        if choice is not None:
+            shards = replace(shards, boxes=[kept for box in shards.boxes for kept in _of_rank(box, choice.rank)])
         return write_shards(shards.copied_into(host_memory(shards.nbytes)), folder)
 
     def load(self, folder: str, optimizer: Literal["taken", "restarted"]) -> None:
@@ -268,7 +278,7 @@ class RankModels:
         """
         self.stash()
         self.role.gathered = None
-        self.role.load(folder)
+        self.role.load(folder, PaddedReader)
         if optimizer == "restarted":
             self.restart_optimizer()
 
@@ -298,6 +308,36 @@ def _leave_out(adapter: Any, choice: AdapterChoice | None) -> None:
     kept = choice.rank if choice is not None and is_chosen(kind_of(adapter.site.a.hf_names[0]), choice) else 0
     adapter.A.view(adapter.layers, adapter.rank, -1)[:, kept:] = 0.0
     adapter.B[:, kept:] = 0.0
+
+
+class PaddedReader(BoxReader):
+    """A checkpoint whose adapters may have another rank than those of the role: behind it they get zeros.
+
+    States that were written with the zeros in them, of a server of any largest rank, are read alike.
+    """
+
+    def read(self, boxes: Iterable[ShardBox]) -> None:
+        """As `BoxReader.read`."""
+        super().read(replace(box, padded_axis=_rank_axis(box.key)) if is_adapter_tensor(box.key) else box for box in boxes)
+
+
+def _rank_axis(key: str) -> int | None:
+    """The axis of an adapter's tensor, or of its moments, that is as long as its rank; None of any other tensor."""
+    return (0 if key.endswith(LORA_A) else 1) if is_adapter_tensor(key) else None
+
+
+def _of_rank(box: ShardBox, rank: int) -> Iterator[ShardBox]:
+    """The part of a box of an adapter's tensor that a model of `rank` has; nothing if it is all behind that."""
+    axis = _rank_axis(box.key)
+    if axis is None:
+        yield box
+        return
+    kept = min(box.sizes[axis], rank - box.offsets[axis])
+    if kept <= 0:
+        return
+    shape, sizes = ((*of[:axis], length, *of[axis + 1 :]) for of, length in ((box.global_shape, rank), (box.sizes, kept)))
+    data = box.data.view(box.sizes).narrow(axis, 0, kept).reshape(-1)
+    yield replace(box, global_shape=shape, sizes=sizes, data=data)
 
 
 def _copied(gathered: Gathered | None) -> Gathered | None:

@@ -31,7 +31,7 @@ class Begin:
 class ModelCall:
     """Call a method of `RankModels`, once the model called `model`, if there is one, has its place in the role."""
 
-    method: Literal["create", "drop", "switch", "optimizer_step", "save", "load", "put_back", "export"]
+    method: Literal["create", "drop", "switch", "optimizer_step", "forget_gradients", "save", "load", "put_back", "export"]
     arguments: tuple[Any, ...] = ()
     model: str | None = None
 

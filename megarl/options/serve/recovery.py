@@ -14,7 +14,17 @@ from megarl.options.serve.futures import JSON, Promises
 from megarl.options.serve.models import ServedModels, choice_of
 from megarl.options.serve.values import AdamParams, RequestError
 from megarl.options.serve.wire import PROTOBUF, passed_bytes, read_call
-from megarl.options.serve.worker import ClientModel, KeptRequest, TrainerWorker, kept_request
+from megarl.options.serve.worker import (
+    LOAD,
+    NO_STEP,
+    PASS,
+    STEP,
+    ClientModel,
+    KeptRequest,
+    TrainerWorker,
+    kept_request,
+    spoilt_by,
+)
 
 if TYPE_CHECKING:
     from megarl.options.serve.journal import Replay, RequestJournal
@@ -57,6 +67,7 @@ async def _bring_back(
     if replay.snapshot is not None:
         await worker.in_thread(partial(worker.trainer.load, model.id, replay.snapshot, with_optimizer=True))
     numbers: set[int] = set()
+    stepped = replay.seq
     requests = [kept_request(entry) for entry in replay.entries]
     refused = {kept.seq for kept in requests if not kept.kind and kept.failed}
     for kept in requests:
@@ -66,8 +77,11 @@ async def _bring_back(
         numbers.add(kept.seq)
         if kept.kind:
             settled = await worker.in_thread(partial(_computed, kept, model, models, worker))
+            stepped = kept.seq if kept.kind in (STEP, NO_STEP, LOAD) else stepped
         else:
             settled = kept.content, kept.media, kept.failed
+            if kept.spoils and kept.seq > stepped:  # the answer may stand behind the step's request
+                model.spoilt = spoilt_by(kept.seq, json.loads(kept.content)["error"])
         model.lane.next = max(model.lane.next, kept.seq + 1)
         model.done = max(model.done, kept.seq)
         if is_first_load:
@@ -84,13 +98,17 @@ def _computed(kept: KeptRequest, model: ClientModel, models: ServedModels, worke
     """Compute a request again, in the trainer's thread; returns its answer as it is sent, its type, and whether it failed."""
     try:
         answer: Any
-        if kept.kind in ("forward_backward", "forward"):
+        if kept.kind == NO_STEP:
+            worker.trainer.forget_gradients(model.id)
+            model.has_gradients, model.spoilt = False, ""
+            raise RequestError(kept.content.decode())
+        if kept.kind in (PASS, "forward"):
             encoding, _, body = kept.content.partition(b"\n")
             call = read_call(body, encoding.decode(), models.most_bytes)
             passed = worker.trainer.run_pass(model.id, call.data, models.loss_of(call), backward=call.backward)
             model.has_gradients |= call.backward
             return passed_bytes(passed), PROTOBUF, False
-        if kept.kind == "optim_step":
+        if kept.kind == STEP:
             adam = AdamParams(**types.AdamParams.model_validate_json(kept.content).model_dump())
             answer = {"metrics": worker.trainer.optimizer_step(model.id, adam), "type": "optim_step"}
         else:
@@ -100,7 +118,8 @@ def _computed(kept: KeptRequest, model: ClientModel, models: ServedModels, worke
             except RequestError as error:  # what it was is gone, so the model is
                 raise CheckpointError(str(error)) from None
             answer = {"path": path, "model_id": model.id, "type": "load_weights"}
-        model.has_gradients = False
+        model.has_gradients, model.spoilt = False, ""
         return json.dumps(answer).encode(), JSON, False
     except RequestError as error:
+        model.spoilt = spoilt_by(kept.seq, str(error)) if kept.kind == PASS else model.spoilt
         return json.dumps({"error": str(error), "category": "user"}).encode(), JSON, True

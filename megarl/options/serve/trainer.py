@@ -172,6 +172,16 @@ class SessionTrainer:
         self._current = model
         return {name: float(value) for name, value in answers[0].items() if name != EXPERTS and name != "tokens"}
 
+    def forget_gradients(self, model: str) -> None:
+        """Drop the gradients since the last step.
+
+        Raises:
+            RequestError: there is no such model.
+        """
+        self._known(model)
+        self.roles.ask(POLICY, ModelCall("forget_gradients", (), model))
+        self._current = model
+
     # checkpoints ----------------------------------------------------------------------------------------------------
 
     def save(self, model: str, folder: Path) -> None:
@@ -190,8 +200,7 @@ class SessionTrainer:
             self._current = model
             join_shards(partial / _TENSORS, parts)
             choice = self._choices[model]
-            header = {"adapters": None if choice is None else asdict(choice), "largest_rank": self.largest_rank}
-            (partial / _HEADER).write_text(json.dumps(header))
+            (partial / _HEADER).write_text(json.dumps({"adapters": None if choice is None else asdict(choice)}))
             partial.rename(folder)
         except OSError as error:
             raise CheckpointError(f"'{folder}' could not be written ({error.strerror})") from None
@@ -228,7 +237,6 @@ class SessionTrainer:
         try:
             header: dict[str, Any] = json.loads((folder / _HEADER).read_text())
             adapters = None if header["adapters"] is None else AdapterChoice(**header["adapters"])
-            largest = header["largest_rank"]
             if not all((folder / _TENSORS / name).is_file() for name in (METADATA, COMMON)):
                 raise ValueError
         except (OSError, ValueError, TypeError, LookupError):
@@ -236,11 +244,6 @@ class SessionTrainer:
         if _shape_of(adapters) != _shape_of(choice):
             raise RequestError(
                 f"the checkpoint is of {_called(adapters)}, and the model has {_called(choice)}; both must be alike"
-            )
-        if largest != self.largest_rank:
-            raise RequestError(
-                f"the checkpoint is of a server with adapters of rank {largest}, and this one has {self.largest_rank}; "
-                "policy.lora.rank must be the same"
             )
 
     def export(self, model: str, folder: Path) -> None:

@@ -110,6 +110,10 @@ class Trainer(Protocol):
         """Apply the gradients since the last step, without any as if they were 0; returns metrics."""
         ...
 
+    def forget_gradients(self, model: str) -> None:
+        """Drop the gradients since the last step; the model is as it was behind it."""
+        ...
+
     def save(self, model: str, folder: Path) -> None:
         """Write what training needs to go on, weights and optimizer, whole or not at all."""
         ...

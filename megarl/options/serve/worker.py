@@ -24,6 +24,8 @@ from megarl.options.serve.wire import PROTOBUF
 
 Settled = Mapping[str, Any] | bytes
 REDO, ANSWER = "redo", "answer"
+PASS, REFUSED_PASS, STEP, NO_STEP, LOAD = "forward_backward", "refused_pass", "optim_step", "no_step", "load"
+"""Kinds of requests that change a model's gradients, by which journals name them too; `NO_STEP`: a step that was given up."""
 
 
 @dataclass
@@ -42,6 +44,8 @@ class ClientModel:
     done: int = -1
     """Number of the last request that was computed."""
     has_gradients: bool = False
+    spoilt: str = ""
+    """Why gradients since the last step are not all that a client asked for, if they are not."""
     finishing: int = 0
     """Jobs that are computed and not settled."""
     kept: float = field(default_factory=time.monotonic)
@@ -128,14 +132,16 @@ class TrainerWorker:
                 self._finish_later(job, running, error)
             else:
                 self._finish_later(job, running)
-            is_due = job.kind == "optim_step" and time.monotonic() - model.kept > self._every_s
-            if is_due or (job.kind == "load" and running.exception() is None):
+            is_due = job.kind == STEP and time.monotonic() - model.kept > self._every_s
+            if is_due or (job.kind == LOAD and running.exception() is None):
                 await self._snapshot(model)
 
     def _compute(self, job: TrainingJob) -> Any:
         """Run in the thread; the journal has the request before it has an effect."""
         if job.model.lost:
             raise RequestError(job.model.lost)
+        if job.kind == STEP and job.model.spoilt:
+            self._give_up(job)
         if self._journal is not None and job.redo is not None:
             self._journal.append(job.model.id, job.seq, f"{REDO}:{job.kind}:{job.digest.hex()}", job.redo)
         value = job.compute()
@@ -144,12 +150,24 @@ class TrainerWorker:
             self._journal.append(job.model.id, job.seq, *entry)
         return value
 
+    def _give_up(self, job: TrainingJob) -> None:
+        """Refuse a step behind a pass that failed: clients send both at once, and mean the gradients of all their passes."""
+        sentence = f"{job.model.spoilt}, so there is no step, and gradients since the last one are dropped; send them again"
+        if self._journal is not None:
+            self._journal.append(job.model.id, job.seq, f"{REDO}:{NO_STEP}:{job.digest.hex()}", sentence.encode())
+        self.trainer.forget_gradients(job.model.id)
+        raise RequestError(sentence)
+
     def _finish_later(self, job: TrainingJob, running: asyncio.Future[Any], error: Exception | None = None) -> None:
         model = job.model
+        if error is not None and job.kind in (PASS, REFUSED_PASS):
+            model.spoilt = spoilt_by(job.seq, str(error) if isinstance(error, RequestError) else "the server failed")
+        elif job.kind in (STEP, LOAD) and (error is None or (model.spoilt and job.kind == STEP)):
+            model.has_gradients, model.spoilt = False, ""
+        elif error is None and job.kind == PASS:
+            model.has_gradients = True
         if job.seq >= 0:
             model.done = max(model.done, job.seq)
-        if error is None and job.kind in ("forward_backward", "optim_step", "load"):
-            model.has_gradients = job.kind == "forward_backward"
         model.finishing += 1
         task = asyncio.create_task(self._finish(job, running))
         self._finishing.add(task)
@@ -184,16 +202,16 @@ class TrainerWorker:
         if journal is None or job.seq < 0 or job.model.lost:
             return
         loop = asyncio.get_running_loop()
-        is_told = (job.answer_of is None or failed) if job.redo is None else failed and job.kind == "load"
+        is_told = (job.answer_of is None or failed) if job.redo is None else failed and job.kind == LOAD
         if is_told:
-            entry = _answer_entry(answer, job.digest, failed=failed)
+            entry = _answer_entry(answer, job.digest, failed=failed, spoils=failed and job.kind == REFUSED_PASS)
             await loop.run_in_executor(self._disk, journal.append, job.model.id, job.seq, *entry)
         await loop.run_in_executor(self._disk, journal.flush)
 
     async def _snapshot(self, model: ClientModel) -> None:
         """Keep a model as it is, if it has no gradients that wait for a step, and forget the requests before."""
         journal = self._journal
-        if journal is None or model.lost or model.has_gradients or model.finishing > 1 or model.done < 1:
+        if journal is None or model.lost or model.has_gradients or model.spoilt or model.finishing > 1 or model.done < 1:
             return
         while model.finishing:  # the answer of the last job is one that is carried
             await asyncio.gather(*self._finishing, return_exceptions=True)
@@ -211,10 +229,15 @@ class TrainerWorker:
             self._say(f"no snapshot of model {model.id}, whose journal grows: {error}")
 
 
-def _answer_entry(answer: Settled, digest: bytes, *, failed: bool) -> tuple[str, bytes]:
+def spoilt_by(seq: int, sentence: str) -> str:
+    """Return why gradients are not whole, behind the pass `seq` that failed with a sentence."""
+    return f"request {seq}, a forward_backward since the last optim_step, failed ({sentence})"
+
+
+def _answer_entry(answer: Settled, digest: bytes, *, failed: bool, spoils: bool = False) -> tuple[str, bytes]:
     media = PROTOBUF if isinstance(answer, bytes) else JSON
     content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-    return f"{ANSWER}:{media}:{int(failed)}:{digest.hex()}", content
+    return f"{ANSWER}:{media}:{int(failed) + int(spoils)}:{digest.hex()}", content
 
 
 @dataclass(frozen=True)
@@ -227,6 +250,8 @@ class KeptRequest:
     kind: str = ""
     media: str = JSON
     failed: bool = False
+    spoils: bool = False
+    """It is the answer to a pass that failed, so that gradients are not whole."""
 
 
 def kept_request(entry: JournalEntry) -> KeptRequest:
@@ -239,5 +264,6 @@ def kept_request(entry: JournalEntry) -> KeptRequest:
     if parts[0] == REDO and len(parts) == 3:
         return KeptRequest(entry.seq, bytes.fromhex(parts[2]), entry.body, kind=parts[1])
     if parts[0] == ANSWER and len(parts) == 4:
-        return KeptRequest(entry.seq, bytes.fromhex(parts[3]), entry.body, media=parts[1], failed=parts[2] == "1")
+        failed, spoils = parts[2] != "0", parts[2] == "2"
+        return KeptRequest(entry.seq, bytes.fromhex(parts[3]), entry.body, media=parts[1], failed=failed, spoils=spoils)
     raise CheckpointError(f"the journal has an entry of the kind {entry.kind!r}, which this server does not write")

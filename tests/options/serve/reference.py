@@ -138,6 +138,11 @@ class ReferenceTrainer:
         self.calls.append(("step", model))
         return {"grad_norm": norm}
 
+    def forget_gradients(self, model: str) -> None:
+        for parameter in self.models[model].parameters().values():
+            parameter.grad = None
+        self.calls.append(("forget", model))
+
     def save(self, model: str, folder: Path) -> None:
         trained = self.models[model]
         folder.mkdir()

@@ -164,6 +164,9 @@ def steps_of_adam(
     return found, of_steps
 
 
+OF_RANK_2 = AdapterChoice(2, seed=4, train_mlp=False)
+
+
 def save(trainer: Any, model: str, folder: Path) -> None:
     """Save as the one driver of a run does: here each rank is one, and the first alone has to do with folders."""
     from megarl.options.serve.rank_questions import ModelCall
@@ -179,7 +182,14 @@ def save(trainer: Any, model: str, folder: Path) -> None:
 
 
 def saved_and_loaded(
-    rank: int, world_size: int, folder: Path, layout: Layout, lora: Lora | None, checkpoint: Path | None, damage: str = ""
+    rank: int,
+    world_size: int,
+    folder: Path,
+    layout: Layout,
+    lora: Lora | None,
+    checkpoint: Path | None,
+    damage: str = "",
+    choice: AdapterChoice = OF_RANK_2,
 ) -> Any:
     """Without a checkpoint: trains two steps, saves into `saved`, and two more. With one: loads it and makes these two.
 
@@ -188,7 +198,6 @@ def saved_and_loaded(
     from megarl.options.serve.values import RequestError
 
     trainer = trainer_in(layout, folder, lora)
-    choice = AdapterChoice(2, seed=4, train_mlp=False) if lora is not None else None
     role = trainer.roles.role
 
     def step(number: int) -> None:
@@ -198,9 +207,9 @@ def saved_and_loaded(
     def trained() -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in (role.export_adapters() if lora else role.export())}
 
-    trainer.create("mine", choice)
+    trainer.create("mine", choice if lora is not None else None)
     if lora is not None:
-        trainer.create("other", AdapterChoice(3, seed=1))
+        trainer.create("other", AdapterChoice(lora.rank, seed=1))
         trainer.run_pass("other", data_of("ppo", 9), Loss("ppo"), backward=True)
     if checkpoint is None:
         for number in range(2):
@@ -221,3 +230,11 @@ def saved_and_loaded(
     for number in range(2, 4):
         step(number)
     return trained()
+
+
+def padded_and_loaded(*arguments: Any) -> Any:
+    """As `saved_and_loaded`, of a rank whose checkpoints have what is always zero, too."""
+    from unittest.mock import patch
+
+    with patch("megarl.options.serve.rank_models._of_rank", lambda box, rank: [box]):
+        return saved_and_loaded(*arguments)

@@ -135,7 +135,9 @@ def test_a_datum_that_is_none_fails_by_its_future_and_training_goes_on(
     refused = http.answer(http.send(body(model, 1, loss=loss, **inputs)))
     assert re.search(sentence, refused["error"])
     assert refused["category"] == "user"
-    assert http.answer(http.step(model, 2))["metrics"] == {"grad_norm": 0.0}
+    assert "request 1, a forward_backward since the last optim_step, failed (" in http.answer(http.step(model, 2))["error"]
+    assert isinstance(http.answer(http.send(body(model, 3))), bytes)
+    assert http.answer(http.step(model, 4))["metrics"]["grad_norm"] > 0
     with served.client() as client:
         training = client.create_lora_training_client(base_model=BASE, rank=2).result()
         datum = types.Datum(
@@ -144,7 +146,35 @@ def test_a_datum_that_is_none_fails_by_its_future_and_training_goes_on(
         with pytest.raises(tinker.RequestFailedError, match=sentence) as error:
             training.forward_backward([datum], loss).result()  # type: ignore[arg-type]
         assert error.value.category == types.RequestErrorCategory.User
+        with pytest.raises(tinker.RequestFailedError, match="so there is no step"):
+            training.optim_step(types.AdamParams()).result()
         assert training.optim_step(types.AdamParams()).result().metrics == {"grad_norm": 0.0}
+
+
+def test_a_step_behind_a_pass_that_failed_is_none_and_the_model_is_as_it_was(served: Served, http: Http) -> None:
+    """A client sends pass and step at once, and a large batch as several passes: the step means the gradients of all."""
+    models = [http.model(number, seed=3) for number in range(2)]
+    for model in models:
+        assert http.answer(http.step(model, 2 if http.answer(http.send(body(model, 1))) else 0, learning_rate=0.1))
+    spoilt, whole = models
+    bad = {"advantages": np.full(4, np.nan, np.float32)}
+    sent = [http.send(body(spoilt, 3)), http.send(body(spoilt, 4, **bad)), http.send(body(spoilt, 5)), http.step(spoilt, 6)]
+    answers = [http.answer(future) for future in sent]
+    assert [isinstance(answer, bytes) for answer in answers] == [True, False, True, False]
+    assert answers[3]["category"] == "user"
+    assert answers[3]["error"].startswith("request 4, a forward_backward since the last optim_step, failed (datum 0 has adv")
+    assert answers[3]["error"].endswith("so there is no step, and gradients since the last one are dropped; send them again")
+    after = [
+        [http.answer(http.send(body(model, seq, 6))), http.answer(http.step(model, seq + 1, learning_rate=0.1))]
+        for model, seq in ((spoilt, 7), (whole, 3))
+    ]
+    assert after[0] == after[1]
+    found, wanted = (served.trainer.models[model].parameters() for model in models)
+    assert all((found[name] == parameter).all() for name, parameter in wanted.items())
+    assert isinstance(http.answer(http.send(body(spoilt, 9, **bad))), dict)
+    path = http.answer(http.post("save_weights", model_id=spoilt, seq_id=10, path="state"))["path"]
+    http.answer(http.post("load_weights", model_id=spoilt, seq_id=11, path=path, optimizer=True))
+    assert http.answer(http.step(spoilt, 12))["metrics"] == {"grad_norm": 0.0}
 
 
 def test_bodies_that_are_too_large_and_bombs_fail_by_their_futures(http: Http) -> None:
@@ -163,7 +193,8 @@ def test_bodies_that_are_too_large_and_bombs_fail_by_their_futures(http: Http) -
     assert f"the body has {len(large)} bytes; it must have at most {MOST_BODY}" in answers[0]["error"]
     assert "no ForwardBackwardRequest" in answers[1]["error"]
     assert f"bytes or more unpacked; it must have at most {MOST_BODY}" in answers[2]["error"]
-    assert answers[3]["metrics"] == {"grad_norm": 0.0}
+    assert "request 3, a forward_backward since the last optim_step, failed (the body" in answers[3]["error"]
+    assert http.answer(http.step(model, 5))["metrics"] == {"grad_norm": 0.0}
 
 
 def _varint(number: int) -> bytes:
@@ -240,6 +271,8 @@ def test_a_request_before_which_one_never_comes_is_refused_in_the_end(served: Se
     future = http.step(model, 3)
     served.call(served.service.models.skip_overdue, 0.0)
     assert http.answer(future)["error"] == "request 3 waited 0 s for request 1 of its model, which did not come"
+    assert http.answer(http.step(model, 4))["error"].startswith("request 1 of the model did not come, so there is no step")
+    assert http.answer(http.step(model, 5))["metrics"] == {"grad_norm": 0.0}
 
 
 def test_an_unloaded_model_is_gone_and_what_waited_is_told(http: Http) -> None:

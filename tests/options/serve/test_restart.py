@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.options.serve.reference import ReferenceTrainer
@@ -94,3 +95,29 @@ def test_a_model_whose_journal_is_damaged_is_lost_alone(tmp_path: Path) -> None:
         assert isinstance(http.answer(http.send(body(models[1], 3))), bytes)
         assert any("ValueError" in line for line in served.said)
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("last", [3, 4, 5])
+@pytest.mark.parametrize("how", ["bad datum", "no loss"])
+def test_a_step_behind_a_pass_that_failed_is_none_after_a_restart_too(tmp_path: Path, how: str, last: int) -> None:
+    """The server is killed before the pass is refused, between it and the step, or behind that."""
+    bad: dict[str, Any] = {"advantages": np.full(4, np.nan, np.float32)} if how == "bad datum" else {"loss": "custom"}
+    kind = [body, lambda model, n, tokens: body(model, n, 4, **bad)]
+
+    def sent(http: Http, model: str, numbers: range) -> list[Any]:
+        futures = [
+            http.step(model, n, learning_rate=0.05) if n in (2, 5, 7) else http.send(kind[n == 4](model, n, 4 + n % 3))  # type: ignore[operator]
+            for n in numbers
+        ]
+        return [http.answer(future) for future in futures]
+
+    with serving(tmp_path / "whole", journal=False) as served:
+        http = Http(served)
+        expected = sent(http, http.model(seed=7), range(1, 8))
+    assert ["error" in answer for answer in expected if isinstance(answer, dict)] == [False, True, True, False]
+    with serving(tmp_path / "cut", crash=True) as served:
+        before = Http(served)
+        model = before.model(seed=7)
+        first = sent(before, model, range(1, last + 1))
+    with serving(tmp_path / "cut") as served:
+        assert [*first, *sent(Again(served, before), model, range(last + 1, 8))] == expected

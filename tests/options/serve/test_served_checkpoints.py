@@ -13,9 +13,12 @@ import pytest
 import torch
 
 from megarl.config.layout import Layout
+from megarl.models.adapters import LORA_A
+from megarl.options.lora.weight_map import Lora
 from megarl.options.serve.values import AdamParams, AdapterChoice, Datum, Loss, RequestError
 from tests.families import build_folder, hugging_face
 from tests.options.lora import adapters
+from tests.options.serve import served_ranks
 from tests.options.serve.in_world import trainer_in
 from tests.options.serve.served_ranks import ADAM, data_of, saved_and_loaded
 from tests.themes.parallel.comparison import joined
@@ -35,6 +38,44 @@ def test_training_goes_on_from_a_saved_state(world: World, tmp_path: Path, lora:
     assert off < 1e-5
     begun_anew = joined(world.call(saved_and_loaded, folder, Layout(tp=2), lora, saved, "no optimizer", size=2))
     assert max(float((begun_anew[name] - tensor).abs().max()) for name, tensor in wanted.items()) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "written", "read"),
+    [("llama", Layout(tp=2, sequence_parallel=True), [(5, Layout(pp=2)), (2, Layout(dp=2))]),
+     pytest.param("qwen3_moe", Layout(ep=2, dp=2), [(2, Layout(dp=2)), (5, Layout(ep=2, dp=2))], marks=pytest.mark.exhaustive),
+     pytest.param("qwen3_moe", Layout(), [(5, Layout(ep=2, dp=2)), (2, Layout(pp=2))], marks=pytest.mark.exhaustive)],
+)  # fmt: skip
+def test_a_state_is_loaded_by_a_server_of_another_largest_rank(
+    world: World, tmp_path: Path, family: str, written: Layout, read: list[tuple[int, Layout]]
+) -> None:
+    """Also one that has the zeros behind the model's rank in it, as they were written before."""
+    folder, choice = tmp_path / "model", AdapterChoice(2, seed=4)
+    build_folder(family, folder)
+    ways = ("saved_and_loaded", "padded_and_loaded") if family == "llama" else ("saved_and_loaded",)
+    for way in ways:
+        shutil.rmtree(tmp_path / "saved", ignore_errors=True)
+        call = getattr(served_ranks, way)
+        wanted = joined(world.call(call, folder, written, adapters.LORA, None, "", choice, size=written.world_size))
+        shapes = {size for key, size in stored_shapes(tmp_path / "saved" / "policy").items() if key.endswith(LORA_A)}
+        assert {rank for rank, _ in shapes} == ({2} if way == "saved_and_loaded" else {3})
+        for largest, layout in read:
+            lora = Lora(largest, adapters.LORA.alpha)
+            arguments = (folder, layout, lora, tmp_path / "saved", "", choice)
+            found = joined(world.call(saved_and_loaded, *arguments, size=layout.world_size))
+            assert found.keys() == wanted.keys()
+            for name, tensor in wanted.items():
+                mine, other = (of[:2] if name.endswith(LORA_A) else of[:, :2] for of in (tensor, found[name]))
+                assert mine.abs().sum() > 0
+                assert float((mine - other).abs().max()) < 1e-5, (way, largest, name)
+                assert not (found[name][2:] if name.endswith(LORA_A) else found[name][:, 2:]).any(), "zeros behind it"
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    contents = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    return {key: tuple(entry.size) for key, entry in contents.items() if hasattr(entry, "size")}
 
 
 def test_a_damaged_state_leaves_the_model_as_it_was(world: World, tmp_path: Path) -> None:
