@@ -156,6 +156,7 @@ def _app(
         max_body_bytes=settings.max_body_bytes,
         max_waiting=settings.max_waiting,
         snapshot_every_s=settings.snapshot_every_s,
+        session_idle_s=settings.idle_session_s,
         scratch=folder / "scratch",
         read_graph=read_graph,
         say=say,

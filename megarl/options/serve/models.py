@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megarl.options.serve.sampling import PassedWeights, ServedSamplers
 
 ExternalRequest = external.SaveWeightsExternalRequest
+OfModel = Callable[[ClientModel], None]
 STATE, ADAPTER = "state", "adapter"
 """Folders of a checkpoint: what training goes on from, and a PEFT folder."""
 
@@ -110,7 +111,7 @@ class ServedModels:
         load: Callable[[], Any] | None = None,
         redo: bytes | None = None,
     ) -> dict[str, Any]:
-        self._store.registry.sessions.get(tenant.name, model.session)
+        self._store.registry.open_session(tenant.name, model.session)
         if model.id not in self.models:
             try:
                 check()
@@ -307,8 +308,8 @@ class ServedModels:
         self.drop(model, f"model {model.id} was unloaded", promise)
         return {"request_id": promise.id, "model_id": model.id}
 
-    def drop(self, model: ClientModel, why: str, promise: Promise | None = None) -> None:
-        """Forget a model in the trainer and in the journal."""
+    def drop(self, model: ClientModel, why: str, promise: Promise | None = None, first: OfModel | None = None) -> None:
+        """Forget a model in the trainer and in the journal, behind what `first` does in the trainer's thread."""
         waiting = model.lane.take_all()
         model.lost = why
         for job in waiting:
@@ -316,7 +317,7 @@ class ServedModels:
 
         async def end() -> None:
             try:
-                await self._worker.in_thread(partial(self._forget, model.id))
+                await self._worker.in_thread(partial(self._forget, model, first))
             except Exception as error:  # noqa: BLE001 - whatever the trainer raises, the promise is settled
                 if promise is not None:
                     self._promises.fail(promise, f"the server could not unload it: {type(error).__name__}", "server")
@@ -328,10 +329,12 @@ class ServedModels:
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    def _forget(self, model: str) -> None:
-        self._worker.trainer.drop(model)
+    def _forget(self, model: ClientModel, first: OfModel | None) -> None:
+        if first is not None:
+            first(model)
+        self._worker.trainer.drop(model.id)
         if self._journal is not None:
-            self._journal.drop(model)
+            self._journal.drop(model.id)
 
     def info(self, tenant: Tenant, asked: types.GetInfoRequest) -> dict[str, Any]:
         """Answer `get_info`."""
@@ -349,10 +352,11 @@ class ServedModels:
         """The tenant's model of that id.
 
         Raises:
-            RequestError: with status 404, also where it is another tenant's.
+            RequestError: with status 404, also where it is another tenant's; 410 where its session was idle.
         """
         model = self.models.get(identity)
         if model is None or model.tenant != tenant or model.lost:
+            self._store.registry.check_not_idle(tenant, identity)
             raise RequestError(_absent(model if model is not None and model.tenant == tenant else None, identity), status=404)
         return model
 
@@ -399,6 +403,8 @@ class ServedModels:
     ) -> dict[str, Any]:
         """Give a request to its model's lane; returns the future that the client gets."""
         model = self.models.get(identity)
+        if model is None or model.lost:
+            self._store.registry.check_not_idle(tenant.name, identity)
         if model is None or model.tenant != tenant.name:
             return self._refused(tenant, identity, _absent(None, identity))
         if seq is None or seq < 0:

@@ -16,6 +16,8 @@ from megarl.options.serve.places import folder_of
 from megarl.options.serve.values import RequestError
 from megarl.system.atomic_files import write_text_atomically
 
+IDLE = "cancelled"
+"""The protocol's status of a session that the server ended."""
 MOST_METADATA_BYTES = 16_384
 """Bytes of a session's, run's or checkpoint's metadata as JSON, at most."""
 
@@ -175,6 +177,28 @@ class ServerRecords:
         self.sessions = Records(root / "sessions", SessionRecord, "session", say)
         self.runs = Records(root / "training_runs", ServedRun, "training run", say)
         self.samplers = Records(root / "samplers", SamplerRecord, "sampler", say)
+
+    def open_session(self, tenant: str, identity: str) -> SessionRecord:
+        """The tenant's session of that id.
+
+        Raises:
+            RequestError: with status 404, as `Records.get`; with 410, it is over.
+        """
+        record = self.sessions.get(tenant, identity)
+        if record.status is not None:
+            was_idle = record.status.get("type") == IDLE
+            raise RequestError(str(record.status.get("detail")) if was_idle else f"session {identity} is over", status=410)
+        return record
+
+    def check_not_idle(self, tenant: str, identity: str) -> None:
+        """Refuse what is asked of a model or sampler of a session that ended because its client was not heard of.
+
+        Raises:
+            RequestError: with status 410, and what became of it.
+        """
+        session = identity.partition(":")[0]
+        if self.sessions.owner(session) == tenant and (self.sessions.get(tenant, session).status or {}).get("type") == IDLE:
+            self.open_session(tenant, session)
 
     def write_touched(self) -> None:
         """Write when sessions and training runs were last seen."""

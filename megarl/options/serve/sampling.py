@@ -126,7 +126,7 @@ class ServedSamplers:
         Raises:
             RequestError: there is no such model or checkpoint, or the number was used for another one.
         """
-        self._store.registry.sessions.get(tenant.name, asked.session_id)
+        self._store.registry.open_session(tenant.name, asked.session_id)
         identity = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
         digest = digest_of_json(asked)
         there = self.sessions.get(identity)
@@ -269,6 +269,7 @@ class ServedSamplers:
     def _find(self, tenant: Tenant, identity: str) -> SamplingSession:
         session = self.sessions.get(identity)
         if session is None or session.tenant != tenant.name:
+            self._store.registry.check_not_idle(tenant.name, identity)
             raise RequestError(f"sampler {identity:.200} does not exist, or has expired", status=404)
         return session
 
@@ -278,7 +279,7 @@ class ServedSamplers:
         """Answer `asample` with a future.
 
         Raises:
-            RequestError: there are too many requests; anything else fails by its future.
+            RequestError: there are too many requests, or the session is over; anything else fails by its future.
         """
         digest = digest_of_json(asked)
         target = None
@@ -299,7 +300,7 @@ class ServedSamplers:
             self._promises.check_room()
             session = await self._session_of(tenant, asked)
         except RequestError as error:
-            if error.status == 429:
+            if error.status in (410, 429):
                 raise
             return self._refused(tenant, str(error))
         if (known := self._promises.known(identity)) is not None and known.tenant == tenant.name and known.digest == digest:
@@ -393,7 +394,10 @@ class ServedSamplers:
             self._release(newest)
 
     def expire(self) -> None:
-        """End sampling sessions that were passed weights which were replaced since, and that nobody has used for long."""
+        """End sampling sessions that were passed weights which were replaced since, and that nobody has used for long.
+
+        Engines forget the adapters of checkpoints that are gone, too.
+        """
         now = time.monotonic()
         newest = {id(adapter) for adapter in self._newest.values()}
         for made in self.sessions.values():
@@ -403,6 +407,9 @@ class ServedSamplers:
             if is_passed and id(adapter) not in newest and now - made.used > idle_s:
                 self._end(made)
                 made.over = f"sampler {made.id} has expired: it was not used for {idle_s:.0f} s; save weights again"
+            if adapter is not None and adapter.path is not None and not self._store.is_there(made.tenant, adapter.path):
+                self._end(made)
+                made.path = adapter.path.text  # who samples hears that it does not exist
 
     def _end(self, made: SamplingSession) -> None:
         adapter, made.adapter = made.adapter, None

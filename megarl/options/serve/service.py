@@ -10,16 +10,18 @@ import secrets
 import shutil
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from tinker import types
 
 from megarl.options.serve.futures import Promises, Reply
+from megarl.options.serve.idle import IdleState, idle_sentence
 from megarl.options.serve.models import ServedModels, choice_of, with_choice
 from megarl.options.serve.places import CheckpointPath
 from megarl.options.serve.recovery import bring_back
-from megarl.options.serve.registry import ServedRun, SessionRecord
+from megarl.options.serve.registry import IDLE, ServedRun, SessionRecord
 from megarl.options.serve.sampling import ServedSamplers
 from megarl.options.serve.settings import ServiceOptions
 from megarl.options.serve.store import CheckpointStore
@@ -78,6 +80,9 @@ class Service:
         live = {model.session for model in self.models.models.values()} | {s.session for s in self.samplers.sessions.values()}
         self._seen = dict.fromkeys(live, time.monotonic())
         self.worker.start()
+        for session in live:  # what a server that was killed had not done yet
+            if (status := self._status_of(session)) is not None:
+                self._end(session, status)
         self._watch = asyncio.create_task(self._keep_watch(), name="watch")
 
     async def stop(self) -> None:
@@ -114,14 +119,40 @@ class Service:
         self.samplers.expire()
         now = time.monotonic()
         for session, seen in [*self._seen.items()]:
-            if now - seen > self.options.session_idle_s:
-                del self._seen[session]
-                self.samplers.end_session(session)
+            used = [model.used for model in self.models.models.values() if model.session == session]
+            used += [sampler.used for sampler in self.samplers.sessions.values() if sampler.session == session]
+            if now - max([seen, *used]) > self.options.session_idle_s:
+                self._end_idle(session)
 
     def tenant_of_model(self, model: str) -> str:
         """The tenant of a model; empty: nobody's."""
         found = self.models.models.get(model)
         return found.tenant if found is not None else ""
+
+    def _status_of(self, session: str) -> Mapping[str, Any] | None:
+        """How a session ended; None: it is open, or not known."""
+        tenant = self.store.registry.sessions.owner(session)
+        return self.store.registry.sessions.get(tenant, session).status if tenant is not None else None
+
+    def _end_idle(self, session: str) -> None:
+        """End a session whose client was not heard of for long; states of its models are kept as checkpoints."""
+        sessions, tenant = self.store.registry.sessions, self.store.registry.sessions.owner(session)
+        models = [model for model in self.models.models.values() if model.session == session and not model.lost]
+        status = {"type": IDLE, "detail": idle_sentence(session, self.options.session_idle_s, models)}
+        if tenant is not None and sessions.get(tenant, session).status is None:
+            sessions.change(tenant, session, status=status)
+        self._end(session, status)
+
+    def _end(self, session: str, status: Mapping[str, Any]) -> None:
+        """Let go of everything of a session that is over."""
+        self._seen.pop(session, None)
+        keep = IdleState(self.store, self.tenants, self.worker.trainer, self.options.say) if status["type"] == IDLE else None
+        for model in [*self.models.models.values()]:
+            if model.session == session and not model.lost:
+                self.models.drop(model, f"model {model.id} is gone, as its session is over", first=keep)
+        for loss in [loss for loss, (of_session, _) in self.models.losses.items() if of_session == session]:
+            del self.models.losses[loss]
+        self.samplers.end_session(session)
 
     # sessions ----------------------------------------------------------------------------------------------------------
 
@@ -175,9 +206,7 @@ class Service:
         Raises:
             RequestError: with status 410 where the session is over, at which the client stops.
         """
-        record = self.store.registry.sessions.get(tenant.name, asked.session_id)
-        if record.status is not None:
-            raise RequestError(f"session {record.id} is over", status=410)
+        record = self.store.registry.open_session(tenant.name, asked.session_id)
         self._seen[record.id] = time.monotonic()
         self.store.registry.sessions.touch(tenant.name, record.id, time.time())
         return {"type": "session_heartbeat"}
@@ -192,11 +221,7 @@ class Service:
             detail = str(body.get("detail") or "")[:1000] or None
             status = {"type": "client_finished", "reason": {"type": reason["type"]}, "detail": detail}
             self.store.registry.sessions.change(tenant.name, session, status=status, last_seen=time.time())
-        self._seen.pop(session, None)
-        for model in [*self.models.models.values()]:
-            if model.session == session and not model.lost:
-                self.models.drop(model, f"model {model.id} is gone, as its session is over")
-        self.samplers.end_session(session)
+        self._end(session, {"type": "client_finished"})
         return {}
 
     # what is answered later --------------------------------------------------------------------------------------------
@@ -224,7 +249,7 @@ class Service:
 
     async def create_custom_loss(self, tenant: Tenant, asked: types.CreateCustomLossRequest) -> dict[str, Any]:
         """Answer `create_custom_loss`: the graph is read, and nothing of it evaluated."""
-        self.store.registry.sessions.get(tenant.name, asked.session_id)
+        self.store.registry.open_session(tenant.name, asked.session_id)
         identity, digest = f"{asked.session_id}:loss:{asked.custom_loss_seq_id}", digest_of_json(asked)
         known = self.promises.known(identity)
         if known is not None and known.digest == digest:

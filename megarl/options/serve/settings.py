@@ -32,8 +32,8 @@ class ServiceOptions:
     keep_answer_bytes: int = 1 << 30
     gap_s: float = 900.0
     """How long a request waits for one before it; the client asks again for 300 s."""
-    session_idle_s: float = 1_800.0
-    """A session without a heartbeat for so long is over, and what was passed to its samplers is dropped."""
+    session_idle_s: float = 7_200.0
+    """A session whose client was not heard of for so long is over: its models are kept as checkpoints, and dropped."""
     sampler_idle_s: float = 3_600.0
     """Weights that were passed to a sampler, are not a model's newest, and were not used for so long are dropped."""
     read_graph: Callable[[str, Sequence[tuple[str, int]], Mapping[str, Any]], Any] | None = None

@@ -92,6 +92,14 @@ class CheckpointStore:
             raise RequestError(f"{path} does not exist, or has expired", status=404)
         return info
 
+    def is_there(self, tenant: str, path: CheckpointPath) -> bool:
+        """Return whether `find` finds it."""
+        try:
+            self.find(tenant, path)
+        except RequestError:
+            return False
+        return True
+
     def listed(self, tenant: str, run: str | None = None) -> list[CheckpointInfo]:
         """The tenant's own checkpoints, of one training run or of all, the newest first."""
         with self._lock:

@@ -19,6 +19,7 @@ import zstandard
 from tinker import types
 from tinker.proto import request_conv
 
+from megarl.options.serve.places import CheckpointPath
 from tests.options.serve.served import BASE, KEY, Served, serving
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -380,6 +381,79 @@ def test_an_expired_sampler_says_so(served: Served, http: Http) -> None:
     assert "has expired: it was not used for 3600 s" in answers[0]["error"]
     assert isinstance(answers[1], bytes)
     assert len([*(served.service.options.scratch).glob("passed-*")]) >= 2
+
+
+def test_a_session_that_is_not_heard_of_is_over_and_what_its_models_learnt_is_kept(tmp_path: Path) -> None:
+    with serving(tmp_path, max_body_bytes=MOST_BODY, session_idle_s=1000.0) as served:
+        gone, there = Http(served), Http(served)
+        model, other = gone.model(), there.model()
+        unused = gone.model(1)
+        http_answers = [gone.answer(gone.send(body(model, 1))), gone.answer(gone.step(model, 2, learning_rate=0.1))]
+        assert len(http_answers) == 2
+        passed = gone.answer(gone.post("save_weights_for_sampler", model_id=model, seq_id=3, sampling_session_seq_id=0))
+        waiting = gone.step(model, 9)
+        learnt = {name: tensor.clone() for name, tensor in served.trainer.models[model].parameters().items()}
+        service, before = served.service, time.monotonic()
+        served.call(service.watch)
+        assert service._status_of(gone.session) is None
+        for of_gone in (service.models.models[model], service.models.models[unused], *service.samplers.sessions.values()):
+            of_gone.used = before - 1001.0
+        service._seen[gone.session] = before - 1001.0
+        service._seen[there.session] = before - 999.0
+        served.call(service.watch)
+        state = f"tinker://{model}/weights/idle-000003"
+        over = f"session {gone.session} is over, as its client was not heard of for 1000 s"
+        prompt = {"chunks": [{"tokens": [1, 2], "type": "encoded_text"}]}
+        sampler = {"sampling_session_id": passed["sampling_session_id"], "seq_id": 0, "sampling_params": {}, "prompt": prompt}
+        for answer in (
+            gone.post("session_heartbeat", session_id=gone.session),
+            gone.send(body(model, 4)),
+            gone.step(unused, 1),
+            gone.post("get_info", model_id=model),
+            gone.post("asample", **sampler),
+            gone.post("create_model", session_id=gone.session, model_seq_id=2, base_model=BASE, lora_config={"rank": 2}),
+            gone.post("create_sampling_session", session_id=gone.session, sampling_session_seq_id=1, base_model=BASE),
+        ):
+            assert answer.status_code == 410, answer.text
+            assert answer.json()["error"].startswith(over)
+            assert f"kept as {state}, where the quota allowed it" in answer.json()["error"]
+        assert "is gone, as its session is over" in gone.answer(waiting)["error"]
+        while {model, unused} & {*served.trainer.models} or served.sampler.adapters:
+            time.sleep(0.05)
+        assert served.service.tenants.usage.running(served.service.tenants.tenant("local")) == 0
+        assert there.answer(there.step(other, 1))["type"] == "optim_step"
+        assert [info.path.text for info in service.store.listed("local")] == [state]
+        loaded = there.post("load_weights", session_id=there.session, model_seq_id=1, path=state, optimizer=True)
+        again = there.answer(loaded)["model_id"]
+        found = served.trainer.models[again]
+        assert found.step == 1
+        assert all((learnt[name] == tensor).all() for name, tensor in found.parameters().items())
+    with serving(tmp_path) as served, served.client() as client:
+        assert gone.session not in served.service._seen
+        assert client.create_rest_client().get_session(gone.session).result().training_run_ids
+
+
+def test_adapters_of_checkpoints_that_are_gone_leave_the_engines_once_nobody_uses_them(served: Served, http: Http) -> None:
+    model = http.model()
+    path = http.answer(http.post("save_weights_for_sampler", model_id=model, seq_id=1, path="short"))["path"]
+    made = http.post("create_sampling_session", session_id=http.session, sampling_session_seq_id=0, model_path=path)
+    prompt = {"chunks": [{"tokens": [1, 2], "type": "encoded_text"}]}
+    asked = {"sampling_session_id": made.json()["sampling_session_id"], "prompt": prompt, "sampling_params": {"max_tokens": 2}}
+    assert isinstance(http.answer(http.post("asample", **asked, seq_id=0)), bytes)
+    served.call(served.service.watch)
+    (name,) = [name for name in served.sampler.adapters if "short" in name]
+    served.call(served.sampler.gate.clear)
+    running = http.post("asample", **asked, seq_id=1)
+    time.sleep(0.2)
+    served.service.store.delete("local", CheckpointPath.parse(path))
+    served.call(served.service.watch)
+    time.sleep(0.2)
+    assert name in served.sampler.adapters
+    served.call(served.sampler.gate.set)
+    assert isinstance(http.answer(running), bytes)
+    while name in served.sampler.adapters:
+        time.sleep(0.05)
+    assert "does not exist, or has expired" in http.answer(http.post("asample", **asked, seq_id=2))["error"]
 
 
 def test_errors_have_one_form(http: Http) -> None:
