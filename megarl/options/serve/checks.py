@@ -64,6 +64,9 @@ def _check_weights(config: Config, serve: ServeConfig) -> None:
     if lora.sync != "merged":
         reason = "has engines hold one policy's adapters, and those of a server load the adapters of each model"
         raise ConfigError.of("policy.lora.sync", lora.sync, reason, allowed="'merged' in a server")
+    if rate := config.policy.experts.bias_update_rate:
+        reason = "moves biases of the base's routers, and the base is the same for all models"
+        raise ConfigError.of("policy.experts.bias_update_rate", rate, reason, allowed="0 in a server of adapters")
     if lora.rank != serve.max_rank:
         allowed = f"serve.max_rank = {serve.max_rank}, or one of them left out"
         raise ConfigError.of("policy.lora.rank", lora.rank, allowed=allowed)

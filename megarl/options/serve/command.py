@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack, closing
 from functools import partial
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megarl.config import AnyConfig, Config, parse_config
 from megarl.config.yaml_tree import apply_overrides, read_yaml
-from megarl.errors import ConfigError, RunStopped
+from megarl.errors import ClusterError, ConfigError, RunStopped
 from megarl.options.serve.section import ServeConfig, serve_of
 
 if TYPE_CHECKING:
@@ -118,13 +118,33 @@ def _session(config: Config, run: ServerRun, say: Callable[[str], None]) -> Sess
         stack.callback(inputs.close)
         session = Session(config, inputs, start_processes)
         stack.callback(session.close)
-        session.start(run.folder / "logs", say=say, placed=lambda placed: run.marks.note(gpus=placed.gpu_count))
+
+        def placed(placement: Any) -> None:
+            run.marks.note(gpus=placement.gpu_count)
+            check_seen(run.folder, placement.machines)
+
+        session.start(run.folder / "logs", say=say, placed=placed)
         session.at_close(inputs.close)
         stack.pop_all()
     run.marks.note(gpu=session.roles.device)
     run.state.engines = session.rollouts.engine_status
     run.state.ranks = {POLICY: session.roles.groups[POLICY].states}
     return session
+
+
+def check_seen(folder: Path, machines: Collection[str]) -> None:
+    """Refuse a server on several machines of which one does not see the run's folder, where engines read what they sample with.
+
+    Raises:
+        ClusterError: that is so.
+    """
+    from megarl.workers.node_folders import machines_without
+
+    if len(machines) > 1 and (without := machines_without(folder, machines)):
+        raise ClusterError(
+            f"run.folder has '{folder}', which machine {without[0]} does not see, and engines read adapters there; let run.folder "
+            "be on a file system that all machines of a server see"
+        )
 
 
 def _app(

@@ -26,7 +26,8 @@ from megarl.system.http_requests import AnswerError, parsed, read_unpacked, shor
 
 ANSWER_S = 15.0
 """For an engine's process to say where its server is, and how it is."""
-ADAPTER_S = 300.0
+ADAPTER_S, WEIGHTS_S = 300.0, 3600.0
+"""For a server to load adapters, or all weights."""
 ABORT_S = CONNECT_S = 10.0
 PAUSE_S = 10.0
 """Between two tries to start a server that do not succeed."""
@@ -230,10 +231,14 @@ class EngineServer:
             raise ServerLostError(f"engine {self.number} is lost: {error}") from error
         address = Address(endpoint.url, endpoint.token)
         if address != self._last:
-            self._held, self._last = OrderedDict(), address
+            self._held, self._last = self._held_at_start(), address
             self._freed.set()
         self._address = address
         return address
+
+    def _held_at_start(self) -> OrderedDict[NamedAdapter, _Held]:
+        """What a server that was just started holds."""
+        return OrderedDict()
 
     def _lose(self, address: Address) -> None:
         """Have the server found again, unless it was already."""
@@ -276,6 +281,41 @@ class EngineServer:
             self._lose(address)
             raise ServerLostError(f"{url} is another server")
         raise EngineError(f"{url} answered {status}: {said}")
+
+
+class WholeServer(EngineServer):
+    """One that samples with all weights of one model folder at a time; adapters here are such folders, `base` the first.
+
+    Requests for other weights wait until those before them are answered, so that no stream of requests keeps others out.
+    """
+
+    def __init__(
+        self, engine: AskedEngine, number: int, http: Callable[[], aiohttp.ClientSession], base: NamedAdapter, restart_s: float
+    ) -> None:
+        super().__init__(engine, number, http, 1, restart_s)
+        self._base, self._turn = base, asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def holding(self, adapter: NamedAdapter | None) -> AsyncIterator[str | None]:
+        """Within it the server samples with the folder's weights; yields no name, as there are no adapters beside them."""
+        async with super().holding(adapter or self._base):
+            yield None
+
+    async def _hold(self, adapter: NamedAdapter) -> _Held:
+        async with self._turn:
+            return await super()._hold(adapter)
+
+    async def _load(self, adapter: NamedAdapter) -> None:
+        try:
+            await self._post("update_weights_from_disk", {"model_path": str(adapter.folder)}, WEIGHTS_S)
+        finally:
+            self._freed.set()
+
+    async def _unload(self, adapter: NamedAdapter) -> None:
+        self._held.pop(adapter, None)
+
+    def _held_at_start(self) -> OrderedDict[NamedAdapter, _Held]:
+        return OrderedDict({self._base: _Held(asyncio.create_task(asyncio.sleep(0)))})
 
 
 def _retrieved(task: asyncio.Task[Any]) -> None:

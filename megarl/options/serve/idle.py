@@ -1,4 +1,4 @@
-"""Models of a session whose client was not heard of for long: what they have learnt is kept as checkpoints, and they are dropped.
+"""Models of a session whose client was not heard of for long: what they have learnt is kept as checkpoints.
 
 A model has its journal until its checkpoint is whole, so a server that is killed meanwhile does it again.
 """

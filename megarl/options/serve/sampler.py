@@ -1,4 +1,5 @@
-"""The sampler of `megarl serve`: answers of SGLang's servers (0.5.23), with many adapters by name beside one base model.
+"""The sampler of `megarl serve`: answers of SGLang's servers (0.5.23), with many adapters by name beside one base model, or
+one of several sets of all weights at a time.
 
 A request goes to the server with the fewest samples under way, and to another one if that server is lost. Tenants take turns.
 """
@@ -22,7 +23,7 @@ from megarl.models.shape import ModelShape
 from megarl.options.serve.answered_arrays import AbortedError, read_sampled
 from megarl.options.serve.asked_bodies import Bodies, EngineLimits, bodies, check_request, draws_of, shown_tokens
 from megarl.options.serve.engine_arguments import loaded_adapters
-from megarl.options.serve.engine_server import AskedEngine, EngineServer, NamedAdapter, ServerLostError
+from megarl.options.serve.engine_server import AskedEngine, EngineServer, NamedAdapter, ServerLostError, WholeServer
 from megarl.options.serve.section import serve_of
 from megarl.options.serve.turns import TenantTurns
 from megarl.options.serve.values import RequestError, Sampled, SampleRequest
@@ -45,6 +46,7 @@ DRAWS_OF_A_SAMPLE = 16
 AHEAD = 1.25
 """Samples in a server's own queue, so that it need not wait for the next turn."""
 GRACE_S = 30.0
+MODEL_CONFIG = "config.json"
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NOT_READ = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save")
 """Fields of a PEFT folder's config that SGLang passes over, though they change the result."""
@@ -62,14 +64,20 @@ class SglangSampler:
         max_rank: int,
         most_samples: int = SAMPLES,
         restart_s: float = 600.0,
+        base: Path | None = None,
     ) -> None:
         """`most_adapters`: those that a server holds at once, of `max_rank` at most. `most_samples`: at once on all servers,
-        before tenants wait for turns. `restart_s`: for a lost server to start."""
+        before tenants wait for turns. `restart_s`: for a lost server to start. `base`: the folder that servers start with,
+        where what is added are model folders and no adapters."""
         self.limits, self.max_rank = limits, max_rank
         self.turns = TenantTurns(most_samples)
         self._http: aiohttp.ClientSession | None = None
+        self._is_whole, first = base is not None, NamedAdapter("base", base or Path())
         self.servers = [
-            EngineServer(engine, number, self._session, most_adapters, restart_s) for number, engine in enumerate(engines)
+            WholeServer(engine, number, self._session, first, restart_s)
+            if self._is_whole
+            else EngineServer(engine, number, self._session, most_adapters, restart_s)
+            for number, engine in enumerate(engines)
         ]
         self._adapters: dict[str, NamedAdapter] = {}
         self._start, self._numbers = secrets.token_hex(4), count()
@@ -116,6 +124,10 @@ class SglangSampler:
         await asyncio.gather(*(server.forget(adapter) for server in self.servers))
 
     def _check_folder(self, folder: Path) -> None:
+        if self._is_whole:
+            if not (folder / MODEL_CONFIG).is_file() or not [*folder.glob("*.safetensors")]:
+                raise RequestError(f"the weights have no {MODEL_CONFIG}, or no safetensors; they must be a model folder")
+            return
         for name in (_CONFIG, _WEIGHTS):
             if not (folder / name).is_file():
                 raise RequestError(f"the adapters have no {name}; they must be a PEFT folder with safetensors")
@@ -268,4 +280,5 @@ def open_sampler(session: Session) -> SglangSampler:
         max_rank=serve.max_rank,
         most_samples=int(AHEAD * sum(state.capacity.responses or SAMPLES for state in states)),
         restart_s=config.resources.deadlines.start_s + GRACE_S,
+        base=Path(config.model.path).resolve() if serve.full_weights else None,
     )

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 CLONE = 1_000_000_000
 """Numbers of a clone's requests begin with its own number times this."""
-_ADAPTER_FILE = "adapter_config.json"
+_ADAPTER_FILE, _MODEL_FILE = "adapter_config.json", "config.json"
 _NOTE = ".json"
 PASSED = ""
 """The path of samplers whose weights a model passed on, which no checkpoint has."""
@@ -244,9 +244,10 @@ class ServedSamplers:
     def _pinned(self, tenant: str, path: CheckpointPath) -> Path:
         """The PEFT folder of a checkpoint whose bytes were checked, pinned."""
         with self._store.reading(tenant, path) as folder:
-            found = sorted(folder.rglob(_ADAPTER_FILE), key=lambda file: len(file.parts))
+            name = _MODEL_FILE if self._options.full_weights else _ADAPTER_FILE
+            found = sorted(folder.rglob(name), key=lambda file: len(file.parts))
             if not found:
-                raise RequestError(f"{path} has no adapters to sample with; save them with save_weights_for_sampler")
+                raise RequestError(f"{path} has no weights to sample with; save them with save_weights_for_sampler")
             self._store.pin(tenant, path)
             return found[0].parent
 

@@ -48,8 +48,8 @@ class ServeConfig(Section):
     snapshot_every_s: Seconds = 300.0
     """Seconds between snapshots of models that changed, which a server that was killed goes on from."""
     idle_session_s: Seconds = 7200.0
-    """Seconds without a sign of life of a client, which sends one every 10 s, after which its session is over: its models are kept
-    as checkpoints for 30 days and dropped."""
+    """Seconds without a sign of life of a client, which sends one every 10 s, after which its session is over: its models are
+    kept as checkpoints for 30 days, and dropped."""
     max_body_bytes: Positive = 64 * 2**20
     """Largest body of a request in bytes, also once it is decompressed."""
     max_waiting: Positive = 20_000

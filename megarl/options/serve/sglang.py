@@ -5,10 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.config import Config
+from megarl.errors import ConfigError
 from megarl.models.adapters import adapter_part, adapters_of
 from megarl.models.registry import load_hf_config
 from megarl.options.serve.engine_arguments import adapter_room, seed_arguments
 from megarl.options.serve.section import serve_of
+
+
+def check_servers(config: Config, platform: str) -> None:
+    """Refuse a server whose engines would not add its adapters, before anything starts.
+
+    Raises:
+        ConfigError: they would not.
+    """
+    if serve_of(config) is None:
+        return
+    adapters = adapters_of(config.policy, load_hf_config(config.model.path), "policy.lora")
+    why = adapter_part("sglang").refusal(config.model.path, adapters) if adapters is not None else None
+    if why is not None:
+        attention = "[q_proj, k_proj, v_proj, o_proj, lm_head]"
+        raise ConfigError(
+            f"policy.lora.targets is {[*adapters.targets]}, and the engines of a server cannot sample with {why}; set it to "
+            f"layers that they can, such as {attention}, or serve.full_weights to true"
+        )
 
 
 def server_arguments(config: Config, folder: str) -> dict[str, Any]:

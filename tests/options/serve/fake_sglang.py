@@ -64,6 +64,12 @@ class FakeServer:
     held: dict[str, int] = field(default_factory=dict)
     """Requests under way by the adapter's name."""
     gate: asyncio.Event = field(default_factory=asyncio.Event)
+    weights: str = "base"
+    """The folder of the weights that it samples with."""
+    sampled_with: list[str] = field(default_factory=list)
+    """Of each request these weights."""
+    sampling: int = 0
+    """Requests under way."""
     refuses: str = ""
     is_dead: bool = False
     runner: Any = None
@@ -90,15 +96,18 @@ class FakeServer:
 
     async def generate(self, body: dict[str, Any]) -> tuple[int, Any]:
         self.asked.append(body)
+        self.sampled_with.append(self.weights)
         if self.refuses:
             return 400, {"error": {"message": self.refuses}}
         name = body.get("lora_path")
         if name is not None:
             assert name in self.held, "it was asked with adapters that it does not have"
             self.held[name] += 1
+        self.sampling += 1
         try:
             await self.gate.wait()
         finally:
+            self.sampling -= 1
             if name is not None and name in self.held:
                 self.held[name] -= 1
         if not isinstance(body["rid"], list):
@@ -117,6 +126,12 @@ class FakeServer:
             return 400, {"success": False, "error_message": self.refuses or f"{name} is already loaded"}
         self.held[name] = 0
         assert len(self.held) <= self.most, "it was given more adapters than it holds"
+        return 200, {"success": True}
+
+    async def update_weights_from_disk(self, body: dict[str, Any]) -> tuple[int, Any]:
+        assert not self.sampling, "weights changed under a request"
+        self.weights = Path(body["model_path"]).name
+        self.loads.append(self.weights)
         return 200, {"success": True}
 
     async def unload_lora_adapter(self, body: dict[str, Any]) -> tuple[int, Any]:

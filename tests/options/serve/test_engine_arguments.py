@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from megarl.config import parse_config
+from megarl.errors import ConfigError
 from megarl.options.serve.engine_arguments import adapter_room
-from megarl.options.serve.sglang import server_arguments
+from megarl.options.serve.sglang import check_servers, server_arguments
 from megarl.options.serve.sglang_process import seed_of, uniform
 from megarl.rollout.engines.sglang.server import ServerOptions
 from tests.families import build_folder
@@ -36,6 +38,22 @@ def test_servers_have_room_for_adapters_by_name_and_obey_seeds(tmp_path: Path) -
     whole = parse_config(tree | {"serve": {"full_weights": True}})
     assert [*server_arguments(whole, str(tmp_path / "model"))] == ["served_model_name", "sampling_backend"]
     assert adapter_room([], 8, 1)["max_loaded_loras"] == 2, "SGLang wants as many as a pass may have"
+
+
+def test_adapters_that_engines_do_not_add_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    build_folder("qwen3_moe", tmp_path / "model")
+    tree: dict[str, Any] = {"model": {"path": str(tmp_path / "model")}, "serve": {}}
+    sentence = (
+        r"policy.lora.targets is \['all-linear', 'lm_head'\], and the engines of a server cannot sample with adapters of "
+        r"'model.layers.\d.mlp.experts.0.\w+'.*; set it to layers that they can, such as \[q_proj, k_proj, v_proj, o_proj, "
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        check_servers(parse_config(tree), "cpu")
+    attention = tree | {"policy": {"lora": {"rank": 32, "targets": ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"]}}}
+    check_servers(parse_config(attention), "cpu")
+    modules = server_arguments(parse_config(attention), str(tmp_path / "model"))["lora_target_modules"]
+    assert modules == ["k_proj", "lm_head", "o_proj", "q_proj", "v_proj"]
+    check_servers(parse_config(tree | {"serve": {"full_weights": True}}), "cpu")
 
 
 def test_hashed_numbers_are_uniform_and_of_each_seed_and_position() -> None:

@@ -37,12 +37,12 @@ def peft_folder(folder: Path, **fields: Any) -> Path:
 
 @asynccontextmanager
 async def sampling(
-    servers: int, most_adapters: int, most_samples: int
+    servers: int, most_adapters: int, most_samples: int, base: Path | None = None
 ) -> AsyncIterator[tuple[SglangSampler, list[FakeEngine]]]:
     engines = [FakeEngine(FakeServer(f"token-{number}", most_adapters)) for number in range(servers)]
     for engine in engines:
         await engine.server.start()
-    options = {"most_adapters": most_adapters, "max_rank": 8, "most_samples": most_samples}
+    options = {"most_adapters": most_adapters, "max_rank": 8, "most_samples": most_samples, "base": base}
     sampler = SglangSampler(engines, LIMITS, **options)  # type: ignore[arg-type]
     try:
         yield sampler, engines
@@ -52,9 +52,11 @@ async def sampling(
             await engine.kill()
 
 
-def run(scenario: Scenario, servers: int = 1, most_adapters: int = 2, most_samples: int = 64) -> None:
+def run(
+    scenario: Scenario, servers: int = 1, most_adapters: int = 2, most_samples: int = 64, base: Path | None = None
+) -> None:
     async def all_of_it() -> None:
-        async with sampling(servers, most_adapters, most_samples) as (sampler, engines):
+        async with sampling(servers, most_adapters, most_samples, base) as (sampler, engines):
             await scenario(sampler, engines)
 
     asyncio.run(asyncio.wait_for(all_of_it(), 30))
@@ -480,3 +482,55 @@ def test_cancelling_aborts_every_request_in_the_server(tmp_path: Path) -> None:
         await sampler.drop("a")  # nobody uses it any more
 
     run(scenario)
+
+
+# all weights --------------------------------------------------------------------------------------------------------
+
+
+def model_folder(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def test_a_server_of_all_weights_that_is_started_again_has_those_that_are_asked_for(tmp_path: Path) -> None:
+    async def scenario(sampler: SglangSampler, engines: list[FakeEngine]) -> None:
+        await sampler.sample(request())
+        assert engines[0].server.loads == [], "the base is there"
+        for name in ("old", "new"):
+            await sampler.add(name, model_folder(tmp_path / name))
+        await sampler.sample(request(adapter="new"))
+        await engines[0].kill()
+        await sampler.sample(request(adapter="new"))
+        assert (engines[0].restarts, engines[0].server.loads) == (1, ["new"])
+        for name in ("old", None, "new"):
+            await sampler.sample(request(adapter=name))
+        assert engines[0].server.sampled_with == ["new", "old", "base", "new"]
+        assert all("lora_path" not in asked for asked in engines[0].server.asked)
+        await sampler.drop("new")
+        with pytest.raises(RequestError, match="the sampler 'new' is not there"):
+            await sampler.sample(request(adapter="new"))
+        with pytest.raises(RequestError, match=r"no config.json, or no safetensors; they must be a model folder"):
+            await sampler.add("adapters", peft_folder(tmp_path / "adapters"))
+
+    run(scenario, base=model_folder(tmp_path / "base"))
+
+
+def test_requests_for_other_weights_wait_and_are_not_kept_out(tmp_path: Path) -> None:
+    async def scenario(sampler: SglangSampler, engines: list[FakeEngine]) -> None:
+        server = engines[0].server
+        await sampler.add("a", model_folder(tmp_path / "a"))
+        server.gate.clear()
+        tasks = [asyncio.create_task(sampler.sample(request(adapter="a"))) for _ in range(2)]
+        await until(lambda: server.sampling == 2)
+        tasks += [asyncio.create_task(sampler.sample(request())) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        tasks += [asyncio.create_task(sampler.sample(request(adapter="a"))) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        assert server.sampling == 2, "neither those of the base nor those behind them"
+        server.gate.set()
+        await asyncio.gather(*tasks)
+        assert server.sampled_with == ["a", "a", "base", "base", "a", "a"]
+
+    run(scenario, base=model_folder(tmp_path / "base"))

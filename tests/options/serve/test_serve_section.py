@@ -8,8 +8,9 @@ import pytest
 
 from megarl.config import Config, load_any, parse_config, to_yaml
 from megarl.data.prompts import rows_of
-from megarl.errors import ConfigError, DataError
+from megarl.errors import ClusterError, ConfigError, DataError
 from megarl.option_list import part
+from megarl.options.serve import command
 from megarl.options.serve.section import completed, serve_of
 
 SMALLEST: dict[str, Any] = {"model": {"path": "m"}, "serve": {}}
@@ -92,6 +93,7 @@ def test_without_tenants_a_server_listens_to_this_machine_alone() -> None:
         ({}, {"policy": {"lora": {"rank": 0}}}, "a server of many models needs adapters: set policy.lora.rank"),
         ({"max_rank": 16}, {"policy": {"lora": {"rank": 8}}}, "policy.lora.rank is 8; it must be serve.max_rank = 16"),
         ({}, {"policy": {"lora": {"sync": "adapters"}}}, "policy.lora.sync is 'adapters'.*must be 'merged' in a server"),
+        ({}, {"policy": {"experts": {"bias_update_rate": 0.1}}}, "bias_update_rate is 0.1, which moves biases of the base's"),
         ({}, {"rollout": {"engine": "embedded"}}, "rollout.engine is 'embedded', which"),
         ({}, {"rollout": {"schedule": {"mode": "async"}}}, "rollout.schedule.mode is 'async'.*must be 'sync' in a server"),
         ({}, {"resources": {"placement": "colocated"}}, "resources.placement is 'colocated'.*must be 'separate' in a server"),
@@ -119,3 +121,10 @@ def test_other_commands_are_told_what_the_config_is_for() -> None:
 def test_a_server_on_one_gpu_needs_engines_that_do_not_sleep() -> None:
     sections = {"resources": {"placement": "colocated"}, "rollout": {"engine_args": {"enable_memory_saver": False}}}
     assert config_of(**sections).resources.placement == "colocated"
+
+
+def test_a_server_on_several_machines_needs_a_folder_that_all_see(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.workers.node_folders.machines_without", lambda folder, machines: ["10.0.0.2"])
+    command.check_seen(tmp_path, {"10.0.0.1"})
+    with pytest.raises(ClusterError, match=r"^run.folder has '.*', which machine 10.0.0.2 does not see, .* that all machines"):
+        command.check_seen(tmp_path, {"10.0.0.1", "10.0.0.2"})
