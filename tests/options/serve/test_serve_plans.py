@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from megarl.config import load_any
 from megarl.options.serve.times import stated
 from megarl.planning.gpus import gpu_named
 from megarl.planning.plan import CapacityPlan, make_plan
 from megarl.planning.show import plan_tables
+from tests.docs.pages import DOCS, blocks
 
 ROOT = Path(__file__).parents[3]
 LARGE = ROOT / "examples/serve/llama-3.1-70b.yaml"
@@ -52,6 +55,18 @@ def test_the_example_fits_and_says_what_a_model_takes() -> None:
     assert f"A model at the highest rank takes {one:,.3g} GB of a rank's main memory" in stated(plan)[0]
     assert f"64 live ones take {64 * one:,.3g} and" in stated(plan)[0]
     assert stated(plan)[0] in plan_tables(plan, "m")
+
+
+def test_the_page_shows_the_plan_of_the_example() -> None:
+    of_page = blocks(DOCS / "serve.md")
+    (at,) = [number for number, block in enumerate(of_page) if block.text == "megarl plan examples/serve/llama-3.1-70b.yaml\n"]
+    console = Console(width=400, file=io.StringIO())
+    for part in plan_tables(plan_of(), "examples/models/llama-3.1-70b"):
+        console.print(part)
+    said = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    shown = of_page[at + 1].text.splitlines()
+    assert len(shown) == 3
+    assert [line for line in shown if line.split() not in said] == []
 
 
 def test_other_runs_are_planned_as_before() -> None:

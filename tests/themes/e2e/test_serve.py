@@ -19,7 +19,11 @@ import tinker
 import transformers
 import yaml
 from tinker import types
+from tinker.lib.api_future_impl import _APIFuture
+from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
+from tinker.lib.public_interfaces.training_client import fetch_training_info
 
+from tests.docs.pages import DOCS, blocks
 from tests.options.serve.clients import closed_afterwards
 from tests.themes.e2e.processes import outside_ray
 from tests.themes.e2e.test_watching import free_port
@@ -54,6 +58,11 @@ class Server:
         below = psutil.Process(self.process.pid).children(recursive=True)
         return [process for process in below if "RankProcess" in " ".join(process.cmdline())]
 
+    def engines(self) -> list[psutil.Process]:
+        """The processes of its SGLang servers."""
+        below = psutil.Process(self.process.pid).children(recursive=True)
+        return [process for process in below if "sglang" in " ".join(process.cmdline())]
+
     def stop(self) -> str:
         """End it as Ctrl-C does; returns what it said."""
         self.process.send_signal(signal.SIGINT)
@@ -69,7 +78,7 @@ def config_of(model: Path, folder: Path, **sections: Any) -> dict[str, Any]:
         "run": {"folder": str(folder / "runs"), "name": "served"},
         "model": {"path": str(model), "dtype": "float32"},
         "policy": {"threads_per_rank": 1, "max_tokens_per_micro_batch": 512},
-        "serve": {"models": {NAME: None}, "max_rank": 8, "live_models": 4, "context_tokens": 128, "port": 0},
+        "serve": {"models": {NAME: None, str(model): None}, "max_rank": 16, "live_models": 4, "context_tokens": 128, "port": 0},
         "rollout": {"threads": 1},
     } | sections
 
@@ -136,6 +145,8 @@ def test_models_train_and_answer_beside_each_other_and_a_loop_of_a_client_learns
                 theirs = logprobs_of(training, [*prompt, *sequence.tokens])[len(prompt) - 1 :]
                 assert sequence.logprobs == pytest.approx(theirs, abs=1e-4)
 
+        run_the_page(server, tiny_model)
+
         path = first.save_state("kept").result(timeout=120).path
         before = logprobs_of(first, [*prompt, 3, 4, 5])
         improve(first, prompt, tokenizer)
@@ -145,6 +156,21 @@ def test_models_train_and_answer_beside_each_other_and_a_loop_of_a_client_learns
         said = server.stop()
         assert server.process.returncode == 0, said
         assert "Traceback" not in said
+
+
+def run_the_page(server: Server, model: Path) -> None:
+    """The loop of docs/serve.md as it stands, but for the model: its loss falls, and it samples from what it trained."""
+    (block,) = [block.text for block in blocks(DOCS / "serve.md") if block.language == "python"]
+    base = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert block.count(base) == 1
+    environment = os.environ | {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-local"}
+    command = [sys.executable, "-c", block.replace(base, str(model))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    *losses, answers = done.stdout.splitlines()
+    assert len(losses) == 10
+    assert float(losses[-1]) < float(losses[0])
+    assert answers.count("stop_reason=") == 2
 
 
 def improve(training: tinker.TrainingClient, prompt: list[int], tokenizer: Any) -> float:
@@ -182,3 +208,46 @@ def test_a_client_whose_rank_is_killed_goes_on_where_it_was(tiny_model: Path, tm
         training.forward_backward([spoken(tokens)], loss_fn="cross_entropy").result(timeout=300)
         training.optim_step(ADAM).result(timeout=300)
         assert sum(logprobs_of(training, tokens)) > sum(before)
+
+
+async def whole_model(client: tinker.ServiceClient) -> tinker.TrainingClient:
+    """A model of which all weights are trained, for which the client has no method."""
+    holder, number = client.holder, client.holder.get_training_client_id()
+    asked = types.CreateModelRequest(session_id=holder.get_session_id(), model_seq_id=number, base_model=NAME, lora_config=None)
+    with holder.aclient(ClientConnectionPoolType.TRAIN) as http:
+        future = await http.models.create(request=asked)
+    made = await _APIFuture(types.CreateModelResponse, holder, future, request_start_time=0.0, request_type="CreateModel")
+    info = await fetch_training_info(holder, made.model_id)
+    return tinker.TrainingClient(holder, model_seq_id=number, model_id=made.model_id, info=info)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive  # tests/options/serve/test_sampler.py has such a server lost, without ranks and engines
+def test_a_server_of_all_weights_samples_with_what_was_trained_also_when_its_engine_is_lost(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    tokens, params = [3, 4, 5, 6], types.SamplingParams(max_tokens=8, temperature=0.0)
+    serve = {"models": {NAME: None}, "full_weights": True, "context_tokens": 128, "port": 0}
+    with serving(tiny_model, tmp_path, serve=serve) as server:
+        client = server.client()
+        training = client.holder.run_coroutine_threadsafe(whole_model(client)).result(timeout=120)
+        of_base = client.create_sampling_client(base_model=NAME)
+
+        def sampled(sampling: tinker.SamplingClient) -> Any:
+            (answer,) = sampling.sample(types.ModelInput.from_ints(tokens), 1, params).result(timeout=300).sequences
+            return answer
+
+        begun = sampled(of_base)
+        for _ in range(4):
+            training.forward_backward([spoken([*tokens, 40, 41, 42, 43])], loss_fn="cross_entropy").result(timeout=120)
+            training.optim_step(types.AdamParams(learning_rate=1e-3)).result(timeout=120)
+        trained = training.save_weights_and_get_sampling_client()
+        after = sampled(trained)
+        assert after.tokens != begun.tokens
+        assert after.logprobs == pytest.approx(logprobs_of(training, [*tokens, *after.tokens])[len(tokens) - 1 :], abs=1e-4)
+        assert sampled(of_base).tokens == begun.tokens
+        assert sampled(trained).tokens == after.tokens
+        for engine in server.engines():
+            engine.kill()
+        assert sampled(trained).tokens == after.tokens
+        assert sampled(of_base).tokens == begun.tokens
