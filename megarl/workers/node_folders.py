@@ -27,7 +27,9 @@ def machines_without(folder: Path, machines: Collection[str]) -> list[str]:
     try:
         nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
         asked = {
-            machine: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[machine], soft=False)).remote(str(mark))
+            machine: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[machine], soft=False)).remote(
+                str(mark)
+            )
             for machine in sorted(machines)
             if machine in nodes
         }

@@ -142,8 +142,8 @@ def check_seen(folder: Path, machines: Collection[str]) -> None:
 
     if len(machines) > 1 and (without := machines_without(folder, machines)):
         raise ClusterError(
-            f"run.folder has '{folder}', which machine {without[0]} does not see, and engines read adapters there; let run.folder "
-            "be on a file system that all machines of a server see"
+            f"run.folder has '{folder}', which machine {without[0]} does not see, and engines read adapters there; let "
+            "run.folder be on a file system that all machines of a server see"
         )
 
 

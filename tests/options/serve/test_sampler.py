@@ -52,9 +52,7 @@ async def sampling(
             await engine.kill()
 
 
-def run(
-    scenario: Scenario, servers: int = 1, most_adapters: int = 2, most_samples: int = 64, base: Path | None = None
-) -> None:
+def run(scenario: Scenario, servers: int = 1, most_adapters: int = 2, most_samples: int = 64, base: Path | None = None) -> None:
     async def all_of_it() -> None:
         async with sampling(servers, most_adapters, most_samples, base) as (sampler, engines):
             await scenario(sampler, engines)
