@@ -154,6 +154,26 @@ def test_a_cancelled_request_ends_and_others_do_not() -> None:
     run(work)
 
 
+def test_what_ends_with_a_promise_ends_once_however_it_is_settled() -> None:
+    async def work() -> None:
+        promises, ended = Promises(), []
+        for name, settle in (
+            ("kept", lambda promise: promises.keep(promise, {})),
+            ("failed", lambda promise: promises.fail(promise, "no")),
+            ("cancelled", lambda promise: promises.cancel("anna", promise.id)),
+            ("again", lambda promise: promises.settle_again(promise, b"{}", "application/json", failed=False)),
+        ):
+            promise = promises.make(name, "anna", b"")
+            promise.cancel = lambda: None
+            promise.at_end.append(lambda name=name: ended.append(name))
+            settle(promise)
+            assert ended[-1] == name
+            promises.fail(promise, "too late")
+        assert ended == ["kept", "failed", "cancelled", "again"]
+
+    run(work)
+
+
 def test_stopping_ends_all_polls_at_once() -> None:
     async def work() -> None:
         promises = Promises(poll_s=60.0)

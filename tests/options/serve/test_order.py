@@ -95,6 +95,25 @@ def test_places_go_to_the_client_that_has_the_fewest() -> None:
     assert max(place for place, client in enumerate(order) if client == "small") < 40
 
 
+def test_places_that_a_client_had_before_do_not_count_against_it() -> None:
+    async def work() -> list[str]:
+        slots, order = FairSlots(1), []
+
+        async def request(client: str) -> None:
+            async with slots.slot(client):
+                order.append(client)
+
+        for _ in range(10):
+            await request("busy before")
+        async with slots.slot("now"):
+            tasks = [asyncio.create_task(request(client)) for client in ("busy before", "new")]
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+        return order[10:]
+
+    assert asyncio.run(work()) == ["busy before", "new"]
+
+
 def test_cancelled_requests_leave_no_place_taken() -> None:
     async def work() -> None:
         slots, chance = FairSlots(2), random.Random(0)
