@@ -8,6 +8,7 @@ from megarl.config import Config
 from megarl.errors import ConfigError
 from megarl.models.adapters import adapter_part, adapters_of
 from megarl.models.registry import load_hf_config
+from megarl.option_list import part
 from megarl.options.serve.engine_arguments import adapter_room, seed_arguments
 from megarl.options.serve.section import serve_of
 
@@ -24,8 +25,9 @@ def check_servers(config: Config, platform: str) -> None:
     why = adapter_part("sglang").refusal(config.model.path, adapters) if adapters is not None else None
     if why is not None:
         attention = "[q_proj, k_proj, v_proj, o_proj, lm_head]"
+        targets = part("lora", "section", "policy.lora").lora_of_policy(config.policy).targets
         raise ConfigError(
-            f"policy.lora.targets is {[*adapters.targets]}, and the engines of a server cannot sample with {why}; set it to "
+            f"policy.lora.targets is {[*targets]}, and the engines of a server cannot sample with {why}; set it to "
             f"layers that they can, such as {attention}, or serve.full_weights to true"
         )
 
