@@ -20,6 +20,7 @@ from tinker import types
 from tinker.proto import request_conv
 
 from megarl.options.serve.places import CheckpointPath
+from megarl.options.serve.tenants import new_key
 from tests.options.serve.served import BASE, KEY, Served, serving
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -90,6 +91,16 @@ def test_requests_that_arrive_out_of_order_take_effect_in_order(served: Served, 
     assert isinstance(http.answer(passed), bytes)
     assert [http.answer(future)["metrics"]["grad_norm"] > 0 for future in futures] == [False, False, False, True]
     assert [call[0] for call in served.trainer.calls if call[1] == model] == ["create", "backward", *["step"] * 4]
+
+
+def test_models_of_one_seed_begin_alike_and_those_without_one_by_chance(served: Served, http: Http) -> None:
+    models = [http.model(number, seed=seed) for number, seed in enumerate((3, 3, 4, None, None))]
+    drawn = [
+        next(tensor for name, tensor in served.trainer.models[model].parameters().items() if "lora_A" in name).clone()
+        for model in models
+    ]
+    alike = {(i, j) for i in range(5) for j in range(i) if bool((drawn[i] == drawn[j]).all())}
+    assert alike == {(1, 0)}
 
 
 def test_a_repeated_request_is_answered_and_not_computed_again(served: Served, http: Http) -> None:
@@ -431,6 +442,25 @@ def test_a_session_that_is_not_heard_of_is_over_and_what_its_models_learnt_is_ke
     with serving(tmp_path) as served, served.client() as client:
         assert gone.session not in served.service._seen
         assert client.create_rest_client().get_session(gone.session).result().training_run_ids
+
+
+def test_quotas_are_given_back_by_unloading_a_model_and_by_a_session_that_is_over(tmp_path: Path) -> None:
+    key, entry = new_key("anna")
+    (tmp_path / "tenants.yaml").write_text(f"{entry}  models: 1\n  running_requests: 2\n")
+    with serving(tmp_path / "server", tenants=tmp_path / "tenants.yaml", session_idle_s=1000.0) as served:
+        http, other = Http(served, key), Http(served, key)
+        first = http.model()
+        refused = {"session_id": http.session, "model_seq_id": 1, "base_model": BASE, "lora_config": {"rank": 2}}
+        assert "tenant anna has 1 models, and its quota is 1" in http.answer(http.post("create_model", **refused))["error"]
+        http.answer(http.post("unload_model", model_id=first))
+        second = http.model(2)
+        waiting = [http.step(second, seq) for seq in (8, 9)]
+        assert http.step(second, 7).status_code == 429, "as many requests as it may have"
+        served.service.models.models[second].used = served.service._seen[http.session] = time.monotonic() - 1001.0
+        served.call(served.service.watch)
+        assert all("its session is over" in http.answer(future)["error"] for future in waiting)
+        third = other.model()
+        assert [other.answer(other.step(third, seq))["type"] for seq in (1, 2, 3)] == ["optim_step"] * 3
 
 
 def test_adapters_of_checkpoints_that_are_gone_leave_the_engines_once_nobody_uses_them(served: Served, http: Http) -> None:
