@@ -456,7 +456,8 @@ def test_quotas_are_given_back_by_unloading_a_model_and_by_a_session_that_is_ove
         second = http.model(2)
         waiting = [http.step(second, seq) for seq in (8, 9)]
         assert http.step(second, 7).status_code == 429, "as many requests as it may have"
-        served.service.models.models[second].used = served.service._seen[http.session] = time.monotonic() - 1001.0
+        service, long_ago = served.service, time.monotonic() - 1001.0
+        service.models.models[first].used = service.models.models[second].used = service._seen[http.session] = long_ago
         served.call(served.service.watch)
         assert all("its session is over" in http.answer(future)["error"] for future in waiting)
         third = other.model()
