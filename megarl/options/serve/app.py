@@ -45,8 +45,12 @@ def build_app(service: Service) -> FastAPI:
     """The application of a service, which it starts and stops."""
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await service.start()
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            await service.start()
+        except BaseException as error:
+            app.state.start_error = error
+            raise
         try:
             yield
         finally:
@@ -155,8 +159,8 @@ def _add_training(app: FastAPI, service: Service, who: Callable[[Request], Await
             address = read_address(head, encoding)
             if address is None:
                 raise
-            return models.refuse(tenant, *address, blake2b(head, digest_size=16).digest(), str(error))
-        return models.forward_backward(tenant, call, body, encoding)
+            return await models.requests.refuse(tenant, *address, blake2b(head, digest_size=16).digest(), str(error))
+        return await models.forward_backward(tenant, call, body, encoding)
 
 
 def _add_sampling(app: FastAPI, service: Service, who: Callable[[Request], Awaitable[Tenant]]) -> None:
@@ -216,7 +220,7 @@ def _add_training_json(
             if address is None:
                 raise
             digest = blake2b(body, digest_size=16).digest()
-            return JSONResponse(service.models.refuse(tenant, *address, digest, str(error)))
+            return JSONResponse(await service.models.requests.refuse(tenant, *address, digest, str(error)))
         return await _as_json(call(tenant, asked))
 
 

@@ -22,6 +22,8 @@ INLINE_BYTES = 1 << 16
 """Bytes of an answer that is sent without a word about its size first."""
 MOST_COMPLETIONS = 4096
 UNSURE_S = 60.0
+STOPPED_S = 0.5
+"""How long a question for an answer waits where none will come any more."""
 Category = Literal["user", "server", "unknown"]
 Target = tuple[str, int]
 """A sampling session, and which of its clones."""
@@ -43,6 +45,8 @@ class Promise:
     media: str = JSON
     failed: bool = False
     moved: asyncio.Event = field(default_factory=asyncio.Event)
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once a training request is durable, or is not taken after all."""
     cancel: Callable[[], Any] | None = None
     at_end: list[Callable[[], None]] = field(default_factory=list)
 
@@ -150,6 +154,13 @@ class Promises:
         if promise.target is not None:
             self._queues.setdefault(promise.target, _Queue()).add(promise)
 
+    def take_back(self, promise: Promise) -> None:
+        """Forget a promise that nobody was told of."""
+        del self._promises[promise.id]
+        self._waiting -= 1
+        for end in promise.at_end:
+            end()
+
     def find(self, tenant: str, identity: str) -> Promise:
         """The tenant's promise of that id.
 
@@ -168,8 +179,8 @@ class Promises:
             RequestError: as `find`.
         """
         promise = self.find(tenant, identity)
-        if promise.settled is None and not self._stopped:
-            await _wait(promise.moved, self._poll_s)
+        if promise.settled is None:  # clients ask again at once, also a server that ends
+            await (asyncio.sleep(STOPPED_S) if self._stopped else _wait(promise.moved, self._poll_s))
         if promise.settled is None:
             again = {"type": "try_again", "request_id": identity, "queue_state": "active"}
             return Reply(json.dumps(again).encode(), 408)

@@ -23,8 +23,6 @@ class Lane(Generic[J]):
         self.next = first
         self._waiting: dict[int, tuple[J, float]] = {}
         self._digests: OrderedDict[int, bytes] = OrderedDict()
-        self.holes: set[int] = set()
-        """Numbers before the next whose requests had no effect and are not known, as after a crash: they may come again."""
 
     def is_repeated(self, seq: int, digest: bytes) -> bool:
         """Return whether the request came before; if not, it must be offered.
@@ -33,18 +31,21 @@ class Lane(Generic[J]):
             RequestError: another one came with that number, or it is too old to be known.
         """
         known = self._digests.get(seq)
-        if known is None and seq < self.next and seq not in self.holes:
+        if known is None and seq < self.next:
             raise RequestError(f"seq_id is {seq}, but the model's next is {self.next}; it must not be used again")
         if known is not None and known != digest:
             raise RequestError(f"seq_id is {seq}, which came before with other content; it must not be used again")
         return known is not None
 
     def offer(self, seq: int, digest: bytes, job: J, now: float) -> list[J]:
-        """Take a request that `is_repeated` has not known; returns those whose turn has come, in order."""
+        """Take a request that `is_repeated` has not known; returns those whose turn has come, in order.
+
+        Raises:
+            RequestError: those behind it have had their turn meanwhile.
+        """
+        if seq < self.next:
+            raise RequestError(f"request {seq} came too late, as the model's next is {self.next}")
         self.remember(seq, digest)
-        if seq in self.holes:
-            self.holes.remove(seq)
-            return [job]
         self._waiting[seq] = job, now
         ready = []
         while self.next in self._waiting:
@@ -58,9 +59,9 @@ class Lane(Generic[J]):
         while len(self._digests) > MOST_KNOWN:
             self._digests.popitem(last=False)
 
-    def digest(self, seq: int) -> bytes:
-        """The digest of a request that is known."""
-        return self._digests.get(seq, b"")
+    def forget(self, seq: int) -> None:
+        """Take back a `remember`: the request was not taken, and may come again."""
+        self._digests.pop(seq, None)
 
     def overdue(self, now: float, longest_s: float) -> tuple[list[J], int]:
         """Requests that have waited longer than that for one before them, which are taken out, and the number of that one.

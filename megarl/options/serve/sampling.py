@@ -82,10 +82,14 @@ class PassedWeights:
     model: str
     inflight: str
     folder: Path
+    request: str = ""
+    """The digest of the request for it, in hex."""
+    is_there: bool = False
+    """Whether it was passed on already, before a crash."""
 
     def write(self) -> None:
         """Write it beside the folder, which is whole, for the server after a crash."""
-        note = {name: getattr(self, name) for name in ("id", "tenant", "session", "base_model", "model", "inflight")}
+        note = {name: getattr(self, name) for name in ("id", "tenant", "session", "base_model", "model", "inflight", "request")}
         write_text_atomically(self.folder.with_name(f"{self.folder.name}{_NOTE}"), json.dumps(note))
 
     def remove(self) -> None:
@@ -151,17 +155,19 @@ class ServedSamplers:
         self._options.scratch.mkdir(parents=True, exist_ok=True)
         return self._options.scratch / f"passed-{secrets.token_hex(8)}"
 
-    def to_pass(self, model: ClientModel, seq: int, folder: Path, *, is_inflight: bool) -> PassedWeights:
+    def to_pass(self, model: ClientModel, seq: int, folder: Path, digest: bytes, *, is_inflight: bool) -> PassedWeights:
         """Note what a model will write to `folder`, for the `seq`-th sampling session of its session. Any thread may call it.
 
         Raises:
             RequestError: the number was used before.
         """
         identity = f"{model.session}:sample:{seq}"
-        if identity in self.sessions:
+        there = self.sessions.get(identity)
+        if there is not None and (there.digest != digest or there.tenant != model.tenant):
             raise RequestError(f"sampling_session_seq_id is {seq}, which was used before")
-        inflight = f"{model.id} inflight" if is_inflight else ""
-        return PassedWeights(identity, model.tenant, model.session, model.base_model, model.id, inflight, folder)
+        inflight, is_there = f"{model.id} inflight" if is_inflight else "", there is not None
+        names = identity, model.tenant, model.session, model.base_model, model.id, inflight
+        return PassedWeights(*names, folder, digest.hex(), is_there)
 
     async def add_passed(self, passed: PassedWeights) -> None:
         """Have engines sample with what a model has written, and make its sampling session.
@@ -179,7 +185,8 @@ class ServedSamplers:
             passed.remove()
             raise
         own = None if passed.inflight else adapter
-        made = SamplingSession(passed.id, passed.tenant, passed.session, passed.base_model, b"", own, passed.inflight)
+        digest = bytes.fromhex(passed.request)
+        made = SamplingSession(passed.id, passed.tenant, passed.session, passed.base_model, digest, own, passed.inflight)
         for key in filter(None, (passed.model, passed.inflight)):
             before = self._newest.get(key)
             self._newest[key] = adapter
@@ -196,7 +203,9 @@ class ServedSamplers:
             shutil.rmtree(folder, ignore_errors=True)
         for note in notes:
             try:
-                await self.add_passed(PassedWeights(**json.loads(note.read_text()), folder=_folder_of(note)))
+                passed = PassedWeights(**json.loads(note.read_text()), folder=_folder_of(note))
+                await self.add_passed(passed)
+                self.sessions[passed.id].clones = _clones_after_a_restart()
             except (OSError, ValueError, TypeError, RequestError) as error:
                 self._options.say(f"weights in '{_folder_of(note)}' cannot be served again: {error}")
                 note.unlink(missing_ok=True)
@@ -206,7 +215,7 @@ class ServedSamplers:
             for record in registry.samplers.of(tenant):
                 if record.session in are_open and record.id not in self.sessions and record.model_path != PASSED:
                     made = SamplingSession(record.id, tenant, record.session, record.base_model, b"", used=now)
-                    made.path, made.clones = record.model_path or "", int(time.time()) % CLONE
+                    made.path, made.clones = record.model_path or "", _clones_after_a_restart()
                     self.sessions[made.id] = made
 
     async def _source(self, tenant: Tenant, base_model: str | None, model_path: str | None) -> tuple[str, ServedAdapter | None]:
@@ -437,6 +446,11 @@ class ServedSamplers:
 def _future(identity: str, samples: int) -> dict[str, Any]:
     most = min(max(samples, 0), 4096)
     return {"request_id": identity, "sample_sequence_ids": [f"{identity}:{number}" for number in range(most)]}
+
+
+def _clones_after_a_restart() -> int:
+    """Number that clones of a sampling session are counted from, above those that clients have from the server before."""
+    return int(time.time()) % CLONE
 
 
 def _engine_name(name: str) -> str:

@@ -41,12 +41,14 @@ def test_a_number_that_is_over_and_unknown_is_refused() -> None:
         lane.is_repeated(6, b"")
 
 
-def test_a_number_that_is_lost_in_a_crash_may_come_again_once() -> None:
+def test_a_request_that_was_not_taken_may_come_again_and_one_that_is_too_late_may_not() -> None:
     lane: Lane[int] = Lane(first=7)
-    lane.holes = {5}
-    assert offered(lane, 5) == [5]
-    assert lane.is_repeated(5, bytes([5]))
-    assert offered(lane, 7) == [7]
+    lane.remember(8, b"other")
+    lane.forget(8)
+    assert offered(lane, 8) == []
+    assert lane.overdue(1e9, 1.0) == ([8], 7)
+    with pytest.raises(RequestError, match="too late"):
+        lane.offer(7, b"\x07", 7, 0.0)
 
 
 def test_requests_do_not_wait_for_ever_for_one_that_never_comes() -> None:
