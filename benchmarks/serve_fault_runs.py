@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import os
 import random
-import re
 import shutil
 import signal
 import socket
@@ -154,7 +153,7 @@ class Server:
 
 
 class Proxy:
-    """A connection in the way of a client, that loses answers: requests arrive, and their connection is closed, while `loses`."""
+    """A connection in the way of a client. While `loses`, requests arrive, and half of their answers are lost."""
 
     def __init__(self, port: int, draw: random.Random) -> None:
         self._to, self._draw, self.loses, self.lost = port, draw, False, 0
@@ -199,7 +198,7 @@ class Proxy:
 
 @dataclass
 class Learned:
-    """The end of one model of a loop: losses by step, adapters as they are downloaded, log-probs of fixed rows, greedy samples."""
+    """The end of a model of a loop: losses by step, a hash of its adapters, log-probs of fixed rows, greedy samples."""
 
     losses: list[float] = field(default_factory=list)
     adapters: str = ""
@@ -260,6 +259,7 @@ class Loop:
                 paths = [one.result(timeout=600).path for one in kept]
                 self.tell(state={"step": step + 1, "paths": paths, "learned": [vars(one) for one in self.learned]})
         self._end()
+        self.service.close("success").result(timeout=600)
         self.tell(done=[vars(one) for one in self.learned])
 
     def _step(self, step: int) -> None:
@@ -267,9 +267,7 @@ class Loop:
         loss, sent = LOSSES[step % len(LOSSES)], []
         for number, model in enumerate(self.models):
             rows = rows_of(number, step)
-            passed = (
-                model.forward_backward_custom(rows, self.loss) if loss == "custom" else model.forward_backward(rows, loss)
-            )
+            passed = model.forward_backward_custom(rows, self.loss) if loss == "custom" else model.forward_backward(rows, loss)
             sent.append((passed, model.optim_step(types.AdamParams(learning_rate=3e-3))))
         for learned, (passed, stepped) in zip(self.learned, sent, strict=True):
             learned.losses.append(passed.result(timeout=600).metrics["loss:sum"])
@@ -382,6 +380,6 @@ class Client:
         self.process.join(10)
 
 
-def pattern_of(folder: Path) -> list[Path]:
+def snapshots_under_way(journal: Path) -> list[Path]:
     """Folders of snapshots that are being written."""
-    return [path for path in folder.glob("*/*") if re.match(r"\.?snapshot-\d+.*part|\..*snapshot", path.name)]
+    return [*journal.glob("*/.snapshot-*")]
