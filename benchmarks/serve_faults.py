@@ -5,8 +5,8 @@
 
 A trial is the loop of a real client (the package `tinker`) over one or two models: passes, steps, samples, saved states, in a
 layout of one or two ranks. At a random moment something is done to the server or the client. The trial is good if the loop
-ends, and its losses, the log-probs of fixed rows, greedy samples and the downloaded adapters are those of an undisturbed loop to
-the last bit. A client that was killed is begun again from the state that it saved last.
+ends, and its losses, the log-probs of fixed rows, greedy samples and the downloaded adapters are those of an undisturbed loop
+to the last bit. A client that was killed is begun again from the state that it saved last.
 
 The file is written after every trial, and the same command with `--resume` does those that it lacks.
 """
@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +106,12 @@ def plan(trials: int, kinds: list[str], layouts: list[str], draw: random.Random)
 # --- what is done ----------------------------------------------------------------------------------------------------------
 
 
+Rest = Callable[[], None] | None
+"""What remains of a deed: it is called again and again until it raises StopIteration."""
+
+
 def do(trial: Trial, server: Server, client: Client, proxy: Proxy, draw: random.Random) -> tuple[str, Rest]:
-    """Do it; returns what was hit, in words, and what is called again and again until it raises StopIteration, if anything.
+    """Do it; returns what was hit, in words, and what remains.
 
     Raises:
         NotHit: there was nothing to do it to.
@@ -269,7 +273,6 @@ class Moment:
     hit_at: float | None = None
     step_then: int = -1
     rest: Rest = None
-    _seen: list[tuple[int, float]] = field(default_factory=list)
 
     def is_now(self, client: Client) -> bool:
         """Return whether it is to be done now."""
