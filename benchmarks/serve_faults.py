@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -388,7 +389,9 @@ class Campaign:
             try:
                 for trial in planned:
                     if trial.number not in self.done and time.monotonic() < ends_at:
-                        self._one(trial, workers)
+                        with locked(arguments.lock):
+                            self._one(trial, workers)
+                        time.sleep(0.5)
             finally:
                 self._end()
 
@@ -450,6 +453,9 @@ def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help="such as 'kill rank'")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--for-s", type=float, default=float("inf"), metavar="S", help="begin none later than after so long")
+    parser.add_argument(
+        "--lock", type=Path, help="file that is locked while a trial is under way: other work has its turns between"
+    )
     parser.add_argument("--keep", type=Path, help="folder that keeps servers and clients")
     parser.add_argument("--out", type=Path, help="JSON file to write, after every trial")
     parser.add_argument("--resume", action="store_true", help="do only the trials that --out lacks")
@@ -457,6 +463,17 @@ def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if arguments.resume and arguments.out is None:
         parser.error("--resume needs --out")
     return arguments
+
+
+@contextlib.contextmanager
+def locked(file: Path | None) -> Iterator[None]:
+    """Hold the lock of a file, if there is one."""
+    if file is None:
+        yield
+        return
+    with file.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager
@@ -473,6 +490,7 @@ def main() -> None:
     with _folder(arguments.keep) as folder:
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of many processes would compile what it imports
         os.environ.setdefault("PYTHONPYCACHEPREFIX", str(folder / "bytecode"))
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers are ended too
         campaign = Campaign(arguments, folder)
         campaign.run()
     print(json.dumps(summary([*campaign.done.values()]), indent=1))

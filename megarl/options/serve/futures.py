@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +21,8 @@ JSON = "application/json"
 INLINE_BYTES = 1 << 16
 """Bytes of an answer that is sent without a word about its size first."""
 MOST_COMPLETIONS = 4096
+PROMISE_BYTES = 1024
+"""Bytes of a promise beside its answer, about."""
 UNSURE_S = 60.0
 STOPPED_S = 0.5
 """How long a question for an answer waits where none will come any more."""
@@ -145,7 +147,7 @@ class Promises:
         if promise.settled is not None:
             return
         promise.content, promise.media, promise.settled = content, media, self._clock()
-        self._bytes += len(content)
+        self._bytes += _size(promise)
         self._waiting -= 1
         promise.moved.set()
         for end in promise.at_end:
@@ -226,17 +228,29 @@ class Promises:
             self.fail(promise, "the request was cancelled by its client")
 
     def expire(self) -> None:
-        """Forget answers that were kept long enough, and those that were fetched first where all have too many bytes."""
+        """Forget answers that were kept long enough, and some of who has most of them where all have too many bytes."""
         now = self._clock()
         settled = [promise for promise in self._promises.values() if promise.settled is not None]
         for promise in settled:
             since_fetched = now - promise.fetched if promise.fetched is not None else -1.0
             if since_fetched > self._keep_fetched_s or now - (promise.settled or now) > self._keep_s:
                 self._forget(promise)
+        if self._bytes > self._keep_bytes:
+            self._shrink()
+
+    def _shrink(self) -> None:
+        """Forget answers of the tenants that have the most bytes of them, those that were fetched first."""
+        settled = [promise for promise in self._promises.values() if promise.settled is not None]
         settled.sort(key=lambda promise: (promise.fetched is None, promise.fetched or promise.settled or 0.0))
+        answers: dict[str, deque[Promise]] = {}
+        sizes: Counter[str] = Counter()
         for promise in settled:
-            if self._bytes <= self._keep_bytes:
-                break
+            answers.setdefault(promise.tenant, deque()).append(promise)
+            sizes[promise.tenant] += _size(promise)
+        while self._bytes > self._keep_bytes:
+            tenant = max(sizes, key=lambda name: sizes[name])
+            promise = answers[tenant].popleft()
+            sizes[tenant] -= _size(promise)
             self._forget(promise)
 
     def drop_target(self, session: str) -> None:
@@ -253,8 +267,18 @@ class Promises:
             queue.moved.set()
 
     def _forget(self, promise: Promise) -> None:
-        if self._promises.pop(promise.id, None) is not None:
-            self._bytes -= len(promise.content)
+        if self._promises.pop(promise.id, None) is None:
+            return
+        self._bytes -= _size(promise)
+        promise.content = b""
+        queue = self._queues.get(promise.target) if promise.target is not None else None
+        while queue is not None and queue.events and queue.events[0][1].id not in self._promises:
+            queue.events.popleft()
+
+
+def _size(promise: Promise) -> int:
+    """Bytes that an answer takes while it is kept."""
+    return len(promise.content) + PROMISE_BYTES
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

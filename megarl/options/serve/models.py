@@ -64,6 +64,8 @@ class ServedModels:
         self.models: dict[str, ClientModel] = {}
         self.requests = ModelRequests(self.models, worker, promises, tenants, journal)
         self._losses = losses
+        self.is_seen: Callable[[str], bool] = lambda session: True
+        """Whether a session gave a sign of life lately."""
 
     # requests that make models -----------------------------------------------------------------------------------------
 
@@ -155,8 +157,15 @@ class ServedModels:
             raise RequestError(f"lora_config.rank is {choice.rank}; it must be from 1 to {options.max_rank}")
         if choice is not None and not (choice.train_attn or choice.train_mlp or choice.train_unembed):
             raise RequestError("lora_config trains nothing: train_attn, train_mlp or train_unembed must be true")
-        live = sum(not other.lost for other in self.models.values() if other.tenant == tenant.name)
-        check_models(tenant, live)
+        live = [other for other in self.models.values() if other.tenant == tenant.name and not other.lost]
+        try:
+            check_models(tenant, len(live))
+        except RequestError:
+            before = time.monotonic() - options.session_idle_s
+            forgotten = [other for other in live if other.used < before and not self.is_seen(other.session)]
+            if not forgotten:
+                raise
+            self._drop_idle(min(forgotten, key=lambda other: other.used))
 
     def _create(self, model: ClientModel, load: Callable[[], Any] | None) -> None:
         """Run in the trainer's thread."""
@@ -359,7 +368,7 @@ class ServedModels:
     def drop(self, model: ClientModel, why: str, promise: Promise | None = None) -> None:
         """Forget a model in the trainer and in the journal."""
         waiting = model.lane.take_all()
-        model.lost = why
+        model.lost, model.used = why, time.monotonic()
         for job in waiting:
             self._promises.fail(job.promise, why)
 
@@ -376,6 +385,22 @@ class ServedModels:
         task = asyncio.create_task(end())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
+
+    def drop_idle(self, session: str, idle_s: float) -> None:
+        """Forget a session's models that were not used for so long, as their client is gone without a word."""
+        before = time.monotonic() - idle_s
+        for model in [*self.models.values()]:
+            if model.session == session and model.used < before and not model.lost:
+                self._drop_idle(model)
+
+    def _drop_idle(self, model: ClientModel) -> None:
+        self.drop(model, f"model {model.id} was dropped, as its session gave no sign of life; load its last checkpoint")
+
+    def forget_lost(self, after_s: float) -> None:
+        """Forget, after some time, that there were models that are gone."""
+        before = time.monotonic() - after_s
+        for identity in [name for name, model in self.models.items() if model.lost and model.used < before]:
+            del self.models[identity]
 
     def _forget(self, model: str) -> None:
         self._worker.trainer.drop(model)

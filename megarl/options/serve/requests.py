@@ -104,7 +104,7 @@ class ModelRequests:
         job = TrainingJob(model, seq, digest, promise, work)
         try:
             for ready in model.lane.offer(seq, digest, job, time.monotonic()):
-                self._worker.put(model.tenant, ready)
+                self._worker.put(ready)
         except RequestError as error:
             self._promises.fail(promise, str(error))
 
@@ -126,7 +126,7 @@ class ModelRequests:
             for job in jobs:
                 sentence = f"request {job.seq} waited {longest_s:.0f} s for request {missing} of its model, which did not come"
                 job.work = refusal(sentence, is_told=True)
-                self._worker.put(model.tenant, job)
+                self._worker.put(job)
 
 
 def _write(journal: RequestJournal, model: str, entry: tuple[int, str, bytes], facts: Mapping[str, Any] | None) -> None:

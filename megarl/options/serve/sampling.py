@@ -175,8 +175,7 @@ class ServedSamplers:
         Raises:
             RequestError: engines do not take it.
         """
-        folder = passed.folder
-        adapter = ServedAdapter(folder.name, folder, used=time.monotonic())
+        adapter = ServedAdapter(passed.folder.name, passed.folder, used=time.monotonic())
         self._adapters[adapter.name] = adapter
         try:
             await self._ready(adapter)
@@ -184,6 +183,9 @@ class ServedSamplers:
             del self._adapters[adapter.name]
             passed.remove()
             raise
+        self._add_session(passed, adapter)
+
+    def _add_session(self, passed: PassedWeights, adapter: ServedAdapter) -> SamplingSession:
         own = None if passed.inflight else adapter
         digest = bytes.fromhex(passed.request)
         made = SamplingSession(passed.id, passed.tenant, passed.session, passed.base_model, digest, own, passed.inflight)
@@ -194,9 +196,10 @@ class ServedSamplers:
             if before is not None:
                 self._release(before)
         self._add(made, PASSED)
+        return made
 
-    async def restore(self) -> None:
-        """Take up what was passed on before the server was started again."""
+    def restore(self) -> None:
+        """Take up what was passed on before the server was started again; engines load it when it is sampled with."""
         scratch = self._options.scratch
         notes = sorted(scratch.glob(f"*{_NOTE}"), key=lambda note: note.stat().st_mtime_ns)
         for folder in {*scratch.glob("passed-*")} - {*notes} - {_folder_of(note) for note in notes}:
@@ -204,8 +207,8 @@ class ServedSamplers:
         for note in notes:
             try:
                 passed = PassedWeights(**json.loads(note.read_text()), folder=_folder_of(note))
-                await self.add_passed(passed)
-                self.sessions[passed.id].clones = _clones_after_a_restart()
+                adapter = self._adapters.setdefault(passed.folder.name, ServedAdapter(passed.folder.name, passed.folder))
+                self._add_session(passed, adapter).clones = _clones_after_a_restart()
             except (OSError, ValueError, TypeError, RequestError) as error:
                 self._options.say(f"weights in '{_folder_of(note)}' cannot be served again: {error}")
                 note.unlink(missing_ok=True)
@@ -260,8 +263,8 @@ class ServedSamplers:
             return found[0].parent
 
     async def _ready(self, adapter: ServedAdapter) -> None:
-        """Wait until engines have it; the first who asks has them load it."""
-        if adapter.ready is None:
+        """Wait until engines have it; the first who asks has them load it, and the next one where that failed."""
+        if adapter.ready is None or (adapter.ready.done() and (adapter.ready.cancelled() or adapter.ready.exception())):
             name = _engine_name(adapter.name)
             adapter.ready = asyncio.ensure_future(self._sampler.add(name, adapter.folder))
         await asyncio.shield(adapter.ready)
@@ -346,7 +349,7 @@ class ServedSamplers:
 
     async def _run(self, session: SamplingSession, asked: AskedSamples, promise: Any) -> None:
         try:
-            async with self._slots.slot(session.session):
+            async with self._slots.slot(session.tenant, session.session):
                 adapter = self._newest[session.inflight] if session.inflight else session.adapter
                 session.used = time.monotonic()
                 if adapter is None:

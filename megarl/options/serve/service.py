@@ -63,7 +63,10 @@ class Service:
         losses = options.scratch.with_name("losses")
         self.losses = CustomLosses(losses, options.read_graph, self.promises, options.say)
         self.models = ServedModels(options, self.worker, self.promises, store, tenants, self.samplers, self.losses, journal)
+        self.models.is_seen = lambda session: session in self._seen
         self._seen: dict[str, float] = {}
+        """When sessions gave their last sign of life; those that are idle are in `_idle`, with when they became so."""
+        self._idle: dict[str, float] = {}
         self._copies: dict[str, tuple[bytes, asyncio.Task[str]]] = {}
         self._watch: asyncio.Task[None] | None = None
         self._stopped = False
@@ -75,7 +78,7 @@ class Service:
         if self._journal is not None:
             self.losses.restore(self._session)
             await bring_back(self._journal, self.models, self.worker, self.promises, self._is_over)
-        await self.samplers.restore()
+        self.samplers.restore()
         live = {model.session for model in self.models.models.values()} | {s.session for s in self.samplers.sessions.values()}
         self._seen = dict.fromkeys(live, time.monotonic())
         self.worker.start()
@@ -119,7 +122,7 @@ class Service:
                 self.options.say(f"the server's watch failed: {type(error).__name__}: {error}")
 
     def watch(self) -> None:
-        """Forget what is over: answers, sessions without a heartbeat, samplers that nobody uses."""
+        """Forget what is over: answers, sessions without a heartbeat, samplers that nobody uses, forgotten models."""
         self.promises.expire()
         self.models.requests.skip_overdue(self.options.gap_s)
         self.samplers.expire()
@@ -127,7 +130,13 @@ class Service:
         for session, seen in [*self._seen.items()]:
             if now - seen > self.options.session_idle_s:
                 del self._seen[session]
+                self._idle[session] = now
                 self.samplers.end_session(session)
+        for session, since in [*self._idle.items()]:
+            if now - since > self.options.model_idle_s:
+                del self._idle[session]
+                self.models.drop_idle(session, self.options.model_idle_s)
+        self.models.forget_lost(self.options.keep_answers_s)
 
     def tenant_of_model(self, model: str) -> str:
         """The tenant of a model; empty: nobody's."""
@@ -190,6 +199,7 @@ class Service:
         if record.status is not None:
             raise RequestError(f"session {record.id} is over", status=410)
         self._seen[record.id] = time.monotonic()
+        self._idle.pop(record.id, None)
         self.store.registry.sessions.touch(tenant.name, record.id, time.time())
         return {"type": "session_heartbeat"}
 
@@ -204,6 +214,7 @@ class Service:
             status = {"type": "client_finished", "reason": {"type": reason["type"]}, "detail": detail}
             self.store.registry.sessions.change(tenant.name, session, status=status, last_seen=time.time())
         self._seen.pop(session, None)
+        self._idle.pop(session, None)
         for model in [*self.models.models.values()]:
             if model.session == session and not model.lost:
                 self.models.drop(model, f"model {model.id} is gone, as its session is over")

@@ -34,6 +34,8 @@ class ServiceOptions:
     """How long a request waits for one before it; the client asks again for 300 s."""
     session_idle_s: float = 1_800.0
     """A session without a heartbeat for so long is over, and what was passed to its samplers is dropped."""
+    model_idle_s: float = 86_400.0
+    """Models of a session that has been idle, and then gave no sign of life for so long, are dropped."""
     sampler_idle_s: float = 3_600.0
     """Weights that were passed to a sampler, are not a model's newest, and were not used for so long are dropped."""
     read_graph: Callable[[str, Sequence[tuple[str, int]], Mapping[str, Any]], Any] | None = None

@@ -41,7 +41,8 @@ class ClientModel:
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
     lane: Lane[TrainingJob] = field(default_factory=Lane)
     lost: str = ""
-    used: float = 0.0
+    used: float = field(default_factory=time.monotonic)
+    """When a request of it came last, or it was lost."""
     done: int = -1
     """Number of the last request that was computed."""
     has_gradients: bool = False
@@ -115,9 +116,9 @@ class TrainerWorker:
         self._thread.shutdown(wait=False)
         self._disk.shutdown(wait=False)
 
-    def put(self, client: str, job: TrainingJob) -> None:
+    def put(self, job: TrainingJob) -> None:
         """Add a job whose turn has come in its model."""
-        self._queue.put(client, job)
+        self._queue.put(job.model.tenant, job.model.session, job)
 
     async def in_thread(self, call: Callable[[], Any]) -> Any:
         """Run a call in the trainer's thread, between jobs."""
