@@ -120,7 +120,7 @@ def test_a_journal_that_cannot_be_written_is_a_pause(tmp_path: Path, monkeypatch
         assert isinstance(http.answer(http.send(body(model, 1))), bytes)
 
 
-def test_weights_that_were_passed_on_and_not_answered_are_passed_on_once(
+def test_weights_that_were_passed_on_without_an_answer_are_passed_on_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server is killed between the note beside the weights and the journal's answer."""
