@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import fcntl
 import json
-import os
 import random
 import signal
 import statistics
@@ -488,8 +487,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments = arguments_of(parser)
     with _folder(arguments.keep) as folder:
-        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of many processes would compile what it imports
-        os.environ.setdefault("PYTHONPYCACHEPREFIX", str(folder / "bytecode"))
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers are ended too
         campaign = Campaign(arguments, folder)
         campaign.run()

@@ -151,6 +151,7 @@ def _add_training(app: FastAPI, service: Service, who: Callable[[Request], Await
             raise RequestError(f"Content-Type must be {PROTOBUF}, as clients of 0.38 send it", status=415)
         encoding = request.headers.get("content-encoding", "").strip().lower()
         most = service.options.max_body_bytes
+        free = models.held.take(tenant, min(_length(request) or most, most))
         try:
             body = await read_body(request, most)
             call = await asyncio.to_thread(read_call, body, encoding, most)
@@ -160,6 +161,8 @@ def _add_training(app: FastAPI, service: Service, who: Callable[[Request], Await
             if address is None:
                 raise
             return await models.requests.refuse(tenant, *address, blake2b(head, digest_size=16).digest(), str(error))
+        finally:
+            free()
         return await models.forward_backward(tenant, call, body, encoding)
 
 
@@ -246,8 +249,7 @@ async def read_body(request: Request, most: int) -> bytes:
     Raises:
         TooLarge: it is larger.
     """
-    length = request.headers.get("content-length", "")
-    size = int(length) if length.isdigit() and len(length) < 20 else None
+    size = _length(request)
     pieces, read = [], 0
     async for piece in request.stream():
         pieces.append(piece)
@@ -256,6 +258,12 @@ async def read_body(request: Request, most: int) -> bytes:
         if read > most or (is_larger and read >= HEAD_BYTES):
             raise TooLarge(too_large(size, most), b"".join(pieces)[:HEAD_BYTES])
     return b"".join(pieces)
+
+
+def _length(request: Request) -> int | None:
+    """The bytes that a body says it has."""
+    length = request.headers.get("content-length", "")
+    return int(length) if length.isdigit() and len(length) < 20 else None
 
 
 def _error(status: int, sentence: str, category: str, headers: dict[str, str] | None = None) -> Response:

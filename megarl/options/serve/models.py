@@ -23,7 +23,7 @@ from megarl.options.serve.registry import ServedRun
 from megarl.options.serve.requests import ModelRequests, absent, refusal
 from megarl.options.serve.settings import ServiceOptions
 from megarl.options.serve.store import CheckpointStore
-from megarl.options.serve.tenants import Tenant, Tenants, check_models
+from megarl.options.serve.tenants import HeldBytes, Tenant, Tenants, check_models
 from megarl.options.serve.values import AdamParams, AdapterChoice, Loss, RequestError
 from megarl.options.serve.wire import TrainingCall, digest_of_json, passed_bytes, read_call, read_json
 from megarl.options.serve.worker import REFUSED, ClientModel, KeptRequest, Settled, TrainerWorker, Work, answering
@@ -62,7 +62,8 @@ class ServedModels:
         self._store, self._tenants, self._samplers, self._journal = store, tenants, samplers, journal
         self._ending: set[asyncio.Task[None]] = set()
         self.models: dict[str, ClientModel] = {}
-        self.requests = ModelRequests(self.models, worker, promises, tenants, journal)
+        self.held = HeldBytes(options.tenant_bytes)
+        self.requests = ModelRequests(self.models, worker, promises, tenants, self.held, journal)
         self._losses = losses
         self.is_seen: Callable[[str], bool] = lambda session: True
         """Whether a session gave a sign of life lately."""
@@ -194,9 +195,10 @@ class ServedModels:
         except RequestError as error:
             return await self.requests.refuse(tenant, call.model, call.seq, call.digest, str(error))
         compute = partial(self._worker.trainer.run_pass, call.model, call.data, loss, backward=call.backward)
+        size = sum(datum.tokens.nbytes + sum(array.nbytes for array in datum.inputs.values()) for datum in call.data)
         work = Work("forward_backward" if call.backward else "forward", compute, _passed)
         redo = f"{encoding}\n".encode() + body
-        return await self.requests.submit(tenant, call.model, call.seq, call.digest, work, redo)
+        return await self.requests.submit(tenant, call.model, call.seq, call.digest, work, redo, size=size)
 
     def _pass_again(self, redo: bytes) -> Any:
         """Run in the trainer's thread, where the body is read too."""

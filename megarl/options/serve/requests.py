@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.errors import CheckpointError
 from megarl.options.serve.futures import Promise, Promises
-from megarl.options.serve.tenants import Tenant, Tenants
+from megarl.options.serve.tenants import HeldBytes, Tenant, Tenants
 from megarl.options.serve.values import RequestError
 from megarl.options.serve.worker import REFUSED, ClientModel, TrainerWorker, TrainingJob, Work, answering, redo_kind
 
@@ -30,9 +30,11 @@ class ModelRequests:
         worker: TrainerWorker,
         promises: Promises,
         tenants: Tenants,
+        held: HeldBytes,
         journal: RequestJournal | None,
     ) -> None:
-        self._models, self._worker, self._promises, self._tenants, self._journal = models, worker, promises, tenants, journal
+        self._models, self._worker, self._promises, self._journal = models, worker, promises, journal
+        self._tenants, self._held = tenants, held
 
     async def submit(
         self,
@@ -44,10 +46,11 @@ class ModelRequests:
         redo: bytes,
         *,
         facts: Mapping[str, Any] | None = None,
+        size: int = 0,
     ) -> dict[str, Any]:
         """Give a request to its model's lane; returns the future that the client gets.
 
-        `redo` is what the work is made of after a crash; `facts` begin the journal of a new model.
+        `redo` is what the work is made of after a crash; `facts` begin the journal of a new model; `size`: bytes of `work`.
 
         Raises:
             RequestError: with status 429, too many wait, or 503, the journal cannot be written: the client asks again.
@@ -73,9 +76,14 @@ class ModelRequests:
                 raise _not_written()
             return future
         self._promises.check_room()
-        self._tenants.usage.begin(tenant)
+        free = self._held.take(tenant, size)
+        try:
+            self._tenants.usage.begin(tenant)
+        except RequestError:
+            free()
+            raise
         promise = self._promises.make(future["request_id"], tenant.name, digest, model=model.id)
-        promise.at_end.append(partial(self._tenants.usage.end, tenant))
+        promise.at_end += [partial(self._tenants.usage.end, tenant), free]
         model.used = time.monotonic()
         model.lane.remember(seq, digest)
         await self._write(model, seq, promise, work.kind, redo, facts)

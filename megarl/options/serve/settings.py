@@ -20,6 +20,8 @@ class ServiceOptions:
     full_weights: bool = False
     max_body_bytes: int = 1 << 28
     """Of a body, and of it unpacked."""
+    tenant_bytes: int = 1 << 32
+    """Of a tenant's bodies that are read and passes that wait, unpacked."""
     max_waiting: int = 100_000
     """Requests that wait at once; more are asked again later."""
     snapshot_every_s: float = 300.0
