@@ -1,7 +1,7 @@
 """Servers and clients of `serve_faults.py`: `megarl serve` as a process that is watched from outside, and the loop of a client.
 
-A client is the protocol's own package, in a process that is forked from this one. Ranks and engines' processes are forked from
-one that has imported what they need (`tests/warm_workers.py`); SGLang starts as it does everywhere.
+A client is the protocol's own package, in a process that is forked from this one. The server's processes are forked from such
+as have imported what they need (`tests/warm_workers.py`, `warm_servers.py`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ import httpx
 import psutil
 import tinker
 import yaml
-from fault_runs import MEGARL, ROOT, WarmWorkers, environment
+from fault_runs import ROOT, WarmWorkers, environment
 from tinker import types
+from warm_servers import ForkedCommand, WarmSglang
 from workload import free_port
+
+from tests.warm_workers import PYTHON_OF_WORKERS
 
 NAME, KEY, VOCABULARY = "tiny/arithmetic", "tml-local", 16
 STEPS, STATE_EVERY, SAMPLE_EVERY = 10, 3, 4
@@ -60,11 +63,19 @@ def config(folder: Path, layout: str, port: int, snapshot_every_s: float) -> dic
     }
 
 
+@dataclass
+class Warm:
+    """Processes that others are forked from."""
+
+    workers: WarmWorkers
+    sglang: WarmSglang
+
+
 class Server:
     """A `megarl serve` process on a port that it keeps when it is started again."""
 
-    def __init__(self, folder: Path, layout: str, workers: WarmWorkers, snapshot_every_s: float) -> None:
-        self.folder, self.layout, self.port, self._workers = folder, layout, free_port(), workers
+    def __init__(self, folder: Path, layout: str, warm: Warm, snapshot_every_s: float) -> None:
+        self.folder, self.layout, self.port, self._warm = folder, layout, free_port(), warm
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self._config = folder / "serve.yaml"
@@ -91,9 +102,8 @@ class Server:
     def start(self) -> None:
         """Start the command, a second time after it has ended."""
         self.starts += 1
-        with self.log.open("ab") as log:
-            environ = environment(ROOT) | self._workers.environment
-            self.process = subprocess.Popen([*MEGARL, "serve", str(self._config)], env=environ, stdout=log, stderr=log)
+        environ = environment(ROOT) | self._warm.workers.environment | {PYTHON_OF_WORKERS: self._warm.sglang.python}
+        self.process = ForkedCommand(["serve", str(self._config)], environ, self.log)
 
     def is_up(self) -> bool:
         """Return whether it answers."""
@@ -118,21 +128,23 @@ class Server:
     def below(self) -> list[psutil.Process]:
         """All processes of the server now."""
         with contextlib.suppress(psutil.Error):
-            return psutil.Process(self.process.pid).children(recursive=True) + self._workers.forked
+            below = psutil.Process(self.process.pid).children(recursive=True)
+            return below + self._warm.workers.forked + self._warm.sglang.forked
         return []
 
     def find(self, target: str) -> list[psutil.Process]:
         """The processes of that kind."""
         if target == "server":
             return [psutil.Process(self.process.pid)] if self.process.poll() is None else []
+        if target == "engine":
+            return sorted(self._warm.sglang.forked, key=lambda process: process.pid)
         found = []
         for process in self.below():
             with contextlib.suppress(psutil.Error):
                 line, own_child = " ".join(process.cmdline()), process.ppid() == self.process.pid
                 is_it = {
-                    "driver": own_child and " serve " in line and "reaper" not in line,
+                    "driver": own_child and "reaper" not in line,
                     "rank": "ray::RankProcess" in line,
-                    "engine": "sglang.launch" in line or "sglang::" in line,
                     "actor": "ray::EngineActor" in line,
                 }
                 if is_it[target]:

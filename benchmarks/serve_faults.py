@@ -32,7 +32,8 @@ import psutil
 from fault_runs import WarmWorkers
 from fault_trials import NotHit, shut_down
 from measured_code import code_of
-from serve_fault_runs import LAYOUTS, STEPS, Client, Proxy, Server, snapshots_under_way
+from serve_fault_runs import LAYOUTS, STEPS, Client, Proxy, Server, Warm, snapshots_under_way
+from warm_servers import WarmSglang
 from workload import machine, versions
 
 from megarl.system.atomic_files import write_text_atomically
@@ -383,19 +384,20 @@ class Campaign:
         """Do the trials that are not done."""
         arguments, ends_at = self.arguments, time.monotonic() + self.arguments.for_s
         planned = plan(arguments.trials, arguments.kinds, arguments.layouts, random.Random(arguments.seed))
-        with WarmWorkers() as workers:
+        with WarmWorkers() as workers, WarmSglang() as sglang:
             workers.wait()
+            warm = Warm(workers, sglang)
             try:
                 for trial in planned:
                     if trial.number not in self.done and time.monotonic() < ends_at:
                         with locked(arguments.lock):
-                            self._one(trial, workers)
+                            self._one(trial, warm)
                         time.sleep(0.5)
             finally:
                 self._end()
 
-    def _one(self, trial: Trial, workers: WarmWorkers) -> None:
-        server = self._serving(trial.layout, workers)
+    def _one(self, trial: Trial, warm: Warm) -> None:
+        server = self._serving(trial.layout, warm)
         draw = random.Random(f"{self.arguments.seed} {trial.number}")
         done = attempt(trial, server, self._reference, self.folder, draw)
         self.done[trial.number] = done
@@ -406,12 +408,12 @@ class Campaign:
         if not done.is_good:
             self._end()
 
-    def _serving(self, layout: str, workers: WarmWorkers) -> Server:
+    def _serving(self, layout: str, warm: Warm) -> Server:
         if self._server is not None and self._server.layout != layout:
             self._end()
         if self._server is None:
             name = f"server-{layout.replace('=', '')}-{len(self.done)}"
-            self._server = Server(self.folder / name, layout, workers, SNAPSHOT_EVERY_S)
+            self._server = Server(self.folder / name, layout, warm, SNAPSHOT_EVERY_S)
             self.times[layout] = round(self._server.wait(), 1)
             began = time.monotonic()
             self._reference = undisturbed(self._server, self.folder)
