@@ -96,6 +96,8 @@ class TrainerWorker:
         self._disk = ThreadPoolExecutor(2, "journal")
         self._task: asyncio.Task[None] | None = None
         self._finishing: set[asyncio.Task[None]] = set()
+        self._is_down = False
+        """Whether ranks were lost: nothing is computed any more, and what waits is done by the next server."""
 
     def start(self) -> None:
         """Begin to take jobs."""
@@ -109,7 +111,7 @@ class TrainerWorker:
                 await self._task
         await self.in_thread(lambda: None)  # the job that runs
         await asyncio.gather(*self._finishing, return_exceptions=True)
-        for model in models:
+        for model in models if not self._is_down else ():
             await self._snapshot(model)
         if self._journal is not None:
             await self.on_disk(self._journal.close)
@@ -139,6 +141,10 @@ class TrainerWorker:
                 if not running.cancelled():  # what has begun is settled
                     self._finish_later(job, running)
                 raise
+            except (WorkerError, DeadlineError) as error:
+                self.say(f"request {job.seq} ({job.work.kind}) of model {model.id} waits for the next server: {error}")
+                self._is_down = True
+                return
             except Exception as error:  # noqa: BLE001 - whatever the trainer raises, the promise is settled
                 self._finish_later(job, running, error)
             else:
@@ -178,7 +184,7 @@ class TrainerWorker:
             except RequestError as error:
                 await self._fail(job, str(error), "user")
             except (WorkerError, DeadlineError):
-                pass  # the server goes down; the next one does it again, and the client hears nothing of it
+                self._is_down = True  # the client hears nothing of it
             except Exception as error:  # noqa: BLE001 - as above
                 kind = job.work.kind
                 self.say(f"request {job.seq} ({kind}) of model {job.model.id} failed: {type(error).__name__}: {error}")

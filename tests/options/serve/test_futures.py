@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megarl.options.serve.futures import INLINE_BYTES, Promises
+from megarl.options.serve.futures import INLINE_BYTES, PROMISE_BYTES, Promises
 from megarl.options.serve.values import RequestError
 
 
@@ -80,7 +80,7 @@ def test_unknown_promises_and_those_of_other_tenants_are_gone_alike() -> None:
 def test_answers_expire_sooner_once_they_were_fetched_and_where_all_are_too_large() -> None:
     async def work() -> None:
         now = 0.0
-        promises = Promises(keep_s=100.0, keep_fetched_s=10.0, keep_bytes=1000, clock=lambda: now)
+        promises = Promises(keep_s=100.0, keep_fetched_s=10.0, keep_bytes=1000 + 3 * PROMISE_BYTES, clock=lambda: now)
         for name in "abc":
             promises.keep(promises.make(name, "anna", b""), bytes(100))
         waits = promises.make("waits", "anna", b"")
