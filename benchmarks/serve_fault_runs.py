@@ -32,7 +32,7 @@ import tinker
 import yaml
 from fault_runs import ROOT, WarmWorkers, environment
 from tinker import types
-from warm_servers import ForkedCommand, WarmSglang
+from warm_servers import WarmSglang, forked_command
 from workload import free_port
 
 from tests.warm_workers import PYTHON_OF_WORKERS
@@ -43,6 +43,8 @@ STEPS, STATE_EVERY, SAMPLE_EVERY = 10, 3, 4
 START_S = 300.0
 LOSSES = ("cross_entropy", "importance_sampling", "custom")
 LAYOUTS: dict[str, dict[str, int]] = {"one rank": {}, "tp=2": {"tp": 2}, "pp=2": {"pp": 2}}
+REFERENCE = "reference"
+"""In a layout's place: the server without ranks and engines (`reference_server.py`)."""
 TRAINED = ({"rank": 8, "seed": 11}, {"rank": 4, "seed": 12, "train_unembed": False})
 """The adapters of a client's first model, and of its second."""
 
@@ -74,12 +76,14 @@ class Warm:
 class Server:
     """A `megarl serve` process on a port that it keeps when it is started again."""
 
-    def __init__(self, folder: Path, layout: str, warm: Warm, snapshot_every_s: float) -> None:
+    def __init__(self, folder: Path, layout: str, warm: Warm | None, snapshot_every_s: float) -> None:
         self.folder, self.layout, self.port, self._warm = folder, layout, free_port(), warm
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self._config = folder / "serve.yaml"
-        self._config.write_text(yaml.safe_dump(config(folder, layout, self.port, snapshot_every_s)))
+        self.is_reference, self._snapshot_every_s = layout == REFERENCE, snapshot_every_s
+        if not self.is_reference:
+            self._config.write_text(yaml.safe_dump(config(folder, layout, self.port, snapshot_every_s)))
         self.log = folder / "serve.log"
         self.starts = 0
         self.start()
@@ -102,8 +106,13 @@ class Server:
     def start(self) -> None:
         """Start the command, a second time after it has ended."""
         self.starts += 1
+        if self._warm is None:
+            from reference_server import forked_server
+
+            self.process = forked_server(self.folder / "served/serve", NAME, self.port, self._snapshot_every_s, self.log)
+            return
         environ = environment(ROOT) | self._warm.workers.environment | {PYTHON_OF_WORKERS: self._warm.sglang.python}
-        self.process = ForkedCommand(["serve", str(self._config)], environ, self.log)
+        self.process = forked_command(["serve", str(self._config)], environ, self.log)
 
     def is_up(self) -> bool:
         """Return whether it answers."""
@@ -129,12 +138,14 @@ class Server:
         """All processes of the server now."""
         with contextlib.suppress(psutil.Error):
             below = psutil.Process(self.process.pid).children(recursive=True)
+            if self._warm is None:
+                return below
             return below + self._warm.workers.forked + self._warm.sglang.forked
         return []
 
     def find(self, target: str) -> list[psutil.Process]:
         """The processes of that kind."""
-        if target == "server":
+        if target == "server" or self._warm is None:
             return [psutil.Process(self.process.pid)] if self.process.poll() is None else []
         if target == "engine":
             return sorted(self._warm.sglang.forked, key=lambda process: process.pid)

@@ -32,7 +32,7 @@ import psutil
 from fault_runs import WarmWorkers
 from fault_trials import NotHit, shut_down
 from measured_code import code_of
-from serve_fault_runs import LAYOUTS, STEPS, Client, Proxy, Server, Warm, snapshots_under_way
+from serve_fault_runs import LAYOUTS, REFERENCE, STEPS, Client, Proxy, Server, Warm, snapshots_under_way
 from warm_servers import WarmSglang
 from workload import machine, versions
 
@@ -59,7 +59,10 @@ KINDS = {
     "kill rank, engine": "a rank and an engine at the same time",
     "kill client, rank": "the client and a rank at the same time",
 }
-MENDS_ITSELF = ("pause driver", "cut client", "cut engine", "lose answers")
+NEEDS_ENGINES = {"engine", "actor"}
+"""Words of kinds that the server without ranks and engines has nothing for; a rank that is lost is a signal to it."""
+LOCKED_S = 240.0
+"""For how long trials are begun under one lock."""
 
 
 @dataclass
@@ -94,7 +97,7 @@ class Trial:
 
 def plan(trials: int, kinds: list[str], layouts: list[str], draw: random.Random) -> list[Trial]:
     """Every kind in turn, on servers of every layout, half of them of one rank; trials of a layout follow each other."""
-    weighted = [layout for layout in layouts for _ in range(2 if not LAYOUTS[layout] else 1)]
+    weighted = [layout for layout in layouts for _ in range(1 if LAYOUTS.get(layout) else 2)]
     cells = [(weighted[number % len(weighted)], kinds[number % len(kinds)]) for number in range(trials)]
     draw.shuffle(cells)
     cells.sort(key=lambda cell: layouts.index(cell[0]))
@@ -157,13 +160,14 @@ def hit(server: Server, client: Client, target: str, deed: str, draw: random.Ran
         raise NotHit
     process = draw.choice(found)
     name = f"{process.pid} {process.name()}"
-    process.send_signal({"term": signal.SIGTERM, "pause": signal.SIGSTOP}.get(deed, signal.SIGKILL))
+    number = {"term": signal.SIGTERM, "pause": signal.SIGSTOP}.get(deed, signal.SIGKILL)
+    process.send_signal(signal.SIGUSR1 if server.is_reference and target == "rank" else number)
     return name
 
 
 def cut(server: Server, target: str, draw: random.Random) -> tuple[str, Rest]:
     """Shut down connections of the server: with clients six times, with the engine once."""
-    (driver,) = server.find("driver")
+    driver = server.find("driver")[0]
     ports = {server.port} if target == "client" else listening(server.find("engine"))
     done = [shut_down(driver, ports, draw)]
 
@@ -354,7 +358,7 @@ def summary(trials: list[Trial]) -> dict[str, object]:
         },
         "by_layout": {
             layout: {"trials": len(some), "good": sum(trial.is_good for trial in some)}
-            for layout in LAYOUTS
+            for layout in (*LAYOUTS, REFERENCE)
             if (some := [trial for trial in trials if trial.layout == layout])
         },
     }
@@ -384,19 +388,21 @@ class Campaign:
         """Do the trials that are not done."""
         arguments, ends_at = self.arguments, time.monotonic() + self.arguments.for_s
         planned = plan(arguments.trials, arguments.kinds, arguments.layouts, random.Random(arguments.seed))
-        with WarmWorkers() as workers, WarmSglang() as sglang:
-            workers.wait()
-            warm = Warm(workers, sglang)
-            try:
-                for trial in planned:
-                    if trial.number not in self.done and time.monotonic() < ends_at:
-                        with locked(arguments.lock):
-                            self._one(trial, warm)
-                        time.sleep(0.5)
-            finally:
-                self._end()
+        left = [trial for trial in planned if trial.number not in self.done]
+        with contextlib.ExitStack() as stack:
+            warm = None
+            if arguments.layouts != [REFERENCE]:
+                warm = Warm(stack.enter_context(WarmWorkers()), stack.enter_context(WarmSglang()))
+                warm.workers.wait()
+            stack.callback(self._end)
+            while left and time.monotonic() < ends_at:
+                with locked(arguments.lock):
+                    free_at = time.monotonic() + LOCKED_S
+                    while left and time.monotonic() < min(ends_at, free_at):
+                        self._one(left.pop(0), warm)
+                time.sleep(1.0)
 
-    def _one(self, trial: Trial, warm: Warm) -> None:
+    def _one(self, trial: Trial, warm: Warm | None) -> None:
         server = self._serving(trial.layout, warm)
         draw = random.Random(f"{self.arguments.seed} {trial.number}")
         done = attempt(trial, server, self._reference, self.folder, draw)
@@ -408,7 +414,7 @@ class Campaign:
         if not done.is_good:
             self._end()
 
-    def _serving(self, layout: str, warm: Warm) -> Server:
+    def _serving(self, layout: str, warm: Warm | None) -> Server:
         if self._server is not None and self._server.layout != layout:
             self._end()
         if self._server is None:
@@ -452,7 +458,9 @@ def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help="such as 'kill rank'")
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument(
+        "--layouts", nargs="+", choices=[*LAYOUTS, REFERENCE], default=list(LAYOUTS), help=f"{REFERENCE}: alone"
+    )
     parser.add_argument("--for-s", type=float, default=float("inf"), metavar="S", help="begin none later than after so long")
     parser.add_argument(
         "--lock", type=Path, help="file that is locked while a trial is under way: other work has its turns between"
@@ -461,6 +469,10 @@ def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="JSON file to write, after every trial")
     parser.add_argument("--resume", action="store_true", help="do only the trials that --out lacks")
     arguments = parser.parse_args()
+    if arguments.layouts == [REFERENCE]:
+        arguments.kinds = [kind for kind in arguments.kinds if not NEEDS_ENGINES & {*kind.replace(",", "").split()}]
+    elif REFERENCE in arguments.layouts:
+        parser.error(f"--layouts {REFERENCE} stands alone")
     if arguments.resume and arguments.out is None:
         parser.error("--resume needs --out")
     return arguments

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +51,18 @@ with socket.socket(socket.AF_UNIX) as server:
 """
 
 
-class ForkedCommand:
-    """`megarl ARGUMENTS` in a process that is forked from this one; the part of `subprocess.Popen` that is needed."""
+class Forked:
+    """A process that is forked from this one and becomes what `become` does; the part of `subprocess.Popen` that is needed."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        for name in OF_COMMANDS:
-            importlib.import_module(name)
+    def __init__(self, become: Callable[[], None]) -> None:
         sys.stdout.flush()
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _become_command(arguments, environment, log)
+            try:
+                become()
+            finally:
+                os._exit(1)
 
     def poll(self) -> int | None:
         """Its exit code; None while it runs."""
@@ -87,6 +88,13 @@ class ForkedCommand:
     def kill(self) -> None:
         """End it at once."""
         self.send_signal(signal.SIGKILL)
+
+
+def forked_command(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> Forked:
+    """`megarl ARGUMENTS`."""
+    for name in OF_COMMANDS:
+        importlib.import_module(name)
+    return Forked(lambda: _become_command(arguments, environment, log))
 
 
 def _become_command(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:

@@ -67,7 +67,7 @@ class _Queue:
 
     def __init__(self) -> None:
         self.events: deque[tuple[int, Promise]] = deque()
-        self.last = 0
+        self.last = self.waiting = 0
         self.moved = asyncio.Event()
 
     def add(self, promise: Promise) -> None:
@@ -206,7 +206,11 @@ class Promises:
         wait_s = self._poll_s if timeout_s is None else max(0.0, min(timeout_s, self._poll_s))
         if not queue.events and wait_s and not self._stopped:
             queue.moved.clear()
+            queue.waiting += 1
             await _wait(queue.moved, wait_s)
+            queue.waiting -= 1
+        if not queue.last and not queue.waiting:  # else whatever is asked for stays
+            self._queues.pop(target, None)
         found = [(number, promise) for number, promise in queue.events if number > cursor][:MOST_COMPLETIONS]
         completions: list[dict[str, Any]] = [
             {"state": "failed", "request_id": promise.id}

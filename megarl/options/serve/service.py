@@ -274,6 +274,9 @@ class Service:
         info = self.store.find(owner.name, source)
         registry, now = self.store.registry, time.time()
         session = asked.session_id
+        target = CheckpointPath(f"{session}:train:{asked.model_seq_id or 0}", source.kind, source.name)
+        if session is not None and self._is_copied(tenant, source, target):
+            return target.text  # before a crash, and asked for again
         if session is None:
             session = str(uuid.uuid4())
             registry.sessions.add(SessionRecord(session, tenant.name, now, project_id=asked.destination_project_id or ""))
@@ -281,13 +284,20 @@ class Service:
         made = info.made
         choice = choice_of(made)
         record = ServedRun(run, tenant.name, now, session, str(made.get("base_model")))
-        registry.runs.add(with_choice(record, choice))
+        if run in self.models.models or registry.runs.owner(run) is None:
+            registry.runs.add(with_choice(record, choice))
         target = CheckpointPath(run, source.kind, source.name)
         if owner.name == tenant.name or info.public:
             await asyncio.to_thread(self.store.copy, tenant, source, target, ttl_seconds=asked.ttl_seconds)
         else:
             await asyncio.to_thread(self._copy_of_other, tenant, owner, source, target, asked.ttl_seconds)
         return target.text
+
+    def _is_copied(self, tenant: Tenant, source: CheckpointPath, target: CheckpointPath) -> bool:
+        try:
+            return self.store.find(tenant.name, target).made.get("copy_of") == source.text
+        except RequestError:
+            return False
 
     def _copy_of_other(
         self, tenant: Tenant, owner: Tenant, source: CheckpointPath, target: CheckpointPath, ttl_seconds: int | None
