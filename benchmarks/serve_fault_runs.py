@@ -364,6 +364,7 @@ class Client:
         folder.mkdir(parents=True, exist_ok=True)
         self.progress = folder / "progress.jsonl"
         self.progress.unlink(missing_ok=True)
+        self._read: tuple[int, list[dict[str, Any]]] = 0, []
         self._start(None)
 
     def _start(self, resumed: dict[str, Any] | None) -> None:
@@ -378,9 +379,10 @@ class Client:
 
     def lines(self) -> Sequence[dict[str, Any]]:
         """Its progress; a line that is written in part is left out."""
-        if not self.progress.exists():
-            return []
-        return [json.loads(line) for line in self.progress.read_text().split("\n")[:-1]]
+        size = self.progress.stat().st_size if self.progress.exists() else 0
+        if size != self._read[0]:
+            self._read = size, [json.loads(line) for line in self.progress.read_text().split("\n")[:-1]]
+        return self._read[1]
 
     @property
     def step(self) -> int:

@@ -258,7 +258,7 @@ def attempt(trial: Trial, server: Server, reference: list[dict[str, Any]], folde
                 client.start_again()
             if moment.hit_at is not None and trial.paused_s is None and client.step > moment.step_then:
                 trial.paused_s = round(time.monotonic() - moment.hit_at, 2)
-            time.sleep(0.05)
+            time.sleep(0.1)
     finally:
         moment.end()
         client.kill()

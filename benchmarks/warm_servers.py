@@ -213,8 +213,9 @@ def _become_server(request: dict[str, Any], files: Sequence[int]) -> None:
             os.dup2(file, number)
             os.close(file)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        imported = os.environ["SGLANG_DISABLED_MODEL_ARCHS"]
         os.environ.clear()
-        os.environ.update(request["environment"])
+        os.environ.update(request["environment"] | {"SGLANG_DISABLED_MODEL_ARCHS": imported})
         os.chdir(request["folder"])
         launch = importlib.import_module(MODULE)
         launch._prepare_for_cpu = launch._install = lambda arguments: None  # it was done before the fork
