@@ -77,7 +77,7 @@ async def _bring_back(
         await worker.in_thread(partial(worker.trainer.create, model.id, model.choice))
         await worker.in_thread(partial(worker.trainer.load, model.id, replay.snapshot, with_optimizer=True))
     requests = kept_requests(replay.entries)
-    if replay.snapshot is None and not any(kept.seq == 0 for kept in requests):
+    if replay.snapshot is None and not any(kept.seq == 0 and kept.kind for kept in requests):
         raise LookupError("the journal does not say how it was made")
     answered = max((kept.seq for kept in requests if kept.answer is not None), default=-1)
     for kept in requests:
