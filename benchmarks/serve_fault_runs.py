@@ -40,7 +40,7 @@ from tests.warm_workers import PYTHON_OF_WORKERS
 NAME, KEY, VOCABULARY = "tiny/arithmetic", "tml-local", 16
 STEPS, STATE_EVERY, SAMPLE_EVERY = 10, 3, 4
 """Steps of a client's loop; it saves its state, and samples by its newest weights, after so many of them."""
-START_S = 300.0
+START_S = 500.0
 LOSSES = ("cross_entropy", "importance_sampling", "custom")
 LAYOUTS: dict[str, dict[str, int]] = {"one rank": {}, "tp=2": {"tp": 2}, "pp=2": {"pp": 2}}
 REFERENCE = "reference"
@@ -61,7 +61,7 @@ def config(folder: Path, layout: str, port: int, snapshot_every_s: float) -> dic
         "serve": {"models": {NAME: None}, "max_rank": 8, "live_models": 4, "context_tokens": 32, "port": port}
         | {"snapshot_every_s": snapshot_every_s},
         "rollout": {"threads": 1},
-        "resources": {"deadlines": {"start_s": 200, "step_s": 60}},
+        "resources": {"deadlines": {"start_s": 400, "step_s": 120}},
     }
 
 

@@ -40,7 +40,7 @@ from megarl.system.atomic_files import write_text_atomically
 SNAPSHOT_EVERY_S = 1.0
 NEEDS_ENGINES = {"engine", "actor"}
 """Words of kinds that the server without ranks and engines has nothing for; a rank that is lost is a signal to it."""
-LOCKED_S = 240.0
+LOCKED_S = 150.0
 """For how long trials are begun under one lock."""
 
 
@@ -135,6 +135,9 @@ class Campaign:
                 warm.workers.wait()
             stack.callback(self._end)
             while left and time.monotonic() < ends_at:
+                with locked(arguments.lock):
+                    self._serving(left[0].layout, warm)
+                time.sleep(1.0)
                 with locked(arguments.lock):
                     free_at = time.monotonic() + LOCKED_S
                     while left and time.monotonic() < min(ends_at, free_at):
