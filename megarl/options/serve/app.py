@@ -104,7 +104,7 @@ def _add_plain(app: FastAPI, service: Service, who: Callable[[Request], Awaitabl
 
 
 def _add_session_routes(app: FastAPI, service: Service, who: Callable[[Request], Awaitable[Tenant]]) -> None:
-    add = partial(_add_json, app, who)
+    add = partial(_add_json, app, service, who)
     add("create_session", types.CreateSessionRequest, service.create_session)
     add("session_heartbeat", types.SessionHeartbeatRequest, service.heartbeat)
     add("create_sampling_session", types.CreateSamplingSessionRequest, service.samplers.create)
@@ -167,7 +167,7 @@ def _add_training(app: FastAPI, service: Service, who: Callable[[Request], Await
 
 
 def _add_sampling(app: FastAPI, service: Service, who: Callable[[Request], Awaitable[Tenant]]) -> None:
-    add = partial(_add_json, app, who)
+    add = partial(_add_json, app, service, who)
     add("asample", types.SampleRequest, service.samplers.sample)
     add("retrieve_futures", types.FuturesRetrieveRequest, service.retrieve_many)
 
@@ -188,6 +188,7 @@ def _add_sampling(app: FastAPI, service: Service, who: Callable[[Request], Await
 
 def _add_json(
     app: FastAPI,
+    service: Service,
     who: Callable[[Request], Awaitable[Tenant]],
     name: str,
     kind: type[BaseModel],
@@ -198,7 +199,11 @@ def _add_json(
     @app.post(f"{API}/{name}", name=name)
     async def route(request: Request) -> Response:
         tenant = await who(request)
-        asked = read_json(kind, await read_body(request, MOST_JSON_BYTES))
+        free = service.models.held.take(tenant, min(_length(request) or MOST_JSON_BYTES, MOST_JSON_BYTES))
+        try:
+            asked = read_json(kind, await read_body(request, MOST_JSON_BYTES))
+        finally:
+            free()
         return await _as_json(call(tenant, asked))
 
 

@@ -59,7 +59,7 @@ class CustomLosses:
             return {"request_id": identity}
         if known is not None:
             raise RequestError(f"custom_loss_seq_id is {asked.custom_loss_seq_id}, which came before with other content")
-        self._promises.check_room()
+        self._promises.check_room(tenant.name)
         promise = self._promises.make(identity, tenant.name, digest)
         try:
             if sum(made.session == asked.session_id for made in self._made.values()) >= MOST_CUSTOM_LOSSES:

@@ -87,25 +87,36 @@ class Promises:
         keep_fetched_s: float = 600.0,
         keep_bytes: int = 1 << 30,
         most_waiting: int = 100_000,
+        most_of_tenant: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`poll_s`: how long a client waits at most. Answers are kept `keep_s`, once fetched `keep_fetched_s`."""
+        """`poll_s`: how long a client waits at most. Answers are kept `keep_s`, once fetched `keep_fetched_s`.
+
+        `most_of_tenant`: of the requests that wait at once, so that the others of `most_waiting` are left to other tenants.
+        """
         self._poll_s, self._keep_s, self._keep_fetched_s, self._keep_bytes = poll_s, keep_s, keep_fetched_s, keep_bytes
         self._most_waiting, self._clock = most_waiting, clock
         self._promises: dict[str, Promise] = {}
         self._queues: dict[Target, _Queue] = {}
-        self._bytes = self._waiting = 0
+        self._bytes = 0
+        self._most_of_tenant = most_waiting if most_of_tenant is None else most_of_tenant
+        self._waiting: Counter[str] = Counter()
         self._stopped = False
 
-    def check_room(self) -> None:
-        """Refuse one promise more where too many wait.
+    def check_room(self, tenant: str) -> None:
+        """Refuse one promise more where too many wait, of all tenants or of this one.
 
         Raises:
             RequestError: with status 429, at which clients ask again.
         """
-        if self._waiting >= self._most_waiting:
+        waiting = self._waiting.total()
+        if waiting >= self._most_waiting:
+            raise RequestError(f"{waiting} requests wait already, as many as this server takes; ask again later", status=429)
+        if self._waiting[tenant] >= self._most_of_tenant:
             raise RequestError(
-                f"{self._waiting} requests wait already, as many as this server takes; ask again later", status=429
+                f"{self._waiting[tenant]} requests of {tenant} wait already, as many as this server takes of a tenant; "
+                "ask again later",
+                status=429,
             )
 
     def make(self, identity: str, tenant: str, digest: bytes, *, model: str = "", target: Target | None = None) -> Promise:
@@ -113,7 +124,7 @@ class Promises:
         assert identity not in self._promises, identity
         promise = Promise(identity, tenant, digest, model, target, self._clock())
         self._promises[identity] = promise
-        self._waiting += 1
+        self._waiting[tenant] += 1
         return promise
 
     def known(self, identity: str) -> Promise | None:
@@ -148,7 +159,7 @@ class Promises:
             return
         promise.content, promise.media, promise.settled = content, media, self._clock()
         self._bytes += _size(promise)
-        self._waiting -= 1
+        self._waiting[promise.tenant] -= 1
         promise.moved.set()
         for end in promise.at_end:
             end()
@@ -159,7 +170,7 @@ class Promises:
     def take_back(self, promise: Promise) -> None:
         """Forget a promise that nobody was told of."""
         del self._promises[promise.id]
-        self._waiting -= 1
+        self._waiting[promise.tenant] -= 1
         for end in promise.at_end:
             end()
 

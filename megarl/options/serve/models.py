@@ -118,7 +118,7 @@ class ServedModels:
                 check()
             except RequestError as error:
                 return self.requests.refused(tenant, model.id, str(error))
-            self._promises.check_room()
+            self._promises.check_room(tenant.name)
             self.models[model.id], facts = model, facts_of(model, digest)
         try:
             return await self.requests.submit(

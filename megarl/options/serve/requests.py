@@ -75,7 +75,7 @@ class ModelRequests:
             if self._promises.known(known.id) is not known:
                 raise _not_written()
             return future
-        self._promises.check_room()
+        self._promises.check_room(tenant.name)
         free = self._held.take(tenant, size)
         try:
             self._tenants.usage.begin(tenant)
@@ -122,7 +122,7 @@ class ModelRequests:
 
     def refused(self, tenant: Tenant, what: str, sentence: str) -> dict[str, Any]:
         """A promise of its own that has failed."""
-        self._promises.check_room()
+        self._promises.check_room(tenant.name)
         promise = self._promises.make(f"refused:{secrets.token_hex(12)}:-1", tenant.name, b"")
         self._promises.fail(promise, sentence)
         return {"request_id": promise.id, "model_id": what}

@@ -308,7 +308,7 @@ class ServedSamplers:
             identity = f"sample:{secrets.token_hex(12)}:0"
         try:
             request = await asyncio.to_thread(read_sample, asked, self._options.max_body_bytes, tenant=tenant.name)
-            self._promises.check_room()
+            self._promises.check_room(tenant.name)
             session = await self._session_of(tenant, asked)
         except RequestError as error:
             if error.status == 429:
@@ -382,7 +382,7 @@ class ServedSamplers:
             self._end(session)
 
     def _refused(self, tenant: Tenant, sentence: str) -> dict[str, Any]:
-        self._promises.check_room()
+        self._promises.check_room(tenant.name)
         promise = self._promises.make(f"refused:{secrets.token_hex(12)}:-1", tenant.name, b"")
         self._promises.fail(promise, sentence)
         return {"request_id": promise.id}

@@ -57,6 +57,7 @@ class Service:
             keep_fetched_s=options.keep_fetched_s,
             keep_bytes=options.keep_answer_bytes,
             most_waiting=options.max_waiting,
+            most_of_tenant=options.max_waiting * 3 // 4 if tenants.are_several else None,
         )
         self.worker = TrainerWorker(trainer, self.promises, journal, snapshot_every_s=options.snapshot_every_s, say=options.say)
         self.samplers = ServedSamplers(options, sampler, self.promises, store, tenants)

@@ -98,6 +98,11 @@ class Tenants:
         """Names of all tenants."""
         return tuple(self._current())
 
+    @property
+    def are_several(self) -> bool:
+        """Whether a file says who they are; else all clients are one tenant."""
+        return self._path is not None
+
     def tenant(self, name: str) -> Tenant:
         """The tenant of that name; one that is no longer in the file may have nothing."""
         return self._current().get(name, Tenant(name, Quotas(0, 0, 0)))
