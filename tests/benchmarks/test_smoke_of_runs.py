@@ -184,6 +184,14 @@ def test_faults(measured: Measured, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 @pytest.mark.exhaustive
+def test_serve_faults(measured: Measured) -> None:
+    few = ["--trials", "1", "--layouts", "reference", "--kinds", "cut client"]
+    found = measured("serve_faults", *few, numbers=("trial:0:wall_s", "median_wall_s"))
+    assert {*SETUP, "command", "series", "date", "kinds", "by_kind", "by_layout", "start_s"} <= found.keys()
+    assert [found[name] for name in ("trials", "completed", "good", "identical_adapters")] == [1, 1, 1, 1]
+
+
+@pytest.mark.exhaustive
 def test_soak(measured: Measured, tmp_path: Path) -> None:
     """The plain run of faults.py on the embedded engine, in place of agents on SGLang."""
     module = importlib.import_module("soak")

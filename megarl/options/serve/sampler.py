@@ -9,7 +9,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -79,22 +79,26 @@ class SglangSampler:
     async def add(self, adapter: str, folder: Path) -> None:
         """Have every server that is up load the PEFT folder, which must stay where it is until `drop`.
 
-        Servers read it again when they had to drop it for others, or were started again. A name that is there already gets
-        the new folder, and requests that are under way go on with the old one.
+        Servers read it again when they had to drop it for others, or were started again, and a lost one when it is first asked
+        with it. A name that is there already gets the new folder, and requests that are under way go on with the old one.
 
         Raises:
             RequestError: it is no folder that SGLang adds exactly.
-            EngineError: no server answered.
+            EngineError: a server failed to load it.
         """
         await asyncio.to_thread(self._check_folder, folder)
         new = NamedAdapter(self._name(), folder.resolve())
-        await self._up()
-        loading = [self._load(server, new) for server in self.servers if server.is_up]
-        failed = [error for error in await asyncio.gather(*loading, return_exceptions=True) if error is not None]
-        others = [error for error in failed if not isinstance(error, ServerLostError)]
-        if others or len(failed) == len(loading):
-            await self._forget(new)
-            raise (others or failed)[0]
+        for _ in range(TRIES):
+            with suppress(ServerLostError):
+                await self._up()
+            loading = [self._load(server, new) for server in self.servers if server.is_up]
+            failed = [error for error in await asyncio.gather(*loading, return_exceptions=True) if error is not None]
+            others = [error for error in failed if not isinstance(error, ServerLostError)]
+            if others:
+                await self._forget(new)
+                raise others[0]
+            if len(failed) < len(loading):
+                break
         old, self._adapters[adapter] = self._adapters.get(adapter), new
         if old is not None:
             await self._forget(old)

@@ -6,7 +6,6 @@ Everything is called in one event loop, after `start` and until `stop`. Tenants 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import shutil
 import time
 import uuid
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinker import types
 
+from megarl.options.serve.custom_losses import CustomLosses
 from megarl.options.serve.futures import Promises, Reply
 from megarl.options.serve.models import ServedModels, choice_of, with_choice
 from megarl.options.serve.places import CheckpointPath
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from megarl.options.serve.journal import RequestJournal
 
 WATCH_S = 5.0
-MOST_CUSTOM_LOSSES = 256
-"""Losses that a client may define in a session."""
 ENDS = ("success", "errored", "interrupted")
 CHUNK_BYTES = 5_000_000
 """Bytes of a pass's request, about, into which clients cut a batch."""
@@ -59,11 +57,17 @@ class Service:
             keep_fetched_s=options.keep_fetched_s,
             keep_bytes=options.keep_answer_bytes,
             most_waiting=options.max_waiting,
+            most_of_tenant=options.max_waiting * 3 // 4 if tenants.are_several else None,
         )
         self.worker = TrainerWorker(trainer, self.promises, journal, snapshot_every_s=options.snapshot_every_s, say=options.say)
         self.samplers = ServedSamplers(options, sampler, self.promises, store, tenants)
-        self.models = ServedModels(options, self.worker, self.promises, store, tenants, self.samplers, journal)
+        losses = options.scratch.with_name("losses")
+        self.losses = CustomLosses(losses, options.read_graph, self.promises, options.say)
+        self.models = ServedModels(options, self.worker, self.promises, store, tenants, self.samplers, self.losses, journal)
+        self.models.is_seen = lambda session: session in self._seen
         self._seen: dict[str, float] = {}
+        """When sessions gave their last sign of life; those that are idle are in `_idle`, with when they became so."""
+        self._idle: dict[str, float] = {}
         self._copies: dict[str, tuple[bytes, asyncio.Task[str]]] = {}
         self._watch: asyncio.Task[None] | None = None
         self._stopped = False
@@ -73,12 +77,23 @@ class Service:
     async def start(self) -> None:
         """Bring back models and samplers of the server before, then begin."""
         if self._journal is not None:
-            await bring_back(self._journal, self.models, self.worker, self.promises, self.options.say)
-        await self.samplers.restore()
+            self.losses.restore(self._session)
+            await bring_back(self._journal, self.models, self.worker, self.promises, self._is_over)
+        self.samplers.restore()
         live = {model.session for model in self.models.models.values()} | {s.session for s in self.samplers.sessions.values()}
         self._seen = dict.fromkeys(live, time.monotonic())
         self.worker.start()
         self._watch = asyncio.create_task(self._keep_watch(), name="watch")
+
+    def _session(self, tenant: str, session: str) -> SessionRecord | None:
+        try:
+            return self.store.registry.sessions.get(tenant, session)
+        except RequestError:
+            return None
+
+    def _is_over(self, tenant: str, session: str) -> bool:
+        record = self._session(tenant, session)
+        return record is not None and record.status is not None
 
     async def stop(self) -> None:
         """End: long polls are answered at once, jobs that run are settled, models are kept. A second call does nothing."""
@@ -108,15 +123,21 @@ class Service:
                 self.options.say(f"the server's watch failed: {type(error).__name__}: {error}")
 
     def watch(self) -> None:
-        """Forget what is over: answers, sessions without a heartbeat, samplers that nobody uses."""
+        """Forget what is over: answers, sessions without a heartbeat, samplers that nobody uses, forgotten models."""
         self.promises.expire()
-        self.models.skip_overdue(self.options.gap_s)
+        self.models.requests.skip_overdue(self.options.gap_s)
         self.samplers.expire()
         now = time.monotonic()
         for session, seen in [*self._seen.items()]:
             if now - seen > self.options.session_idle_s:
                 del self._seen[session]
+                self._idle[session] = now
                 self.samplers.end_session(session)
+        for session, since in [*self._idle.items()]:
+            if now - since > self.options.model_idle_s:
+                del self._idle[session]
+                self.models.drop_idle(session, self.options.model_idle_s)
+        self.models.forget_lost(self.options.keep_answers_s)
 
     def tenant_of_model(self, model: str) -> str:
         """The tenant of a model; empty: nobody's."""
@@ -179,6 +200,7 @@ class Service:
         if record.status is not None:
             raise RequestError(f"session {record.id} is over", status=410)
         self._seen[record.id] = time.monotonic()
+        self._idle.pop(record.id, None)
         self.store.registry.sessions.touch(tenant.name, record.id, time.time())
         return {"type": "session_heartbeat"}
 
@@ -193,10 +215,12 @@ class Service:
             status = {"type": "client_finished", "reason": {"type": reason["type"]}, "detail": detail}
             self.store.registry.sessions.change(tenant.name, session, status=status, last_seen=time.time())
         self._seen.pop(session, None)
+        self._idle.pop(session, None)
         for model in [*self.models.models.values()]:
             if model.session == session and not model.lost:
                 self.models.drop(model, f"model {model.id} is gone, as its session is over")
         self.samplers.end_session(session)
+        self.losses.end_session(session)
         return {}
 
     # what is answered later --------------------------------------------------------------------------------------------
@@ -220,34 +244,12 @@ class Service:
 
     async def load(self, tenant: Tenant, asked: types.LoadWeightsRequest) -> dict[str, Any]:
         """Answer `load_weights`, with another tenant's checkpoint where the request has its key."""
-        return self.models.load(tenant, asked, await self._source(tenant, asked.weights_access_token))
+        return await self.models.load(tenant, asked, await self._source(tenant, asked.weights_access_token))
 
     async def create_custom_loss(self, tenant: Tenant, asked: types.CreateCustomLossRequest) -> dict[str, Any]:
-        """Answer `create_custom_loss`: the graph is read, and nothing of it evaluated."""
+        """Answer `create_custom_loss`."""
         self.store.registry.sessions.get(tenant.name, asked.session_id)
-        identity, digest = f"{asked.session_id}:loss:{asked.custom_loss_seq_id}", digest_of_json(asked)
-        known = self.promises.known(identity)
-        if known is not None and known.digest == digest:
-            return {"request_id": identity}
-        if known is not None:
-            raise RequestError(f"custom_loss_seq_id is {asked.custom_loss_seq_id}, which came before with other content")
-        self.promises.check_room()
-        promise = self.promises.make(identity, tenant.name, digest)
-        try:
-            if self.options.read_graph is None:
-                raise RequestError(
-                    "this server runs no losses that clients define; forward_backward_custom computes them there"
-                )
-            if sum(session == asked.session_id for session, _ in self.models.losses.values()) >= MOST_CUSTOM_LOSSES:
-                raise RequestError(f"the session has {MOST_CUSTOM_LOSSES} losses already, as many as it may have")
-            inputs = [(given.name, given.rank) for given in asked.inputs]
-            graph = await asyncio.to_thread(self.options.read_graph, asked.name, inputs, asked.graph.model_dump())
-            loss = f"loss-{secrets.token_hex(8)}"
-            self.models.losses[loss] = (asked.session_id, graph)
-            self.promises.keep(promise, {"loss_id": loss, "type": "create_custom_loss"})
-        except RequestError as error:
-            self.promises.fail(promise, str(error))
-        return {"request_id": identity}
+        return await self.losses.create(tenant, asked)
 
     # copies ------------------------------------------------------------------------------------------------------------
 
@@ -273,6 +275,9 @@ class Service:
         info = self.store.find(owner.name, source)
         registry, now = self.store.registry, time.time()
         session = asked.session_id
+        target = CheckpointPath(f"{session}:train:{asked.model_seq_id or 0}", source.kind, source.name)
+        if session is not None and self._is_copied(tenant, source, target):
+            return target.text  # before a crash, and asked for again
         if session is None:
             session = str(uuid.uuid4())
             registry.sessions.add(SessionRecord(session, tenant.name, now, project_id=asked.destination_project_id or ""))
@@ -280,13 +285,20 @@ class Service:
         made = info.made
         choice = choice_of(made)
         record = ServedRun(run, tenant.name, now, session, str(made.get("base_model")))
-        registry.runs.add(with_choice(record, choice))
+        if run in self.models.models or registry.runs.owner(run) is None:
+            registry.runs.add(with_choice(record, choice))
         target = CheckpointPath(run, source.kind, source.name)
         if owner.name == tenant.name or info.public:
             await asyncio.to_thread(self.store.copy, tenant, source, target, ttl_seconds=asked.ttl_seconds)
         else:
             await asyncio.to_thread(self._copy_of_other, tenant, owner, source, target, asked.ttl_seconds)
         return target.text
+
+    def _is_copied(self, tenant: Tenant, source: CheckpointPath, target: CheckpointPath) -> bool:
+        try:
+            return self.store.find(tenant.name, target).made.get("copy_of") == source.text
+        except RequestError:
+            return False
 
     def _copy_of_other(
         self, tenant: Tenant, owner: Tenant, source: CheckpointPath, target: CheckpointPath, ttl_seconds: int | None

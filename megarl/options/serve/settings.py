@@ -20,6 +20,8 @@ class ServiceOptions:
     full_weights: bool = False
     max_body_bytes: int = 1 << 28
     """Of a body, and of it unpacked."""
+    tenant_bytes: int = 1 << 32
+    """Of a tenant's bodies that are read and passes that wait, unpacked."""
     max_waiting: int = 100_000
     """Requests that wait at once; more are asked again later."""
     snapshot_every_s: float = 300.0
@@ -34,6 +36,8 @@ class ServiceOptions:
     """How long a request waits for one before it; the client asks again for 300 s."""
     session_idle_s: float = 1_800.0
     """A session without a heartbeat for so long is over, and what was passed to its samplers is dropped."""
+    model_idle_s: float = 86_400.0
+    """Models of a session that has been idle, and then gave no sign of life for so long, are dropped."""
     sampler_idle_s: float = 3_600.0
     """Weights that were passed to a sampler, are not a model's newest, and were not used for so long are dropped."""
     read_graph: Callable[[str, Sequence[tuple[str, int]], Mapping[str, Any]], Any] | None = None

@@ -238,7 +238,7 @@ def test_requests_of_a_model_that_is_not_there_and_without_a_number_are_refused(
 def test_a_request_before_which_one_never_comes_is_refused_in_the_end(served: Served, http: Http) -> None:
     model = http.model()
     future = http.step(model, 3)
-    served.call(served.service.models.skip_overdue, 0.0)
+    served.call(served.service.models.requests.skip_overdue, 0.0)
     assert http.answer(future)["error"] == "request 3 waited 0 s for request 1 of its model, which did not come"
 
 
