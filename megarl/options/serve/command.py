@@ -98,6 +98,7 @@ def _serve(config: Config, run: ServerRun, say: Callable[[str], None]) -> None:
         with run.phases("start"):
             say(f"{config.run_folder}: reading the tokenizer, starting ranks and engines")
             session = stack.enter_context(_session(config, run, say))
+            run.open_samples(session.inputs.tokenizer)
             app, sampler = _app(config, session, run, server.lost, say)
         with run.phases.step():
             pass  # from here on a failure is none of the config's
@@ -158,6 +159,7 @@ def _app(
         snapshot_every_s=settings.snapshot_every_s,
         scratch=folder / "scratch",
         read_graph=read_graph,
+        answered=run.samples.take,
         say=say,
     )
     service = Service(

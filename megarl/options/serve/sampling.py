@@ -41,10 +41,14 @@ PASSED = ""
 
 @dataclass
 class ServedAdapter:
-    """Adapters that engines have. `path`: the checkpoint that they are of, pinned; None: they lie in scratch."""
+    """Adapters that engines have. `path`: the checkpoint that they are of, pinned; None: they lie in scratch.
+
+    `model`: what clients call it, a checkpoint's path or the model that passed it on.
+    """
 
     name: str
     folder: Path
+    model: str
     path: CheckpointPath | None = None
     users: int = 0
     """Sampling sessions that sample with it, or would."""
@@ -170,7 +174,7 @@ class ServedSamplers:
             RequestError: engines do not take it.
         """
         folder = passed.folder
-        adapter = ServedAdapter(folder.name, folder, used=time.monotonic())
+        adapter = ServedAdapter(folder.name, folder, passed.model, used=time.monotonic())
         self._adapters[adapter.name] = adapter
         try:
             await self._ready(adapter)
@@ -230,7 +234,7 @@ class ServedSamplers:
         adapter = self._adapters.get(name)
         if adapter is None:
             folder = await asyncio.to_thread(self._pinned, tenant.name, path)
-            adapter = self._adapters.setdefault(name, ServedAdapter(name, folder, path))
+            adapter = self._adapters.setdefault(name, ServedAdapter(name, folder, path.text, path))
             if adapter.folder is not folder:  # another request was quicker
                 self._store.unpin(path)
         try:
@@ -352,6 +356,9 @@ class ServedSamplers:
                         adapter.used = session.used = time.monotonic()
                         self._release(adapter)
             self._promises.keep(promise, sampled_bytes(sampled, asked.layout))
+            if self._options.answered is not None:
+                model = session.base_model if adapter is None else adapter.model
+                self._options.answered(promise.id, model, asked.request, sampled)
         except RequestError as error:
             self._promises.fail(promise, str(error))
         except asyncio.CancelledError:
