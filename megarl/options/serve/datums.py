@@ -17,8 +17,8 @@ import torch
 from megarl.data.batch import Batch
 from megarl.data.prefix_tree import LEAST_SHARED
 from megarl.data.sample import Sample
-from megarl.data.stream import SCORED_IDS
-from megarl.options.serve.losses import FILLS, FORMS, THRESHOLDS, LossForm
+from megarl.data.stream import FILLS, SCORED_IDS
+from megarl.options.serve.losses import FORMS, THRESHOLDS, LossForm
 from megarl.options.serve.values import Array, Datum, Loss, RequestError
 
 TARGETS = "target_tokens"

@@ -23,6 +23,7 @@ from megarl.observe.expert_load import EXPERTS
 from megarl.options.serve.adapter_kinds import is_chosen
 from megarl.options.serve.custom_graph import LossGraph
 from megarl.options.serve.datums import TARGETS, DatumLimits, Laid, flat, lay, parameters_of
+from megarl.options.serve.expert_metrics import expert_metrics
 from megarl.options.serve.losses import FORMS, LOSS, Given, ServedLoss, token_losses
 from megarl.options.serve.rank_questions import Begin, ModelCall
 from megarl.options.serve.values import AdamParams, AdapterChoice, Array, Datum, Loss, Passed, RequestError
@@ -126,7 +127,7 @@ class SessionTrainer:
         (metrics,) = self.roles.finish_updates([update])
         shown = metrics[LOG_PROBS]
         outputs = [{"logprobs": laid.answer(row, shown[row].numpy().astype(np.float32))} for row in range(laid.rows)]
-        return Passed(outputs, {LOSS: float(metrics[LOSS])})
+        return Passed(outputs, {LOSS: float(metrics[LOSS])} | expert_metrics(metrics.get(EXPERTS, {})))
 
     def _forward(self, laid: Laid, name: str, parameters: dict[str, float]) -> Passed:
         batch, wide = laid.batch, {_TARGET_LOG_PROBS: laid.targets} if laid.targets else {}
@@ -156,7 +157,7 @@ class SessionTrainer:
         if backward:
             weighted = [_weighted(datum, weight.numpy()) for datum, weight in zip(plain, weights, strict=True)]
             seen = self.run_pass(model, weighted, Loss("cross_entropy"), backward=True)
-        return Passed(seen.outputs, {LOSS: total, **metrics})
+        return Passed(seen.outputs, {**seen.metrics, LOSS: total, **metrics})
 
     def optimizer_step(self, model: str, adam: AdamParams) -> dict[str, float]:
         """Apply the gradients since the last step, without any as if they were 0.
