@@ -1,7 +1,7 @@
 """Metrics of mixtures as the protocol names them: how the tokens of a pass fell on experts. Pure values.
 
-Perfect balance of a layer is its choices (tokens times the experts of each) over its experts. The definitions are those that the
-client has beside `ForwardBackwardOutput.metrics`.
+Perfect balance of a layer is its choices (tokens times the experts of each) over its experts. The definitions are those that
+the client has beside `ForwardBackwardOutput.metrics`.
 """
 
 from __future__ import annotations

@@ -132,4 +132,3 @@ def test_a_server_that_is_started_again_goes_on_with_the_file(tmp_path: Path, mo
     run_in(tmp_path, log_samples=most).close(RunStopped("the server was told to stop"))
     kept = [f"start {start}:{number}" for start in (1, 2) for number in range(most)]
     assert [line["sample_id"] for line in lines(tmp_path)] == kept
-
