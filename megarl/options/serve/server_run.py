@@ -34,7 +34,8 @@ class ServerRun:
         """Open the folder `config.run_folder`, which this process owns; `close` ends it."""
         self.folder, self.figures, self.phases = Path(config.run_folder), ServerFigures(), Phases()
         self.state, self._say, self._step_s = RunState(config), say, step_s
-        self.samples, self._samples_file = ServedSamples(config.run.log_samples), None
+        self.samples = ServedSamples(config.run.log_samples)
+        self._samples_file: SamplesFile | None = None
         self._stack, self._lock, self._since = ExitStack(), threading.Lock(), time.monotonic()
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "metrics.jsonl"
