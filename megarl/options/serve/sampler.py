@@ -10,6 +10,7 @@ import json
 import secrets
 from collections.abc import Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,6 +25,7 @@ from megarl.options.serve.asked_bodies import Bodies, EngineLimits, bodies, chec
 from megarl.options.serve.engine_arguments import loaded_adapters
 from megarl.options.serve.engine_server import AskedEngine, EngineServer, NamedAdapter, ServerLostError
 from megarl.options.serve.section import serve_of
+from megarl.options.serve.served_pictures import ServedPictures
 from megarl.options.serve.turns import TenantTurns
 from megarl.options.serve.values import RequestError, Sampled, SampleRequest
 
@@ -62,10 +64,12 @@ class SglangSampler:
         max_rank: int,
         most_samples: int = SAMPLES,
         restart_s: float = 600.0,
+        pictures: ServedPictures | None = None,
     ) -> None:
         """`most_adapters`: those that a server holds at once, of `max_rank` at most. `most_samples`: at once on all servers,
-        before tenants wait for turns. `restart_s`: for a lost server to start."""
-        self.limits, self.max_rank = limits, max_rank
+        before tenants wait for turns. `restart_s`: for a lost server to start. `pictures`: takes those of prompts; None:
+        servers are given them as they were sent."""
+        self.limits, self.max_rank, self.pictures = limits, max_rank, pictures
         self.turns = TenantTurns(most_samples)
         self._http: aiohttp.ClientSession | None = None
         self.servers = [
@@ -147,6 +151,8 @@ class SglangSampler:
             EngineError: servers failed.
         """
         check_request(request, self.limits)
+        if request.pictures and self.pictures is not None:
+            request = replace(request, pictures=await asyncio.to_thread(self.pictures.final, request.pictures))
         work = request.num_samples + -(-draws_of(request) // DRAWS_OF_A_SAMPLE)
         async with self._using(request.adapter) as adapter, self.turns.turn(request.tenant, work):
             for _ in range(TRIES):
@@ -250,7 +256,7 @@ async def _all_of(server: EngineServer, asked: Bodies) -> tuple[list[Any], list[
             task.cancel()
 
 
-def open_sampler(session: Session) -> SglangSampler:
+def open_sampler(session: Session, pictures: ServedPictures | None = None) -> SglangSampler:
     """The sampler on the engines of a session that was started, for the section `serve` of its config."""
     config, rollouts = session.config, cast("Rollouts", session.rollouts)
     serve = serve_of(config)
@@ -272,4 +278,5 @@ def open_sampler(session: Session) -> SglangSampler:
         max_rank=serve.max_rank,
         most_samples=int(AHEAD * sum(state.capacity.responses or SAMPLES for state in states)),
         restart_s=config.resources.deadlines.start_s + GRACE_S,
+        pictures=pictures,
     )

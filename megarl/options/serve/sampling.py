@@ -41,10 +41,14 @@ PASSED = ""
 
 @dataclass
 class ServedAdapter:
-    """Adapters that engines have. `path`: the checkpoint that they are of, pinned; None: they lie in scratch."""
+    """Adapters that engines have. `path`: the checkpoint that they are of, pinned; None: they lie in scratch.
+
+    `model`: what clients call it, a checkpoint's path or the model that passed it on.
+    """
 
     name: str
     folder: Path
+    model: str
     path: CheckpointPath | None = None
     users: int = 0
     """Sampling sessions that sample with it, or would."""
@@ -175,7 +179,7 @@ class ServedSamplers:
         Raises:
             RequestError: engines do not take it.
         """
-        adapter = ServedAdapter(passed.folder.name, passed.folder, used=time.monotonic())
+        adapter = ServedAdapter(passed.folder.name, passed.folder, passed.model, used=time.monotonic())
         self._adapters[adapter.name] = adapter
         try:
             await self._ready(adapter)
@@ -207,7 +211,8 @@ class ServedSamplers:
         for note in notes:
             try:
                 passed = PassedWeights(**json.loads(note.read_text()), folder=_folder_of(note))
-                adapter = self._adapters.setdefault(passed.folder.name, ServedAdapter(passed.folder.name, passed.folder))
+                kept = ServedAdapter(passed.folder.name, passed.folder, passed.model)
+                adapter = self._adapters.setdefault(kept.name, kept)
                 self._add_session(passed, adapter).clones = _clones_after_a_restart()
             except (OSError, ValueError, TypeError, RequestError) as error:
                 self._options.say(f"weights in '{_folder_of(note)}' cannot be served again: {error}")
@@ -242,7 +247,7 @@ class ServedSamplers:
         adapter = self._adapters.get(name)
         if adapter is None:
             folder = await asyncio.to_thread(self._pinned, tenant.name, path)
-            adapter = self._adapters.setdefault(name, ServedAdapter(name, folder, path))
+            adapter = self._adapters.setdefault(name, ServedAdapter(name, folder, path.text, path))
             if adapter.folder is not folder:  # another request was quicker
                 self._store.unpin(path)
         try:
@@ -364,6 +369,9 @@ class ServedSamplers:
                         adapter.used = session.used = time.monotonic()
                         self._release(adapter)
             self._promises.keep(promise, sampled_bytes(sampled, asked.layout))
+            if self._options.answered is not None:
+                model = session.base_model if adapter is None else adapter.model
+                self._options.answered(promise.id, model, asked.request, sampled)
         except RequestError as error:
             self._promises.fail(promise, str(error))
         except asyncio.CancelledError:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megarl.options.serve.values import Sampled, SampleRequest
+
 
 @dataclass(frozen=True)
 class ServiceOptions:
@@ -45,4 +47,6 @@ class ServiceOptions:
     client_flags: Mapping[str, Any] = field(default_factory=dict)
     """Flags for clients beside those that the service sets (`ClientConfigResponse`)."""
     dynamic_flags: Mapping[str, Any] = field(default_factory=dict)
+    answered: Callable[[str, str, SampleRequest, Sampled], None] | None = None
+    """Told of every answer: the request's id, the model that was asked, the request and what it got."""
     say: Callable[[str], None] = print

@@ -74,12 +74,22 @@ def gradients(trainer: Any) -> dict[str, Tensor]:
 
 
 def losses_and_gradients(
-    rank: int, world_size: int, folder: Path, layout: Layout, lora: Lora, adapters: Mapping[str, Tensor], cases: Any
+    rank: int,
+    world_size: int,
+    folder: Path,
+    layout: Layout,
+    lora: Lora,
+    adapters: Mapping[str, Tensor],
+    cases: Any,
+    media: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Of each case (loss, its parameters, data) the answer of a pass without gradients, of one with them, and these."""
+    """Of each case (loss, its parameters, data) the answer of a pass without gradients, of one with them, and these.
+
+    `media`: a folder for the data's pictures.
+    """
     from megarl.options.lora.layers import load_adapters
 
-    trainer = trainer_in(layout, folder, lora)
+    trainer = trainer_in(layout, folder, lora, media=media)
     trainer.create("mine", AdapterChoice(lora.rank))
     load_adapters(trainer.roles.role.chunks, 0, adapters.__getitem__)
     answers = []
