@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
@@ -86,6 +86,7 @@ class FairQueue(Generic[J]):
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[Hashable, deque[J]] = OrderedDict()
+        self._last: Hashable = None
         self._more = asyncio.Event()
 
     def put(self, client: Hashable, job: J) -> None:
@@ -93,13 +94,27 @@ class FairQueue(Generic[J]):
         self._jobs.setdefault(client, deque()).append(job)
         self._more.set()
 
-    async def take(self) -> J:
-        """Wait for the next job."""
+    async def take(self, goes_on: Callable[[J], bool | None] = lambda job: None) -> J:
+        """Wait for the next job.
+
+        Of the client that was served last, the first job of which `goes_on` says True or False (None: it is about another
+        matter) comes before all turns if that is True.
+        """
         while not self._jobs:
             self._more.clear()
             await self._more.wait()
-        client, jobs = next(iter(self._jobs.items()))
-        job = jobs.popleft()
+        for place, job in enumerate(self._jobs.get(self._last, ())):
+            if (found := goes_on(job)) is not None:
+                if found:
+                    return self._taken(self._last, place)
+                break
+        self._last = next(iter(self._jobs))
+        return self._taken(self._last, 0)
+
+    def _taken(self, client: Hashable, place: int) -> J:
+        jobs = self._jobs[client]
+        job = jobs[place]
+        del jobs[place]
         if jobs:
             self._jobs.move_to_end(client)
         else:
