@@ -15,13 +15,14 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -108,7 +109,7 @@ def bodies(model: str, first: int) -> list[bytes]:
     for number, start in enumerate(range(0, DATUMS, per_body)):
         message = pb.ForwardBackwardRequest(model_id=model, seq_id=first + number, loss_fn="importance_sampling")
         for _ in range(min(per_body, DATUMS - start)):
-            one, tokens = message.data.add(), draw.integers(0, 40, TOKENS + 1)
+            one, tokens = message.data.add(), draw.integers(0, 16, TOKENS + 1)
             one.model_input.add().encoded_text.tokens = tokens[:-1].astype("<i4").tobytes()
             values = draw.normal(size=(2, TOKENS)).astype("<f4")
             for name, array, kind in (
@@ -129,14 +130,16 @@ class Asking:
     def __init__(self, port: int) -> None:
         self.port = port
 
-    def post(self, route: str, body: bytes, **headers: str) -> bytes:
-        """The answer to a request, which must be one of success."""
+    def post(self, route: str, body: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
+        """The answer to a request, which is sent again while the server says so."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
-        sent = {"X-API-Key": "tml-local", "Content-Type": "application/json"} | headers
-        connection.request("POST", f"/api/v1/{route}", body, sent)
+        sent = {"X-API-Key": "tml-local", "Content-Type": "application/json"}
+        connection.request("POST", f"/api/v1/{route}", body, {**sent, **headers})
         answer = connection.getresponse()
         content = answer.read()
         connection.close()
+        if answer.status == 408:
+            return self.post(route, body, headers)
         if answer.status != 200:
             sys.exit(f"{route} answered {answer.status}: {content[:500]!r}")
         return content
@@ -148,7 +151,7 @@ class Asking:
     def passed(self, body: bytes) -> bytes:
         """The answer to a pass, as protobuf."""
         headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "zstd"}
-        future = json.loads(self.post("forward_backward", body, **headers))
+        future = json.loads(self.post("forward_backward", body, headers))
         content = self.post("retrieve_future", json.dumps({"request_id": future["request_id"]}).encode())
         if b'"error"' in content[:100]:
             sys.exit(content.decode()[:500])
@@ -158,6 +161,7 @@ class Asking:
 @contextmanager
 def served(work: Path) -> Iterator[tuple[int, Any]]:
     """A server on a tiny model whose rank answers at once, without engines: its port, and the roles of its session."""
+    import ray
     import uvicorn
 
     from megarl.core.session import Session
@@ -172,6 +176,7 @@ def served(work: Path) -> Iterator[tuple[int, Any]]:
     from megarl.runs.training_side import POLICY
     from megarl.trainers.inputs import read_inputs
 
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks do not know this folder
     file = work / "serve.yaml"
     file.write_text(yaml.safe_dump(config_of(tiny(work / "model"), work)))
     config = load(file)
@@ -226,7 +231,6 @@ def tiny(folder: Path) -> Path:
     source = ROOT / "models/tiny-arithmetic"
     config = transformers.AutoConfig.from_pretrained(source)
     config.update({"num_hidden_layers": 1, "max_position_embeddings": 2 * TOKENS})
-    config.layer_types = None
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     return folder
@@ -263,7 +267,7 @@ def overhead(work: Path) -> dict[str, Any]:
     rounds: list[dict[str, float]] = []
     with served(work) as (port, roles), ThreadPoolExecutor(16) as threads:
         asking = Asking(port)
-        session = asking.json("create_session", tags=[], sdk_version="0.38.0", type="create_session")["session_id"]
+        session = asking.json("create_session", tags=[], user_metadata=None, sdk_version="0.38.0")["session_id"]
         lora = {"rank": 8, "seed": 1}
         made = asking.json("create_model", session_id=session, model_seq_id=0, base_model="tiny", lora_config=lora)
         asking.post("retrieve_future", json.dumps({"request_id": made["request_id"]}).encode())
