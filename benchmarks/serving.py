@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import signal
 import statistics
 import subprocess
@@ -39,11 +38,9 @@ import psutil
 import tinker
 import yaml
 from measured_code import code_of
-from safetensors import safe_open
-from safetensors.torch import save_file
-from serving_parts import grouped, overhead, switching
+from serving_parts import grouped, overhead, shortened, switching
 from tinker import types
-from workload import MODEL, ROOT, machine, medians, publish, versions, write_prompts
+from workload import ROOT, machine, medians, publish, versions, write_prompts
 
 sys.path.insert(0, str(ROOT))
 
@@ -84,21 +81,6 @@ class Seconds:
         passed = [after - before for after, before in zip(now, self._before, strict=True)]
         self._before = now
         return dict(zip(("wall_s", "own_cpu_s", "server_cpu_s", "others_cpu_s"), passed, strict=True))
-
-
-def shortened(work: Path, layers: int | None) -> Path:
-    """The model's folder, or one with the first of its layers alone."""
-    if layers is None:
-        return MODEL
-    folder = work / "model"
-    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((MODEL / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
-    left_out = tuple(f"model.layers.{number}." for number in range(layers, config["num_hidden_layers"]))
-    with safe_open(MODEL / "model.safetensors", "pt") as tensors:
-        kept = {name: tensors.get_tensor(name) for name in tensors.keys() if not name.startswith(left_out)}  # noqa: SIM118
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 # a server and its clients ---------------------------------------------------------------------------------------------
@@ -356,39 +338,40 @@ def sampled(threads: ThreadPoolExecutor, samplers: Sequence[Any], number: int, *
 
 
 def tables(found: dict[str, Any]) -> str:
-    """The figures as they stand on a page."""
-    lines = ["| compared | goal | on the wall | by CPU seconds |", "|---|---|---|---|"]
+    """The figures as they stand on a page; those of parts that were not measured are left out."""
+    rows = [("compared", "goal", "on the wall", "by CPU seconds"), ("---",) * 4]
     if (of_step := found.get("step")) is not None:
-        lines.append(
-            _row("a GRPO step by the API, over one of the loop", "at most 1.15", *_both(of_step, "over_loop", "cpu_over_loop"))
+        rows.append(
+            ("a GRPO step by the API, over one of the loop", "at most 1.15", *_both(of_step, "over_loop", "cpu_over_loop"))
         )
+    if (alone := found.get("overhead")) is not None:
+        both = _both(alone["update"], "over_loop", "cpu_over_loop")
+        rows.append(("the update of a GRPO step by the API, over that of the loop", "", *both))
     if (many := found.get("clients")) is not None:
         for name, what in (("train", "training"), ("sample", "sampling")):
-            compared = f"{CLIENTS} clients' tokens/s, {what}, over those of one"
-            lines.append(_row(compared, "at least 0.9", *_both(many, f"{name}_wall", f"{name}_cpu")))
-    if (switched := found.get("switching")) is not None:
-        for key, where in (("switch", "in memory"), ("switch_by_disk", "on the disk")):
-            share = switched[f"{key}_of_a_step"]
-            goal = "below 5 %" if key == "switch" else ""
-            lines.append(
-                _row(f"switching to a model {where}, of a step", goal, *(f"{100 * one:.1f} %" for one in share.values()))
-            )
-    if (of_server := found.get("overhead")) is not None:
-        per_million = of_server["per_million_tokens"]
-        shown = f"{per_million['wall_s']:.2f} s", f"{per_million['server_cpu_s']:.2f} s"
-        lines.append(_row("the server outside the ranks, per million tokens", "", *shown))
+            compared = f"{many['setup']['clients']} clients' tokens/s, {what}, over those of one"
+            rows.append((compared, "at least 0.9", *_both(many, f"{name}_wall", f"{name}_cpu")))
+    switched = found.get("switching")
+    for key, where, goal in (("switch", "in memory", "below 5 %"), ("switch_by_disk", "on the disk", "")):
         if switched is not None:
-            share = per_million["server_cpu_s"] / (per_million["server_cpu_s"] + switched["rank_cpu_s_per_million_tokens"])
-            lines.append(_row("the same, of a pass of SmolLM2-135M on this CPU", "below 5 %", "", f"{100 * share:.3f} %"))
+            share = switched[f"{key}_of_a_step"]
+            rows.append((f"switching to a model {where}, of a step", goal, *(f"{100 * one:.1f} %" for one in share.values())))
+    if alone is not None:
+        per_million = alone["per_million_tokens"]
+        shown = f"{per_million['wall_s']:.2f} s", f"{per_million['server_cpu_s']:.2f} s"
+        rows.append(("the server outside the rank, per million tokens", "", *shown))
+        if switched is not None:
+            of_all = per_million["server_cpu_s"] + switched["rank_cpu_s_per_million_tokens"]
+            share_of_all = f"{100 * per_million['server_cpu_s'] / of_all:.3f} %"
+            rows.append(("the same, of a pass of SmolLM2-135M on a core of this CPU", "below 5 %", "", share_of_all))
     if (products := found.get("grouped")) is not None:
-        lines += ["", "| layer | tokens of each model | one model after the other, over grouped |", "|---|---|---|"]
-        for case in products["cases"]:
-            lines.append(_row(case["layer"], str(case["tokens"]), f"{case['one_by_one_over_grouped']:.2f}"))
-    return "\n".join(lines)
+        rows += [(), ("layer", "tokens of each model", "one model after the other, over grouped"), ("---",) * 3]
+        rows += [(case["layer"], str(case["tokens"]), f"{case['one_by_one_over_grouped']:.2f}") for case in products["cases"]]
+    return "\n".join(_row(*cells) if cells else "" for cells in rows)
 
 
 def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
+    return "|---" * len(cells) + "|" if cells[0] == "---" else f"| {' | '.join(cells)} |".replace("|  |", "| |")
 
 
 def _both(found: Mapping[str, Any], *names: str) -> Iterator[str]:

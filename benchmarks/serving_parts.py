@@ -1,8 +1,9 @@
 """Parts of benchmarks/serving.py that need no engines: the server outside the ranks, switching models, and grouped products.
 
-`overhead`: a server over HTTP with a session's rank under Ray, whose passes answer at once: what is left is the server's. The
-bodies are made before, as the client cuts them. CPU seconds are the server's process with all its threads (it also sends the
-bodies), and the rank's, of all that it does around a pass. `switching`: `RankModels` in this process; `grouped`: products.
+`overhead`: a server over HTTP with a session's rank under Ray. First passes that the rank answers at once, so that what is left
+is the server's: their bodies are made before, as the client cuts them. Then updates of GRPO by the protocol's client and by the
+calls of the built-in loop, in turns, on that rank. CPU seconds are those of the server's process, which is also the client's,
+and of the rank. `switching`: `RankModels` in this process; `grouped`: products.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import shutil
 import socket
 import statistics
 import sys
@@ -18,11 +20,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,9 @@ from workload import MODEL, ROOT
 
 sys.path.insert(0, str(ROOT))
 
-DATUMS, TOKENS, PASSES, LARGEST = 1024, 1024, 5, 8192
+NAME, LAYERS, UPDATES = "served/base", 6, 2
+"""The model's name for clients, its first layers that there are, and pairs of updates."""
+DATUMS, TOKENS, PASSES, LARGEST = 1024, 1024, 3, 8192
 """Datums of a batch and their tokens, how often it is sent, and tokens of a micro-batch."""
 SHARE = 0.05
 RANK, SWITCHED, ON_DISK, ROWS, ROW_TOKENS, SWITCHES = 32, 8, 4, 4, 128, 8
@@ -59,40 +62,27 @@ class Clock:
 # the server outside the ranks -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class AnswerAtOnce:
-    """A question to a rank: have its passes answer zeros at once, whatever they are sent."""
+def answer_at_once(role: Any) -> None:
+    """A question to each rank, which gets its `RankModel`: its passes answer zeros at once, whatever they are sent."""
+    from megarl.options.serve.losses import LOSS
+    from megarl.runs.update_metrics import LOG_PROBS
 
-    @property
-    def __name__(self) -> str:
-        """Name by which errors call it."""
-        return "stand-in"
+    def update(micro_batches: Any, loss_function: Any, **_: Any) -> dict[str, Any]:
+        responses = [response for units in micro_batches for unit in units for response in unit.responses]
+        shown = {one.index: torch.zeros(len(one.token_ids), dtype=torch.float64) for one in responses}
+        return {LOSS: 0.0, LOG_PROBS: shown}
 
-    def __call__(self, role: Any) -> None:
-        """Answer on each rank, for its `RankModel`."""
-        from megarl.options.serve.losses import LOSS
-        from megarl.runs.update_metrics import LOG_PROBS
-
-        def update(micro_batches: Any, loss_function: Any, **_: Any) -> dict[str, Any]:
-            responses = [response for units in micro_batches for unit in units for response in unit.responses]
-            shown = {one.index: torch.zeros(len(one.token_ids), dtype=torch.float64) for one in responses}
-            return {LOSS: 0.0, LOG_PROBS: shown}
-
-        role.update = update
+    role.update = update
 
 
-@dataclass(frozen=True)
-class CpuSeconds:
-    """A question to a rank: seconds of CPU that its process has used."""
+def compute_again(role: Any) -> None:
+    """A question to each rank: `answer_at_once` is over."""
+    del role.update
 
-    @property
-    def __name__(self) -> str:
-        """Name by which errors call it."""
-        return "clock"
 
-    def __call__(self, role: Any) -> float:
-        """Answer on each rank."""
-        return time.process_time()
+def cpu_seconds(role: Any) -> float:
+    """A question to each rank: the seconds of CPU that its process has used."""
+    return time.process_time()
 
 
 def bodies(model: str, first: int) -> list[bytes]:
@@ -160,7 +150,7 @@ class Asking:
 
 @contextmanager
 def served(work: Path) -> Iterator[tuple[int, Any]]:
-    """A server on a tiny model whose rank answers at once, without engines: its port, and the roles of its session."""
+    """A server without engines, in this process: its port, and its session."""
     import ray
     import uvicorn
 
@@ -173,20 +163,18 @@ def served(work: Path) -> Iterator[tuple[int, Any]]:
     from megarl.options.serve.store import open_store
     from megarl.options.serve.tenants import Tenants
     from megarl.options.serve.trainer import SessionTrainer
-    from megarl.runs.training_side import POLICY
     from megarl.trainers.inputs import read_inputs
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks do not know this folder
     file = work / "serve.yaml"
-    file.write_text(yaml.safe_dump(config_of(tiny(work / "model"), work)))
+    file.write_text(yaml.safe_dump(config_of(shortened(work, LAYERS), work)))
     config = load(file)
     with ExitStack() as stack:
         inputs = read_inputs(config, train=False)
         stack.callback(inputs.close)
         session = stack.enter_context(Session(config, inputs, ranks_alone))
         session.start(work / "logs")
-        session.roles.ask(POLICY, AnswerAtOnce())
-        options = ServiceOptions(models={"tiny": TOKENS}, scratch=work / "scratch", max_rank=8, max_body_bytes=1 << 28)
+        options = ServiceOptions(models={NAME: 2 * TOKENS}, scratch=work / "scratch", max_rank=RANK, snapshot_every_s=1e9)
         service = Service(
             options,
             trainer=SessionTrainer(session, work / "models"),
@@ -203,7 +191,7 @@ def served(work: Path) -> Iterator[tuple[int, Any]]:
         while not server.started:
             thread.join(0.05)
         try:
-            yield listening.getsockname()[1], session.roles
+            yield listening.getsockname()[1], session
         finally:
             server.should_exit = True
             thread.join(60)
@@ -224,15 +212,21 @@ class NoSampler:
         raise NotImplementedError
 
 
-def tiny(folder: Path) -> Path:
-    """A model of one layer with the tokenizer of the tiny example."""
-    import transformers
+def shortened(work: Path, layers: int | None) -> Path:
+    """The model's folder, or one with the first of its layers alone."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
 
-    source = ROOT / "models/tiny-arithmetic"
-    config = transformers.AutoConfig.from_pretrained(source)
-    config.update({"num_hidden_layers": 1, "max_position_embeddings": 2 * TOKENS})
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    if layers is None:
+        return MODEL
+    folder = work / "model"
+    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((MODEL / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    left_out = tuple(f"model.layers.{number}." for number in range(layers, config["num_hidden_layers"]))
+    with safe_open(MODEL / "model.safetensors", "pt") as tensors:
+        kept = {name: tensors.get_tensor(name) for name in tensors.keys() if not name.startswith(left_out)}  # noqa: SIM118
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -241,8 +235,9 @@ def config_of(model: Path, work: Path) -> dict[str, Any]:
     return {
         "run": {"folder": str(work), "name": "served"},
         "model": {"path": str(model), "dtype": "float32"},
-        "policy": {"threads_per_rank": 1, "max_tokens_per_micro_batch": LARGEST},
-        "serve": {"models": {"tiny": None}, "max_rank": 8, "context_tokens": 2 * TOKENS},
+        "policy": {"threads_per_rank": 1, "max_tokens_per_micro_batch": LARGEST, "share_prefix": True},
+        "algorithm": {"name": "grpo"},
+        "serve": {"models": {NAME: None}, "max_rank": RANK, "context_tokens": 2 * TOKENS},
     }
 
 
@@ -257,28 +252,105 @@ def ranks_alone(config: Any, inputs: Any, stack: ExitStack, logs: Any, *, doing:
     placed(cluster.placement)
     roles = open_roles(config, cluster.start_groups(config.run.seed))
     roles.load(POLICY)
-    return Processes(roles, None, cluster.platform.name)  # type: ignore[arg-type]
+    without: Any = SimpleNamespace(stale=False, takes_turns=False)
+    return Processes(roles, without, cluster.platform.name)
 
 
 def overhead(work: Path) -> dict[str, Any]:
+    """The update of a GRPO step by the API over that of the loop, and the server's seconds per million tokens of passes."""
+    from megarl.runs.training_side import POLICY
+
+    with served(work) as (port, session):
+        session.roles.ask(POLICY, answer_at_once)
+        alone = passes_alone(port, session.roles)
+        print(json.dumps(alone))
+        session.roles.ask(POLICY, compute_again)
+        return {**alone, "update": updates(port, session)}
+
+
+def updates(port: int, session: Any) -> dict[str, Any]:
+    """Updates by the protocol's client and by the calls of the built-in loop, in turns, on the same rank."""
+    import tinker
+    from tinker import types
+
+    from megarl.data.sample import Sample
+    from megarl.runs.training_side import POLICY
+
+    service = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key="tml-local")
+    model = service.create_lora_training_client(base_model=NAME, rank=RANK, seed=1)
+    rows = [[*range(100 + 60 * group, 147 + 60 * group), *range(500 + n, 532 + n)] for n, group in _members()]
+    rewards = [float(n % 5) for n, _ in _members()]
+
+    def by_api() -> None:
+        data = [
+            types.Datum(
+                model_input=types.ModelInput.from_ints(tokens[:-1]),
+                loss_fn_inputs={
+                    "target_tokens": tokens[1:],
+                    "logprobs": [0.0] * 46 + [-8.0] * 32,
+                    "advantages": [0.0] * 46 + [reward - 2.0] * 32,
+                },
+            )
+            for tokens, reward in zip(rows, rewards, strict=True)
+        ]
+        passed = model.forward_backward(data, "importance_sampling")
+        model.optim_step(types.AdamParams(learning_rate=1e-5)).result(timeout=600)
+        passed.result(timeout=600)
+
+    def by_loop() -> None:
+        samples = [
+            Sample(str(n), str(group), str(group), rows[n][:47], rows[n][47:], [1] * 32, [-8.0] * 32, [0] * 32, "length")
+            for n, group in _members()
+        ]
+        batch = session.batch(samples)
+        session.advantages(batch, rewards)
+        session.update(batch)
+
+    found: dict[str, list[dict[str, float]]] = {"api": [], "loop": []}
+    for number in range(UPDATES + 1):
+        for name, work in (("api", by_api), ("loop", by_loop)):
+            of_rank, clock = session.roles.ask(POLICY, cpu_seconds)[0], Clock()
+            work()
+            wall, cpu = clock.seconds()
+            row = {"wall_s": wall, "cpu_s": cpu, "rank_cpu_s": session.roles.ask(POLICY, cpu_seconds)[0] - of_rank}
+            found[name] += [row] if number else []  # the first is slower
+    holder = service.holder
+    if holder._begin_close():
+        holder.run_coroutine_threadsafe(holder._async_cleanup()).result(30)
+    pairs = [*zip(found["api"], found["loop"], strict=True)]
+    both = [[row["cpu_s"] + row["rank_cpu_s"] for row in pair] for pair in pairs]
+    return {
+        "setup": {"layers": LAYERS or "all", "rank": RANK, "rows": len(rows), "prompt_tokens": 47, "new_tokens": 32},
+        "rounds": found,
+        "over_loop": statistics.median(api["wall_s"] / loop["wall_s"] for api, loop in pairs),
+        "cpu_over_loop": statistics.median(api / loop for api, loop in both),
+    }
+
+
+def _members() -> list[tuple[int, int]]:
+    """Numbers of answers, and of the prompt that each is to."""
+    return [(number, number // 8) for number in range(16)]
+
+
+def passes_alone(port: int, roles: Any) -> dict[str, Any]:
     """Seconds of the server per million tokens of `forward_backward`, on the wall and of CPU, and of the rank around a pass."""
     from megarl.runs.training_side import POLICY
 
     rounds: list[dict[str, float]] = []
-    with served(work) as (port, roles), ThreadPoolExecutor(16) as threads:
+    with ThreadPoolExecutor(16) as threads:
         asking = Asking(port)
         session = asking.json("create_session", tags=[], user_metadata=None, sdk_version="0.38.0")["session_id"]
         lora = {"rank": 8, "seed": 1}
-        made = asking.json("create_model", session_id=session, model_seq_id=0, base_model="tiny", lora_config=lora)
+        made = asking.json("create_model", session_id=session, model_seq_id=0, base_model=NAME, lora_config=lora)
         asking.post("retrieve_future", json.dumps({"request_id": made["request_id"]}).encode())
         first = 1
         for number in range(PASSES + 1):
             sent = bodies(made["model_id"], first)
             first += len(sent)
-            of_rank, clock = roles.ask(POLICY, CpuSeconds())[0], Clock()
+            of_rank, clock = roles.ask(POLICY, cpu_seconds)[0], Clock()
             answers = list(threads.map(asking.passed, sent))
             wall, cpu = clock.seconds()
-            rank_cpu = roles.ask(POLICY, CpuSeconds())[0] - of_rank
+            rank_cpu = roles.ask(POLICY, cpu_seconds)[0] - of_rank
             assert sum(map(len, answers)) > 4 * DATUMS * TOKENS
             if number:  # the first is slower
                 rounds.append({"wall_s": wall, "server_cpu_s": cpu, "rank_cpu_s": rank_cpu})
