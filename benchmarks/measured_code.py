@@ -40,6 +40,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "scaling": ("megarl/core", "megarl/data", "megarl/experience", "megarl/workers"),
     "scheduling": ("megarl/core", "megarl/rollout"),
     "serve_faults": ("megarl/options/serve", "megarl/rollout", "megarl/supervise", "megarl/workers"),
+    "serving": ("megarl/options/serve", "megarl/data", "megarl/megatron"),
     "soak": ("megarl/core", "megarl/observe", "megarl/rollout", "megarl/runs", "megarl/workers"),
     "speculative": ("megarl/megatron", "megarl/options/prediction", "megarl/rollout"),
     "step": STEP,

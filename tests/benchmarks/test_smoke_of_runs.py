@@ -18,7 +18,7 @@ from tests.benchmarks.conftest import BENCHMARKS
 from tests.warm_workers import WarmWorkers
 
 ROOT = BENCHMARKS.parent
-TINY = ROOT / "models/tiny-arithmetic"
+TINY, SMOLLM2 = ROOT / "models/tiny-arithmetic", ROOT / "models/SmolLM2-135M-Instruct"
 Measured = Callable[..., Any]
 SETUP = {"machine", "versions"}
 pytestmark = [
@@ -126,6 +126,28 @@ def test_step(measured: Measured, warm: None) -> None:
     found = measured("step", *small, *SMALLER, write_prompts=sums, numbers=figures)
     assert {*SETUP, "overrides", "phases", "gates"} <= found.keys()
     assert len(found["steps"]) == 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="needs models/SmolLM2-135M-Instruct (make model)")
+def test_serving_without_engines(measured: Measured, local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    parts = importlib.import_module("serving_parts")
+    for name, value in {"DATUMS": 6, "TOKENS": 40, "PASSES": 1, "LAYERS": 1, "UPDATES": 1}.items():
+        monkeypatch.setattr(parts, name, value)
+    numbers = ("overhead:per_million_tokens:server_cpu_s", "overhead:update:over_loop", "overhead:update:cpu_over_loop")
+    found = measured("serving", "--parts", "overhead", numbers=numbers)
+    assert found["overhead"]["tokens_per_s_below_the_goal"] > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="needs models/SmolLM2-135M-Instruct (make model)")
+def test_serving_with_engines(measured: Measured, local_ray: None, warm: None) -> None:
+    sizes = {"PROMPTS": 1, "SAMPLES": 2, "NEW_TOKENS": 2, "STEPS": 1, "CLIENTS": 2, "ROUNDS": 1, "DATUM_TOKENS": 8}
+    numbers = ("step:over_loop", "step:cpu_over_loop", "clients:train_wall", "clients:sample_cpu")
+    found = measured("serving", "--layers", "1", "--parts", "step", "clients", **sizes, numbers=numbers)
+    assert len(found["step"]["steps_by_api"]) == 1
+    assert found["clients"]["tokens_per_s"].keys() == {"train, one", "train, many", "sample, one", "sample, many"}
 
 
 @pytest.mark.exhaustive

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
@@ -90,6 +90,7 @@ class FairQueue(Generic[J]):
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[str, OrderedDict[Hashable, deque[J]]] = OrderedDict()
+        self._last: tuple[str, Hashable] = ("", None)
         self._more = asyncio.Event()
 
     def put(self, tenant: str, client: Hashable, job: J) -> None:
@@ -97,14 +98,30 @@ class FairQueue(Generic[J]):
         self._jobs.setdefault(tenant, OrderedDict()).setdefault(client, deque()).append(job)
         self._more.set()
 
-    async def take(self) -> J:
-        """Wait for the next job."""
+    async def take(self, goes_on: Callable[[J], bool | None] = lambda job: None) -> J:
+        """Wait for the next job.
+
+        Of the client that was served last, the first job of which `goes_on` says True or False (None: it is about another
+        matter) comes before all turns if that is True.
+        """
         while not self._jobs:
             self._more.clear()
             await self._more.wait()
-        tenant, clients = next(iter(self._jobs.items()))
-        client, jobs = next(iter(clients.items()))
-        job = jobs.popleft()
+        clients_of_last = self._jobs.get(self._last[0], OrderedDict())
+        for place, job in enumerate(clients_of_last.get(self._last[1], ())):
+            if (found := goes_on(job)) is not None:
+                if found:
+                    return self._taken(*self._last, place)
+                break
+        tenant = next(iter(self._jobs))
+        self._last = (tenant, next(iter(self._jobs[tenant])))
+        return self._taken(*self._last, 0)
+
+    def _taken(self, tenant: str, client: Hashable, place: int) -> J:
+        clients = self._jobs[tenant]
+        jobs = clients[client]
+        job = jobs[place]
+        del jobs[place]
         _move_back(clients, client, is_empty=not jobs)
         _move_back(self._jobs, tenant, is_empty=not clients)
         return job

@@ -131,8 +131,9 @@ class TrainerWorker:
         return await asyncio.get_running_loop().run_in_executor(self._disk, call)
 
     async def _run(self) -> None:
+        job: TrainingJob | None = None
         while True:
-            job = await self._queue.take()
+            job = await self._queue.take(partial(_goes_on, job))
             model = job.model
             running = asyncio.ensure_future(self.in_thread(partial(self._compute, job)))
             try:
@@ -228,6 +229,14 @@ class TrainerWorker:
             await self.in_thread(partial(journal.snapshot, model.id, model.done, write, carried))
         except Exception as error:  # noqa: BLE001 - the requests since the last snapshot are kept instead
             self.say(f"no snapshot of model {model.id}, whose journal grows: {error}")
+
+
+def _goes_on(last: TrainingJob | None, job: TrainingJob) -> bool | None:
+    """Return whether a job is an optimizer step of the model that has its place on the ranks; None: it is of another model.
+
+    Such a step is short, and behind it there are no gradients to move: two models that take turns are switched half as often.
+    """
+    return job.work.kind == "optim_step" if last is not None and job.model is last.model else None
 
 
 def _answer_entry(answer: Settled, digest: bytes, *, failed: bool) -> tuple[str, bytes]:

@@ -47,13 +47,13 @@ def data_of(
     return found
 
 
-def begun_alike() -> list[Datum]:
-    """Three data whose first 20 tokens are the same, of which one has no shift of its tokens as targets."""
+def begun_alike(*, shifts: bool) -> list[Datum]:
+    """Three data whose first 20 tokens are the same; without `shifts` one has no shift of its tokens as targets."""
     draw, found = np.random.default_rng(3), []
     prompt = draw.integers(0, VOCAB_SIZE, 20)
     for number in range(3):
         tokens = np.append(prompt, draw.integers(0, VOCAB_SIZE, 3 + number)).astype(np.int32)
-        targets = draw.permutation(tokens) if number == 1 else np.append(tokens[1:], 7)
+        targets = draw.permutation(tokens) if number == 1 and not shifts else np.append(tokens[1:], 7)
         weights = draw.uniform(-0.2, 1, len(tokens)).astype(np.float32)
         found.append(Datum(tokens, {"target_tokens": targets.astype(np.int64), "weights": weights}))
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -75,6 +76,24 @@ def test_ten_jobs_of_one_client_do_not_wait_for_ten_thousand_of_another() -> Non
     taken = asyncio.run(work())
     assert [place for place, job in enumerate(taken) if job.startswith("small")] == [*range(1, 21, 2)]
     assert [job for job in taken if job.startswith("big")] == [f"big {number}" for number in range(10_000)]
+
+
+def test_a_job_that_goes_on_with_the_last_one_comes_before_turns_and_never_before_its_own() -> None:
+    def goes_on(last: str) -> Callable[[str], bool | None]:
+        return lambda job: job[1] == "o" if job[0] == last[0] else None
+
+    async def work() -> list[str]:
+        queue: FairQueue[str] = FairQueue()
+        for job in ("a1", "b1", "ao", "a2", "ao", "bo"):
+            queue.put("t", "big", job)
+        for job in ("c1", "co"):
+            queue.put("t", "small", job)
+        taken = [" "]
+        while len(taken) < 9:
+            taken.append(await queue.take(goes_on(taken[-1])))
+        return taken[1:]
+
+    assert asyncio.run(work()) == ["a1", "ao", "c1", "co", "b1", "bo", "a2", "ao"]
 
 
 def test_places_go_to_the_client_that_has_the_fewest() -> None:

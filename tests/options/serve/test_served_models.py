@@ -28,7 +28,8 @@ CASES: list[tuple[str, dict[str, float], list[Datum]]] = [
     *((loss, dict[str, float](), data_of(loss)) for loss in FORMS),
     ("cross_entropy", {}, data_of("cross_entropy", wide=3)),
     ("importance_sampling", {}, data_of("importance_sampling", shifts=False)),
-    ("cross_entropy", {}, begun_alike()),
+    ("cross_entropy", {}, begun_alike(shifts=False)),
+    ("cross_entropy", {}, begun_alike(shifts=True)),
     ("dro", {"beta": 0.7}, data_of("dro", lengths=(4,))),
 ]
 """The last has fewer data than some layouts have replicas."""
