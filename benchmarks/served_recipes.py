@@ -1,12 +1,12 @@
 """Recipes of the cookbook, as they are installed, against `megarl serve` on a CPU: whether each ends, and what it said.
 
     make cookbook
-    python benchmarks/served_recipes.py --out benchmarks/results/served_recipes.json --page docs/serve.md
+    python benchmarks/served_recipes.py --out benchmarks/results/served_recipes.json
 
 Each recipe is a process of the cookbook's own environment, with its usual command at a small size. Rows, and the model with its
 tokenizer, are in the folder in which it works (recipe_rows.py), by the names that it asks for; the internet is not used. One
 server in float32 answers them all, one recipe after the other. `--recipes` names those to run; what `--out` has of the others
-stays. `--page` writes the table into a page.
+stays. `make docs` writes the table of docs/serve.md.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ from tests.themes.e2e.processes import outside_ray
 COOKBOOK = Path(os.environ.get("COOKBOOK_VENV", ROOT / ".venv-cookbook"))
 """The environment that `make cookbook` makes."""
 BASE = "Qwen/Qwen3-4B-Instruct-2507"
-"""What recipes ask for: by this name the cookbook chooses a renderer of Qwen's chats."""
+"""What recipes ask for."""
+RENDERER = "qwen3_instruct"
+"""The cookbook's choice for it; recipes whose usual choice is another model's are told."""
+SMALL = "a model of two layers made by the benchmark"
 KL = "optim/kl_sample_train_v1"
 TEACHER = "sl_loop"
-BEGIN, END = "<!-- served recipes: begin -->", "<!-- served recipes: end -->"
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,10 @@ RECIPES = {
     TEACHER: Recipe("sl_loop", "lora_rank=16 learning_rate=5e-3 batch_size=32 max_steps=12", "train_mean_nll", falls=True),
     "rl_basic": Recipe(
         "rl_basic",
-        "lora_rank=16 learning_rate=3e-3 max_tokens=12 max_steps=8 dataset_builder.batch_size=8 dataset_builder.group_size=8",
+        "lora_rank=16 learning_rate=3e-3 max_tokens=12 max_steps=8"
+        " dataset_builder=tinker_cookbook.recipes.math_rl.math_env:Gsm8kDatasetBuilder dataset_builder.batch_size=8"
+        f" dataset_builder.group_size=8 dataset_builder.renderer_name={RENDERER}"
+        f" dataset_builder.model_name_for_tokenizer={BASE}",
         REWARD,
     ),
     "rl_loop": Recipe(
@@ -83,7 +88,7 @@ RECIPES = {
     ),
     "preference.shorter": Recipe(
         "preference.shorter.train",
-        "renderer_name=qwen3_instruct learning_rate=3e-3 max_tokens=24 max_steps=4 batch_size=4 group_size=4 eval_every=0",
+        f"renderer_name={RENDERER} learning_rate=3e-3 max_tokens=24 max_steps=4 batch_size=4 group_size=4 eval_every=0",
         "env/all/ac_tokens_per_turn",
         falls=True,
     ),
@@ -96,7 +101,7 @@ RECIPES = {
     ),
     "multiplayer_rl.guess_number": Recipe(
         "multiplayer_rl.guess_number.train",
-        "renderer_name=qwen3_instruct learning_rate=3e-3 max_tokens=12 max_steps=4 batch_size=4 group_size=4 eval_every=0",
+        f"renderer_name={RENDERER} learning_rate=3e-3 max_tokens=12 max_steps=4 batch_size=4 group_size=4 eval_every=0",
         REWARD,
     ),
     "rl_numerics_check": Recipe(
@@ -119,7 +124,9 @@ def prepare(folder: Path, model: Path | None = None) -> Path:
     """Make the recipes' working folder; returns the base model's folder, which is `model` or a small one made here."""
     base = folder / BASE
     if model is None:
-        recipe_rows.write_model(base)
+        import recipe_model  # torch and transformers, which those who only read the figures need not load
+
+        recipe_model.write_model(base)
     else:
         shutil.copytree(model, base, ignore=shutil.ignore_patterns("*.safetensors"))
     recipe_rows.write_data_sets(folder)
@@ -215,29 +222,22 @@ def figures(name: str, log: Path) -> dict[str, Any]:
     return found | ({"kl_sample_train": max(differences)} if differences else {})
 
 
-def shown(name: str) -> str:
-    """A recipe's usual command, as the page has it."""
-    words = ["python -m", *command_of(name, Path("LOG"), "tinker://…")[1:]]
-    return " ".join(word for word in words if not word.startswith("log_path="))
-
-
-def table(found: dict[str, Any]) -> str:
-    """The table of a page."""
-    lines = ["| recipe, `python -m tinker_cookbook.recipes.…` | what was seen | sampler against trainer |", "|---|---|---|"]
+def table(found: dict[str, Any]) -> list[str]:
+    """The lines of docs/serve.md: what was run where, and a row for each recipe."""
+    of, by = found["versions"], found["machine"]
+    lines = [
+        f"tinker {of['tinker']} and tinker-cookbook {of['tinker-cookbook']}, {found['model']}, in float32 on"
+        f" {by['cores']} cores of {by['processor']}, {found['date']}:",
+        "",
+        "| `python -m tinker_cookbook.recipes.…`, with `model_name=…` | what was seen | sampler against trainer |",
+        "|---|---|---|",
+    ]
     for name, row in found["recipes"].items():
-        command = shown(name).removeprefix("python -m tinker_cookbook.recipes.")
-        values = row["values"]
+        recipe, values = RECIPES[name], row["values"]
         seen = f"{row['steps']} steps, `{row['figure']}` {values[0]:.3g} → {values[-1]:.3g}"
-        difference = f"{row['kl_sample_train']:.1e}" if "kl_sample_train" in row else "–"
-        lines.append(f"| `{command.replace(f' model_name={BASE}', '')}` | {seen} | {difference} |")
-    return "\n".join(lines)
-
-
-def write_table(page: Path, found: dict[str, Any]) -> None:
-    """Put the table between its marks on a page."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{after}")
+        difference = f"{row['kl_sample_train']:.1e}" if "kl_sample_train" in row else ""
+        lines.append(f"| `{recipe.module} {recipe.arguments.format(teacher='tinker://…')}` | {seen} | {difference} |")
+    return lines
 
 
 def cookbook_versions() -> dict[str, str]:
@@ -261,19 +261,22 @@ def measure(names: Sequence[str], model: Path | None, found: dict[str, Any], out
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--page", type=Path)
     parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=[*RECIPES])
     parser.add_argument("--model", type=Path, help="a model's folder; without, a small one is made")
     options = parser.parse_args()
-    if options.recipes and (reason := why_not()) is not None:
+    if (reason := why_not()) is not None:
         sys.exit(reason)
     found: dict[str, Any] = json.loads(options.out.read_text()) if options.out is not None and options.out.exists() else {}
-    found |= {"command": "python benchmarks/served_recipes.py", "recipes": found.get("recipes", {})}
-    if options.recipes:
-        found |= {"machine": machine(), "code": code_of("served_recipes"), "versions": versions() | cookbook_versions()}
-        measure(options.recipes, options.model, found, options.out)
-    if options.page is not None:
-        write_table(options.page, found)
+    found |= {
+        "command": "python benchmarks/served_recipes.py",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": machine(),
+        "code": code_of("served_recipes"),
+        "versions": versions() | cookbook_versions(),
+        "model": SMALL if options.model is None else options.model.name,
+        "recipes": found.get("recipes", {}),
+    }
+    measure(options.recipes, options.model, found, options.out)
 
 
 if __name__ == "__main__":

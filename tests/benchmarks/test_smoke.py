@@ -460,7 +460,8 @@ RUN_BY = {
 PARTS = {
     "bad_input_cases": "bad_input", "engine_stand_ins": "roofline", "fault_runs": "faults", "fault_trials": "faults",
     "launches": "roofline", "learning_twice": "learning", "live_bytes": "head_memory", "measured_code": "step",
-    "paced_engine": "async_rollouts", "recipe_rows": "served_recipes", "workload": "step",
+    "paced_engine": "async_rollouts", "recipe_model": "served_recipes",
+    "recipe_rows": "served_recipes", "workload": "step",
 }  # fmt: skip
 WITHOUT_FIGURES = {"learning_curve": "it draws a picture", "planner": "its tables follow from the planner, not from a machine"}
 

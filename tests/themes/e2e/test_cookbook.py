@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.conftest import BENCHMARKS, read_strictly
+from tests.benchmarks.conftest import BENCHMARKS
 
-RESULTS = BENCHMARKS / "results/served_recipes.json"
-PAGE = BENCHMARKS.parent / "docs/serve.md"
 MINUTES = 20
 """For the longest recipe, on a machine that does other work beside."""
 
@@ -71,10 +69,3 @@ def ends(found: dict[str, Any]) -> tuple[float, float]:
     values = found["values"]
     quarter = max(1, len(values) // 4)
     return mean(values[:quarter]), mean(values[-quarter:])
-
-
-def test_the_page_has_the_figures_as_they_were_measured(recipes: ModuleType, tmp_path: Path) -> None:
-    written = tmp_path / "page.md"
-    written.write_text(PAGE.read_text())
-    recipes.write_table(written, read_strictly(RESULTS))
-    assert written.read_text() == PAGE.read_text(), "python benchmarks/served_recipes.py --recipes --out … --page docs/serve.md"
