@@ -162,7 +162,7 @@ def serving(config: dict[str, Any], folder: Path) -> Iterator[str]:
     finally:
         server.send_signal(signal.SIGINT)
         try:
-            server.wait(timeout=60)
+            server.wait(timeout=300)
         finally:
             server.kill()
 
