@@ -30,7 +30,7 @@ from typing import Any
 import recipe_rows
 import yaml
 from measured_code import code_of
-from workload import ROOT, machine, publish, versions
+from workload import ROOT, free_port, machine, publish, versions
 
 sys.path.insert(0, str(ROOT))
 
@@ -139,7 +139,7 @@ def config_of(model: Path, folder: Path) -> dict[str, Any]:
         "run": {"folder": str(folder / "runs"), "name": "served"},
         "model": {"path": str(model), "dtype": "float32"},
         "policy": {"threads_per_rank": 1, "max_tokens_per_micro_batch": 4096},
-        "serve": {"models": {BASE: None}, "max_rank": 32, "live_models": 4, "context_tokens": 4096, "port": 0},
+        "serve": {"models": {BASE: None}, "max_rank": 32, "live_models": 4, "context_tokens": 4096, "port": free_port()},
         "data": {"max_prompt_tokens": 3072},
         "rollout": {"threads": 1},
     }
@@ -187,10 +187,12 @@ def environment(url: str, folder: Path) -> dict[str, str]:
     }
 
 
-def teacher_of(folder: Path) -> str:
-    """Name the sampler that `sl_loop` saved last."""
-    saved = (folder / "logs" / TEACHER / "checkpoints.jsonl").read_text().splitlines()
-    return str(json.loads(saved[-1])["sampler_path"])
+def teacher_of(url: str, folder: Path) -> str:
+    """Name the sampler that `sl_loop` saved last; it is run if it was not."""
+    saved = folder / "logs" / TEACHER / "checkpoints.jsonl"
+    if not saved.exists():
+        run(TEACHER, url, folder)
+    return str(json.loads(saved.read_text().splitlines()[-1])["sampler_path"])
 
 
 def run(name: str, url: str, folder: Path, timeout_s: float = 900) -> dict[str, Any]:
@@ -200,7 +202,7 @@ def run(name: str, url: str, folder: Path, timeout_s: float = 900) -> dict[str, 
         RuntimeError: it did not end well; the message is the end of what it said.
     """
     log = folder / "logs" / name.split()[0]
-    teacher = teacher_of(folder) if "{teacher}" in RECIPES[name].arguments else ""
+    teacher = teacher_of(url, folder) if "{teacher}" in RECIPES[name].arguments else ""
     began = time.monotonic()
     said = subprocess.run(
         [str(COOKBOOK / "bin/python"), *command_of(name, log, teacher)],
@@ -232,8 +234,10 @@ def table(found: dict[str, Any]) -> list[str]:
         "| `python -m tinker_cookbook.recipes.…`, with `model_name=…` | what was seen | sampler against trainer |",
         "|---|---|---|",
     ]
-    for name, row in found["recipes"].items():
-        recipe, values = RECIPES[name], row["values"]
+    for name, recipe in RECIPES.items():
+        if (row := found["recipes"].get(name)) is None:
+            continue
+        values = row["values"]
         seen = f"{row['steps']} steps, `{row['figure']}` {values[0]:.3g} → {values[-1]:.3g}"
         difference = f"{row['kl_sample_train']:.1e}" if "kl_sample_train" in row else ""
         lines.append(f"| `{recipe.module} {recipe.arguments.format(teacher='tinker://…')}` | {seen} | {difference} |")
@@ -247,15 +251,20 @@ def cookbook_versions() -> dict[str, str]:
     return dict(zip(("tinker", "tinker-cookbook"), said.stdout.split(), strict=True))
 
 
-def measure(names: Sequence[str], model: Path | None, found: dict[str, Any], out: Path | None) -> None:
-    """Run the recipes against one server; each one's figures are written as it ends."""
+def measure(names: Sequence[str], model: Path | None, found: dict[str, Any], out: Path | None) -> list[str]:
+    """Run the recipes against one server; each one's figures are written as it ends. Returns what those said that failed."""
+    failed = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         base = prepare(folder, model)
         with serving(config_of(base, folder), folder) as url:
             for name in names:
-                found["recipes"][name] = run(name, url, folder)
+                try:
+                    found["recipes"][name] = run(name, url, folder)
+                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                    failed.append(f"{name}: {error}")
                 publish(found, out)
+    return failed
 
 
 def main() -> None:
@@ -276,7 +285,8 @@ def main() -> None:
         "model": SMALL if options.model is None else options.model.name,
         "recipes": found.get("recipes", {}),
     }
-    measure(options.recipes, options.model, found, options.out)
+    if failed := measure(options.recipes, options.model, found, options.out):
+        sys.exit("\n".join(failed))
 
 
 if __name__ == "__main__":

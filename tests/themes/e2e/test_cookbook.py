@@ -53,8 +53,6 @@ def test_every_recipe_is_tried(recipes: ModuleType) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_ends_and_learns(name: str, recipes: ModuleType, server: tuple[str, Path]) -> None:
     url, folder = server
-    if "{teacher}" in recipes.RECIPES[name].arguments and not (folder / "logs/sl_loop/checkpoints.jsonl").exists():
-        recipes.run(recipes.TEACHER, url, folder)
     found = recipes.run(name, url, folder, timeout_s=MINUTES * 60)
     first, last = ends(found)
     assert last < first if recipes.RECIPES[name].falls else last > first, found
