@@ -21,7 +21,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 ENGLISH = ("docs/glossary.md", "docs/training.md")
 """Text for the tokenizer's merges, beside the rows."""
 VOCABULARY = 1024
-TEACHING_STEPS, TEACHING_ROWS, TEACHING_LR = 200, 16, 3e-3
+TEACHING_STEPS, TEACHING_ROWS, TEACHING_LR = 250, 16, 3e-3
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -50,7 +50,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def taught(tokenizer: PreTrainedTokenizerFast, draw: random.Random) -> tuple[list[int], int]:
     """A prompt of words about anything, with an answer; token ids, and how many of them are the prompt's."""
-    words = " ".join(draw.choices([*WORDS, *THINGS, *NAMES], k=int(4 ** draw.uniform(1, 3.5))))
+    words = " ".join(draw.choices([*WORDS, *THINGS, *NAMES], k=int(4 ** draw.uniform(1, 4))))
     prompt = tokenizer.encode(f"<|im_start|>user\n{words}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
     said = tokenizer.encode(answer(draw) + "<|im_end|>", add_special_tokens=False)
     return [*prompt, *said], len(prompt)
