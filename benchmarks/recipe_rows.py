@@ -17,25 +17,9 @@ import yaml
 NAMES = ("Ann", "Bo", "Cleo", "Dan", "Eve", "Finn")
 THINGS = ("apples", "books", "coins", "stamps", "shells")
 WORDS = (
-    "the", "of", "after", "before", "during", "into", "known", "later", "many", "most", "only", "over", "several", "such", "their",
-    "then", "time", "until", "while", "light",
+    "the", "of", "after", "before", "during", "into", "known", "later", "many", "most", "only", "over", "several", "such",
+    "their", "then", "time", "until", "while", "light",
 )  # fmt: skip
-    "the",
-    "of",
-    "after",
-    "before",
-    "during",
-    "into",
-    "known",
-    "later",
-    "many",
-    "most",
-    "only",
-    "over",
-    "time",
-    "until",
-    "light",
-)
 
 
 def question(draw: random.Random) -> tuple[str, int]:
