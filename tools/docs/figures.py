@@ -452,6 +452,15 @@ def soak() -> list[str]:
     return _table(("process", "memory", "growth behind the warm-up"), rows)
 
 
+# --- serve.md ---
+
+
+def served_recipes() -> list[str]:
+    import served_recipes
+
+    return served_recipes.table(result("served_recipes"))
+
+
 TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
     "evidence/benchmarks.md": {"step": step, "algorithms": algorithms, "against_trl": against_trl},
     "evidence/costs.md": {
@@ -479,6 +488,7 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "presets": learning("preset"),
     },
     "evidence/plans.md": {"memory": planning_memory},
+    "serve.md": {"served_recipes": served_recipes},
     "evidence/faults.md": {"faults_mixed": faults_mixed, "faults": faults, "faults_serve": faults_serve, "soak": soak},
 }
 """By page and mark, the table that stands between `<!-- mark: begin -->` and `<!-- mark: end -->`."""
