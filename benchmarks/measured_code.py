@@ -39,6 +39,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "roofline": ("megarl/megatron", "megarl/models"),
     "scaling": ("megarl/core", "megarl/data", "megarl/experience", "megarl/workers"),
     "scheduling": ("megarl/core", "megarl/rollout"),
+    "served_curves": ("megarl/algorithms", "megarl/experience", "megarl/options/lora", "megarl/options/serve"),
     "soak": ("megarl/core", "megarl/observe", "megarl/rollout", "megarl/runs", "megarl/workers"),
     "speculative": ("megarl/megatron", "megarl/options/prediction", "megarl/rollout"),
     "step": STEP,

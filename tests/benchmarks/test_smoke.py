@@ -448,6 +448,7 @@ RUN_BY = {
     "roofline": f"{HERE}::test_roofline",
     "scaling": f"{HERE}::test_scaling",
     "scheduling": f"{HERE}::test_scheduling",
+    "served_curves": "tests/benchmarks/test_served_curves.py::test_served_curves",
     "soak": f"{OF_RUNS}::test_soak",
     "speculative": f"{OF_RUNS}::test_speculative",
     "step": f"{OF_RUNS}::test_step",
@@ -459,7 +460,8 @@ RUN_BY = {
 PARTS = {
     "bad_input_cases": "bad_input", "engine_stand_ins": "roofline", "fault_runs": "faults", "fault_trials": "faults",
     "launches": "roofline", "learning_twice": "learning", "live_bytes": "head_memory", "measured_code": "step",
-    "paced_engine": "async_rollouts", "workload": "step",
+    "paced_engine": "async_rollouts", "served_curves_judge": "served_curves", "served_curves_model": "served_curves",
+    "workload": "step",
 }  # fmt: skip
 WITHOUT_FIGURES = {"learning_curve": "it draws a picture", "planner": "its tables follow from the planner, not from a machine"}
 
