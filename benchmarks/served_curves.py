@@ -171,6 +171,32 @@ def compared(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def table(found: dict[str, Any]) -> list[str]:
+    """Markdown rows: held-out rewards of both sides by seed, their means, and what is between them."""
+    final, held_out = found["final"], {(run["side"], run["number"]): run["held_out"] for run in found["runs"]}
+    lines = ["| | the recipe by the API | `megarl train` | difference |", "|---|---|---|---|"]
+    for number, difference in enumerate(final["differences"]):
+        sides = (f"{100 * held_out[side, number]:.1f} %" for side in (SERVED, TRAINED))
+        lines.append(f"| seed {number + 1} | {' | '.join(sides)} | {100 * difference:+.1f} points |")
+    sides = (f"{100 * final[side]['mean']:.1f} %" for side in (SERVED, TRAINED))
+    error = "" if final["standard_error"] is None else f", standard error {100 * final['standard_error']:.1f}"
+    return [*lines, f"| mean | {' | '.join(sides)} | {100 * final['difference']:+.1f} points{error} |"]
+
+
+def curve(found: dict[str, Any]) -> list[str]:
+    """Markdown rows: the mean reward of five steps at a time, over the seeds of a side."""
+    starts = range(0, found["setup"]["steps"], LAST_STEPS)
+    lines = [
+        f"| steps | {' | '.join(f'{start + 1}–{start + LAST_STEPS}' for start in starts)} |",
+        "|---" * (len(starts) + 1) + "|",
+    ]
+    for side, name in ((SERVED, "the recipe by the API"), (TRAINED, "`megarl train`")):
+        curves = [run["reward"] for run in found["runs"] if run["side"] == side]
+        means = (mean(reward for one in curves for reward in one[start : start + LAST_STEPS]) for start in starts)
+        lines.append(f"| {name} | {' | '.join(f'{value:.2f}' for value in means)} |")
+    return lines
+
+
 def version_in(python: Path, package: str) -> str:
     """The version of a package in another environment."""
     code = f"from importlib.metadata import version; print(version({package!r}))"
@@ -254,7 +280,8 @@ def main() -> None:
         if served is not None and record.get(TRAINED, number) is None:
             partner = partial(train_partner, model, work, f"train-{number}", steps, served["seed"])
             record.add(judge(TRAINED, number, run=partner))
-    print(json.dumps(record.setup | {"final": compared(record.runs)}, indent=1))
+    found = record.setup | {"runs": record.runs, "final": compared(record.runs)}
+    print("\n".join([*table(found), "", *curve(found)]))
 
 
 if __name__ == "__main__":
