@@ -42,6 +42,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "serve_faults": ("megarl/options/serve", "megarl/rollout", "megarl/supervise", "megarl/workers"),
     "serving": ("megarl/options/serve", "megarl/data", "megarl/megatron"),
     "served_recipes": ("megarl/options/serve", "megarl/options/lora"),
+    "served_curves": ("megarl/algorithms", "megarl/experience", "megarl/options/lora", "megarl/options/serve"),
     "soak": ("megarl/core", "megarl/observe", "megarl/rollout", "megarl/runs", "megarl/workers"),
     "speculative": ("megarl/megatron", "megarl/options/prediction", "megarl/rollout"),
     "step": STEP,
