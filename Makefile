@@ -14,6 +14,8 @@
 #   make test-py312  the tests on Python 3.12 with megatron-core 0.19, in an environment of its own, .venv-py312
 #   make test-py312-reduced  what CI has time for of that
 #   make test-transformer-engine  Transformer Engine's layers, built without a GPU, in an environment of its own, .venv-te (6 GB)
+#   make cookbook    .venv-cookbook, an environment of its own with the client and the cookbook of recipes that `megarl serve` answers
+#   make test-cookbook  those recipes, as they are, against a server on this machine
 #   make test-slurm  a run over two nodes of a real Slurm, started on this machine (root; make system-packages)
 #   make test-multinode  runs over two network namespaces on this machine (root)
 #   make test-rehearsal  small runs on a Ray of several nodes that say they have GPUs; a part of `make test`
@@ -32,6 +34,8 @@ VENV ?= .venv
 PYTHON312 ?= $(lastword python3.12 $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12.*/bin/python3.12))
 VENV312 := .venv-py312
 VENV_TE := .venv-te
+# another path is the tests' and the benchmark's too if it is exported
+COOKBOOK_VENV ?= .venv-cookbook
 # the half of Transformer Engine that is compiled against torch, as a wheel; without one it is built (8 GB, half an hour)
 TE_TORCH_WHEEL ?=
 TESTS ?= tests --ignore=tests/themes/slurm --ignore=tests/themes/multinode --ignore=tests/themes/rehearsal
@@ -47,7 +51,7 @@ TESTED := -c requirements/constraints.txt -c $(VENV)/.torch
 # uv, unlike pip, does not compile what it installs: the first import does. It must be allowed to keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: venv model tiny-model tiny-teacher tiny-calculator tiny-vision tiny-digits quickstart test-quick test tests test-all venv-py312 test-py312 test-py312-reduced test-transformer-engine test-slurm test-multinode test-rehearsal system-packages docs lint clean help
+.PHONY: venv model tiny-model tiny-teacher tiny-calculator tiny-vision tiny-digits quickstart test-quick test tests test-all venv-py312 test-py312 test-py312-reduced test-transformer-engine cookbook test-cookbook test-slurm test-multinode test-rehearsal system-packages docs lint clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -166,6 +170,18 @@ $(VENV)/.transformer-engine: requirements/transformer-engine.txt requirements/bu
 	$(INSTALL) $(TESTED) -r requirements/transformer-engine.txt "$(or $(TE_TORCH_WHEEL),$$(PYTHON=$(PYTHON) bash requirements/build-transformer-engine.sh build/transformer-engine))"
 	@touch $@
 
+# a recipe and the server it talks to share nothing but the protocol, so neither does their environment
+cookbook:
+	$(MAKE) $(COOKBOOK_VENV)/.cookbook VENV=$(COOKBOOK_VENV)
+
+$(VENV)/.cookbook: requirements/cookbook.txt | $(VENV)/.torch
+	grep -v '^tinker-cookbook' requirements/cookbook.txt | $(INSTALL) $(TESTED) -r /dev/stdin
+	grep '^tinker-cookbook' requirements/cookbook.txt | $(INSTALL) --no-deps -r /dev/stdin
+	@touch $@
+
+test-cookbook: venv cookbook
+	COOKBOOK_VENV=$(COOKBOOK_VENV) $(BIN)/python -m pytest --durations 10 tests/themes/e2e/test_cookbook.py -k "$(CASES)"
+
 # CASES, as pytest's -k takes it, and MARKS, as -m does, choose among them; one after the other, because each brings nodes of its own up
 test-slurm test-multinode test-rehearsal: test-%: venv
 	$(BIN)/python -m pytest --durations 10 tests/themes/$* -k "$(CASES)" -m "$(MARKS)"
@@ -179,4 +195,4 @@ docs: venv
 	$(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) $(VENV312) $(VENV_TE) models build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV312) $(VENV_TE) .venv-cookbook models build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -197,11 +197,21 @@ def cut(process: psutil.Process, draw: random.Random) -> str:
     Raises:
         NotHit: there was none within `LOOK_S` seconds; some last for one request.
     """
+    return shut_down(process, None, draw)
+
+
+def shut_down(process: psutil.Process, ports: set[int] | None, draw: random.Random) -> str:
+    """Shut a connection of the process down that has one of `ports` at an end; None: any.
+
+    Raises:
+        NotHit: there was none within `LOOK_S` seconds.
+    """
     ends_at, found = time.monotonic() + LOOK_S, []
     while not found:
         if time.monotonic() > ends_at:
             raise NotHit
         found = [one for one in process.net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED and one.fd >= 0]
+        found = [one for one in found if ports is None or ports & {one.laddr.port, one.raddr.port}]
     one = draw.choice(sorted(found, key=lambda one: one.fd))
     handle = os.pidfd_open(process.pid)
     copy = ctypes.CDLL(None, use_errno=True).syscall(438, handle, one.fd, 0)  # pidfd_getfd

@@ -33,6 +33,8 @@ import psutil
 
 from megarl.system.process_exit import end_with_parent
 
+PYTHON_OF_WORKERS = "MEGARL_TESTS_PYTHON"
+"""Variable of a worker's environment: by what it starts Python programs itself, where that is not this Python."""
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -169,6 +171,7 @@ def _become_worker(request: dict[str, Any], files: Sequence[int]) -> None:
     os.environ.update(request["environment"])
     Config.initialize("")  # Ray's library reads its settings from the environment again
     tempfile.tempdir = None  # that of the environment
+    sys.executable = os.environ.get(PYTHON_OF_WORKERS, sys.executable)
     os.chdir(request["folder"])
     sys.argv = request["arguments"]
     random.seed()

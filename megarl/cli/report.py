@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -220,15 +221,13 @@ def _samples(arguments: argparse.Namespace) -> int:
         raise DataError(f"{run.folder / 'samples.jsonl'} holds no such sample{_roles_of(samples, arguments.role)}")
     samples = found
     if arguments.best or arguments.worst:
-        samples.sort(key=reward_of, reverse=arguments.best)
+        sign = -1 if arguments.best else 1
+        rewards = {id(sample): reward_of(sample) for sample in samples}
+        samples.sort(key=lambda sample: math.inf if (reward := rewards[id(sample)]) is None else sign * reward)
     else:
         samples.sort(key=lambda sample: -sample["step"])
     for sample in samples[: arguments.count]:
-        parts = ", ".join(f"{name} {value:g}" for name, value in sample["rewards"].items())
-        head = (
-            f"step {sample['step']}  {sample['sample_id']}  reward {reward_of(sample):g} ({parts})  {sample['finish_reason']}"
-        )
-        console.print(Text(head, style="bold"))
+        console.print(Text(_head(sample), style="bold"))
         for number, media in enumerate(shown_media(sample), start=1):
             console.print(Text(printable(describe_media(number, media, run.media_folder))), soft_wrap=True)
         if arguments.turn is None and arguments.role in (None, PROMPT):
@@ -238,6 +237,19 @@ def _samples(arguments: argparse.Namespace) -> int:
         console.print()
     console.print(Text(f"{min(arguments.count, len(samples))} of {counted(len(samples), 'sample')}"))
     return 0
+
+
+def _head(sample: Mapping[str, Any]) -> str:
+    """The line above a sample: where it is from, and its reward; of a server's client who asked which model."""
+    from megarl.observe.run_record import SERVED, reward_of
+
+    reward, told = reward_of(sample), f"step {sample['step']}  {sample['sample_id']}  "
+    if SERVED in sample:
+        told += "tenant {tenant}  model {model}  ".format(**sample[SERVED])
+    if reward is not None:
+        parts = ", ".join(f"{name} {value:g}" for name, value in sample["rewards"].items())
+        told += f"reward {reward:g} ({parts})  "
+    return told + str(sample["finish_reason"])
 
 
 def _parts(sample: Mapping[str, Any], arguments: argparse.Namespace, text: str = "") -> list[str]:

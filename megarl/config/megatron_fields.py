@@ -13,8 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
-from megarl.errors import ConfigError
-
 ConfigClass = Literal["model", "ddp", "optimizer"]
 SOURCES: dict[ConfigClass, tuple[tuple[str, str], ...]] = {
     "model": (
@@ -41,12 +39,11 @@ class MegatronField:
 
 @cache
 def megatron_fields() -> Mapping[str, MegatronField]:
-    """Every field of the installed megatron-core's config classes by its name.
-
-    Raises:
-        ConfigError: megatron-core is not installed.
-    """
-    core, enums = _installed(), _enums()
+    """Every field of the installed megatron-core's config classes by its name; none: it is not installed."""
+    core = _installed()
+    if core is None:
+        return {}
+    enums = _enums(core)
     by_name: dict[str, MegatronField] = {}
     for kind, classes in SOURCES.items():
         for file, name in classes:
@@ -61,12 +58,15 @@ def megatron_fields() -> Mapping[str, MegatronField]:
     return by_name
 
 
-def _installed() -> Path:
-    package = importlib.util.find_spec("megatron")  # a namespace: finding it imports nothing
+def _installed() -> Path | None:
+    try:
+        package = importlib.util.find_spec("megatron")  # a namespace: finding it imports nothing
+    except ModuleNotFoundError:
+        return None
     for folder in package.submodule_search_locations or () if package is not None else ():
         if (Path(folder) / "core" / "model_parallel_config.py").exists():
             return Path(folder) / "core"
-    raise ConfigError("megatron-core is not installed: install megarl with its requirements, or remove the megatron sections")
+    return None
 
 
 @cache
@@ -78,9 +78,9 @@ def _class_body(file: Path, name: str) -> list[ast.stmt]:
     return next(node.body for node in _parsed(file).body if isinstance(node, ast.ClassDef) and node.name == name)
 
 
-def _enums() -> dict[str, Any]:
+def _enums(core: Path) -> dict[str, Any]:
     """Enumerations whose members are given by name, as the types of their names."""
-    file = _installed() / "transformer" / "enums.py"
+    file = core / "transformer" / "enums.py"
     members = {
         name: tuple(
             target.id

@@ -151,7 +151,8 @@ def megatron_of(config: Config | SupervisedConfig, role: str) -> dict[str, Any]:
 
 
 def check_megatron(section: str, given: Mapping[str, Any], *, is_trained: bool) -> None:
-    """Refuse what `section` (such as `policy.megatron`) cannot set.
+    """Refuse what `section` (such as `policy.megatron`) cannot set. Where megatron-core is not installed, as on a login node
+    that only plans, names and types are left to the nodes that train.
 
     Raises:
         ConfigError: a name that the installed megatron-core does not have or megarl sets itself, or a value of another type.
@@ -160,6 +161,8 @@ def check_megatron(section: str, given: Mapping[str, Any], *, is_trained: bool) 
         fields, path = megatron_fields(), f"{section}.{name}"
         if name in OWNED:
             raise ConfigError.of(path, value, OWNED[name], allowed="left out")
+        if not fields:
+            continue
         if name not in fields:
             allowed = (known for known, field in fields.items() if known not in OWNED and field.annotation is not None)
             raise ConfigError(f"{path} is not a field of megatron-core's configs{nearest(name, allowed)}; it must be left out")
@@ -175,5 +178,6 @@ def check_megatron(section: str, given: Mapping[str, Any], *, is_trained: bool) 
 
 
 def given_to(kind: ConfigClass, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a section `megatron` that megatron-core's class of this kind has."""
-    return {name: value for name, value in given.items() if kind in megatron_fields()[name].kinds}
+    """Fields of a section `megatron` that megatron-core's class of this kind has; all of them where it is not installed."""
+    fields = megatron_fields()
+    return {name: value for name, value in given.items() if not fields or kind in fields[name].kinds}

@@ -208,21 +208,23 @@ class _Planner:
 
     def fill(self, share: Sequence[UnitPart]) -> list[list[UnitPart]]:
         """Micro-batches of one rank: first fit, most tokens first."""
-        bins: list[list[UnitPart]] = []
+        bins: list[dict[int, UnitPart]] = []  # by unit
         filled: list[int] = []
         for piece in sorted(share, key=lambda piece: (-self.tokens(piece), piece)):
-            for number, micro_batch in enumerate(bins):
+            unit, alone = piece[0], self.tokens(piece)
+            for number, of_unit in enumerate(bins):
                 # with another part of its unit it computes that part's prompt, and what both begin with
-                same = next((other for other in micro_batch if other[0] == piece[0]), None)
-                added = self.tokens(_join(same, piece)) - self.tokens(same) if same else self.tokens(piece)
-                tokens = filled[number] + added
+                same = of_unit.get(unit)
+                joined = piece if same is None else _join(same, piece)
+                tokens = filled[number] + (alone if same is None else self.tokens(joined) - self.tokens(same))
                 if tokens <= self.max_tokens:
-                    bins[number], filled[number] = _with(micro_batch, piece), tokens
+                    of_unit.pop(unit, None)  # a joined piece comes last
+                    of_unit[unit], filled[number] = joined, tokens
                     break
             else:
-                bins.append([piece])
-                filled.append(self.tokens(piece))
-        return bins
+                bins.append({unit: piece})
+                filled.append(alone)
+        return [[*of_unit.values()] for of_unit in bins]
 
     def reach_count(self, bins: list[list[list[UnitPart]]], target: int) -> None:
         """Give every rank exactly `target` micro-batches; `target * ranks` is at most the number of responses."""

@@ -27,6 +27,8 @@ from megarl.option_list import part
 
 SCORED_IDS = "scored_ids"
 """The column `[N, k]` of ids, as floats, whose log-probs a log-prob head gives beside that of the sampled token."""
+FILLS = "fills"
+"""The column of tokens, 1 each, of responses that only fill a batch up and count nowhere."""
 
 
 class TopK(NamedTuple):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.data.stream import PackedStream
+from megarl.data.stream import FILLS, PackedStream
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,15 @@ class TokenSequences:
 
 
 def token_sequences(stream: PackedStream) -> TokenSequences:
-    """The sequences of all tokens of a stream that is in main memory; responses with a negative index fill it and are no
-    sequence."""
+    """The sequences of all tokens of a stream that is in main memory; responses with a negative index, and those that the
+    column `FILLS` names, fill it and are no sequence."""
     segments = stream.segments
+    fills = {*stream.response[stream.columns[FILLS] != 0].tolist()} if FILLS in stream.columns else set[int]()
     owner = torch.full((len(stream.token_ids),), len(segments))
     for number, segment in enumerate(segments):
         owner[segment.start : segment.start + segment.length] = number
     members = torch.zeros(len(stream.parts), len(segments))
     for row, ((index, _, _), parts) in enumerate(zip(stream.owners, stream.parts, strict=True)):
-        if index >= 0:
+        if index >= 0 and row not in fills:
             members[row, list(parts)] = 1
     return TokenSequences(owner, members, members @ torch.tensor([float(segment.length) for segment in segments]))

@@ -6,7 +6,7 @@ Beside the sample's own fields there is `training`: what the step made of it, to
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,23 +28,30 @@ class SamplesFile:
         self.path, self.per_step, self._tokenizer = path, per_step, tokenizer
         kept_text = ""
         if resume_after_step is not None and path.exists():
-            lines = path.read_text().splitlines(keepends=True)
+            lines = (line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))  # else half of one
             kept_text = "".join(line for line in lines if json.loads(line)["step"] <= resume_after_step)
         write_text_atomically(path, kept_text)
 
     def write(self, step: int, batch: Batch, rewards: Sequence[float], log_probs: Mapping[int, Tensor]) -> None:
         """Append the samples of `step`: `rewards` has one per row, `log_probs` the trainer's `[L]` where `batch` has none."""
+        self.add(step, self._records(batch, rewards, log_probs))
+
+    def add(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """Append samples of `step` as they are to stand in the file."""
         with self.path.open("a") as file:
-            for row, sample in enumerate(sample.loaded() for sample in batch.samples[: self.per_step]):
-                columns = {name: batch.values(column, row) for column, name in COLUMNS.items() if column in batch.columns}
-                if "kept_log_probability" in batch.columns:  # over all tokens, as the engine's are
-                    columns["log_probs"] = columns["log_probs"] + batch.values("kept_log_probability", row)
-                if "log_probs" not in columns and row in log_probs:
-                    columns["log_probs"] = log_probs[row]
-                training = {"reward": rewards[row], "pieces": pieces(sample.response_ids, self._tokenizer)}
-                training |= {name: [round(value, 8) for value in column.tolist()] for name, column in columns.items()}
-                record = replace(sample, extra=of_responses(sample.extra)).to_dict()  # columns of tokens are more than the rest
-                file.write(json.dumps({"step": step, **record, "training": training}) + "\n")
+            file.writelines(json.dumps({"step": step, **record}) + "\n" for record in records)
+
+    def _records(self, batch: Batch, rewards: Sequence[float], log_probs: Mapping[int, Tensor]) -> Iterator[dict[str, Any]]:
+        for row, sample in enumerate(sample.loaded() for sample in batch.samples[: self.per_step]):
+            columns = {name: batch.values(column, row) for column, name in COLUMNS.items() if column in batch.columns}
+            if "kept_log_probability" in batch.columns:  # over all tokens, as the engine's are
+                columns["log_probs"] = columns["log_probs"] + batch.values("kept_log_probability", row)
+            if "log_probs" not in columns and row in log_probs:
+                columns["log_probs"] = log_probs[row]
+            training = {"reward": rewards[row], "pieces": pieces(sample.response_ids, self._tokenizer)}
+            training |= {name: [round(value, 8) for value in column.tolist()] for name, column in columns.items()}
+            record = replace(sample, extra=of_responses(sample.extra)).to_dict()  # columns of tokens are more than the rest
+            yield {**record, "training": training}
 
 
 def pieces(token_ids: Sequence[int], tokenizer: Any) -> list[str]:

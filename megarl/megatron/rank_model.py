@@ -142,8 +142,8 @@ class RankModel:
         update `applies`, its gradients are added to those since the last optimizer step, for `step`; losses that keep experts
         in balance are those of each pass.
 
-        Returns metric sums of this rank on reporting ranks; where it applies `grad_norm`, `lr`, `skipped` and `non_finite` on
-        rank 0, and what layers with experts routed under `EXPERTS`, on the leading rank of their stage.
+        Returns metric sums of this rank on reporting ranks; what layers with experts routed under `EXPERTS`, on the leading
+        rank of their stage; and where it applies `grad_norm`, `lr`, `skipped` and `non_finite` on rank 0.
         """
         before = None if applies else self.gathered
         self.gathered = None
@@ -169,9 +169,11 @@ class RankModel:
         before = before or Gathered()
         add_metrics(before.metrics, metrics)
         self.gathered = Gathered(before.metrics, is_finite=before.is_finite and is_finite)
+        routed = {}
         if self.watch is not None:
+            routed = self.watch.tell()
             self.watch.set_aside()
-        return metrics
+        return metrics | ({EXPERTS: routed} if routed else {})
 
     def step(self) -> dict[str, Any]:
         """Apply the gradients of updates that did not; returns what `update` does, without the metric sums."""

@@ -94,7 +94,7 @@ class RouterWatch:
 
     def keep_loads(self) -> None:
         """Have what the pass counted as the batch's loads, for the losses of the next one; collective over the stage."""
-        self._reduce()
+        self._reduce(self.sums)
         self.loads = self.sums[:, : self.experts].clone()
 
     def set_aside(self) -> None:
@@ -107,13 +107,20 @@ class RouterWatch:
         self._trains = False
         self.sums += self.aside
         self.aside.zero_()
-        self._reduce()
+        return self._told(self.sums)
+
+    def tell(self) -> dict[int, LayerRouting]:
+        """As `take` of the last pass alone, whose counts stay for the `take` after it; collective."""
+        return self._told(self.sums.clone())
+
+    def _told(self, sums: Tensor) -> dict[int, LayerRouting]:
+        self._reduce(sums)
         at = self.layout.coords(torch.distributed.get_rank())
         if not self.routers or at.tp or at.cp or at.dp:
             return {}
         biases = [router.expert_bias for router in self.routers if router.expert_bias is not None]
-        spread = torch.stack([bias.max() - bias.min() for bias in biases]) if biases else self.sums.new_zeros(len(self.routers))
-        rows = torch.cat([self.sums, spread[:, None].double()], dim=1).tolist()
+        spread = torch.stack([bias.max() - bias.min() for bias in biases]) if biases else sums.new_zeros(len(self.routers))
+        rows = torch.cat([sums, spread[:, None].double()], dim=1).tolist()
         return {number: self._figures(row) for number, row in zip(self.numbers, rows, strict=True)}
 
     def move_biases(self) -> None:
@@ -124,10 +131,10 @@ class RouterWatch:
             for router, step in zip(self.routers, steps, strict=True):
                 router.expert_bias += step.float()
 
-    def _reduce(self) -> None:
+    def _reduce(self, sums: Tensor) -> None:
         if self.routers:
             group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-            torch.distributed.all_reduce(self.sums, group=group)
+            torch.distributed.all_reduce(sums, group=group)
 
     def _figures(self, row: list[float]) -> LayerRouting:
         loads, scores, rest = row[: self.experts], row[self.experts : 2 * self.experts], row[2 * self.experts :]

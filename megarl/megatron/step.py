@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megarl.data.answers import Answers
 from megarl.data.stream import (
-    SCORED_IDS,
     MicroBatch,
     PackedStream,
     Response,
@@ -34,6 +33,7 @@ from megarl.data.stream import (
     split_shared_prompts,
 )
 from megarl.data.stream_sequences import TokenSequences
+from megarl.megatron.asked_rows import AskedRows
 from megarl.megatron.attention import PackedSequences, core_attention_called, stream_attention, variant_of, windows_of
 from megarl.megatron.context_parallel import gather_scored
 from megarl.megatron.heads import HeadRequest
@@ -278,15 +278,16 @@ class _PassShape:
 class _Laid(NamedTuple):
     """A micro-batch: the whole stream, the same on all ranks of a replica, and what this rank holds of it.
 
-    `stream` and `share` are in main memory, all else is on the device, these two as `on_device` and `held`. `positions` is how
-    many positions the rotary embedding must know. `given` is what each part of an option needs, `routed` the tokens whose
-    experts are counted.
+    `stream` and `share` are in main memory, all else is on the device, these two as `on_device` and `held`. `asked` are the
+    rows of the head. `positions` is how many positions the rotary embedding must know. `given` is what each part of an option
+    needs, `routed` the tokens whose experts are counted.
     """
 
     stream: PackedStream
     share: StreamShard
     on_device: PackedStream
     held: StreamShard
+    asked: AskedRows
     positions: int
     given: Sequence[Any]
     routed: TokenSequences | None
@@ -319,6 +320,7 @@ def _lay(
         share,
         stream.to(device),
         share.to(device),
+        AskedRows.of(stream, share).to(device),
         int(stream.position_ids.max()) + 1,
         [part.lay(units, stream, share, device) for part in parts.parts],
         parts.watch.tokens_of(stream, share).to(device) if parts.watch is not None else None,
@@ -382,7 +384,7 @@ def _forward_step(
         whole = options.layer_spec == "transformer_engine" and options.core_attention == "spec"
         rotary.positions = (stream.position_ids if whole else position_ids, laid.positions)
     if core.post_process:
-        core.output_layer.request = HeadRequest(share.rows, _targets(stream)[share.scored], top_k)
+        core.output_layer.request = HeadRequest(laid.asked.rows, laid.asked.targets, top_k)
     with parts.micro_batch(core, laid.given, laid.routed):
         output = model(
             input_ids=token_ids[None],
@@ -392,7 +394,8 @@ def _forward_step(
         )
 
     def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        whole = gather_scored(output[0], share.scored, len(stream.rows), parallel_state.get_context_parallel_group())
+        mine = laid.asked.of_tokens(output[0])
+        whole = gather_scored(mine, share.scored, len(stream.rows), parallel_state.get_context_parallel_group())
         value, metrics = loss_function(whole, stream)
         for further in filter(None, (part.loss(core) for part in parts.parts)):
             value, metrics = value + further[0], metrics | further[1]
@@ -401,12 +404,6 @@ def _forward_step(
         return value, torch.ones((), dtype=torch.int), detached
 
     return output, loss
-
-
-def _targets(stream: PackedStream) -> Tensor:
-    """The tokens whose log-probs are asked for, int64 `[N]`, or `[N, 1 + k]` with the k of the column `SCORED_IDS`."""
-    further = stream.columns.get(SCORED_IDS)
-    return stream.targets if further is None else torch.cat([stream.targets[:, None], further.long()], dim=1)
 
 
 def attention_inputs(

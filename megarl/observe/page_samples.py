@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.data.final_answer import read_boxes
 from megarl.data.rows import find_value
-from megarl.observe.run_record import RunRecord, reward_of
+from megarl.observe.run_record import SERVED, RunRecord, reward_of
 from megarl.observe.sample_media import PagePictures, frames_shown, shown_media, told_media
 
 SAMPLES = 100_000
@@ -24,6 +24,7 @@ CHUNK = 1000
 """Samples that the browser parses at a time."""
 DETAILS = ("pieces", "sampled", "engine", "log_probs", "reference_log_probs", "advantages")
 MEDIA = ("media", "boxes", "gold_boxes")
+MORE = (*DETAILS, *MEDIA, SERVED)
 
 
 def page_samples(run: RunRecord, pictures: PagePictures) -> list[dict[str, Any]]:
@@ -71,6 +72,7 @@ def sample_data(sample: Mapping[str, Any], run: RunRecord, pictures: PagePicture
         "finish": sample.get("finish_reason", ""),
         "answer": find_value(sample.get("row", {}), run.answer_key),
         **media,
+        **({SERVED: sample[SERVED]} if SERVED in sample else {}),
     }
     if has_numbers or media:  # pictures that were told stand among the tokens
         names = ("log_probs", "reference_log_probs", "advantages")
@@ -90,7 +92,7 @@ def pack_samples(samples: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], 
             columns[name].append(sample[name])
         columns["prompt"].append(prompts.setdefault(sample["prompt"], len(prompts)))
         columns["group"].append(groups.setdefault((sample["step"], sample["group"]), len(groups)))
-        details = {name: sample[name] for name in (*DETAILS, *MEDIA) if name in sample}
+        details = {name: sample[name] for name in MORE if name in sample}
         names = ("id", "group", "response", "rewards", "tokens", "finish", "answer")
         rows.append([*(sample[name] for name in names), details or 0])
     return columns, list(prompts), [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]

@@ -144,9 +144,18 @@ def _runs_inside(folder: Path) -> str:
     return f", but it has the runs {', '.join(names[:5])}{', …' if len(names) > 5 else ''}" if names else ""
 
 
-def reward_of(sample: Mapping[str, Any]) -> float:
-    """The reward that a sample was trained with; of an older run, which did not write it, the sum of its parts."""
+SERVED = "served"
+"""Key of a sample of a server's client: its `tenant`, and the `model` that was asked."""
+
+
+def reward_of(sample: Mapping[str, Any]) -> float | None:
+    """The reward that a sample was trained with; of an older run, which did not write it, the sum of its parts.
+
+    None: a server's client has it, and the server does not.
+    """
     training = sample.get("training") or {}
+    if SERVED in sample and "reward" not in training:
+        return None
     return float(training.get("reward", sum(sample.get("rewards", {}).values())))
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+import yaml
+
 from megarl.config import AnyConfig
 from megarl.config.engine_kinds import capabilities_of
 from megarl.config.layout import Layout, divisors
@@ -16,6 +18,10 @@ from megarl.models.shape import ModelShape
 from megarl.planning.gpus import GPUS_PER_NODE
 
 LARGEST_PP, LARGEST_CP, LARGEST_EP, LARGEST_ENGINE = 64, 8, 64, 2 * GPUS_PER_NODE
+MOST_SHARES = 8
+"""Data parallel shares of attention of an engine."""
+WIDEST_ENGINE = 8 * GPUS_PER_NODE
+"""Ranks of an engine at most, where experts are spread over all of them and attention is data parallel."""
 LEAST_LAYERS = 2
 """Least layers of a pipeline stage, and of a virtual one, on average: thinner ones wait for each other."""
 LEAST_TOKENS = 1024
@@ -27,18 +33,24 @@ RECOMPUTED = ("none", "selective", "full")
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
 OF_THE_ENGINES_SIZE = ("_size", "enable_dp_attention", "max_total_tokens", "max_running_requests", "nnodes")
 """Ends of names of engine arguments that go with one number of ranks."""
+OF_EXPERTS = ("ep_size", "dp_size", "attn_dp_size", "enable_dp_attention")
+"""Arguments of engines that are tried where the model has experts, unless others go with one number of ranks."""
+
+Arguments = tuple[tuple[str, Any], ...]
+"""Engine arguments by name."""
 
 
 @dataclass(frozen=True)
 class Choice:
     """One thing to try. `layout` is every trained role's, `max_tokens` their micro-batches', and there are `engines` of
-    `engine_tp` ranks (0: the config's own)."""
+    `engine_tp` ranks (0: the config's own) with `engine_args` in the place of the config's `OF_EXPERTS` (None: its own)."""
 
     layout: Layout
     recompute: str
     max_tokens: int
     engine_tp: int
     engines: int
+    engine_args: Arguments | None = None
 
     @property
     def tree(self) -> dict[str, Any]:
@@ -63,7 +75,15 @@ class Choice:
         if sampling is not None and self.engines:
             changes |= {"rollout.tp": self.engine_tp} if sampling.tp != self.engine_tp else {}
             changes |= {"rollout.engines": self.engines} if sampling.engines != self.engines else {}
+            arguments = self.arguments(sampling.engine_args)
+            changes |= {"rollout.engine_args": arguments} if sampling.engine_args != arguments else {}
         return changes
+
+    def arguments(self, configured: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The engines' arguments where a config has `configured`."""
+        if self.engine_args is None:
+            return configured
+        return {name: value for name, value in configured.items() if name not in OF_EXPERTS} | dict(self.engine_args)
 
     def overrides(self, config: AnyConfig) -> tuple[str, ...]:
         """The same as `megarl` takes them on a command line, quoted for a shell; none: it is the config itself."""
@@ -73,8 +93,7 @@ class Choice:
 def _flow(value: Any) -> str:
     if not isinstance(value, Mapping):
         return str(value)
-    inner = ", ".join(f"{name}: {str(size).lower()}" for name, size in value.items())
-    return shlex.quote(f"{{{inner}}}")
+    return shlex.quote(yaml.safe_dump(dict(value), default_flow_style=True, sort_keys=False, width=10**6).strip())
 
 
 def own_choice(config: AnyConfig) -> Choice:
@@ -124,14 +143,32 @@ def token_sizes(config: AnyConfig) -> list[int]:
     return [size for size in (configured // 2, configured, 2 * configured, 4 * configured) if size >= config.longest_sequence]
 
 
-def engine_sizes(config: AnyConfig, ranks: int) -> list[tuple[int, int]]:
-    """(ranks of an engine, engines) on `ranks` GPUs; (0, 0) alone: they stay as they are, or there are none."""
+def engine_sizes(config: AnyConfig, ranks: int) -> list[tuple[int, int, Arguments | None]]:
+    """(ranks of an engine, engines, their arguments as in `Choice`) on `ranks` GPUs; (0, 0, None) alone: they stay
+    as they are, or there are none."""
     sampling = config.sampling
     if sampling is None or capabilities_of(sampling).in_process:
-        return [(0, 0)]
-    is_bound = any(name.endswith(OF_THE_ENGINES_SIZE) for name in sampling.engine_args)
-    sizes = [sampling.tp] if is_bound else powers(LARGEST_ENGINE)
-    return [(tp, ranks // tp) for tp in sizes if tp <= ranks and (ranks % tp == 0 or is_bound)]
+        return [(0, 0, None)]
+    experts, arguments = ModelShape.read(config.model.path).experts, sampling.engine_args
+    tried = OF_EXPERTS if experts else ()
+    if any(name.endswith(OF_THE_ENGINES_SIZE) for name in arguments if name not in tried):
+        return [(sampling.tp, ranks // sampling.tp, None)] if sampling.tp <= ranks else []
+    sizes = [size for size in powers(WIDEST_ENGINE if experts else LARGEST_ENGINE) if ranks % size == 0]
+    if not experts:
+        return [(size, ranks // size, None) for size in sizes]
+    least_spread = 2 if "ep_size" in arguments else WIDEST_ENGINE + 1
+    return [(size, ranks // size, chosen) for size in sizes for chosen in _spread_experts(experts, size, least_spread)]
+
+
+def _spread_experts(experts: int, ranks: int, least_spread: int) -> list[Arguments]:
+    """Arguments of an engine of `ranks` ranks that are worth trying: attention of all ranks, whose experts are spread from
+    `least_spread` ranks on, and data parallel attention of shares of it, each within a node."""
+    spread = {"ep_size": ranks} if experts % ranks == 0 else {}
+    tried = [{} if ranks < least_spread else spread] if ranks <= LARGEST_ENGINE else []
+    if ranks >= GPUS_PER_NODE and spread:
+        shares = [ranks // tp for tp in powers(GPUS_PER_NODE) if tp < ranks <= tp * MOST_SHARES]
+        tried += [spread | {"dp_size": share, "enable_dp_attention": True} for share in shares]
+    return [tuple(arguments.items()) for arguments in tried]
 
 
 def splits(config: AnyConfig, gpus: int) -> list[tuple[int, int]]:

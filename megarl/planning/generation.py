@@ -53,7 +53,9 @@ def generation_seconds(run: RunShape, gpu: GpuSpec, memory: MemoryPlan, lengths:
 def decode_seconds(engines: Engines, flops: FlopsModel, gpu: GpuSpec, active: float, context: float) -> dict[str, float]:
     """One decoding step of `active` sequences with `context` tokens each.
 
-    The larger of reading and computing, what a step costs whatever its size, and two all-reduces for each layer.
+    The larger of reading and computing, what a step costs whatever its size, and two all-reduces for each layer: behind
+    attention among the ranks that share a sequence, behind the feed-forward layer among all ranks of the engine. Where
+    attention is data parallel, SGLang gathers tokens before that layer and scatters them behind it: halves of one all-reduce.
     """
     shape, ranks, share = engines.shape, engines.target.ranks, gpu.efficiencies
     read = engines.weight_bytes * _weights_touched(engines, active) + engines.adapter_bytes / engines.adapter_places
@@ -65,10 +67,16 @@ def decode_seconds(engines: Engines, flops: FlopsModel, gpu: GpuSpec, active: fl
     bound = {"memory bandwidth": of_memory} if of_memory >= of_peak else {"arithmetic": of_peak}
     spent = {name: seconds / share.decoding for name, seconds in bound.items()} | {"launches": share.decoding_step_s}
     if ranks > 1:
-        nodes = ranks / gpu.nvlink_gpus
-        latency = share.node_latency_s if nodes <= 1 else share.network_latency_s * max(1.0, log2(nodes))
-        spent["latency"] = 2 * shape.layers * latency
+        spent["latency"] = shape.layers * (_reduce_seconds(gpu, engines.target.tp) + _reduce_seconds(gpu, ranks))
     return spent
+
+
+def _reduce_seconds(gpu: GpuSpec, ranks: int) -> float:
+    """An all-reduce of a few tokens among the ranks of an engine."""
+    nodes = ranks / gpu.nvlink_gpus
+    if nodes > 1:
+        return gpu.efficiencies.network_latency_s * max(1.0, log2(nodes))
+    return gpu.efficiencies.node_latency_s if ranks > 1 else 0.0
 
 
 def _prefill(flops: FlopsModel, prompt: float) -> float:

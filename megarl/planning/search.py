@@ -148,10 +148,10 @@ class Search:
     def candidates(self, gpus: int) -> tuple[list[_Candidate], Refusals]:
         """The best of each layout that fits, with its engines, fastest first without weight updates; and the others."""
         candidates, refused = [], Refusals()
-        for ranks, of_engines in splits(self.config, gpus):
+        for ranks, engine_gpus in splits(self.config, gpus):
             for layout in layouts(self.config, ranks):
                 try:
-                    best = self._best_of(layout, of_engines, gpus)
+                    best = self._best_of(layout, engine_gpus, gpus)
                 except (ConfigError, LayoutError) as error:
                     refused.add(error.kind, layout)
                     continue
@@ -161,12 +161,12 @@ class Search:
                     candidates.append(best)
         return sorted(candidates, key=lambda one: one.seconds), refused
 
-    def _best_of(self, layout: Layout, of_engines: int, gpus: int) -> _Candidate | str:
+    def _best_of(self, layout: Layout, engine_gpus: int, gpus: int) -> _Candidate | str:
         """The layout with the sizes of engines that are fastest, and as little recomputed as fits; or why none fits."""
         staged = with_stages(layout, self.layers) or layout
         if self._least_bytes(staged) > self.gpu.usable_bytes:
             return "a GPU is too small for the policy's parameters and gradients alone"
-        sizes = engine_sizes(self.config, of_engines)
+        sizes = engine_sizes(self.config, engine_gpus)
         if not sizes:
             return "there are no GPUs for engines"
         first = Choice(staged, self.config.model.recompute, self.config.policy.max_tokens_per_micro_batch, *sizes[0])
@@ -177,8 +177,9 @@ class Search:
             if not self._trainer_fits(_changed(checked, replace(first, recompute=recompute))):
                 why = f"a GPU is too small for the trainer alone, recompute {recompute}"
                 continue
-            for engine_tp, engines in sizes:
-                tried = self._planned(checked, replace(first, recompute=recompute, engine_tp=engine_tp, engines=engines), gpus)
+            for engine_tp, engines, arguments in sizes:
+                choice = replace(first, recompute=recompute, engine_tp=engine_tp, engines=engines, engine_args=arguments)
+                tried = self._planned(checked, choice, gpus)
                 if isinstance(tried, _Candidate):
                     best = min(best or tried, tried, key=lambda one: one.seconds)
                 else:

@@ -120,6 +120,24 @@ def test_the_page_has_the_figures_of_the_scheduler_as_they_were_measured(
     assert (tmp_path / "page.md").read_text() == page.read_text(), "python benchmarks/scheduling.py --parts --out … --page …"
 
 
+def test_serving(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    parts = importlib.import_module("serving_parts")
+    for name, value in {"SHAPES": {"a layer": (8, 16, (2, 4))}, "MODELS": 3, "RANK": 2, "REPEATS": 1}.items():
+        monkeypatch.setattr(parts, name, value)
+    found = measured("serving", "--parts", "grouped", numbers=("grouped:cases:1:one_by_one_over_grouped",))
+    assert {*SETUP, "code", "command"} <= found.keys()
+    assert [(case["layer"], case["tokens"]) for case in found["grouped"]["cases"]] == [("a layer", 2), ("a layer", 4)]
+
+
+def test_the_page_has_the_figures_of_the_server_as_they_were_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    module, page = importlib.import_module("serving"), ROOT / "docs/evidence/costs.md"
+    (tmp_path / "page.md").write_text(page.read_text())
+    module.write_tables(tmp_path / "page.md", read_strictly(BENCHMARKS / "results/serving.json"))
+    assert (tmp_path / "page.md").read_text() == page.read_text(), "python benchmarks/serving.py --parts --out … --page …"
+
+
 def test_checkpoint_writing(measured: Measured) -> None:
     found = measured("checkpoint_writing", "--repeats", "1", TENSORS=2, ROWS=8, COLUMNS=64)
     assert {*SETUP, "command", "date"} <= found.keys()
@@ -448,6 +466,10 @@ RUN_BY = {
     "roofline": f"{HERE}::test_roofline",
     "scaling": f"{HERE}::test_scaling",
     "scheduling": f"{HERE}::test_scheduling",
+    "serve_faults": f"{OF_RUNS}::test_serve_faults",
+    "serving": f"{HERE}::test_serving",
+    "served_recipes": "tests/themes/e2e/test_cookbook.py::test_a_recipe_ends_and_learns",
+    "served_curves": "tests/benchmarks/test_served_curves.py::test_served_curves",
     "soak": f"{OF_RUNS}::test_soak",
     "speculative": f"{OF_RUNS}::test_speculative",
     "step": f"{OF_RUNS}::test_step",
@@ -459,7 +481,10 @@ RUN_BY = {
 PARTS = {
     "bad_input_cases": "bad_input", "engine_stand_ins": "roofline", "fault_runs": "faults", "fault_trials": "faults",
     "launches": "roofline", "learning_twice": "learning", "live_bytes": "head_memory", "measured_code": "step",
-    "paced_engine": "async_rollouts", "workload": "step",
+    "paced_engine": "async_rollouts", "recipe_model": "served_recipes", "recipe_rows": "served_recipes",
+    "reference_server": "serve_faults", "serve_fault_runs": "serve_faults", "serve_fault_trials": "serve_faults",
+    "served_curves_judge": "served_curves", "served_curves_model": "served_curves", "serving_parts": "serving",
+    "warm_servers": "serve_faults", "workload": "step",
 }  # fmt: skip
 WITHOUT_FIGURES = {"learning_curve": "it draws a picture", "planner": "its tables follow from the planner, not from a machine"}
 

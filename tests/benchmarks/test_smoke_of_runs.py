@@ -18,7 +18,7 @@ from tests.benchmarks.conftest import BENCHMARKS
 from tests.warm_workers import WarmWorkers
 
 ROOT = BENCHMARKS.parent
-TINY = ROOT / "models/tiny-arithmetic"
+TINY, SMOLLM2 = ROOT / "models/tiny-arithmetic", ROOT / "models/SmolLM2-135M-Instruct"
 Measured = Callable[..., Any]
 SETUP = {"machine", "versions"}
 pytestmark = [
@@ -129,6 +129,28 @@ def test_step(measured: Measured, warm: None) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="needs models/SmolLM2-135M-Instruct (make model)")
+def test_serving_without_engines(measured: Measured, local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    parts = importlib.import_module("serving_parts")
+    for name, value in {"DATUMS": 6, "TOKENS": 40, "PASSES": 1, "LAYERS": 1, "UPDATES": 1}.items():
+        monkeypatch.setattr(parts, name, value)
+    numbers = ("overhead:per_million_tokens:server_cpu_s", "overhead:update:over_loop", "overhead:update:cpu_over_loop")
+    found = measured("serving", "--parts", "overhead", numbers=numbers)
+    assert found["overhead"]["tokens_per_s_below_the_goal"] > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="needs models/SmolLM2-135M-Instruct (make model)")
+def test_serving_with_engines(measured: Measured, local_ray: None, warm: None) -> None:
+    sizes = {"PROMPTS": 1, "SAMPLES": 2, "NEW_TOKENS": 2, "STEPS": 1, "CLIENTS": 2, "ROUNDS": 1, "DATUM_TOKENS": 8}
+    numbers = ("step:over_loop", "step:cpu_over_loop", "clients:train_wall", "clients:sample_cpu")
+    found = measured("serving", "--layers", "1", "--parts", "step", "clients", **sizes, numbers=numbers)
+    assert len(found["step"]["steps_by_api"]) == 1
+    assert found["clients"]["tokens_per_s"].keys() == {"train, one", "train, many", "sample, one", "sample, many"}
+
+
+@pytest.mark.exhaustive
 def test_corruption(measured: Measured, warm: None) -> None:
     found = measured("corruption", TRUNCATIONS=1, FLIPS=2, numbers=("seconds",))
     assert {*SETUP, "date", "command"} <= found.keys()
@@ -181,6 +203,14 @@ def test_faults(measured: Measured, monkeypatch: pytest.MonkeyPatch, tmp_path: P
         "median_recovered_s",
     } <= found.keys()
     assert [found[name] for name in ("trials", "completed", "good")] == [1, 1, 1]
+
+
+@pytest.mark.exhaustive
+def test_serve_faults(measured: Measured) -> None:
+    few = ["--trials", "1", "--layouts", "reference", "--kinds", "cut client"]
+    found = measured("serve_faults", *few, numbers=("trial:0:wall_s", "median_wall_s"))
+    assert {*SETUP, "command", "series", "date", "kinds", "by_kind", "by_layout", "start_s"} <= found.keys()
+    assert [found[name] for name in ("trials", "completed", "good", "identical_adapters")] == [1, 1, 1, 1]
 
 
 @pytest.mark.exhaustive

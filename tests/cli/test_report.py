@@ -26,7 +26,7 @@ from megarl.observe.report import POINTS, SPANS, as_inert_json, page_data
 from megarl.observe.run_record import differences, read_run, repetitions
 from megarl.option_list import OPTIONS
 from tests.families import build_folder
-from tests.observe.recorded import HARM, show_between_turns, show_pictures, write_run
+from tests.observe.recorded import HARM, as_served, show_between_turns, show_pictures, write_run
 
 TINY = Path(__file__).parents[2] / "models" / "tiny-arithmetic"
 
@@ -137,6 +137,19 @@ def test_samples_are_found_by_step_reward_and_text(tmp_path, capsys) -> None:
     assert heads("--step", "4", "--best", "--count", "1") == ["step 4  row-4@0/3  reward 0.75 (exact_number 0.75)  stop"]
     assert heads("--worst", "--grep", "IS 7", "--count", "2")[0].startswith("step 7  row-7@0/0  reward 0 ")
     assert heads()[0].startswith("step 12 ")
+
+
+def test_samples_of_a_server_have_a_tenant_and_a_model_and_no_reward(tmp_path, capsys) -> None:
+    run = write_run(tmp_path / "r")
+    as_served(run)
+    with (run / "samples.jsonl").open("a") as file:
+        rewarded = json.loads((write_run(tmp_path / "other") / "samples.jsonl").read_text().splitlines()[0])
+        file.write(json.dumps(rewarded) + "\n")
+    for order in ("--best", "--worst"):
+        assert main(["samples", str(run), order, "--count", "2"]) == 0
+        heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+        assert heads[0] == "step 1  row-1@0/0  reward 0 (exact_number 0)  stop", "those with a reward come first"
+        assert heads[1] == "step 1  row-1@0/0  tenant bob  model tinker://bob/sampler_weights/a  stop"
 
 
 def test_samples_are_searched_where_the_policy_spoke_by_role_and_by_turn(tmp_path, capsys) -> None:

@@ -19,7 +19,7 @@ from tests.docs.pages import DOCS, ROOT
 COMMAND = "python tools/docs/generate.py"
 FIGURES_PAGES = (
     "evidence/benchmarks.md", "evidence/costs.md", "evidence/faults.md", "evidence/learning.md", "evidence/plans.md",
-    "evidence/rollouts.md", "evidence/weight_updates.md",
+    "evidence/rollouts.md", "evidence/weight_updates.md", "serve.md",
 )  # fmt: skip
 
 

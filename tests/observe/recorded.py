@@ -63,6 +63,16 @@ def show_pictures(run: Path, folder: Path | None = None) -> list[str]:
     return digests
 
 
+def as_served(run: Path) -> None:
+    """Make the samples of a written run those of a server: tenants ann and bob by turns of steps, and no rewards."""
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    for sample in samples:
+        del sample["training"]["reward"], sample["training"]["advantages"]
+        tenant = ("ann", "bob")[sample["step"] % 2]
+        sample |= {"rewards": {}, "row": {}, "served": {"tenant": tenant, "model": f"tinker://{tenant}/sampler_weights/a"}}
+    _lines(run / "samples.jsonl", samples)
+
+
 def show_between_turns(run: Path, digest: str) -> None:
     """Let the first sample of a written run with pictures be told the picture `digest` as two tokens between two turns."""
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]

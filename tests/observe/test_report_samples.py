@@ -13,7 +13,7 @@ from megarl.observe.page_samples import pack_samples, shown_samples
 from megarl.observe.report import build_page
 from megarl.observe.run_record import read_run
 from tests.observe.chromium import BINARY, Chromium
-from tests.observe.recorded import write_run
+from tests.observe.recorded import as_served, write_run
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="needs Chromium (apt-get install chromium)")
 
@@ -93,6 +93,21 @@ def test_tokens_are_coloured_by_what_the_step_made_of_them(opened: Chromium) -> 
     opened.fill("#sample-to", "5")
     assert colours() == [clear, clear, clear]  # an advantage of zero is neither
     assert "all alike: no advantage" in texts(opened, "#samples-list .where")[0]
+
+
+def test_samples_of_a_server_are_shown_by_tenant_and_found_by_it(browser: Chromium, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r", steps=4)
+    as_served(run)
+    (tmp_path / "report.html").write_text(build_page([read_run(run)]))
+    browser.open(tmp_path / "report.html")
+    head = texts(browser, "#samples-list .where")[0]
+    assert head == "step 4 · tenant ann · model tinker://ann/sampler_weights/a · row-4@0 · 4 answers"
+    assert texts(browser, "#samples-list .facts")[0] == "3 tokens · ended by stop"
+    browser.fill("#sample-text", "BOB")
+    assert browser.run(COUNT) == "2 of 2 groups shown; 8 of 16 samples found"
+    browser.fill("#sample-least", "-1")
+    assert browser.run(COUNT).endswith("0 of 16 samples found"), "no reward is in no range"
+    assert browser.complaints == []
 
 
 def test_samples_are_the_same_packed_and_whole_groups_are_kept() -> None:

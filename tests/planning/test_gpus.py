@@ -11,7 +11,7 @@ from megarl import cli
 from megarl.planning.gpus import gpu_named
 from tests.planning.printed import planned
 
-CONFIG = "examples/plans/llama-3.1-8b-grpo-8xh100.yaml"
+CONFIG = "tests/planning/plans/llama-3.1-8b-grpo-8xh100.yaml"
 SFT = "examples/plans/gpt-oss-120b-sft-64xh100.yaml"
 H100 = "memory_gb: 85.0\nhbm_gb_per_s: 3350\nbf16_tflops: 989\nfp8_tflops: 1979\nnvlink_gb_per_s: 450\nnetwork_gb_per_s: 50\n"
 

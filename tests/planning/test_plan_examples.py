@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from megarl import cli
+from megarl.planning.gpus import gpu_named
+from megarl.planning.plan import make_plan
+from megarl.planning.search import Search
 from tests.config.test_examples import load
 from tests.planning.printed import planned
 
@@ -73,13 +77,13 @@ def test_there_is_a_ready_plan_for_every_model_algorithm_and_kind_of_gpu() -> No
         "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "qwen3-32b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2", "glm-4.6",
         "gpt-oss-120b", "qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3.5-397b-a17b",
         "qwen2.5-vl-3b", "qwen2.5-vl-7b", "qwen2.5-vl-32b", "qwen2.5-vl-72b", "qwen3-vl-30b-a3b",
-        "ppo", "grpo", "reinforce-plus-plus", "8xh100", "2048xh100", "h200", "fp8",
+        "ppo", "grpo", "reinforce-plus-plus", "8xh100", "2048xh100", "h200", "fp8", "32k", "async",
     ):  # fmt: skip
         assert wanted in names
 
 
 def test_the_table_is_readable_and_says_that_seconds_are_estimates(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "examples/plans/llama-3.1-70b-ppo-128xh200.yaml"]) == 0
+    assert cli.main(["plan", "tests/planning/plans/llama-3.1-70b-ppo-128xh200.yaml"]) == 0
     out = re.sub(" +", " ", capsys.readouterr().out)
     for line in (
         "policy trained, 128 ranks (tp=4, pp=8, vpp=5, dp=4), in the processes of policy",
@@ -97,13 +101,13 @@ def test_the_table_is_readable_and_says_that_seconds_are_estimates(capsys: pytes
 
 def test_a_plan_that_does_not_fit_says_what_is_over_and_what_would_do(capsys: pytest.CaptureFixture[str]) -> None:
     changed = ["policy.layout={dp: 8}", "model.recompute=none"]
-    assert cli.main(["plan", "examples/plans/llama-3.1-8b-grpo-8xh100.yaml", *changed]) == 2
+    assert cli.main(["plan", "tests/planning/plans/llama-3.1-8b-grpo-8xh100.yaml", *changed]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.search(r"does not fit: GPU 0 would hold [\d.]+ GB while the trainer works, [\d.]+ GB more than the 80\.8", error)
     nearest = re.search(r"largest part is the \w+ of the policy, [\d.]+ GB; the nearest that fits: (.+)", error)
     assert nearest is not None
-    assert cli.main(["plan", "examples/plans/llama-3.1-8b-grpo-8xh100.yaml", *changed, *shlex.split(nearest[1])]) == 0
+    assert cli.main(["plan", "tests/planning/plans/llama-3.1-8b-grpo-8xh100.yaml", *changed, *shlex.split(nearest[1])]) == 0
 
 
 @pytest.mark.parametrize(
@@ -131,8 +135,20 @@ def test_a_plan_that_does_not_fit_says_what_is_over_and_what_would_do(capsys: py
     ],
 )
 def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "examples/plans/llama-3.1-8b-grpo-8xh100.yaml", *arguments]) == 2
+    assert cli.main(["plan", "tests/planning/plans/llama-3.1-8b-grpo-8xh100.yaml", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("megarl: ")
     assert error.count("\n") == 1
     assert sentence in error
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+def test_the_search_finds_nothing_much_faster_than_a_ready_plan(path: Path) -> None:
+    """The layouts, engines and micro-batches of ready plans are the search's, of those that leave a twentieth of the memory."""
+    config = load(path)
+    gpu = gpu_named(config.resources.gpu or "")
+    plan = make_plan(config, gpu)
+    with_room = make_plan(config, replace(gpu, memory_gb=0.94 * gpu.memory_gb), available=plan.run.gpus)
+    best = Search(config, with_room).ranked().best[0]
+    assert plan.times.step_seconds <= 1.05 * best.step_seconds, " ".join(best.overrides)

@@ -20,7 +20,7 @@ from megarl.planning.plan import CapacityPlan, lengths_of, make_plan
 from megarl.planning.prompt_pictures import pictures_of
 
 ROOT = Path(__file__).parents[2]
-PLAN = "examples/plans/qwen2.5-vl-7b-grpo-8xh100.yaml"
+PLAN = "tests/planning/plans/qwen2.5-vl-7b-grpo-8xh100.yaml"
 H100 = gpu_named("h100")
 
 
@@ -45,7 +45,7 @@ def test_without_rows_a_prompt_has_one_picture_of_half_the_largest_size_and_memo
     assert pictures_of(config_of("data.max_pixels=null")).most_patches <= 2048 * 4
     assert "the longest prompt" in pictures_of(config_of("data.max_pixels=null")).source
     assert pictures_of(config_of("data.image_key=null")).per_prompt == 0
-    assert pictures_of(config_of(path="examples/plans/llama-3.1-8b-grpo-8xh100.yaml")).per_prompt == 0
+    assert pictures_of(config_of(path="tests/planning/plans/llama-3.1-8b-grpo-8xh100.yaml")).per_prompt == 0
 
 
 def test_a_config_that_names_a_key_of_videos_alone_is_planned_with_their_frames() -> None:
@@ -151,7 +151,7 @@ def test_what_is_frozen_has_no_gradients_and_no_backward_pass() -> None:
 
 
 def test_the_tower_makes_the_first_stage_longer_and_fewer_layers_there_make_up_for_it() -> None:
-    path = "examples/plans/qwen2.5-vl-72b-grpo-64xh100.yaml"
+    path = "tests/planning/plans/qwen2.5-vl-72b-grpo-64xh100.yaml"
     even = "policy.layout={tp: 8, pp: 4, dp: 2, sequence_parallel: true}"
     plans = [make_plan(config_of(*more, path=path), H100) for more in ((), (even,))]
     updates = [parts(plan, "update") for plan in plans]

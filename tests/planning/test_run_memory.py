@@ -30,8 +30,8 @@ ONE = ["policy.layout={dp: 1}", "rollout.engines=1", "rollout.tp=1"]
 AT_ONCE = "rollout.engine_args={enable_memory_saver: false}"
 
 
-def planned(*overrides: str, name: str = "llama-3.1-8b-grpo-8xh100", gpu: str = "h200") -> CapacityPlan:
-    return make_plan(load_config(f"examples/plans/{name}.yaml", overrides), gpu_named(gpu))
+def planned(*overrides: str, name: str = "tests/planning/plans/llama-3.1-8b-grpo-8xh100", gpu: str = "h200") -> CapacityPlan:
+    return make_plan(load_config(f"{name}.yaml", overrides), gpu_named(gpu))
 
 
 def owners(gpu: GpuMemory) -> set[str]:
@@ -112,7 +112,7 @@ def test_what_is_counted_in_each_turn_is_what_the_run_keeps_then(kl: float) -> N
 
 
 def test_ranks_keep_no_fp8_copies_and_no_other_role_while_engines_are_awake() -> None:
-    plan = planned("model.fp8_param=false", name="llama-3.1-405b-ppo-1024xh200-fp8")
+    plan = planned("model.fp8_param=false", name="examples/plans/llama-3.1-405b-ppo-1024xh200-fp8")
     updating, training = (plan.memory.worst.turns[turn] for turn in (UPDATING, TRAINING))
     assert {owner for owner, _ in updating} == {"policy", "engine", "process"}
     assert updating["policy", "parameters"] < 0.6 * training["policy", "parameters"]
@@ -130,9 +130,13 @@ def test_engines_are_planned_with_the_share_of_a_gpu_that_they_are_started_with(
 
 
 def test_a_policy_that_leaves_an_engine_no_room_does_not_fit() -> None:
-    memory = planned("policy.layout={tp: 8, dp: 1}", "rollout.tp=4", gpu="h100", name="llama-3.1-70b-ppo-128xh200").memory
+    memory = planned(
+        "policy.layout={tp: 8, dp: 1}", "rollout.tp=4", gpu="h100", name="examples/plans/llama-3.1-70b-ppo-128xh200"
+    ).memory
     assert sum(memory.worst.turns[UPDATING].values()) < memory.usable
-    memory = planned("policy.layout={tp: 4, dp: 1}", "rollout.tp=2", gpu="h100", name="llama-3.1-70b-ppo-128xh200").memory
+    memory = planned(
+        "policy.layout={tp: 4, dp: 1}", "rollout.tp=2", gpu="h100", name="examples/plans/llama-3.1-70b-ppo-128xh200"
+    ).memory
     assert sum(memory.worst.turns[UPDATING].values()) > memory.usable
 
 
@@ -154,13 +158,13 @@ def test_buffers_are_for_weights_that_are_read_from_them() -> None:
 
 def test_weights_in_fp8_are_unpacked_where_they_are_sent_from_their_places() -> None:
     sent = ["resources.placement=separate", "rollout.weight_transport=process_group"]
-    memory = planned(*sent, name="llama-3.1-405b-ppo-1024xh200-fp8").memory
+    memory = planned(*sent, name="examples/plans/llama-3.1-405b-ppo-1024xh200-fp8").memory
     (policy,) = (gpu for gpu in memory.gpus if gpu.first == 128)
     assert policy.parts["policy", "staging"] == pytest.approx(policy.parts["policy", "parameters"], rel=1e-4)
 
 
 def test_processes_of_one_gpu_add_up_and_roles_of_one_process_take_turns() -> None:
-    parts = planned(name="llama-3.1-70b-ppo-128xh200").memory.worst.parts
+    parts = planned(name="examples/plans/llama-3.1-70b-ppo-128xh200").memory.worst.parts
     assert parts["critic", "activations"] > 0
     assert parts["policy", "activations"] > 0
     assert ("reference", "communication") not in parts
@@ -177,7 +181,7 @@ def test_the_cache_is_what_the_config_says_or_what_a_step_fills() -> None:
 
 
 def test_latents_are_cached_whole_on_every_rank() -> None:
-    run = planned(name="deepseek-v3-grpo-512xh200").run
+    run = planned(name="examples/plans/deepseek-v3-grpo-512xh200").run
     assert run.engines is not None
     assert run.engines.kv_bytes_per_token == 61 * (512 + 64) * 2
 

@@ -11,14 +11,14 @@ import pytest
 from megarl import cli
 from tests.planning.printed import planned
 
-SMALL = "examples/plans/llama-3.1-8b-grpo-8xh100.yaml"
+SMALL = "tests/planning/plans/llama-3.1-8b-grpo-8xh100.yaml"
 LARGE = "examples/plans/llama-3.1-70b-reinforce-plus-plus-64xh100.yaml"
 SEPARATE = (
     SMALL, "resources.placement=separate", "policy.layout={tp: 2, dp: 2, sequence_parallel: true}", "rollout.engines=4",
     "model.recompute=selective",
     "rollout.schedule.mode=one_step_off_policy", "rollout.weight_transport=process_group",
 )  # fmt: skip
-PPO = ("examples/plans/llama-3.1-8b-ppo-32xh100.yaml",)
+PPO = ("tests/planning/plans/llama-3.1-8b-ppo-32xh100.yaml",)
 EXPERTS = ("examples/plans/qwen3-vl-30b-a3b-grpo-32xh100.yaml",)
 SFT = ("examples/plans/gpt-oss-120b-sft-64xh100.yaml",)
 

@@ -78,7 +78,7 @@ def test_a_folder_without_steps_is_a_sentence(tmp_path: Path) -> None:
 
 def seconds(*overrides: str, gpu: str = "h200", **lengths: float) -> dict[str, float]:
     """Seconds by phase of the ready plan of 70B on 128 GPUs, changed."""
-    config = load_config(ROOT / "examples/plans/llama-3.1-70b-ppo-128xh200.yaml", overrides)
+    config = load_config(ROOT / "tests/planning/plans/llama-3.1-70b-ppo-128xh200.yaml", overrides)
     plan = make_plan(config, gpu_named(gpu), lengths=lengths_of(config, **lengths))
     return {phase.name: phase.seconds for phase in plan.times.phases} | {"step": plan.times.step_seconds}
 
@@ -106,7 +106,7 @@ def test_seconds_follow_from_what_is_done() -> None:
 def test_training_in_full_micro_batches_is_six_operations_per_parameter_and_token() -> None:
     """The usual estimate, which leaves out attention: the share of the peak that the update reaches is the assumed one."""
     overrides = ["model.recompute=none", "policy.layout={tp: 1, dp: 128}", "algorithm.name=grpo"]
-    config = load_config(ROOT / "examples/plans/llama-3.1-70b-ppo-128xh200.yaml", overrides)
+    config = load_config(ROOT / "tests/planning/plans/llama-3.1-70b-ppo-128xh200.yaml", overrides)
     plan = make_plan(config, gpu_named("h200"), lengths=lengths_of(config, 64, 192))
     update = next(phase for phase in plan.times.phases if phase.name == "update")
     operations = 6 * 70.55e9 * 2048 * 256
@@ -116,7 +116,7 @@ def test_training_in_full_micro_batches_is_six_operations_per_parameter_and_toke
 def test_decoding_one_sequence_reads_the_weights_once_for_every_token() -> None:
     overrides = ["rollout.prompts_per_step=16", "rollout.samples_per_prompt=1", "policy.layout.dp=4", "algorithm.name=ppo"]
     overrides += ["rollout.engines=16", "rollout.tp=8"]
-    config = load_config(ROOT / "examples/plans/llama-3.1-70b-ppo-128xh200.yaml", overrides)
+    config = load_config(ROOT / "tests/planning/plans/llama-3.1-70b-ppo-128xh200.yaml", overrides)
     plan = make_plan(config, gpu_named("h200"), lengths=Lengths(16, 100, 100))
     generate = next(phase for phase in plan.times.phases if phase.name == "generate")
     assert generate.parts["memory bandwidth"] == pytest.approx(100 * 141.1e9 / 8 / 4800e9 / SHARE.decoding, rel=0.02)

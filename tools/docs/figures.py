@@ -404,6 +404,20 @@ def faults_mixed() -> list[str]:
     return _table((*head, *of_times), rows)
 
 
+def faults_serve() -> list[str]:
+    found = result("faults_serve")
+    rows = []
+    for kind, words in found["kinds"].items():
+        if (one := found["by_kind"].get(kind)) is not None:
+            trials = [trial for trial in found["trial"] if trial["kind"] == kind]
+            pauses = [trial["paused_s"] for trial in trials if trial["paused_s"] is not None]
+            same = sum(trial["same_losses"] and trial["same_log_probs"] and trial["same_adapters"] for trial in trials)
+            pause = f"{_seconds(median(pauses))}, {_seconds(max(pauses))}" if pauses else ""
+            rows.append((f"`{kind}`", words, one["trials"], one["good"], same, pause))
+    head = ("fault", "what the trial does", "trials", "good", "same to the last bit")
+    return _table((*head, "seconds until the client's next step: median, longest"), rows)
+
+
 DEEDS = ("kill", "stop", "pause", "cut", "starve", "oom", "jump")
 
 
@@ -438,6 +452,15 @@ def soak() -> list[str]:
     return _table(("process", "memory", "growth behind the warm-up"), rows)
 
 
+# --- serve.md ---
+
+
+def served_recipes() -> list[str]:
+    import served_recipes
+
+    return served_recipes.table(result("served_recipes"))
+
+
 TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
     "evidence/benchmarks.md": {"step": step, "algorithms": algorithms, "against_trl": against_trl},
     "evidence/costs.md": {
@@ -465,6 +488,7 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "presets": learning("preset"),
     },
     "evidence/plans.md": {"memory": planning_memory},
-    "evidence/faults.md": {"faults_mixed": faults_mixed, "faults": faults, "soak": soak},
+    "serve.md": {"served_recipes": served_recipes},
+    "evidence/faults.md": {"faults_mixed": faults_mixed, "faults": faults, "faults_serve": faults_serve, "soak": soak},
 }
 """By page and mark, the table that stands between `<!-- mark: begin -->` and `<!-- mark: end -->`."""

@@ -39,14 +39,20 @@ class SampleStore {
     return sample;
   }
 
-  // Which samples have `text` in their prompt or response; the letters of all are made small once.
+  // Which samples have `text` in their prompt or response, or in the name of a server's tenant or model; the letters of all
+  // are made small once.
   has(text) {
     this.smallPrompts ??= [];
     this.small ??= [];
     for (let place = this.smallPrompts.length; place < this.prompts.length; place++) this.smallPrompts.push(this.prompts[place].toLowerCase());
-    for (let place = this.small.length; place < this.length; place++) this.small.push(this.row(place)[2].toLowerCase());
+    for (let place = this.small.length; place < this.length; place++) this.small.push(this.textOf(place).toLowerCase());
     const inPrompt = this.smallPrompts.map((prompt) => prompt.includes(text));
     return (place) => inPrompt[this.columns.prompt[place]] || this.small[place].includes(text);
+  }
+
+  textOf(place) {
+    const row = this.row(place), { served } = row[FIELDS.length] || {};
+    return served ? `${row[2]}\n${served.tenant}\n${served.model}` : row[2];
   }
 
   // Samples that a run wrote since the page was made, in the same form as those in it.

@@ -43,12 +43,12 @@ function tokensOf(sample, coloring, pictures, scale) {
   });
 }
 
-// An answer: its reward as a bar over the range of the run's rewards, its advantage, and its text.
+// An answer: its reward, if it has one, as a bar over the range of the run's rewards, its advantage, and its text.
 function answerRow(sample, coloring, pictures, scale, [least, most]) {
   const share = most > least ? (sample.reward - least) / (most - least) : 1;
   const sign = !isNumber(sample.advantage) || sample.advantage === 0 ? "even" : sample.advantage > 0 ? "up" : "down";
-  const facts = html("div", { class: "facts" }, html("b", {}, `reward ${short(sample.reward)}`));
-  facts.append(html("span", { class: "bar" }, html("span", { style: `width: ${(100 * share).toFixed(1)}%` })));
+  const facts = html("div", { class: "facts" });
+  if (isNumber(sample.reward)) facts.append(html("b", {}, `reward ${short(sample.reward)}`), html("span", { class: "bar" }, html("span", { style: `width: ${(100 * share).toFixed(1)}%` })));
   if (isNumber(sample.advantage)) facts.append(html("span", { class: `advantage ${sign}` }, `advantage ${sample.advantage > 0 ? "+" : ""}${short(sample.advantage)}`));
   const more = Object.entries(sample.rewards).length > 1 ? Object.entries(sample.rewards).map(([name, value]) => `${name} ${short(value)}`) : [];
   if (sample.tokens) more.push(`${sample.tokens} tokens`);
@@ -60,10 +60,12 @@ function answerRow(sample, coloring, pictures, scale, [least, most]) {
 }
 
 function groupCard(store, places, { coloring, pictures, scale, bounds, follow }) {
-  const samples = places.map((place) => store.at(place)), first = samples[0], rewards = samples.map((sample) => sample.reward);
+  const samples = places.map((place) => store.at(place)), first = samples[0], rewards = samples.map((sample) => sample.reward).filter(isNumber);
   const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
-  const facts = [`step ${first.step}`, first.group, `${places.length} ${places.length === 1 ? "answer" : "answers"}`, `mean reward ${short(mean)}`];
-  if (Math.max(...rewards) === Math.min(...rewards) && places.length > 1) facts.push("all alike: no advantage");
+  const facts = [`step ${first.step}`, first.group, `${places.length} ${places.length === 1 ? "answer" : "answers"}`];
+  if (first.served) facts.splice(1, 0, `tenant ${first.served.tenant}`, `model ${first.served.model}`);
+  if (rewards.length) facts.push(`mean reward ${short(mean)}`);
+  if (rewards.length && Math.max(...rewards) === Math.min(...rewards) && places.length > 1) facts.push("all alike: no advantage");
   if (first.answer !== null && first.answer !== undefined) facts.push(`expected ${typeof first.answer === "object" ? JSON.stringify(first.answer) : first.answer}`);
   const answers = html("div", { class: "answers" });
   const rest = html("button", { onclick: () => show(places.length) }, `show all ${places.length} answers`);
@@ -88,7 +90,7 @@ function samplesSection(runs, pictures, leftOut) {
     to: html("input", { id: "sample-to", type: "number", placeholder: "last" }),
     least: html("input", { id: "sample-least", type: "number", step: "any", placeholder: "any" }),
     most: html("input", { id: "sample-most", type: "number", step: "any", placeholder: "any" }),
-    text: html("input", { id: "sample-text", type: "search", placeholder: "in prompt or response" }),
+    text: html("input", { id: "sample-text", type: "search", placeholder: "in prompt or response", title: "of a server also the tenant and the model" }),
     order: choice("sample-order", [["newest", "newest first"], ["oldest", "oldest first"], ["best", "best first"], ["worst", "worst first"], ["spread", "most different rewards first"]]),
     coloring: choice("sample-coloring", Object.entries(COLORINGS).map(([name, rule]) => [name, rule.title])),
     boxes: choice("sample-boxes", Object.entries(BOX_SCALES)),
@@ -104,10 +106,12 @@ function samplesSection(runs, pictures, leftOut) {
     const bound = (input, other) => input.value === "" ? other : Number(input.value);
     const { step, reward, prompt: prompts, group } = store.columns, groups = new Map();
     const from = bound(inputs.from, -Infinity), to = bound(inputs.to, Infinity), least = bound(inputs.least, -Infinity), most = bound(inputs.most, Infinity);
+    const bounded = Number.isFinite(least) || Number.isFinite(most);
     const has = inputs.text.value ? store.has(inputs.text.value.toLowerCase()) : () => true;
     let found = 0;
     for (let place = 0; place < store.length; place++) {
-      if (step[place] < from || step[place] > to || reward[place] < least || reward[place] > most) continue;
+      if (step[place] < from || step[place] > to) continue;
+      if (isNumber(reward[place]) ? reward[place] < least || reward[place] > most : bounded) continue;
       if (prompt !== null && prompts[place] !== prompt || !has(place)) continue;
       found += 1;
       const known = groups.get(group[place]);

@@ -10,9 +10,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
 from megarl.errors import ModelError
@@ -197,6 +199,13 @@ def stored_format(hf_config: Mapping[str, Any]) -> FewBits:
     Raises:
         ModelError: they are quantised in another way, or the model is of a family that is not served so.
     """
+    return _stored_format(json.dumps(hf_config, sort_keys=True, default=str))
+
+
+@lru_cache(maxsize=16)
+def _stored_format(config: str) -> FewBits:
+    """The same, of the text of a `config.json`: a search asks for each layout, and a large model's experts take a second."""
+    hf_config = json.loads(config)
     quantisation = hf_config["quantization_config"]
     few_bits = _format_of(quantisation)
     if few_bits is None:

@@ -46,8 +46,12 @@ def build_app(service: Service) -> FastAPI:
     """The application of a service, which it starts and stops."""
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await service.start()
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            await service.start()
+        except BaseException as error:
+            app.state.start_error = error
+            raise
         try:
             yield
         finally:
@@ -101,7 +105,7 @@ def _add_plain(app: FastAPI, service: Service, who: Callable[[Request], Awaitabl
 
 
 def _add_session_routes(app: FastAPI, service: Service, who: Callable[[Request], Awaitable[Tenant]]) -> None:
-    add = partial(_add_json, app, who)
+    add = partial(_add_json, app, service, who)
     add("create_session", types.CreateSessionRequest, service.create_session)
     add("session_heartbeat", types.SessionHeartbeatRequest, service.heartbeat)
     add("create_sampling_session", types.CreateSamplingSessionRequest, service.samplers.create)
@@ -148,6 +152,7 @@ def _add_training(app: FastAPI, service: Service, who: Callable[[Request], Await
             raise RequestError(f"Content-Type must be {PROTOBUF}, as clients of 0.38 send it", status=415)
         encoding = request.headers.get("content-encoding", "").strip().lower()
         most = service.options.max_body_bytes
+        free = models.held.take(tenant, min(_length(request) or most, most))
         try:
             body = await read_body(request, most)
             call = await asyncio.to_thread(read_call, body, encoding, most)
@@ -157,12 +162,14 @@ def _add_training(app: FastAPI, service: Service, who: Callable[[Request], Await
             if address is None:
                 raise
             digest = blake2b(head, digest_size=16).digest()
-            return models.refuse(tenant, *address, digest, str(error), kind=REFUSED_PASS)
-        return models.forward_backward(tenant, call, body, encoding)
+            return await models.requests.refuse(tenant, *address, digest, str(error), kind=REFUSED_PASS)
+        finally:
+            free()
+        return await models.forward_backward(tenant, call, body, encoding)
 
 
 def _add_sampling(app: FastAPI, service: Service, who: Callable[[Request], Awaitable[Tenant]]) -> None:
-    add = partial(_add_json, app, who)
+    add = partial(_add_json, app, service, who)
     add("asample", types.SampleRequest, service.samplers.sample)
     add("retrieve_futures", types.FuturesRetrieveRequest, service.retrieve_many)
 
@@ -183,6 +190,7 @@ def _add_sampling(app: FastAPI, service: Service, who: Callable[[Request], Await
 
 def _add_json(
     app: FastAPI,
+    service: Service,
     who: Callable[[Request], Awaitable[Tenant]],
     name: str,
     kind: type[BaseModel],
@@ -193,7 +201,11 @@ def _add_json(
     @app.post(f"{API}/{name}", name=name)
     async def route(request: Request) -> Response:
         tenant = await who(request)
-        asked = read_json(kind, await read_body(request, MOST_JSON_BYTES))
+        free = service.models.held.take(tenant, min(_length(request) or MOST_JSON_BYTES, MOST_JSON_BYTES))
+        try:
+            asked = read_json(kind, await read_body(request, MOST_JSON_BYTES))
+        finally:
+            free()
         return await _as_json(call(tenant, asked))
 
 
@@ -218,7 +230,7 @@ def _add_training_json(
             if address is None:
                 raise
             digest = blake2b(body, digest_size=16).digest()
-            return JSONResponse(service.models.refuse(tenant, *address, digest, str(error)))
+            return JSONResponse(await service.models.requests.refuse(tenant, *address, digest, str(error)))
         return await _as_json(call(tenant, asked))
 
 
@@ -244,8 +256,7 @@ async def read_body(request: Request, most: int) -> bytes:
     Raises:
         TooLarge: it is larger.
     """
-    length = request.headers.get("content-length", "")
-    size = int(length) if length.isdigit() and len(length) < 20 else None
+    size = _length(request)
     pieces, read = [], 0
     async for piece in request.stream():
         pieces.append(piece)
@@ -254,6 +265,12 @@ async def read_body(request: Request, most: int) -> bytes:
         if read > most or (is_larger and read >= HEAD_BYTES):
             raise TooLarge(too_large(size, most), b"".join(pieces)[:HEAD_BYTES])
     return b"".join(pieces)
+
+
+def _length(request: Request) -> int | None:
+    """The bytes that a body says it has."""
+    length = request.headers.get("content-length", "")
+    return int(length) if length.isdigit() and len(length) < 20 else None
 
 
 def _error(status: int, sentence: str, category: str, headers: dict[str, str] | None = None) -> Response:

@@ -98,6 +98,7 @@ def _serve(config: Config, run: ServerRun, say: Callable[[str], None]) -> None:
         with run.phases("start"):
             say(f"{config.run_folder}: reading the tokenizer, starting ranks and engines")
             session = stack.enter_context(_session(config, run, say))
+            run.open_samples(session.inputs.tokenizer)
             app, sampler = _app(config, session, run, server.lost, say)
         with run.phases.step():
             pass  # from here on a failure is none of the config's
@@ -156,6 +157,7 @@ def _app(
     from megarl.options.serve.figures import CountedSampler, CountedTrainer
     from megarl.options.serve.journal import RequestJournal
     from megarl.options.serve.sampler import open_sampler
+    from megarl.options.serve.served_pictures import open_pictures
     from megarl.options.serve.service import Service
     from megarl.options.serve.settings import ServiceOptions
     from megarl.options.serve.store import open_store
@@ -164,9 +166,11 @@ def _app(
 
     settings, figures, folder = _serve_of(config), run.figures, run.folder / "serve"
     tenants = Tenants(Path(settings.tenants) if settings.tenants else None, secret=kept_secret(folder / "secret"), say=say)
-    shutil.rmtree(folder / "models", ignore_errors=True)  # what ranks of a server that was killed had moved out of memory
-    trainer = SessionTrainer(session, folder / "models", live=settings.live_models)
-    sampler = open_sampler(session)
+    for left in (folder / "models", folder / "pictures"):  # what a server that was killed had moved out of memory, and kept
+        shutil.rmtree(left, ignore_errors=True)
+    shown = [open_pictures(config, session.inputs.tokenizer, kept_in) for kept_in in (None, folder / "pictures")]
+    trainer = SessionTrainer(session, folder / "models", live=settings.live_models, pictures=shown[0])
+    sampler = open_sampler(session, shown[1])
     options = ServiceOptions(
         models=dict.fromkeys(settings.models, settings.context_tokens),
         context_tokens=settings.context_tokens,
@@ -176,9 +180,10 @@ def _app(
         max_body_bytes=settings.max_body_bytes,
         max_waiting=settings.max_waiting,
         snapshot_every_s=settings.snapshot_every_s,
-        session_idle_s=settings.idle_session_s,
+        model_idle_s=settings.idle_session_s,
         scratch=folder / "scratch",
         read_graph=read_graph,
+        answered=run.samples.take,
         say=say,
     )
     service = Service(

@@ -2,8 +2,8 @@
 
 A datum of N tokens becomes a prompt of its first one and a response of the other N − 1 and its last target: so each position
 predicts one token of the response. Where targets are no shift of the tokens, the response is fed all the same, and the targets
-are asked for by the column `SCORED_IDS`. Data that begin alike are one group, so that ranks may compute their beginning once.
-Pure arrays, in the driver.
+are asked for by the column `SCORED_IDS`, and so are those of data with pictures, where a target is no placeholder. Data that
+begin alike are one group, so that ranks may compute their beginning once. Arrays alone, in the driver.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import numpy as np
 import torch
 
 from megarl.data.batch import Batch
+from megarl.data.media import Media
 from megarl.data.prefix_tree import LEAST_SHARED
 from megarl.data.sample import Sample
-from megarl.data.stream import SCORED_IDS
-from megarl.options.serve.losses import FILLS, FORMS, THRESHOLDS, LossForm
+from megarl.data.stream import FILLS, SCORED_IDS
+from megarl.options.serve.losses import FORMS, THRESHOLDS, LossForm
+from megarl.options.serve.served_pictures import ServedPictures
 from megarl.options.serve.values import Array, Datum, Loss, RequestError
 
 TARGETS = "target_tokens"
@@ -26,10 +28,14 @@ TARGETS = "target_tokens"
 
 @dataclass(frozen=True)
 class DatumLimits:
-    """Limits of what a model can be asked for: token ids below `vocabulary`, and at most `max_tokens` of them in a datum."""
+    """Limits of what a model can be asked for: token ids below `vocabulary`, and at most `max_tokens` of them in a datum.
+
+    `pictures` takes those of data; None: the model sees none.
+    """
 
     vocabulary: int
     max_tokens: int
+    pictures: ServedPictures | None = None
 
 
 @dataclass(frozen=True)
@@ -96,10 +102,11 @@ def lay(data: Sequence[Datum], loss_name: str, limits: DatumLimits, *, replicas:
         _check_names(number, datum, form, loss_name)
         _check_shapes(number, datum, form, loss_name, limits)
     _check_values(data, limits)
+    data, media = _seen(data, limits)
     shifts = all(_is_shift(datum) for datum in data)
     width = max(_width(datum.inputs[TARGETS]) for datum in data)
     filling = max(0, replicas - len(data))
-    samples = [_sample(number, datum) for number, datum in enumerate(data)]
+    samples = [_sample(number, *shown) for number, shown in enumerate(zip(data, media, strict=True))]
     samples += [Sample(f"fills {number}", f"fills {number}", "", [0], [0], [1], [], [], "stop") for number in range(filling)]
     batch = Batch(samples)
     names = [name for name in (*form.required, *form.optional) if name in data[0].inputs]
@@ -125,8 +132,6 @@ def _check_names(number: int, datum: Datum, form: LossForm, loss: str) -> None:
     if unknown := [name for name in datum.inputs if name not in known]:
         which, allowed = f"loss_fn_inputs['{unknown[0]}']", ", ".join(known)
         raise RequestError(f"datum {number} has {which}, which {loss} does not read; its inputs must be {allowed}")
-    if datum.pictures:
-        raise RequestError(f"datum {number} has pictures, which this server does not train on; its chunks must be tokens")
 
 
 def _check_shapes(number: int, datum: Datum, form: LossForm, loss: str, limits: DatumLimits) -> None:
@@ -176,17 +181,33 @@ def _is_shift(datum: Datum) -> bool:
     return targets.ndim == 1 and np.array_equal(targets[:-1], datum.tokens[1:])
 
 
+def _seen(data: Sequence[Datum], limits: DatumLimits) -> tuple[Sequence[Datum], Sequence[tuple[Media, ...]]]:
+    """The data with the model's own ids where pictures are, and the pictures of each."""
+    showing = next((number for number, datum in enumerate(data) if datum.pictures), None)
+    if showing is None:
+        return data, [()] * len(data)
+    if limits.pictures is None:
+        raise RequestError(f"datum {showing} has a picture, which this server's model does not see; its chunks must be tokens")
+    for number, datum in enumerate(data):
+        if any(picture.place == 0 for picture in datum.pictures):
+            raise RequestError(f"datum {number} begins with a picture; a token must come before it, such as that of its start")
+    shown = limits.pictures.of_data(data)
+    return [datum for datum, _ in shown], [media for _, media in shown]
+
+
 def _width(targets: Array) -> int:
     return targets.shape[1] if targets.ndim == 2 else 1
 
 
-def _sample(number: int, datum: Datum) -> Sample:
+def _sample(number: int, datum: Datum, media: Sequence[Media]) -> Sample:
     tokens, last = datum.tokens, datum.inputs[TARGETS].ravel()[-1]
     response = np.append(tokens[1:], last)
     mask = np.ones(len(tokens), np.uint8)
     alike = min(len(tokens), LEAST_SHARED + 1)  # of fewer tokens nothing would be shared
     name, group = str(number), tokens[:alike].tobytes().hex()
-    return Sample(name, group, name, [int(tokens[0])], response, mask, [], [], "stop")  # type: ignore[arg-type]
+    return Sample(
+        name, group, name, [int(tokens[0])], response, mask, [], [], "stop", media=[*media]  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def _add(

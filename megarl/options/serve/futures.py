@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,7 +21,11 @@ JSON = "application/json"
 INLINE_BYTES = 1 << 16
 """Bytes of an answer that is sent without a word about its size first."""
 MOST_COMPLETIONS = 4096
+PROMISE_BYTES = 1024
+"""Bytes of a promise beside its answer, about."""
 UNSURE_S = 60.0
+STOPPED_S = 0.5
+"""How long a question for an answer waits where none will come any more."""
 Category = Literal["user", "server", "unknown"]
 Target = tuple[str, int]
 """A sampling session, and which of its clones."""
@@ -43,6 +47,8 @@ class Promise:
     media: str = JSON
     failed: bool = False
     moved: asyncio.Event = field(default_factory=asyncio.Event)
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once a training request is durable, or is not taken after all."""
     cancel: Callable[[], Any] | None = None
     at_end: list[Callable[[], None]] = field(default_factory=list)
 
@@ -61,7 +67,7 @@ class _Queue:
 
     def __init__(self) -> None:
         self.events: deque[tuple[int, Promise]] = deque()
-        self.last = 0
+        self.last = self.waiting = 0
         self.moved = asyncio.Event()
 
     def add(self, promise: Promise) -> None:
@@ -81,25 +87,36 @@ class Promises:
         keep_fetched_s: float = 600.0,
         keep_bytes: int = 1 << 30,
         most_waiting: int = 100_000,
+        most_of_tenant: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`poll_s`: how long a client waits at most. Answers are kept `keep_s`, once fetched `keep_fetched_s`."""
+        """`poll_s`: how long a client waits at most. Answers are kept `keep_s`, once fetched `keep_fetched_s`.
+
+        `most_of_tenant`: of the requests that wait at once, so that the others of `most_waiting` are left to other tenants.
+        """
         self._poll_s, self._keep_s, self._keep_fetched_s, self._keep_bytes = poll_s, keep_s, keep_fetched_s, keep_bytes
         self._most_waiting, self._clock = most_waiting, clock
         self._promises: dict[str, Promise] = {}
         self._queues: dict[Target, _Queue] = {}
-        self._bytes = self._waiting = 0
+        self._bytes = 0
+        self._most_of_tenant = most_waiting if most_of_tenant is None else most_of_tenant
+        self._waiting: Counter[str] = Counter()
         self._stopped = False
 
-    def check_room(self) -> None:
-        """Refuse one promise more where too many wait.
+    def check_room(self, tenant: str) -> None:
+        """Refuse one promise more where too many wait, of all tenants or of this one.
 
         Raises:
             RequestError: with status 429, at which clients ask again.
         """
-        if self._waiting >= self._most_waiting:
+        waiting = self._waiting.total()
+        if waiting >= self._most_waiting:
+            raise RequestError(f"{waiting} requests wait already, as many as this server takes; ask again later", status=429)
+        if self._waiting[tenant] >= self._most_of_tenant:
             raise RequestError(
-                f"{self._waiting} requests wait already, as many as this server takes; ask again later", status=429
+                f"{self._waiting[tenant]} requests of {tenant} wait already, as many as this server takes of a tenant; "
+                "ask again later",
+                status=429,
             )
 
     def make(self, identity: str, tenant: str, digest: bytes, *, model: str = "", target: Target | None = None) -> Promise:
@@ -107,7 +124,7 @@ class Promises:
         assert identity not in self._promises, identity
         promise = Promise(identity, tenant, digest, model, target, self._clock())
         self._promises[identity] = promise
-        self._waiting += 1
+        self._waiting[tenant] += 1
         return promise
 
     def known(self, identity: str) -> Promise | None:
@@ -141,14 +158,21 @@ class Promises:
         if promise.settled is not None:
             return
         promise.content, promise.media, promise.settled = content, media, self._clock()
-        self._bytes += len(content)
-        self._waiting -= 1
+        self._bytes += _size(promise)
+        self._waiting[promise.tenant] -= 1
         promise.moved.set()
         for end in promise.at_end:
             end()
         promise.at_end.clear()
         if promise.target is not None:
             self._queues.setdefault(promise.target, _Queue()).add(promise)
+
+    def take_back(self, promise: Promise) -> None:
+        """Forget a promise that nobody was told of."""
+        del self._promises[promise.id]
+        self._waiting[promise.tenant] -= 1
+        for end in promise.at_end:
+            end()
 
     def find(self, tenant: str, identity: str) -> Promise:
         """The tenant's promise of that id.
@@ -168,8 +192,8 @@ class Promises:
             RequestError: as `find`.
         """
         promise = self.find(tenant, identity)
-        if promise.settled is None and not self._stopped:
-            await _wait(promise.moved, self._poll_s)
+        if promise.settled is None:  # clients ask again at once, also a server that ends
+            await (asyncio.sleep(STOPPED_S) if self._stopped else _wait(promise.moved, self._poll_s))
         if promise.settled is None:
             again = {"type": "try_again", "request_id": identity, "queue_state": "active"}
             return Reply(json.dumps(again).encode(), 408)
@@ -193,7 +217,11 @@ class Promises:
         wait_s = self._poll_s if timeout_s is None else max(0.0, min(timeout_s, self._poll_s))
         if not queue.events and wait_s and not self._stopped:
             queue.moved.clear()
+            queue.waiting += 1
             await _wait(queue.moved, wait_s)
+            queue.waiting -= 1
+        if not queue.last and not queue.waiting:  # else whatever is asked for stays
+            self._queues.pop(target, None)
         found = [(number, promise) for number, promise in queue.events if number > cursor][:MOST_COMPLETIONS]
         completions: list[dict[str, Any]] = [
             {"state": "failed", "request_id": promise.id}
@@ -215,17 +243,29 @@ class Promises:
             self.fail(promise, "the request was cancelled by its client")
 
     def expire(self) -> None:
-        """Forget answers that were kept long enough, and those that were fetched first where all have too many bytes."""
+        """Forget answers that were kept long enough, and some of who has most of them where all have too many bytes."""
         now = self._clock()
         settled = [promise for promise in self._promises.values() if promise.settled is not None]
         for promise in settled:
             since_fetched = now - promise.fetched if promise.fetched is not None else -1.0
             if since_fetched > self._keep_fetched_s or now - (promise.settled or now) > self._keep_s:
                 self._forget(promise)
+        if self._bytes > self._keep_bytes:
+            self._shrink()
+
+    def _shrink(self) -> None:
+        """Forget answers of the tenants that have the most bytes of them, those that were fetched first."""
+        settled = [promise for promise in self._promises.values() if promise.settled is not None]
         settled.sort(key=lambda promise: (promise.fetched is None, promise.fetched or promise.settled or 0.0))
+        answers: dict[str, deque[Promise]] = {}
+        sizes: Counter[str] = Counter()
         for promise in settled:
-            if self._bytes <= self._keep_bytes:
-                break
+            answers.setdefault(promise.tenant, deque()).append(promise)
+            sizes[promise.tenant] += _size(promise)
+        while self._bytes > self._keep_bytes:
+            tenant = max(sizes, key=lambda name: sizes[name])
+            promise = answers[tenant].popleft()
+            sizes[tenant] -= _size(promise)
             self._forget(promise)
 
     def drop_target(self, session: str) -> None:
@@ -242,8 +282,18 @@ class Promises:
             queue.moved.set()
 
     def _forget(self, promise: Promise) -> None:
-        if self._promises.pop(promise.id, None) is not None:
-            self._bytes -= len(promise.content)
+        if self._promises.pop(promise.id, None) is None:
+            return
+        self._bytes -= _size(promise)
+        promise.content = b""
+        queue = self._queues.get(promise.target) if promise.target is not None else None
+        while queue is not None and queue.events and queue.events[0][1].id not in self._promises:
+            queue.events.popleft()
+
+
+def _size(promise: Promise) -> int:
+    """Bytes that an answer takes while it is kept."""
+    return len(promise.content) + PROMISE_BYTES
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

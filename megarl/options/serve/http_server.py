@@ -45,7 +45,7 @@ class HttpServer:
         self._error: BaseException | None = None
 
     def lost(self, error: BaseException) -> None:
-        """End the server because ranks are lost; returns when it is down, so that no client is told of it.
+        """End the server because ranks are lost; returns when it answers no client, so that none is told of it.
 
         A thread other than the server's calls this.
         """
@@ -54,7 +54,8 @@ class HttpServer:
             logging.getLogger("uvicorn.error").disabled = True  # requests that end here are asked again
             if self._server is not None:
                 self._server.force_exit = self._server.should_exit = True
-        self._is_down.wait(DOWN_S)
+        if self._server is not None and self._server.started:
+            self._is_down.wait(DOWN_S)
 
     def stop(self) -> None:
         """End the server in order, as a signal does."""
@@ -67,6 +68,7 @@ class HttpServer:
         Raises:
             ConfigError: the files of TLS are none.
             WorkerError, DeadlineError: what `lost` was told.
+            Exception: the service did not start.
         """
         settings = self._settings
         config = uvicorn.Config(
@@ -95,8 +97,9 @@ class HttpServer:
                 app.state.service.abandon()
                 self._is_down.set()
             await sampler.close()
-        if self._error is not None:
-            raise self._error
+        failure: BaseException | None = self._error or getattr(app.state, "start_error", None)
+        if failure is not None:
+            raise failure
 
 
 class _Uvicorn(uvicorn.Server):

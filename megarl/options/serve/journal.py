@@ -81,8 +81,10 @@ class RequestJournal:
         folders = [path for path in self._root.iterdir() if (path / "facts.json").is_file()]
         return [name_of(path.name) for path in sorted(folders, key=lambda path: (path / "facts.json").stat().st_mtime_ns)]
 
-    def begin(self, model: str, facts: Mapping[str, Any]) -> None:
-        """Start the journal of a new model; `facts` (JSON-able) are what it takes to make the model, and whose it is.
+    def begin(self, model: str, facts: Mapping[str, Any], entries: Iterable[tuple[int, str, bytes]] = ()) -> None:
+        """Start the journal of a new model, durable on return, with its first requests: numbers, kinds and bodies.
+
+        `facts` (JSON-able) are what it takes to make the model, and whose it is.
 
         Raises:
             CheckpointError: the model has a journal.
@@ -92,7 +94,7 @@ class RequestJournal:
             raise CheckpointError(f"model {model} has a journal already")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        _write_log(folder / _log_name(0), ())
+        _write_log(folder / _log_name(0), (JournalEntry(*entry) for entry in entries))
         write_text_atomically(folder / "facts.json", json.dumps(dict(facts), indent=1))
         sync_file(folder / "facts.json")
         sync_folder(folder)

@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.data.stream import PackedStream, ScoredValues
+from megarl.data.stream import FILLS, PackedStream, ScoredValues
 from megarl.runs.update_metrics import LOG_PROBS
 
 LOSS = "loss:sum"
 """Name of the metric that is the loss."""
-FILLS = "fills"
-"""The column of tokens, 1 each, that no client sent and that count nowhere."""
 THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 """Least and largest ratio that is not clipped: parameters, or inputs with a value of each token."""
 

@@ -10,19 +10,23 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
 from tinker import types
 from tinker.types import save_weights_external_request as external
 
+from megarl.errors import CheckpointError, DeadlineError, WorkerError
+from megarl.options.serve.custom_losses import CustomLosses
 from megarl.options.serve.downloads import encrypt_files
 from megarl.options.serve.futures import Promise, Promises
 from megarl.options.serve.places import CheckpointPath
 from megarl.options.serve.registry import ServedRun
+from megarl.options.serve.requests import ModelRequests, absent, refusal
 from megarl.options.serve.settings import ServiceOptions
 from megarl.options.serve.store import CheckpointStore
-from megarl.options.serve.tenants import Tenant, Tenants, check_models
+from megarl.options.serve.tenants import HeldBytes, Tenant, Tenants, check_models
 from megarl.options.serve.values import AdamParams, AdapterChoice, Loss, RequestError
-from megarl.options.serve.wire import TrainingCall, digest_of_json, passed_bytes
-from megarl.options.serve.worker import PASS, REFUSED_PASS, STEP, ClientModel, Settled, TrainerWorker, TrainingJob
+from megarl.options.serve.wire import TrainingCall, digest_of_json, passed_bytes, read_call, read_json
+from megarl.options.serve.worker import REFUSED, REFUSED_PASS, ClientModel, KeptRequest, Settled, TrainerWorker, Work, answering
 
 if TYPE_CHECKING:
     from megarl.options.serve.journal import RequestJournal
@@ -32,6 +36,12 @@ ExternalRequest = external.SaveWeightsExternalRequest
 OfModel = Callable[[ClientModel], None]
 STATE, ADAPTER = "state", "adapter"
 """Folders of a checkpoint: what training goes on from, and a PEFT folder."""
+SAVES: Mapping[str, tuple[type[BaseModel], str]] = {
+    "save_weights": (types.SaveWeightsRequest, "weights"),
+    "save_weights_for_sampler": (types.SaveWeightsForSamplerRequest, "sampler_weights"),
+    "save_weights_external": (ExternalRequest, "external_weights"),
+}
+"""By kind of request its type, and the kind of checkpoint that it writes."""
 
 
 class ServedModels:
@@ -45,6 +55,7 @@ class ServedModels:
         store: CheckpointStore,
         tenants: Tenants,
         samplers: ServedSamplers,
+        losses: CustomLosses,
         journal: RequestJournal | None,
     ) -> None:
         self.most_bytes = options.max_body_bytes
@@ -52,12 +63,16 @@ class ServedModels:
         self._store, self._tenants, self._samplers, self._journal = store, tenants, samplers, journal
         self._ending: set[asyncio.Task[None]] = set()
         self.models: dict[str, ClientModel] = {}
-        self.losses: dict[str, tuple[str, Any]] = {}
-        """By id the session and the graph of each loss that a client has defined."""
+        self.held = HeldBytes(options.tenant_bytes)
+        self.requests = ModelRequests(self.models, worker, promises, tenants, self.held, journal)
+        self.requests.check_open = store.registry.check_not_idle
+        self._losses = losses
+        self.is_seen: Callable[[str], bool] = lambda session: True
+        """Whether a session gave a sign of life lately."""
 
     # requests that make models -----------------------------------------------------------------------------------------
 
-    def create(self, tenant: Tenant, asked: types.CreateModelRequest) -> dict[str, Any]:
+    async def create(self, tenant: Tenant, asked: types.CreateModelRequest) -> dict[str, Any]:
         """Answer `create_model`, the first request of a model."""
         digest = digest_of_json(asked)
         lora = asked.lora_config
@@ -71,20 +86,18 @@ class ServedModels:
         def check() -> None:
             self._check_new(tenant, model, asked.optimizer_config)
 
-        return self._begin(tenant, model, digest, check, finish={"model_id": identity, "type": "create_model"})
+        return await self._begin(tenant, model, digest, check, "create_model", b"")
 
-    def load(self, tenant: Tenant, asked: types.LoadWeightsRequest, source_tenant: Tenant) -> dict[str, Any]:
+    async def load(self, tenant: Tenant, asked: types.LoadWeightsRequest, source_tenant: Tenant) -> dict[str, Any]:
         """Answer `load_weights`: of a model that is there, or as the first request of a new one."""
         digest = digest_of_json(asked)
+        redo = f"{source_tenant.name}\n{int(asked.optimizer)}\n{asked.path}".encode()
         if asked.session_id is None:
             if asked.optimizer_config is not None:
                 sentence = "optimizer_config is of new models; leave it out"
-                return self.refuse(tenant, asked.model_id or "", asked.seq_id, digest, sentence)
-            model = self.models.get(asked.model_id or "")
-            compute = partial(self.load_into, model, source_tenant.name, asked.path, with_optimizer=asked.optimizer)
-            answer = {"path": asked.path, "model_id": asked.model_id, "type": "load_weights"}
-            redo = f"{source_tenant.name}\n{int(asked.optimizer)}\n{asked.path}".encode()
-            return self._submit(tenant, asked.model_id or "", asked.seq_id, digest, "load", compute, _always(answer), redo=redo)
+                return await self.requests.refuse(tenant, asked.model_id or "", asked.seq_id, digest, sentence)
+            work = self._load_work(asked.model_id or "", redo)
+            return await self.requests.submit(tenant, asked.model_id or "", asked.seq_id, digest, work, redo)
         identity = f"{asked.session_id}:train:{asked.model_seq_id}"
         model = ClientModel(identity, tenant.name, asked.session_id, asked.base_model or "", None, asked.user_metadata or {})
 
@@ -95,36 +108,41 @@ class ServedModels:
             model.base_model, model.choice = str(made.get("base_model")), choice_of(made)
             self._check_new(tenant, model, asked.optimizer_config or types.AdamOptimizerConfig())
 
-        load = partial(self.load_into, model, source_tenant.name, asked.path, with_optimizer=asked.optimizer)
-        finish = {"path": asked.path, "model_id": identity, "type": "load_weights"}
-        redo = f"{source_tenant.name}\n{int(asked.optimizer)}\n{asked.path}".encode()
-        return self._begin(tenant, model, digest, check, finish=finish, load=load, redo=redo)
+        return await self._begin(tenant, model, digest, check, "load", redo)
 
-    def _begin(
-        self,
-        tenant: Tenant,
-        model: ClientModel,
-        digest: bytes,
-        check: Callable[[], None],
-        *,
-        finish: Mapping[str, Any],
-        load: Callable[[], Any] | None = None,
-        redo: bytes | None = None,
+    async def _begin(
+        self, tenant: Tenant, model: ClientModel, digest: bytes, check: Callable[[], None], kind: str, redo: bytes
     ) -> dict[str, Any]:
         self._store.registry.open_session(tenant.name, model.session)
+        facts = None
         if model.id not in self.models:
             try:
                 check()
             except RequestError as error:
-                return self._refused(tenant, model.id, str(error))
-            self._promises.check_room()
-            self.models[model.id] = model
-        compute = partial(self._create, model, tenant, load, redo, digest)
+                return self.requests.refused(tenant, model.id, str(error))
+            self._promises.check_room(tenant.name)
+            self.models[model.id], facts = model, facts_of(model, digest)
+        try:
+            return await self.requests.submit(
+                tenant, model.id, 0, digest, self._first_work(model, kind, redo), redo, facts=facts
+            )
+        except RequestError:
+            if facts is not None:  # nothing of it was taken
+                del self.models[model.id]
+            raise
+
+    def _first_work(self, model: ClientModel, kind: str, redo: bytes) -> Work:
+        """Make a model, with a checkpoint's state where `kind` is load."""
+        loads = self._load_work(model.id, redo) if kind == "load" else None
 
         def at_error(sentence: str) -> None:
             model.lost = f"model {model.id} was not made: {sentence}"
+            if self._journal is not None:
+                self._journal.drop(model.id)
 
-        return self._submit(tenant, model.id, 0, digest, "create_model", compute, _always(finish), at_error=at_error)
+        finish = loads.finish if loads is not None else answering({"model_id": model.id, "type": "create_model"})
+        compute = partial(self._create, model, loads.compute if loads is not None else None)
+        return Work(kind, compute, finish, at_error=at_error)
 
     def _check_new(self, tenant: Tenant, model: ClientModel, optimizer: Any) -> None:
         options, choice = self._options, model.choice
@@ -142,45 +160,54 @@ class ServedModels:
             raise RequestError(f"lora_config.rank is {choice.rank}; it must be from 1 to {options.max_rank}")
         if choice is not None and not (choice.train_attn or choice.train_mlp or choice.train_unembed):
             raise RequestError("lora_config trains nothing: train_attn, train_mlp or train_unembed must be true")
-        live = sum(not other.lost for other in self.models.values() if other.tenant == tenant.name)
-        check_models(tenant, live)
+        live = [other for other in self.models.values() if other.tenant == tenant.name and not other.lost]
+        try:
+            check_models(tenant, len(live))
+        except RequestError:
+            before = time.monotonic() - options.session_idle_s
+            forgotten = [other for other in live if other.used < before and not self.is_seen(other.session)]
+            if not forgotten:
+                raise
+            self._drop_idle(min(forgotten, key=lambda other: other.used))
 
-    def _create(
-        self, model: ClientModel, tenant: Tenant, load: Callable[[], Any] | None, redo: bytes | None, digest: bytes
-    ) -> None:
+    def _create(self, model: ClientModel, load: Callable[[], Any] | None) -> None:
         """Run in the trainer's thread."""
-        choice = model.choice
-        self._worker.trainer.create(model.id, choice)
+        self._worker.trainer.create(model.id, model.choice)
         try:
             if load is not None:
                 load()
             record = ServedRun(
-                model.id, tenant.name, time.time(), model.session, model.base_model, user_metadata=model.user_metadata
+                model.id, model.tenant, time.time(), model.session, model.base_model, user_metadata=model.user_metadata
             )
             runs = self._store.registry.runs
             if runs.owner(model.id) is None:  # else it was made before a crash
-                runs.add(with_choice(record, choice))
-            if self._journal is not None:
-                self._journal.begin(model.id, facts_of(model, digest))
-                if redo is not None:
-                    self._journal.append(model.id, 0, f"redo:load:{digest.hex()}", redo)
+                runs.add(with_choice(record, model.choice))
+        except (WorkerError, DeadlineError):
+            raise
         except BaseException:
             self._worker.trainer.drop(model.id)
             raise
 
     # training ----------------------------------------------------------------------------------------------------------
 
-    def forward_backward(self, tenant: Tenant, call: TrainingCall, body: bytes, encoding: str) -> dict[str, Any]:
+    async def forward_backward(self, tenant: Tenant, call: TrainingCall, body: bytes, encoding: str) -> dict[str, Any]:
         """Answer a pass; `body` is what came, for the journal."""
         try:
             loss = self.loss_of(call)
         except RequestError as error:
-            refused = REFUSED_PASS if call.backward else "refused"
-            return self.refuse(tenant, call.model, call.seq, call.digest, str(error), kind=refused)
+            kind = REFUSED_PASS if call.backward else REFUSED
+            return await self.requests.refuse(tenant, call.model, call.seq, call.digest, str(error), kind=kind)
         compute = partial(self._worker.trainer.run_pass, call.model, call.data, loss, backward=call.backward)
+        size = sum(datum.tokens.nbytes + sum(array.nbytes for array in datum.inputs.values()) for datum in call.data)
+        work = Work("forward_backward" if call.backward else "forward", compute, _passed)
         redo = f"{encoding}\n".encode() + body
-        kind = PASS if call.backward else "forward"
-        return self._submit(tenant, call.model, call.seq, call.digest, kind, compute, _passed, redo=redo)
+        return await self.requests.submit(tenant, call.model, call.seq, call.digest, work, redo, size=size)
+
+    def _pass_again(self, redo: bytes) -> Any:
+        """Run in the trainer's thread, where the body is read too."""
+        encoding, _, body = redo.partition(b"\n")
+        call = read_call(body, encoding.decode(), self.most_bytes)
+        return self._worker.trainer.run_pass(call.model, call.data, self.loss_of(call), backward=call.backward)
 
     def loss_of(self, call: TrainingCall) -> Loss:
         """The loss of a pass; one that a client has defined with its graph.
@@ -191,72 +218,78 @@ class ServedModels:
         loss, model = call.loss, self.models.get(call.model)
         if loss.name != "custom":
             return loss
-        session, graph = self.losses.get(call.loss_id, ("", None))
-        if model is None or session != model.session:
-            raise RequestError(f"the loss {call.loss_id!r:.200} does not exist; create_custom_loss makes one")
-        return Loss("custom", loss.parameters, graph)
+        return Loss("custom", loss.parameters, self._losses.find(call.loss_id, model.session if model is not None else None))
 
-    def optim_step(self, tenant: Tenant, asked: types.OptimStepRequest) -> dict[str, Any]:
+    async def optim_step(self, tenant: Tenant, asked: types.OptimStepRequest) -> dict[str, Any]:
         """Answer `optim_step`."""
         digest, params = digest_of_json(asked), asked.optim_params
         if not isinstance(params, types.AdamParams):
             sentence = f"optim_params are of {params.type:.40}; they must be AdamParams, as the model's optimizer is adamw"
-            return self.refuse(tenant, asked.model_id, asked.seq_id, digest, sentence)
-        adam = AdamParams(**params.model_dump())
-        compute = partial(self._worker.trainer.optimizer_step, asked.model_id, adam)
+            return await self.requests.refuse(tenant, asked.model_id, asked.seq_id, digest, sentence)
+        redo = params.model_dump_json().encode()
+        work = self._step_work(asked.model_id, redo)
+        return await self.requests.submit(tenant, asked.model_id, asked.seq_id, digest, work, redo)
+
+    def _step_work(self, model: str, redo: bytes) -> Work:
+        adam = AdamParams(**types.AdamParams.model_validate_json(redo).model_dump())
 
         async def finish(metrics: dict[str, float]) -> Settled:
             return {"metrics": metrics, "type": "optim_step"}
 
-        redo = params.model_dump_json().encode()
-        return self._submit(tenant, asked.model_id, asked.seq_id, digest, STEP, compute, finish, redo=redo)
+        return Work("optim_step", partial(self._worker.trainer.optimizer_step, model, adam), finish)
 
-    def save(self, tenant: Tenant, asked: types.SaveWeightsRequest) -> dict[str, Any]:
+    async def save(self, tenant: Tenant, asked: types.SaveWeightsRequest) -> dict[str, Any]:
         """Answer `save_weights`: a checkpoint that training goes on from."""
-        digest = digest_of_json(asked)
-        compute = partial(self._save, tenant, asked, "weights", digest)
-        return self._submit_save(tenant, asked, digest, "save_weights", compute)
+        return await self._submit_save(tenant, asked, "save_weights")
 
-    def save_for_sampler(self, tenant: Tenant, asked: types.SaveWeightsForSamplerRequest) -> dict[str, Any]:
+    async def save_for_sampler(self, tenant: Tenant, asked: types.SaveWeightsForSamplerRequest) -> dict[str, Any]:
         """Answer `save_weights_for_sampler`: a checkpoint with a name, or weights for a sampling session, which is made."""
-        digest, kind = digest_of_json(asked), "save_weights_for_sampler"
-        if asked.path is not None or asked.sampling_session_seq_id is None:
-            if asked.kind != "snapshot":
-                sentence = f"kind is {asked.kind}; with a path it must be snapshot"
-                return self.refuse(tenant, asked.model_id, asked.seq_id, digest, sentence)
-            compute = partial(self._save, tenant, asked, "sampler_weights", digest)
-            return self._submit_save(tenant, asked, digest, kind, compute)
+        if (asked.path is not None or asked.sampling_session_seq_id is None) and asked.kind != "snapshot":
+            sentence = f"kind is {asked.kind}; with a path it must be snapshot"
+            return await self.requests.refuse(tenant, asked.model_id, asked.seq_id, digest_of_json(asked), sentence)
+        return await self._submit_save(tenant, asked, "save_weights_for_sampler")
+
+    async def save_external(self, tenant: Tenant, asked: ExternalRequest) -> dict[str, Any]:
+        """Answer `save_weights_external`: a folder to download."""
+        return await self._submit_save(tenant, asked, "save_weights_external")
+
+    async def _submit_save(self, tenant: Tenant, asked: Any, kind: str) -> dict[str, Any]:
+        digest, redo = digest_of_json(asked), asked.model_dump_json().encode()
+        work = self._save_work(tenant, kind, asked, digest)
+        return await self.requests.submit(tenant, asked.model_id, asked.seq_id, digest, work, redo)
+
+    def _save_work(self, tenant: Tenant, kind: str, asked: Any, digest: bytes) -> Work:
+        if kind == "save_weights_for_sampler" and asked.path is None and asked.sampling_session_seq_id is not None:
+            return self._pass_work(asked, digest)
+
+        def answer_of(path: str) -> Mapping[str, Any]:
+            return {"path": path, "type": kind}
+
+        compute = partial(self._save, tenant, asked, SAVES[kind][1], digest)
+        return Work(kind, compute, _later(answer_of), answer_of)
+
+    def _pass_work(self, asked: types.SaveWeightsForSamplerRequest, digest: bytes) -> Work:
+        """Weights for a sampling session, which is made."""
         folder, is_inflight = self._samplers.new_folder(), asked.kind == "inflight"
-        number = asked.sampling_session_seq_id
+        number, kind = asked.sampling_session_seq_id or 0, "save_weights_for_sampler"
 
         def export() -> PassedWeights:
             model = self.models[asked.model_id]
-            passed = self._samplers.to_pass(model, number, folder, is_inflight=is_inflight)
-            self._worker.trainer.export(model.id, folder)
-            passed.write()
+            passed = self._samplers.to_pass(model, number, folder, digest, is_inflight=is_inflight)
+            if not passed.is_there:
+                self._worker.trainer.export(model.id, folder)
+                passed.write()
             return passed
 
         def answer_of(passed: PassedWeights) -> Mapping[str, Any]:
             return {"sampling_session_id": passed.id, "type": kind}
 
         async def finish(passed: PassedWeights) -> Settled:
-            await self._samplers.add_passed(passed)
+            if not passed.is_there:
+                await self._samplers.add_passed(passed)
             return answer_of(passed)
 
-        return self._submit(tenant, asked.model_id, asked.seq_id, digest, kind, export, finish, answer_of=answer_of)
-
-    def save_external(self, tenant: Tenant, asked: ExternalRequest) -> dict[str, Any]:
-        """Answer `save_weights_external`: a folder to download."""
-        digest, kind = digest_of_json(asked), "save_weights_external"
-        compute = partial(self._save, tenant, asked, "external_weights", digest)
-        return self._submit_save(tenant, asked, digest, kind, compute)
-
-    def _submit_save(self, tenant: Tenant, asked: Any, digest: bytes, kind: str, compute: Callable[[], str]) -> dict[str, Any]:
-        def answer_of(path: str) -> Mapping[str, Any]:
-            return {"path": path, "type": kind}
-
-        finish = _later(answer_of)
-        return self._submit(tenant, asked.model_id, asked.seq_id, digest, kind, compute, finish, answer_of=answer_of)
+        return Work(kind, export, finish, answer_of)
 
     def _save(self, tenant: Tenant, asked: Any, kind: str, digest: bytes) -> str:
         """Run in the trainer's thread; returns the path."""
@@ -283,9 +316,38 @@ class ServedModels:
                 trainer.export(model.id, folder / ADAPTER)
         return path.text
 
-    def load_into(self, model: ClientModel | None, tenant: str, path: str, *, with_optimizer: bool) -> None:
+    def _load_work(self, model: str, redo: bytes) -> Work:
+        tenant, with_optimizer, path = redo.decode().split("\n")
+
+        def compute() -> None:
+            self._load_into(self.models[model], tenant, path, with_optimizer=with_optimizer == "1")
+
+        return Work("load", compute, answering({"path": path, "model_id": model, "type": "load_weights"}))
+
+    def work_again(self, model: ClientModel, kept: KeptRequest) -> Work:
+        """The work of a request that a journal has.
+
+        Raises:
+            CheckpointError: there is no such kind.
+            RequestError: the request is none.
+        """
+        if kept.kind in ("forward_backward", "forward"):
+            return Work(kept.kind, partial(self._pass_again, kept.content), _passed)
+        if kept.kind == "optim_step":
+            return self._step_work(model.id, kept.content)
+        if kept.seq == 0:
+            return self._first_work(model, kept.kind, kept.content)
+        if kept.kind == "load":
+            return self._load_work(model.id, kept.content)
+        if kept.kind in (REFUSED, REFUSED_PASS):
+            return refusal(kept.content.decode(), kept.kind)
+        if kept.kind in SAVES:
+            asked = read_json(SAVES[kept.kind][0], kept.content)
+            return self._save_work(self._tenants.tenant(model.tenant), kept.kind, asked, kept.digest)
+        raise CheckpointError(f"the journal has a request of the kind {kept.kind!r}, which this server does not write")
+
+    def _load_into(self, model: ClientModel, tenant: str, path: str, *, with_optimizer: bool) -> None:
         """Run in the trainer's thread."""
-        assert model is not None, "looked up before"
         place = CheckpointPath.parse(path)
         made = self._store.find(tenant, place).made
         if place.kind != "weights":
@@ -311,7 +373,7 @@ class ServedModels:
     def drop(self, model: ClientModel, why: str, promise: Promise | None = None, first: OfModel | None = None) -> None:
         """Forget a model in the trainer and in the journal, behind what `first` does in the trainer's thread."""
         waiting = model.lane.take_all()
-        model.lost = why
+        model.lost, model.used = why, time.monotonic()
         for job in waiting:
             self._promises.fail(job.promise, why)
 
@@ -328,6 +390,15 @@ class ServedModels:
         task = asyncio.create_task(end())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
+
+    def _drop_idle(self, model: ClientModel) -> None:
+        self.drop(model, f"model {model.id} was dropped, as its session gave no sign of life; load its last checkpoint")
+
+    def forget_lost(self, after_s: float) -> None:
+        """Forget, after some time, that there were models that are gone."""
+        before = time.monotonic() - after_s
+        for identity in [name for name, model in self.models.items() if model.lost and model.used < before]:
+            del self.models[identity]
 
     def _forget(self, model: ClientModel, first: OfModel | None) -> None:
         if first is not None:
@@ -357,84 +428,8 @@ class ServedModels:
         model = self.models.get(identity)
         if model is None or model.tenant != tenant or model.lost:
             self._store.registry.check_not_idle(tenant, identity)
-            raise RequestError(_absent(model if model is not None and model.tenant == tenant else None, identity), status=404)
+            raise RequestError(absent(model if model is not None and model.tenant == tenant else None, identity), status=404)
         return model
-
-    def refuse(
-        self, tenant: Tenant, model: str, seq: int | None, digest: bytes, sentence: str, *, kind: str = "refused"
-    ) -> dict[str, Any]:
-        """Answer a request that cannot be: it fails in its turn, so that those behind it are not waited for."""
-
-        def compute() -> None:
-            raise RequestError(sentence)
-
-        return self._submit(tenant, model, seq, digest, kind, compute, _always({}))
-
-    def skip_overdue(self, longest_s: float) -> None:
-        """Refuse requests that have waited longer than that for one before them."""
-        for model in self.models.values():
-            jobs, missing = model.lane.overdue(time.monotonic(), longest_s)
-            if jobs:
-                model.spoilt = f"request {missing} of the model did not come"
-            for job in jobs:
-                sentence = f"request {job.seq} waited {longest_s:.0f} s for request {missing} of its model, which did not come"
-                self._promises.fail(job.promise, sentence)
-
-    def _refused(self, tenant: Tenant, what: str, sentence: str) -> dict[str, Any]:
-        """A promise of its own that has failed."""
-        self._promises.check_room()
-        promise = self._promises.make(f"refused:{secrets.token_hex(12)}:-1", tenant.name, b"")
-        self._promises.fail(promise, sentence)
-        return {"request_id": promise.id, "model_id": what}
-
-    def _submit(
-        self,
-        tenant: Tenant,
-        identity: str,
-        seq: int | None,
-        digest: bytes,
-        kind: str,
-        compute: Callable[[], Any],
-        finish: Callable[[Any], Awaitable[Settled]],
-        *,
-        redo: bytes | None = None,
-        answer_of: Callable[[Any], Mapping[str, Any]] | None = None,
-        at_error: Callable[[str], None] | None = None,
-    ) -> dict[str, Any]:
-        """Give a request to its model's lane; returns the future that the client gets."""
-        model = self.models.get(identity)
-        if model is None or model.lost:
-            self._store.registry.check_not_idle(tenant.name, identity)
-        if model is None or model.tenant != tenant.name:
-            return self._refused(tenant, identity, _absent(None, identity))
-        if seq is None or seq < 0:
-            return self._refused(tenant, identity, "seq_id must be a number, 1 for a model's first request and so on")
-        future = {"request_id": f"{model.id}:{seq}", "model_id": model.id}
-        try:
-            if model.lane.is_repeated(seq, digest):
-                if self._promises.known(future["request_id"]) is None:
-                    raise RequestError(f"seq_id {seq} was answered before, and the answer is no longer kept")
-                return future
-            if model.lost:
-                raise RequestError(model.lost)
-        except RequestError as error:
-            return self._refused(tenant, identity, str(error))
-        self._promises.check_room()
-        self._tenants.usage.begin(tenant)
-        promise = self._promises.make(future["request_id"], tenant.name, digest, model=model.id)
-        promise.at_end.append(partial(self._tenants.usage.end, tenant))
-        model.used = time.monotonic()
-        job = TrainingJob(model, seq, digest, kind, promise, compute, finish, redo, answer_of, at_error)
-        for ready in model.lane.offer(seq, digest, job, time.monotonic()):
-            self._worker.put(tenant.name, ready)
-        return future
-
-
-def _always(answer: Mapping[str, Any]) -> Callable[[Any], Awaitable[Settled]]:
-    async def finish(_: Any) -> Settled:
-        return answer
-
-    return finish
 
 
 def _later(answer_of: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], Awaitable[Settled]]:
@@ -446,10 +441,6 @@ def _later(answer_of: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], Awa
 
 async def _passed(passed: Any) -> Settled:
     return await asyncio.to_thread(passed_bytes, passed)
-
-
-def _absent(model: ClientModel | None, identity: str) -> str:
-    return model.lost if model is not None and model.lost else f"model {identity:.200} does not exist"
 
 
 def made_of(model: ClientModel) -> dict[str, Any]:

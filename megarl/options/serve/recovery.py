@@ -1,4 +1,4 @@
-"""Models after a restart: each one's snapshot is loaded, and the requests behind it are computed again, before clients come."""
+"""Models after a restart: each one's snapshot is loaded, and the requests behind it have their turns again before new ones."""
 
 from __future__ import annotations
 
@@ -7,46 +7,67 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tinker import types
-
-from megarl.errors import CheckpointError, MegarlError
-from megarl.options.serve.futures import JSON, Promises
+from megarl.errors import DeadlineError, MegarlError, WorkerError
+from megarl.options.serve.futures import Promises
 from megarl.options.serve.models import ServedModels, choice_of
-from megarl.options.serve.values import AdamParams, RequestError
-from megarl.options.serve.wire import PROTOBUF, passed_bytes, read_call
+from megarl.options.serve.requests import refusal
+from megarl.options.serve.values import RequestError
 from megarl.options.serve.worker import (
-    LOAD,
-    NO_STEP,
     PASS,
+    REFUSED,
+    REFUSED_PASS,
+    REFUSED_STEP,
     STEP,
     ClientModel,
     KeptRequest,
     TrainerWorker,
-    kept_request,
-    spoilt_by,
+    Work,
+    kept_requests,
 )
 
 if TYPE_CHECKING:
     from megarl.options.serve.journal import Replay, RequestJournal
 
+STATE_KINDS = ("create_model", "load", "forward_backward", "optim_step")
+"""Kinds of requests that a model is made by."""
+
 
 async def bring_back(
-    journal: RequestJournal, models: ServedModels, worker: TrainerWorker, promises: Promises, say: Callable[[str], None]
+    journal: RequestJournal,
+    models: ServedModels,
+    worker: TrainerWorker,
+    promises: Promises,
+    is_over: Callable[[str, str], bool],
 ) -> None:
-    """Make all models of the journal again. One that cannot be made is lost, with a word to `say` and to its client."""
+    """Make all models of the journal again. One that cannot be made is lost, with a word to its client and to the operator.
+
+    `is_over`: whether the session of a tenant is; its models are forgotten, which the server before did not come to.
+
+    Raises:
+        WorkerError, DeadlineError: ranks are lost, and no model is.
+    """
     for name in journal.models():
         try:
-            replay = journal.replay(name)
-        except (OSError, MegarlError) as error:
-            say(f"model {name} cannot be brought back: {error}")
+            replay = await worker.on_disk(partial(journal.replay, name))
+            model = _model(name, replay)
+        except (OSError, MegarlError, LookupError) as error:
+            worker.say(f"model {name} cannot be brought back: {error}")
             continue
-        model = _model(name, replay)
+        if is_over(model.tenant, model.session):
+            await worker.on_disk(partial(journal.drop, name))
+            continue
         models.models[name] = model
         try:
             await _bring_back(model, replay, models, worker, promises)
+        except (WorkerError, DeadlineError):
+            raise
         except Exception as error:  # noqa: BLE001 - whatever one model is lost by, the others come back
-            model.lost = f"model {name} could not be brought back after a restart; load its last checkpoint"
-            say(f"{model.lost}: {type(error).__name__}: {error}")
+            _lose(model, error, worker)
+
+
+def _lose(model: ClientModel, error: Exception, worker: TrainerWorker) -> None:
+    model.lost = f"model {model.id} could not be brought back after a restart; load its last checkpoint"
+    worker.say(f"{model.lost}: {type(error).__name__}: {error}")
 
 
 def _model(name: str, replay: Replay) -> ClientModel:
@@ -54,72 +75,64 @@ def _model(name: str, replay: Replay) -> ClientModel:
     model = ClientModel(
         name, facts["tenant"], facts["session"], facts["base_model"], choice_of(facts), facts.get("user_metadata") or {}
     )
-    model.done = replay.seq
     model.lane.remember(0, bytes.fromhex(facts["digest"]))
-    model.lane.next = replay.seq + 1
+    if replay.snapshot is not None:
+        model.done, model.lane.next = replay.seq, replay.seq + 1
     return model
 
 
 async def _bring_back(
     model: ClientModel, replay: Replay, models: ServedModels, worker: TrainerWorker, promises: Promises
 ) -> None:
-    await worker.in_thread(partial(worker.trainer.create, model.id, model.choice))
     if replay.snapshot is not None:
+        await worker.in_thread(partial(worker.trainer.create, model.id, model.choice))
         await worker.in_thread(partial(worker.trainer.load, model.id, replay.snapshot, with_optimizer=True))
-    numbers: set[int] = set()
-    stepped = replay.seq
-    requests = [kept_request(entry) for entry in replay.entries]
-    refused = {kept.seq for kept in requests if not kept.kind and kept.failed}
+    requests = kept_requests(replay.entries)
+    if replay.snapshot is None and not any(kept.seq == 0 and kept.kind for kept in requests):
+        raise LookupError("the journal does not say how it was made")
+    answered = max((kept.seq for kept in requests if kept.answer is not None), default=-1)
     for kept in requests:
-        if kept.kind and kept.seq in refused:
+        promise = promises.make(f"{model.id}:{kept.seq}", model.tenant, kept.digest, model=model.id)
+        promise.taken.set()
+        if replay.snapshot is not None and kept.seq <= replay.seq:
+            model.lane.remember(kept.seq, kept.digest)
+            promises.settle_again(promise, kept.answer or b"", kept.media, failed=kept.failed)
             continue
-        is_first_load = kept.kind == "load" and kept.seq == 0
-        numbers.add(kept.seq)
-        if kept.kind:
-            settled = await worker.in_thread(partial(_computed, kept, model, models, worker))
-            stepped = kept.seq if kept.kind in (STEP, NO_STEP, LOAD) else stepped
-        else:
-            settled = kept.content, kept.media, kept.failed
-            if kept.spoils and kept.seq > stepped:  # the answer may stand behind the step's request
-                model.spoilt = spoilt_by(kept.seq, json.loads(kept.content)["error"])
-        model.lane.next = max(model.lane.next, kept.seq + 1)
-        model.done = max(model.done, kept.seq)
-        if is_first_load:
-            continue
-        model.lane.remember(kept.seq, kept.digest)
-        identity = f"{model.id}:{kept.seq}"
-        if promises.known(identity) is None:
-            promise = promises.make(identity, model.tenant, kept.digest, model=model.id)
-            promises.settle_again(promise, settled[0], settled[1], failed=settled[2])
-    model.lane.holes = {*range(replay.seq + 1, model.lane.next)} - numbers
+        if model.lane.next < kept.seq <= answered:
+            model.lane.next = kept.seq  # what is missing was given up already
+        work = _done_before(kept) if kept.answer is not None else _done_again(model, kept, models, worker)
+        models.requests.offer(model, kept.seq, kept.digest, promise, work)
 
 
-def _computed(kept: KeptRequest, model: ClientModel, models: ServedModels, worker: TrainerWorker) -> tuple[bytes, str, bool]:
-    """Compute a request again, in the trainer's thread; returns its answer as it is sent, its type, and whether it failed."""
-    try:
-        answer: Any
-        if kept.kind == NO_STEP:
-            worker.trainer.forget_gradients(model.id)
-            model.has_gradients, model.spoilt = False, ""
-            raise RequestError(kept.content.decode())
-        if kept.kind in (PASS, "forward"):
-            encoding, _, body = kept.content.partition(b"\n")
-            call = read_call(body, encoding.decode(), models.most_bytes)
-            passed = worker.trainer.run_pass(model.id, call.data, models.loss_of(call), backward=call.backward)
-            model.has_gradients |= call.backward
-            return passed_bytes(passed), PROTOBUF, False
-        if kept.kind == STEP:
-            adam = AdamParams(**types.AdamParams.model_validate_json(kept.content).model_dump())
-            answer = {"metrics": worker.trainer.optimizer_step(model.id, adam), "type": "optim_step"}
-        else:
-            tenant, with_optimizer, path = kept.content.decode().split("\n")
-            try:
-                models.load_into(model, tenant, path, with_optimizer=with_optimizer == "1")
-            except RequestError as error:  # what it was is gone, so the model is
-                raise CheckpointError(str(error)) from None
-            answer = {"path": path, "model_id": model.id, "type": "load_weights"}
-        model.has_gradients, model.spoilt = False, ""
-        return json.dumps(answer).encode(), JSON, False
-    except RequestError as error:
-        model.spoilt = spoilt_by(kept.seq, str(error)) if kept.kind == PASS else model.spoilt
-        return json.dumps({"error": str(error), "category": "user"}).encode(), JSON, True
+def _done_before(kept: KeptRequest) -> Work:
+    """The work of a request whose answer is known."""
+    answer: Any = json.loads(kept.answer or b"{}")  # protobuf is of passes, which are computed again
+    if kept.failed:
+        kinds = {PASS: REFUSED_PASS, REFUSED_PASS: REFUSED_PASS, STEP: REFUSED_STEP}
+        return refusal(str(answer.get("error")), kinds.get(kept.kind, REFUSED))
+
+    async def finish(_: None) -> Any:
+        return answer
+
+    return Work("answered", lambda: None, finish)
+
+
+def _done_again(model: ClientModel, kept: KeptRequest, models: ServedModels, worker: TrainerWorker) -> Work:
+    """The work of a request that is computed, again or for the first time; where its effect is lost, the model is."""
+    work = models.work_again(model, kept)
+    compute = work.compute
+
+    def guarded() -> Any:
+        try:
+            return compute()
+        except (WorkerError, DeadlineError):
+            raise
+        except Exception as error:
+            is_refused = isinstance(error, RequestError) and kept.kind not in ("create_model", "load")
+            if is_refused or kept.kind not in STATE_KINDS:
+                raise
+            _lose(model, error, worker)
+            raise RequestError(model.lost) from None
+
+    work.compute, work.at_error = guarded, None
+    return work

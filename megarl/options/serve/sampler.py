@@ -10,7 +10,8 @@ import asyncio
 import json
 import secrets
 from collections.abc import Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,6 +26,7 @@ from megarl.options.serve.asked_bodies import Bodies, EngineLimits, bodies, chec
 from megarl.options.serve.engine_arguments import loaded_adapters
 from megarl.options.serve.engine_server import AskedEngine, EngineServer, NamedAdapter, ServerLostError, WholeServer
 from megarl.options.serve.section import serve_of
+from megarl.options.serve.served_pictures import ServedPictures
 from megarl.options.serve.turns import TenantTurns
 from megarl.options.serve.values import RequestError, Sampled, SampleRequest
 
@@ -64,12 +66,14 @@ class SglangSampler:
         max_rank: int,
         most_samples: int = SAMPLES,
         restart_s: float = 600.0,
+        pictures: ServedPictures | None = None,
         base: Path | None = None,
     ) -> None:
         """`most_adapters`: those that a server holds at once, of `max_rank` at most. `most_samples`: at once on all servers,
-        before tenants wait for turns. `restart_s`: for a lost server to start. `base`: the folder that servers start with,
-        where what is added are model folders and no adapters."""
-        self.limits, self.max_rank = limits, max_rank
+        before tenants wait for turns. `restart_s`: for a lost server to start. `pictures`: takes those of prompts; None:
+        servers are given them as they were sent. `base`: the folder that servers start with, where what is added are model
+        folders and no adapters."""
+        self.limits, self.max_rank, self.pictures = limits, max_rank, pictures
         self.turns = TenantTurns(most_samples)
         self._http: aiohttp.ClientSession | None = None
         self._is_whole, first = base is not None, NamedAdapter("base", base or Path())
@@ -87,22 +91,26 @@ class SglangSampler:
     async def add(self, adapter: str, folder: Path) -> None:
         """Have every server that is up load the PEFT folder, which must stay where it is until `drop`.
 
-        Servers read it again when they had to drop it for others, or were started again. A name that is there already gets
-        the new folder, and requests that are under way go on with the old one.
+        Servers read it again when they had to drop it for others, or were started again, and a lost one when it is first asked
+        with it. A name that is there already gets the new folder, and requests that are under way go on with the old one.
 
         Raises:
             RequestError: it is no folder that SGLang adds exactly.
-            EngineError: no server answered.
+            EngineError: a server failed to load it.
         """
         await asyncio.to_thread(self._check_folder, folder)
         new = NamedAdapter(self._name(), folder.resolve())
-        await self._up()
-        loading = [self._load(server, new) for server in self.servers if server.is_up]
-        failed = [error for error in await asyncio.gather(*loading, return_exceptions=True) if error is not None]
-        others = [error for error in failed if not isinstance(error, ServerLostError)]
-        if others or len(failed) == len(loading):
-            await self._forget(new)
-            raise (others or failed)[0]
+        for _ in range(TRIES):
+            with suppress(ServerLostError):
+                await self._up()
+            loading = [self._load(server, new) for server in self.servers if server.is_up]
+            failed = [error for error in await asyncio.gather(*loading, return_exceptions=True) if error is not None]
+            others = [error for error in failed if not isinstance(error, ServerLostError)]
+            if others:
+                await self._forget(new)
+                raise others[0]
+            if len(failed) < len(loading):
+                break
         old, self._adapters[adapter] = self._adapters.get(adapter), new
         if old is not None:
             await self._forget(old)
@@ -155,6 +163,8 @@ class SglangSampler:
             EngineError: servers failed.
         """
         check_request(request, self.limits)
+        if request.pictures and self.pictures is not None:
+            request = replace(request, pictures=await asyncio.to_thread(self.pictures.final, request.pictures))
         work = request.num_samples + -(-draws_of(request) // DRAWS_OF_A_SAMPLE)
         async with self._using(request.adapter) as adapter, self.turns.turn(request.tenant, work):
             for _ in range(TRIES):
@@ -258,7 +268,7 @@ async def _all_of(server: EngineServer, asked: Bodies) -> tuple[list[Any], list[
             task.cancel()
 
 
-def open_sampler(session: Session) -> SglangSampler:
+def open_sampler(session: Session, pictures: ServedPictures | None = None) -> SglangSampler:
     """The sampler on the engines of a session that was started, for the section `serve` of its config."""
     config, rollouts = session.config, cast("Rollouts", session.rollouts)
     serve = serve_of(config)
@@ -280,5 +290,6 @@ def open_sampler(session: Session) -> SglangSampler:
         max_rank=serve.max_rank,
         most_samples=int(AHEAD * sum(state.capacity.responses or SAMPLES for state in states)),
         restart_s=config.resources.deadlines.start_s + GRACE_S,
+        pictures=pictures,
         base=Path(config.model.path).resolve() if serve.full_weights else None,
     )

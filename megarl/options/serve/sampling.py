@@ -41,10 +41,14 @@ PASSED = ""
 
 @dataclass
 class ServedAdapter:
-    """Adapters that engines have. `path`: the checkpoint that they are of, pinned; None: they lie in scratch."""
+    """Adapters that engines have. `path`: the checkpoint that they are of, pinned; None: they lie in scratch.
+
+    `model`: what clients call it, a checkpoint's path or the model that passed it on.
+    """
 
     name: str
     folder: Path
+    model: str
     path: CheckpointPath | None = None
     users: int = 0
     """Sampling sessions that sample with it, or would."""
@@ -82,10 +86,14 @@ class PassedWeights:
     model: str
     inflight: str
     folder: Path
+    request: str = ""
+    """The digest of the request for it, in hex."""
+    is_there: bool = False
+    """Whether it was passed on already, before a crash."""
 
     def write(self) -> None:
         """Write it beside the folder, which is whole, for the server after a crash."""
-        note = {name: getattr(self, name) for name in ("id", "tenant", "session", "base_model", "model", "inflight")}
+        note = {name: getattr(self, name) for name in ("id", "tenant", "session", "base_model", "model", "inflight", "request")}
         write_text_atomically(self.folder.with_name(f"{self.folder.name}{_NOTE}"), json.dumps(note))
 
     def remove(self) -> None:
@@ -151,17 +159,19 @@ class ServedSamplers:
         self._options.scratch.mkdir(parents=True, exist_ok=True)
         return self._options.scratch / f"passed-{secrets.token_hex(8)}"
 
-    def to_pass(self, model: ClientModel, seq: int, folder: Path, *, is_inflight: bool) -> PassedWeights:
+    def to_pass(self, model: ClientModel, seq: int, folder: Path, digest: bytes, *, is_inflight: bool) -> PassedWeights:
         """Note what a model will write to `folder`, for the `seq`-th sampling session of its session. Any thread may call it.
 
         Raises:
             RequestError: the number was used before.
         """
         identity = f"{model.session}:sample:{seq}"
-        if identity in self.sessions:
+        there = self.sessions.get(identity)
+        if there is not None and (there.digest != digest or there.tenant != model.tenant):
             raise RequestError(f"sampling_session_seq_id is {seq}, which was used before")
-        inflight = f"{model.id} inflight" if is_inflight else ""
-        return PassedWeights(identity, model.tenant, model.session, model.base_model, model.id, inflight, folder)
+        inflight, is_there = f"{model.id} inflight" if is_inflight else "", there is not None
+        names = identity, model.tenant, model.session, model.base_model, model.id, inflight
+        return PassedWeights(*names, folder, digest.hex(), is_there)
 
     async def add_passed(self, passed: PassedWeights) -> None:
         """Have engines sample with what a model has written, and make its sampling session.
@@ -169,8 +179,7 @@ class ServedSamplers:
         Raises:
             RequestError: engines do not take it.
         """
-        folder = passed.folder
-        adapter = ServedAdapter(folder.name, folder, used=time.monotonic())
+        adapter = ServedAdapter(passed.folder.name, passed.folder, passed.model, used=time.monotonic())
         self._adapters[adapter.name] = adapter
         try:
             await self._ready(adapter)
@@ -178,8 +187,12 @@ class ServedSamplers:
             del self._adapters[adapter.name]
             passed.remove()
             raise
+        self._add_session(passed, adapter)
+
+    def _add_session(self, passed: PassedWeights, adapter: ServedAdapter) -> SamplingSession:
         own = None if passed.inflight else adapter
-        made = SamplingSession(passed.id, passed.tenant, passed.session, passed.base_model, b"", own, passed.inflight)
+        digest = bytes.fromhex(passed.request)
+        made = SamplingSession(passed.id, passed.tenant, passed.session, passed.base_model, digest, own, passed.inflight)
         for key in filter(None, (passed.model, passed.inflight)):
             before = self._newest.get(key)
             self._newest[key] = adapter
@@ -187,16 +200,20 @@ class ServedSamplers:
             if before is not None:
                 self._release(before)
         self._add(made, PASSED)
+        return made
 
-    async def restore(self) -> None:
-        """Take up what was passed on before the server was started again."""
+    def restore(self) -> None:
+        """Take up what was passed on before the server was started again; engines load it when it is sampled with."""
         scratch = self._options.scratch
         notes = sorted(scratch.glob(f"*{_NOTE}"), key=lambda note: note.stat().st_mtime_ns)
         for folder in {*scratch.glob("passed-*")} - {*notes} - {_folder_of(note) for note in notes}:
             shutil.rmtree(folder, ignore_errors=True)
         for note in notes:
             try:
-                await self.add_passed(PassedWeights(**json.loads(note.read_text()), folder=_folder_of(note)))
+                passed = PassedWeights(**json.loads(note.read_text()), folder=_folder_of(note))
+                kept = ServedAdapter(passed.folder.name, passed.folder, passed.model)
+                adapter = self._adapters.setdefault(kept.name, kept)
+                self._add_session(passed, adapter).clones = _clones_after_a_restart()
             except (OSError, ValueError, TypeError, RequestError) as error:
                 self._options.say(f"weights in '{_folder_of(note)}' cannot be served again: {error}")
                 note.unlink(missing_ok=True)
@@ -206,7 +223,7 @@ class ServedSamplers:
             for record in registry.samplers.of(tenant):
                 if record.session in are_open and record.id not in self.sessions and record.model_path != PASSED:
                     made = SamplingSession(record.id, tenant, record.session, record.base_model, b"", used=now)
-                    made.path, made.clones = record.model_path or "", int(time.time()) % CLONE
+                    made.path, made.clones = record.model_path or "", _clones_after_a_restart()
                     self.sessions[made.id] = made
 
     async def _source(self, tenant: Tenant, base_model: str | None, model_path: str | None) -> tuple[str, ServedAdapter | None]:
@@ -230,7 +247,7 @@ class ServedSamplers:
         adapter = self._adapters.get(name)
         if adapter is None:
             folder = await asyncio.to_thread(self._pinned, tenant.name, path)
-            adapter = self._adapters.setdefault(name, ServedAdapter(name, folder, path))
+            adapter = self._adapters.setdefault(name, ServedAdapter(name, folder, path.text, path))
             if adapter.folder is not folder:  # another request was quicker
                 self._store.unpin(path)
         try:
@@ -252,8 +269,8 @@ class ServedSamplers:
             return found[0].parent
 
     async def _ready(self, adapter: ServedAdapter) -> None:
-        """Wait until engines have it; the first who asks has them load it."""
-        if adapter.ready is None:
+        """Wait until engines have it; the first who asks has them load it, and the next one where that failed."""
+        if adapter.ready is None or (adapter.ready.done() and (adapter.ready.cancelled() or adapter.ready.exception())):
             name = _engine_name(adapter.name)
             adapter.ready = asyncio.ensure_future(self._sampler.add(name, adapter.folder))
         await asyncio.shield(adapter.ready)
@@ -298,7 +315,7 @@ class ServedSamplers:
             identity = f"sample:{secrets.token_hex(12)}:0"
         try:
             request = await asyncio.to_thread(read_sample, asked, self._options.max_body_bytes, tenant=tenant.name)
-            self._promises.check_room()
+            self._promises.check_room(tenant.name)
             session = await self._session_of(tenant, asked)
         except RequestError as error:
             if error.status in (410, 429):
@@ -339,7 +356,7 @@ class ServedSamplers:
 
     async def _run(self, session: SamplingSession, asked: AskedSamples, promise: Any) -> None:
         try:
-            async with self._slots.slot(session.session):
+            async with self._slots.slot(session.tenant, session.session):
                 adapter = self._newest[session.inflight] if session.inflight else session.adapter
                 session.used = time.monotonic()
                 if adapter is None:
@@ -354,6 +371,9 @@ class ServedSamplers:
                         adapter.used = session.used = time.monotonic()
                         self._release(adapter)
             self._promises.keep(promise, sampled_bytes(sampled, asked.layout))
+            if self._options.answered is not None:
+                model = session.base_model if adapter is None else adapter.model
+                self._options.answered(promise.id, model, asked.request, sampled)
         except RequestError as error:
             self._promises.fail(promise, str(error))
         except asyncio.CancelledError:
@@ -372,7 +392,7 @@ class ServedSamplers:
             self._end(session)
 
     def _refused(self, tenant: Tenant, sentence: str) -> dict[str, Any]:
-        self._promises.check_room()
+        self._promises.check_room(tenant.name)
         promise = self._promises.make(f"refused:{secrets.token_hex(12)}:-1", tenant.name, b"")
         self._promises.fail(promise, sentence)
         return {"request_id": promise.id}
@@ -445,6 +465,11 @@ class ServedSamplers:
 def _future(identity: str, samples: int) -> dict[str, Any]:
     most = min(max(samples, 0), 4096)
     return {"request_id": identity, "sample_sequence_ids": [f"{identity}:{number}" for number in range(most)]}
+
+
+def _clones_after_a_restart() -> int:
+    """Number that clones of a sampling session are counted from, above those that clients have from the server before."""
+    return int(time.time()) % CLONE
 
 
 def _engine_name(name: str) -> str:

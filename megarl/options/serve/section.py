@@ -47,9 +47,9 @@ class ServeConfig(Section):
     """Longest sequence, prompt and answer together: `data.max_prompt_tokens` and `rollout.max_new_tokens` in sum."""
     snapshot_every_s: Seconds = 300.0
     """Seconds between snapshots of models that changed, which a server that was killed goes on from."""
-    idle_session_s: Seconds = 7200.0
-    """Seconds without a sign of life of a client, which sends one every 10 s, after which its session is over: its models are
-    kept as checkpoints for 30 days, and dropped."""
+    idle_session_s: Seconds = 86_400.0
+    """Seconds after which a session is over whose client is idle: none of its signs of life, sent every 10 s, came for half an
+    hour. Its models are kept as checkpoints for 30 days, and dropped."""
     max_body_bytes: Positive = 64 * 2**20
     """Largest body of a request in bytes, also once it is decompressed."""
     max_waiting: Positive = 20_000

@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from megarl.config import Config, save_resolved
 from megarl.errors import RunStopped
+from megarl.experience.samples_file import SamplesFile
 from megarl.observe import MetricsFile, Phases
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_state import RunState
 from megarl.options.serve.figures import ServerFigures
+from megarl.options.serve.served_samples import ServedSamples, as_record
 from megarl.runs.marks import RunMarks
 from megarl.runs.observers import RunStart, open_observers
 from megarl.runs.run_checkpoint import CheckpointFolder
@@ -31,6 +34,8 @@ class ServerRun:
         """Open the folder `config.run_folder`, which this process owns; `close` ends it."""
         self.folder, self.figures, self.phases = Path(config.run_folder), ServerFigures(), Phases()
         self.state, self._say, self._step_s = RunState(config), say, step_s
+        self.samples = ServedSamples(config.run.log_samples)
+        self._samples_file: SamplesFile | None = None
         self._stack, self._lock, self._since = ExitStack(), threading.Lock(), time.monotonic()
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "metrics.jsonl"
@@ -50,6 +55,11 @@ class ServerRun:
             self._stack.callback(observer.close)
             observer.started(start)
 
+    def open_samples(self, tokenizer: Any) -> None:
+        """Have samples written to `samples.jsonl` from now on, with the texts of `tokenizer`."""
+        path = self.folder / "samples.jsonl"
+        self._tokenizer, self._samples_file = tokenizer, SamplesFile(path, self.samples.most, self.step or None, tokenizer)
+
     def watch(self) -> None:
         """Write figures every minute from now on, in a thread of its own."""
         self._since = time.monotonic()
@@ -64,6 +74,8 @@ class ServerRun:
             if not metrics:
                 return
             self.step += 1
+            if self._samples_file is not None:
+                self._samples_file.add(self.step, [as_record(answer, self._tokenizer) for answer in self.samples.drain()])
             self._file.log(self.step, metrics)
             self.state.log(self.step, metrics)
             for observer in self._observers:

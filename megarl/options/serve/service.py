@@ -6,7 +6,6 @@ Everything is called in one event loop, after `start` and until `stop`. Tenants 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import shutil
 import time
 import uuid
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinker import types
 
+from megarl.options.serve.custom_losses import CustomLosses
 from megarl.options.serve.futures import Promises, Reply
 from megarl.options.serve.idle import IdleState, idle_sentence
 from megarl.options.serve.models import ServedModels, choice_of, with_choice
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from megarl.options.serve.journal import RequestJournal
 
 WATCH_S = 5.0
-MOST_CUSTOM_LOSSES = 256
-"""Losses that a client may define in a session."""
 ENDS = ("success", "errored", "interrupted")
 CHUNK_BYTES = 5_000_000
 """Bytes of a pass's request, about, into which clients cut a batch."""
@@ -61,11 +59,17 @@ class Service:
             keep_fetched_s=options.keep_fetched_s,
             keep_bytes=options.keep_answer_bytes,
             most_waiting=options.max_waiting,
+            most_of_tenant=options.max_waiting * 3 // 4 if tenants.are_several else None,
         )
         self.worker = TrainerWorker(trainer, self.promises, journal, snapshot_every_s=options.snapshot_every_s, say=options.say)
         self.samplers = ServedSamplers(options, sampler, self.promises, store, tenants)
-        self.models = ServedModels(options, self.worker, self.promises, store, tenants, self.samplers, journal)
+        losses = options.scratch.with_name("losses")
+        self.losses = CustomLosses(losses, options.read_graph, self.promises, options.say)
+        self.models = ServedModels(options, self.worker, self.promises, store, tenants, self.samplers, self.losses, journal)
+        self.models.is_seen = lambda session: session in self._seen
         self._seen: dict[str, float] = {}
+        """When sessions gave their last sign of life; those that are idle are in `_idle`, with when they became so."""
+        self._idle: dict[str, float] = {}
         self._copies: dict[str, tuple[bytes, asyncio.Task[str]]] = {}
         self._watch: asyncio.Task[None] | None = None
         self._stopped = False
@@ -75,15 +79,28 @@ class Service:
     async def start(self) -> None:
         """Bring back models and samplers of the server before, then begin."""
         if self._journal is not None:
-            await bring_back(self._journal, self.models, self.worker, self.promises, self.options.say)
-        await self.samplers.restore()
+            self.losses.restore(self._session)
+            await bring_back(self._journal, self.models, self.worker, self.promises, self._is_over)
+        self.samplers.restore()
         live = {model.session for model in self.models.models.values()} | {s.session for s in self.samplers.sessions.values()}
         self._seen = dict.fromkeys(live, time.monotonic())
         self.worker.start()
-        for session in live:  # what a server that was killed had not done yet
-            if (status := self._status_of(session)) is not None:
-                self._end(session, status)
+        for session in live:
+            tenant = self.store.registry.sessions.owner(session)
+            record = self._session(tenant, session) if tenant is not None else None
+            if record is not None and record.status is not None:  # what a server that was killed had not done yet
+                self._end(session, record.status)
         self._watch = asyncio.create_task(self._keep_watch(), name="watch")
+
+    def _session(self, tenant: str, session: str) -> SessionRecord | None:
+        try:
+            return self.store.registry.sessions.get(tenant, session)
+        except RequestError:
+            return None
+
+    def _is_over(self, tenant: str, session: str) -> bool:
+        record = self._session(tenant, session)
+        return record is not None and record.status is not None and record.status.get("type") != IDLE
 
     async def stop(self) -> None:
         """End: long polls are answered at once, jobs that run are settled, models are kept. A second call does nothing."""
@@ -113,32 +130,35 @@ class Service:
                 self.options.say(f"the server's watch failed: {type(error).__name__}: {error}")
 
     def watch(self) -> None:
-        """Forget what is over: answers, sessions without a heartbeat, samplers that nobody uses."""
+        """Forget what is over: answers, sessions without a heartbeat, samplers that nobody uses, forgotten models."""
         self.promises.expire()
-        self.models.skip_overdue(self.options.gap_s)
+        self.models.requests.skip_overdue(self.options.gap_s)
         self.samplers.expire()
         now = time.monotonic()
         for session, seen in [*self._seen.items()]:
             used = [model.used for model in self.models.models.values() if model.session == session]
             used += [sampler.used for sampler in self.samplers.sessions.values() if sampler.session == session]
             if now - max([seen, *used]) > self.options.session_idle_s:
+                del self._seen[session]
+                self._idle[session] = now
+                self.samplers.end_session(session)
+        for session, since in [*self._idle.items()]:
+            used = [model.used for model in self.models.models.values() if model.session == session and not model.lost]
+            if now - max([since, *used]) > self.options.model_idle_s:
                 self._end_idle(session)
+        self.models.forget_lost(self.options.keep_answers_s)
 
     def tenant_of_model(self, model: str) -> str:
         """The tenant of a model; empty: nobody's."""
         found = self.models.models.get(model)
         return found.tenant if found is not None else ""
 
-    def _status_of(self, session: str) -> Mapping[str, Any] | None:
-        """How a session ended; None: it is open, or not known."""
-        tenant = self.store.registry.sessions.owner(session)
-        return self.store.registry.sessions.get(tenant, session).status if tenant is not None else None
-
     def _end_idle(self, session: str) -> None:
         """End a session whose client was not heard of for long; states of its models are kept as checkpoints."""
         sessions, tenant = self.store.registry.sessions, self.store.registry.sessions.owner(session)
         models = [model for model in self.models.models.values() if model.session == session and not model.lost]
-        status = {"type": IDLE, "detail": idle_sentence(session, self.options.session_idle_s, models)}
+        idle_s = self.options.session_idle_s + self.options.model_idle_s
+        status = {"type": IDLE, "detail": idle_sentence(session, idle_s, models)}
         if tenant is not None and sessions.get(tenant, session).status is None:
             sessions.change(tenant, session, status=status)
         self._end(session, status)
@@ -146,13 +166,13 @@ class Service:
     def _end(self, session: str, status: Mapping[str, Any]) -> None:
         """Let go of everything of a session that is over."""
         self._seen.pop(session, None)
+        self._idle.pop(session, None)
         keep = IdleState(self.store, self.tenants, self.worker.trainer, self.options.say) if status["type"] == IDLE else None
         for model in [*self.models.models.values()]:
             if model.session == session and not model.lost:
                 self.models.drop(model, f"model {model.id} is gone, as its session is over", first=keep)
-        for loss in [loss for loss, (of_session, _) in self.models.losses.items() if of_session == session]:
-            del self.models.losses[loss]
         self.samplers.end_session(session)
+        self.losses.end_session(session)
 
     # sessions ----------------------------------------------------------------------------------------------------------
 
@@ -208,6 +228,7 @@ class Service:
         """
         record = self.store.registry.open_session(tenant.name, asked.session_id)
         self._seen[record.id] = time.monotonic()
+        self._idle.pop(record.id, None)
         self.store.registry.sessions.touch(tenant.name, record.id, time.time())
         return {"type": "session_heartbeat"}
 
@@ -245,34 +266,12 @@ class Service:
 
     async def load(self, tenant: Tenant, asked: types.LoadWeightsRequest) -> dict[str, Any]:
         """Answer `load_weights`, with another tenant's checkpoint where the request has its key."""
-        return self.models.load(tenant, asked, await self._source(tenant, asked.weights_access_token))
+        return await self.models.load(tenant, asked, await self._source(tenant, asked.weights_access_token))
 
     async def create_custom_loss(self, tenant: Tenant, asked: types.CreateCustomLossRequest) -> dict[str, Any]:
-        """Answer `create_custom_loss`: the graph is read, and nothing of it evaluated."""
+        """Answer `create_custom_loss`."""
         self.store.registry.open_session(tenant.name, asked.session_id)
-        identity, digest = f"{asked.session_id}:loss:{asked.custom_loss_seq_id}", digest_of_json(asked)
-        known = self.promises.known(identity)
-        if known is not None and known.digest == digest:
-            return {"request_id": identity}
-        if known is not None:
-            raise RequestError(f"custom_loss_seq_id is {asked.custom_loss_seq_id}, which came before with other content")
-        self.promises.check_room()
-        promise = self.promises.make(identity, tenant.name, digest)
-        try:
-            if self.options.read_graph is None:
-                raise RequestError(
-                    "this server runs no losses that clients define; forward_backward_custom computes them there"
-                )
-            if sum(session == asked.session_id for session, _ in self.models.losses.values()) >= MOST_CUSTOM_LOSSES:
-                raise RequestError(f"the session has {MOST_CUSTOM_LOSSES} losses already, as many as it may have")
-            inputs = [(given.name, given.rank) for given in asked.inputs]
-            graph = await asyncio.to_thread(self.options.read_graph, asked.name, inputs, asked.graph.model_dump())
-            loss = f"loss-{secrets.token_hex(8)}"
-            self.models.losses[loss] = (asked.session_id, graph)
-            self.promises.keep(promise, {"loss_id": loss, "type": "create_custom_loss"})
-        except RequestError as error:
-            self.promises.fail(promise, str(error))
-        return {"request_id": identity}
+        return await self.losses.create(tenant, asked)
 
     # copies ------------------------------------------------------------------------------------------------------------
 
@@ -298,6 +297,9 @@ class Service:
         info = self.store.find(owner.name, source)
         registry, now = self.store.registry, time.time()
         session = asked.session_id
+        target = CheckpointPath(f"{session}:train:{asked.model_seq_id or 0}", source.kind, source.name)
+        if session is not None and self._is_copied(tenant, source, target):
+            return target.text  # before a crash, and asked for again
         if session is None:
             session = str(uuid.uuid4())
             registry.sessions.add(SessionRecord(session, tenant.name, now, project_id=asked.destination_project_id or ""))
@@ -305,13 +307,20 @@ class Service:
         made = info.made
         choice = choice_of(made)
         record = ServedRun(run, tenant.name, now, session, str(made.get("base_model")))
-        registry.runs.add(with_choice(record, choice))
+        if run in self.models.models or registry.runs.owner(run) is None:
+            registry.runs.add(with_choice(record, choice))
         target = CheckpointPath(run, source.kind, source.name)
         if owner.name == tenant.name or info.public:
             await asyncio.to_thread(self.store.copy, tenant, source, target, ttl_seconds=asked.ttl_seconds)
         else:
             await asyncio.to_thread(self._copy_of_other, tenant, owner, source, target, asked.ttl_seconds)
         return target.text
+
+    def _is_copied(self, tenant: Tenant, source: CheckpointPath, target: CheckpointPath) -> bool:
+        try:
+            return self.store.find(tenant.name, target).made.get("copy_of") == source.text
+        except RequestError:
+            return False
 
     def _copy_of_other(
         self, tenant: Tenant, owner: Tenant, source: CheckpointPath, target: CheckpointPath, ttl_seconds: int | None

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megarl.options.serve.values import Sampled, SampleRequest
+
 
 @dataclass(frozen=True)
 class ServiceOptions:
@@ -20,6 +22,8 @@ class ServiceOptions:
     full_weights: bool = False
     max_body_bytes: int = 1 << 28
     """Of a body, and of it unpacked."""
+    tenant_bytes: int = 1 << 32
+    """Of a tenant's bodies that are read and passes that wait, unpacked."""
     max_waiting: int = 100_000
     """Requests that wait at once; more are asked again later."""
     snapshot_every_s: float = 300.0
@@ -32,8 +36,11 @@ class ServiceOptions:
     keep_answer_bytes: int = 1 << 30
     gap_s: float = 900.0
     """How long a request waits for one before it; the client asks again for 300 s."""
-    session_idle_s: float = 7_200.0
-    """A session whose client was not heard of for so long is over: its models are kept as checkpoints, and dropped."""
+    session_idle_s: float = 1_800.0
+    """A session without a sign of life for so long is idle, and what was passed to its samplers is dropped."""
+    model_idle_s: float = 86_400.0
+    """A session that has been idle, and then gave no sign of life for so long, is over: its models are kept as checkpoints, and
+    dropped."""
     sampler_idle_s: float = 3_600.0
     """Weights that were passed to a sampler, are not a model's newest, and were not used for so long are dropped."""
     read_graph: Callable[[str, Sequence[tuple[str, int]], Mapping[str, Any]], Any] | None = None
@@ -41,4 +48,6 @@ class ServiceOptions:
     client_flags: Mapping[str, Any] = field(default_factory=dict)
     """Flags for clients beside those that the service sets (`ClientConfigResponse`)."""
     dynamic_flags: Mapping[str, Any] = field(default_factory=dict)
+    answered: Callable[[str, str, SampleRequest, Sampled], None] | None = None
+    """Told of every answer: the request's id, the model that was asked, the request and what it got."""
     say: Callable[[str], None] = print

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,11 @@ class Tenants:
     def names(self) -> tuple[str, ...]:
         """Names of all tenants."""
         return tuple(self._current())
+
+    @property
+    def are_several(self) -> bool:
+        """Whether a file says who they are; else all clients are one tenant."""
+        return self._path is not None
 
     def tenant(self, name: str) -> Tenant:
         """The tenant of that name; one that is no longer in the file may have nothing."""
@@ -242,6 +248,36 @@ class Usage:
             yield
         finally:
             self.end(tenant)
+
+
+class HeldBytes:
+    """Bytes that each tenant has in the server's memory: bodies that are read, and passes that wait."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: of one tenant; a single request may have more."""
+        self._most = most
+        self._held: Counter[str] = Counter()
+
+    def take(self, tenant: Tenant, size: int) -> Callable[[], None]:
+        """Count so many bytes until what is returned is called.
+
+        Raises:
+            RequestError: with status 429, at which the client asks again: the tenant has too many.
+        """
+        name = tenant.name
+        if self._held[name] and self._held[name] + size > self._most:
+            raise RequestError(
+                f"requests of {name} with {self._held[name]} bytes wait already, and {self._most} are as many as a tenant may "
+                "have; ask again later",
+                status=429,
+            )
+        self._held[name] += size
+        return partial(self._free, name, size)
+
+    def _free(self, name: str, size: int) -> None:
+        self._held[name] -= size
+        if not self._held[name]:
+            del self._held[name]
 
 
 def check_models(tenant: Tenant, live: int) -> None:

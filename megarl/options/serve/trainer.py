@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from megarl.observe.expert_load import EXPERTS
 from megarl.options.serve.adapter_kinds import is_chosen
 from megarl.options.serve.custom_graph import LossGraph
 from megarl.options.serve.datums import TARGETS, DatumLimits, Laid, flat, lay, parameters_of
+from megarl.options.serve.expert_metrics import expert_metrics
 from megarl.options.serve.losses import FORMS, LOSS, Given, ServedLoss, token_losses
 from megarl.options.serve.rank_questions import Begin, ModelCall
+from megarl.options.serve.served_pictures import ServedPictures
 from megarl.options.serve.values import AdamParams, AdapterChoice, Array, Datum, Loss, Passed, RequestError
 from megarl.runs.training_side import POLICY
 from megarl.runs.update_metrics import LOG_PROBS
@@ -39,14 +41,17 @@ _TARGET_LOG_PROBS = "target_log_probs"
 class SessionTrainer:
     """The protocol `Trainer` by the policy of a session, which nobody else trains meanwhile."""
 
-    def __init__(self, session: Session, folder: Path, *, live: int = LIVE_MODELS) -> None:
-        """`folder`: for models that are moved out of memory, of which at most `live` are held there."""
+    def __init__(
+        self, session: Session, folder: Path, *, live: int = LIVE_MODELS, pictures: ServedPictures | None = None
+    ) -> None:
+        """`folder`: for models that are moved out of memory, of which at most `live` are held there. `pictures`: takes those of
+        data; None: the model sees none."""
         self.roles = session.roles
         config = session.config
         self.replicas = config.policy.layout.dp
         hf_config = load_hf_config(config.model.path)
         vocabulary = int(architecture_for(hf_config).gpt_kwargs(hf_config)["vocab_size"])
-        self.limits = DatumLimits(vocabulary, int(hf_config.get("max_position_embeddings") or 2**20))
+        self.limits = DatumLimits(vocabulary, _positions_in(hf_config), pictures)
         facts = self.roles.ask(POLICY, Begin(live, str(folder)))
         self.largest_rank = facts[0].largest_rank
         self.kinds = frozenset[str]().union(*(fact.kinds for fact in facts))
@@ -126,7 +131,7 @@ class SessionTrainer:
         (metrics,) = self.roles.finish_updates([update])
         shown = metrics[LOG_PROBS]
         outputs = [{"logprobs": laid.answer(row, shown[row].numpy().astype(np.float32))} for row in range(laid.rows)]
-        return Passed(outputs, {LOSS: float(metrics[LOSS])})
+        return Passed(outputs, {LOSS: float(metrics[LOSS])} | expert_metrics(metrics.get(EXPERTS, {})))
 
     def _forward(self, laid: Laid, name: str, parameters: dict[str, float]) -> Passed:
         batch, wide = laid.batch, {_TARGET_LOG_PROBS: laid.targets} if laid.targets else {}
@@ -156,7 +161,7 @@ class SessionTrainer:
         if backward:
             weighted = [_weighted(datum, weight.numpy()) for datum, weight in zip(plain, weights, strict=True)]
             seen = self.run_pass(model, weighted, Loss("cross_entropy"), backward=True)
-        return Passed(seen.outputs, {LOSS: total, **metrics})
+        return Passed(seen.outputs, {**seen.metrics, LOSS: total, **metrics})
 
     def optimizer_step(self, model: str, adam: AdamParams) -> dict[str, float]:
         """Apply the gradients since the last step, without any as if they were 0.
@@ -251,6 +256,12 @@ class SessionTrainer:
         self._known(model)
         self.roles.ask(POLICY, ModelCall("export", (str(folder.resolve()),), model))
         self._current = model
+
+
+def _positions_in(hf_config: Mapping[str, Any]) -> int:
+    """Most tokens of a sequence, as the model's config says, or that of its decoder."""
+    known = hf_config.get("max_position_embeddings") or hf_config.get("text_config", {}).get("max_position_embeddings")
+    return int(known or 2**20)
 
 
 def _unweighted(number: int, datum: Datum) -> Datum:

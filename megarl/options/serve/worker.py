@@ -1,4 +1,4 @@
-"""The thread that trains: it takes jobs in turn, writes to the journal what must outlive a crash, and settles promises.
+"""The thread that trains: it takes jobs in turn, writes answers that must outlive a crash, and settles promises.
 
 A job's `compute` runs in the thread, its `finish` in the event loop beside the next job.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, DeadlineError, WorkerError
 from megarl.options.serve.futures import JSON, Promise, Promises
 from megarl.options.serve.journal import JournalEntry, RequestJournal
 from megarl.options.serve.order import FairQueue, Lane
@@ -24,8 +25,9 @@ from megarl.options.serve.wire import PROTOBUF
 
 Settled = Mapping[str, Any] | bytes
 REDO, ANSWER = "redo", "answer"
-PASS, REFUSED_PASS, STEP, NO_STEP, LOAD = "forward_backward", "refused_pass", "optim_step", "no_step", "load"
-"""Kinds of requests that change a model's gradients, by which journals name them too; `NO_STEP`: a step that was given up."""
+PASS, STEP, LOAD = "forward_backward", "optim_step", "load"
+REFUSED, REFUSED_PASS, REFUSED_STEP, OVERDUE = "refused", "refused_pass", "refused_step", "overdue"
+"""Kinds of a request that only fails, again too: any, a `forward_backward`, an `optim_step`, one that waited in vain."""
 
 
 @dataclass
@@ -40,7 +42,8 @@ class ClientModel:
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
     lane: Lane[TrainingJob] = field(default_factory=Lane)
     lost: str = ""
-    used: float = 0.0
+    used: float = field(default_factory=time.monotonic)
+    """When a request of it came last, or it was lost."""
     done: int = -1
     """Number of the last request that was computed."""
     has_gradients: bool = False
@@ -53,20 +56,27 @@ class ClientModel:
 
 
 @dataclass
+class Work:
+    """What a request comes to: `compute` runs in the trainer's thread, `finish` makes the answer of what it returned."""
+
+    kind: str
+    compute: Callable[[], Any]
+    finish: Callable[[Any], Awaitable[Settled]]
+    answer_of: Callable[[Any], Mapping[str, Any]] | None = None
+    """Of what `compute` returned, what `finish` will answer, where that must not be computed again after a crash: the journal
+    has it before the next job has an effect."""
+    at_error: Callable[[str], None] | None = None
+
+
+@dataclass
 class TrainingJob:
-    """A request of a model whose turn comes. `redo`: what it is computed from after a crash; None: its answer is kept."""
+    """A request of a model whose turn comes."""
 
     model: ClientModel
     seq: int
     digest: bytes
-    kind: str
     promise: Promise
-    compute: Callable[[], Any]
-    finish: Callable[[Any], Awaitable[Settled]]
-    redo: bytes | None = None
-    answer_of: Callable[[Any], Mapping[str, Any]] | None = None
-    """Of what `compute` returned, what `finish` will answer: the journal has it before the next job has an effect."""
-    at_error: Callable[[str], None] | None = None
+    work: Work
 
 
 class TrainerWorker:
@@ -83,12 +93,14 @@ class TrainerWorker:
     ) -> None:
         """`say` gets warnings."""
         self.trainer, self._promises, self._journal = trainer, promises, journal
-        self._every_s, self._say = snapshot_every_s, say
+        self._every_s, self.say = snapshot_every_s, say
         self._queue: FairQueue[TrainingJob] = FairQueue()
         self._thread = ThreadPoolExecutor(1, "trainer")
         self._disk = ThreadPoolExecutor(2, "journal")
         self._task: asyncio.Task[None] | None = None
         self._finishing: set[asyncio.Task[None]] = set()
+        self._is_down = False
+        """Whether ranks were lost: nothing is computed any more, and what waits is done by the next server."""
 
     def start(self) -> None:
         """Begin to take jobs."""
@@ -102,24 +114,29 @@ class TrainerWorker:
                 await self._task
         await self.in_thread(lambda: None)  # the job that runs
         await asyncio.gather(*self._finishing, return_exceptions=True)
-        for model in models:
+        for model in models if not self._is_down else ():
             await self._snapshot(model)
         if self._journal is not None:
-            await asyncio.get_running_loop().run_in_executor(self._disk, self._journal.close)
+            await self.on_disk(self._journal.close)
         self._thread.shutdown(wait=False)
         self._disk.shutdown(wait=False)
 
-    def put(self, client: str, job: TrainingJob) -> None:
+    def put(self, job: TrainingJob) -> None:
         """Add a job whose turn has come in its model."""
-        self._queue.put(client, job)
+        self._queue.put(job.model.tenant, job.model.session, job)
 
     async def in_thread(self, call: Callable[[], Any]) -> Any:
         """Run a call in the trainer's thread, between jobs."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
+    async def on_disk(self, call: Callable[[], Any]) -> Any:
+        """Run a call in a thread for what is written."""
+        return await asyncio.get_running_loop().run_in_executor(self._disk, call)
+
     async def _run(self) -> None:
+        job: TrainingJob | None = None
         while True:
-            job = await self._queue.take()
+            job = await self._queue.take(partial(_goes_on, job))
             model = job.model
             running = asyncio.ensure_future(self.in_thread(partial(self._compute, job)))
             try:
@@ -128,46 +145,50 @@ class TrainerWorker:
                 if not running.cancelled():  # what has begun is settled
                     self._finish_later(job, running)
                 raise
+            except (WorkerError, DeadlineError) as error:
+                self.say(f"request {job.seq} ({job.work.kind}) of model {model.id} waits for the next server: {error}")
+                self._is_down = True
+                return
             except Exception as error:  # noqa: BLE001 - whatever the trainer raises, the promise is settled
                 self._finish_later(job, running, error)
             else:
                 self._finish_later(job, running)
-            is_due = job.kind == STEP and time.monotonic() - model.kept > self._every_s
-            if is_due or (job.kind == LOAD and running.exception() is None):
+            if job.work.kind == "load" and running.exception() is None:
+                model.kept = -math.inf  # the checkpoint that it is of may be deleted
+            if time.monotonic() - model.kept > self._every_s:
                 await self._snapshot(model)
 
     def _compute(self, job: TrainingJob) -> Any:
-        """Run in the thread; the journal has the request before it has an effect."""
+        """Run in the thread."""
         if job.model.lost:
             raise RequestError(job.model.lost)
-        if job.kind == STEP and job.model.spoilt:
+        if job.work.kind in (STEP, REFUSED_STEP) and job.model.spoilt:
             self._give_up(job)
-        if self._journal is not None and job.redo is not None:
-            self._journal.append(job.model.id, job.seq, f"{REDO}:{job.kind}:{job.digest.hex()}", job.redo)
-        value = job.compute()
-        if self._journal is not None and job.answer_of is not None and not job.model.lost:
-            entry = _answer_entry(job.answer_of(value), job.digest, failed=False)
-            self._journal.append(job.model.id, job.seq, *entry)
+        value, answer_of = job.work.compute(), job.work.answer_of
+        if self._journal is not None and answer_of is not None and not job.model.lost:
+            self._journal.append(job.model.id, job.seq, *_answer_entry(answer_of(value), job.digest, failed=False))
         return value
 
     def _give_up(self, job: TrainingJob) -> None:
         """Refuse a step behind a pass that failed: clients send both at once, and mean the gradients of all their passes."""
-        sentence = f"{job.model.spoilt}, so there is no step, and gradients since the last one are dropped; send them again"
-        if self._journal is not None:
-            self._journal.append(job.model.id, job.seq, f"{REDO}:{NO_STEP}:{job.digest.hex()}", sentence.encode())
         self.trainer.forget_gradients(job.model.id)
-        raise RequestError(sentence)
+        if job.work.kind == STEP:
+            raise RequestError(
+                f"{job.model.spoilt}, so there is no step, and gradients since the last one are dropped; send them again"
+            )
 
     def _finish_later(self, job: TrainingJob, running: asyncio.Future[Any], error: Exception | None = None) -> None:
         model = job.model
-        if error is not None and job.kind in (PASS, REFUSED_PASS):
-            model.spoilt = spoilt_by(job.seq, str(error) if isinstance(error, RequestError) else "the server failed")
-        elif job.kind in (STEP, LOAD) and (error is None or (model.spoilt and job.kind == STEP)):
-            model.has_gradients, model.spoilt = False, ""
-        elif error is None and job.kind == PASS:
-            model.has_gradients = True
         if job.seq >= 0:
             model.done = max(model.done, job.seq)
+        kind = job.work.kind
+        if error is None and kind in (PASS, STEP, LOAD):
+            model.has_gradients, model.spoilt = kind == PASS, model.spoilt if kind == PASS else ""
+        elif kind in (PASS, REFUSED_PASS, OVERDUE):
+            why = str(error) if isinstance(error, RequestError) else "the server failed"
+            model.spoilt = why if kind == OVERDUE else f"request {job.seq}, {PASS} since the last {STEP}, failed ({why})"
+        elif kind in (STEP, REFUSED_STEP) and model.spoilt:
+            model.has_gradients, model.spoilt = False, ""
         model.finishing += 1
         task = asyncio.create_task(self._finish(job, running))
         self._finishing.add(task)
@@ -176,37 +197,37 @@ class TrainerWorker:
     async def _finish(self, job: TrainingJob, running: asyncio.Future[Any]) -> None:
         try:
             try:
-                answer = await job.finish(await running)
-                await self._keep(job, answer)
+                answer = await job.work.finish(await running)
+                if self._journal is not None:
+                    await self.on_disk(self._journal.flush)
                 self._promises.keep(job.promise, answer)
             except RequestError as error:
                 await self._fail(job, str(error), "user")
+            except (WorkerError, DeadlineError):
+                self._is_down = True  # the client hears nothing of it
             except Exception as error:  # noqa: BLE001 - as above
-                self._say(f"request {job.seq} ({job.kind}) of model {job.model.id} failed: {type(error).__name__}: {error}")
-                await self._fail(job, f"the server could not do {job.kind}: {type(error).__name__}", "server")
+                kind = job.work.kind
+                self.say(f"request {job.seq} ({kind}) of model {job.model.id} failed: {type(error).__name__}: {error}")
+                await self._fail(job, f"the server could not do {kind}: {type(error).__name__}", "server")
         finally:
             job.model.finishing -= 1
 
     async def _fail(self, job: TrainingJob, sentence: str, category: Any) -> None:
-        if job.at_error is not None:
-            job.at_error(sentence)
+        if job.work.at_error is not None:
+            job.work.at_error(sentence)
         try:
-            await self._keep(job, {"error": sentence, "category": category}, failed=True)
+            await self._keep_failure(job, {"error": sentence, "category": category})
         except (OSError, CheckpointError) as error:
-            self._say(f"the journal of model {job.model.id} could not be written: {error}")
+            self.say(f"the journal of model {job.model.id} could not be written: {error}")
         self._promises.fail(job.promise, sentence, category)
 
-    async def _keep(self, job: TrainingJob, answer: Settled, *, failed: bool = False) -> None:
-        """Have the journal on disk before an answer is given out."""
+    async def _keep_failure(self, job: TrainingJob, answer: Settled) -> None:
+        """Have on disk that a request had no effect, before its client is told."""
         journal = self._journal
-        if journal is None or job.seq < 0 or job.model.lost:
+        if journal is None or job.model.lost or job.work.kind in (REFUSED, REFUSED_PASS):
             return
-        loop = asyncio.get_running_loop()
-        is_told = (job.answer_of is None or failed) if job.redo is None else failed and job.kind == LOAD
-        if is_told:
-            entry = _answer_entry(answer, job.digest, failed=failed, spoils=failed and job.kind == REFUSED_PASS)
-            await loop.run_in_executor(self._disk, journal.append, job.model.id, job.seq, *entry)
-        await loop.run_in_executor(self._disk, journal.flush)
+        await self.on_disk(partial(journal.append, job.model.id, job.seq, *_answer_entry(answer, job.digest, failed=True)))
+        await self.on_disk(journal.flush)
 
     async def _snapshot(self, model: ClientModel) -> None:
         """Keep a model as it is, if it has no gradients that wait for a step, and forget the requests before."""
@@ -226,44 +247,65 @@ class TrainerWorker:
         try:
             await self.in_thread(partial(journal.snapshot, model.id, model.done, write, carried))
         except Exception as error:  # noqa: BLE001 - the requests since the last snapshot are kept instead
-            self._say(f"no snapshot of model {model.id}, whose journal grows: {error}")
+            self.say(f"no snapshot of model {model.id}, whose journal grows: {error}")
 
 
-def spoilt_by(seq: int, sentence: str) -> str:
-    """Return why gradients are not whole, behind the pass `seq` that failed with a sentence."""
-    return f"request {seq}, a forward_backward since the last optim_step, failed ({sentence})"
+def _goes_on(last: TrainingJob | None, job: TrainingJob) -> bool | None:
+    """Return whether a job is an optimizer step of the model that has its place on the ranks; None: it is of another model.
+
+    Such a step is short, and behind it there are no gradients to move: two models that take turns are switched half as often.
+    """
+    return job.work.kind == "optim_step" if last is not None and job.model is last.model else None
 
 
-def _answer_entry(answer: Settled, digest: bytes, *, failed: bool, spoils: bool = False) -> tuple[str, bytes]:
+def _answer_entry(answer: Settled, digest: bytes, *, failed: bool) -> tuple[str, bytes]:
     media = PROTOBUF if isinstance(answer, bytes) else JSON
     content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-    return f"{ANSWER}:{media}:{int(failed) + int(spoils)}:{digest.hex()}", content
+    return f"{ANSWER}:{media}:{int(failed)}:{digest.hex()}", content
+
+
+def redo_kind(kind: str, digest: bytes) -> str:
+    """The kind of a journal's entry with what a request is made of again."""
+    return f"{REDO}:{kind}:{digest.hex()}"
+
+
+def answering(answer: Mapping[str, Any]) -> Callable[[Any], Awaitable[Settled]]:
+    """A `finish` that always gives this answer."""
+
+    async def finish(_: Any) -> Settled:
+        return answer
+
+    return finish
 
 
 @dataclass(frozen=True)
 class KeptRequest:
-    """An entry of a journal as it was meant: `kind` empty: `content` is the answer, else what it is computed again from."""
+    """A request of a journal: `kind` and `content` as it came, and its answer if that is not to be computed again."""
 
     seq: int
     digest: bytes
-    content: bytes
     kind: str = ""
+    content: bytes = b""
+    answer: bytes | None = None
     media: str = JSON
     failed: bool = False
-    spoils: bool = False
-    """It is the answer to a pass that failed, so that gradients are not whole."""
 
 
-def kept_request(entry: JournalEntry) -> KeptRequest:
-    """Entry of a journal as the request that it was.
+def kept_requests(entries: Iterable[JournalEntry]) -> list[KeptRequest]:
+    """The requests that a journal has, by their numbers; of several answers to one the last counts.
 
     Raises:
-        CheckpointError: it is none of this server.
+        CheckpointError: an entry is none of this server.
     """
-    parts = entry.kind.split(":")
-    if parts[0] == REDO and len(parts) == 3:
-        return KeptRequest(entry.seq, bytes.fromhex(parts[2]), entry.body, kind=parts[1])
-    if parts[0] == ANSWER and len(parts) == 4:
-        failed, spoils = parts[2] != "0", parts[2] == "2"
-        return KeptRequest(entry.seq, bytes.fromhex(parts[3]), entry.body, media=parts[1], failed=failed, spoils=spoils)
-    raise CheckpointError(f"the journal has an entry of the kind {entry.kind!r}, which this server does not write")
+    found: dict[int, KeptRequest] = {}
+    for entry in entries:
+        parts = entry.kind.split(":")
+        kept = found.get(entry.seq) or KeptRequest(entry.seq, b"")
+        if parts[0] == REDO and len(parts) == 3:
+            kept = replace(kept, digest=bytes.fromhex(parts[2]), kind=parts[1], content=entry.body)
+        elif parts[0] == ANSWER and len(parts) == 4:
+            kept = replace(kept, digest=bytes.fromhex(parts[3]), answer=entry.body, media=parts[1], failed=parts[2] == "1")
+        else:
+            raise CheckpointError(f"the journal has an entry of the kind {entry.kind!r}, which this server does not write")
+        found[entry.seq] = kept
+    return [found[seq] for seq in sorted(found)]

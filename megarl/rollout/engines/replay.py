@@ -44,7 +44,7 @@ class ReplayEngine(Engine):
         for number, line in enumerate(lines, start=1):
             try:
                 record = json.loads(line)
-                for beside in ("step", "training"):  # what a run's samples.jsonl says of the step that each was made in
+                for beside in ("step", "training", "served"):  # what samples.jsonl says of the step, and of a server's client
                     record.pop(beside, None)
                 sample = read_record(Sample, record)
             except (AttributeError, TypeError, ValueError) as error:

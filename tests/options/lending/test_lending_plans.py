@@ -16,7 +16,7 @@ from tests.planning.printed import planned
 
 ROOT = Path(__file__).parents[3]
 PLAN = (
-    "examples/plans/llama-3.1-8b-grpo-8xh100.yaml", "resources.placement=separate", "rollout.schedule.mode=async",
+    "tests/planning/plans/llama-3.1-8b-grpo-8xh100.yaml", "resources.placement=separate", "rollout.schedule.mode=async",
     "policy.layout={tp: 4, dp: 1, sequence_parallel: true}", "rollout.engines=2", "rollout.schedule.lent_engines=4",
 )  # fmt: skip
 

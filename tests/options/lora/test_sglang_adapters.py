@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from megarl.errors import EngineError
 from megarl.models.adapters import LORA_A, LORA_B
@@ -20,8 +20,10 @@ from megarl.rollout.engines.sglang.server import ServerOptions
 from megarl.weights.model_compatibility import ServedModel
 from megarl.weights.sglang_senders import TensorSender, checksums_of
 from megarl.weights.staging import StagedSlices
+from tests import seeing
 from tests.rollout.test_sglang_experts import served as served_experts
 from tests.rollout.test_sglang_families import served
+from tests.rollout.test_sglang_seeing import served_folder
 from tests.rollout.tiny import Weights, largest_difference
 from tests.rollout.updates import PROMPTS
 
@@ -40,13 +42,16 @@ def adapters(folder: Path, lora: Lora, seed: int) -> Weights:
 
 def with_added(folder: Path, lora: Lora, weights: Weights) -> Any:
     """The reference: transformers in float32 with scale·B·A added to each weight by hand."""
-    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), dict(weights)
+    sees = "vision_config" in HFFolder(folder).config
+    auto, found = AutoModelForImageTextToText if sees else AutoModelForCausalLM, dict(weights)
+    model = auto.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         for name in filter(lambda name: name.endswith(LORA_A), found):
             layer = name.removesuffix(LORA_A)
             if layer == "lm_head" and model.config.tie_word_embeddings:
                 model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
-            model.get_parameter(f"{layer}.weight").add_(lora.scale * found[layer + LORA_B] @ found[name])
+            inner = layer.replace("model.layers", "model.language_model.layers") if sees else layer
+            model.get_parameter(f"{inner}.weight").add_(lora.scale * found[layer + LORA_B] @ found[name])
     return model
 
 
@@ -124,6 +129,7 @@ async def goes_through_updates(folder: Path, lora: Lora, log: Path, tp: int, mon
                 ("qwen3", LORA, 2), ("qwen2-full", WITH_OUTPUT, 1), ("llama", LORA, 1),
                 ("llama", ATTENTION, 2), ("qwen2-full", LORA, 2), ("qwen3", ATTENTION, 1),
                 ("qwen3_moe", ATTENTION, 1), ("qwen3_moe", ATTENTION, 2),
+                ("qwen2_5_vl", LORA, 1), ("qwen3_vl", WITH_OUTPUT, 2),
             )
         ),
     ],
@@ -131,5 +137,8 @@ async def goes_through_updates(folder: Path, lora: Lora, log: Path, tp: int, mon
 def test_after_each_update_log_probs_are_those_of_the_model_with_these_adapters(
     family: str, lora: Lora, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = (served_experts if family == "qwen3_moe" else served)(family, tmp_path / "model")
+    if family in seeing.SEEING:
+        folder = served_folder(family, tmp_path / "model", monkeypatch)
+    else:
+        folder = (served_experts if family == "qwen3_moe" else served)(family, tmp_path / "model")
     asyncio.run(goes_through_updates(folder, lora, tmp_path / "log", tp, monkeypatch))

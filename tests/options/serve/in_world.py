@@ -70,16 +70,34 @@ class WorldRoles:
         return [*chain(shares[self.layout.coords(torch.distributed.get_rank()).dp])]
 
 
-def trainer_in(layout: Layout, folder: Path, lora: Any, *, live: int = 64, dtype: str = "float32") -> Any:
-    """A `SessionTrainer` on this rank's part of a role with adapters `lora` (None: all weights are trained)."""
+def trainer_in(
+    layout: Layout, folder: Path, lora: Any, *, live: int = 64, dtype: str = "float32", media: Path | None = None
+) -> Any:
+    """A `SessionTrainer` on this rank's part of a role with adapters `lora` (None: all weights are trained).
+
+    `media`: a folder for pictures; None: data have none.
+    """
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
     from megarl.options.serve.trainer import SessionTrainer
 
     initialize_layout(layout, seed=1)
-    options = ModelOptions(str(folder), layout, dtype=dtype, lora=lora, logit_chunk_tokens=5)
+    shown = str(media) if media is not None else None
+    options = ModelOptions(str(folder), layout, dtype=dtype, lora=lora, logit_chunk_tokens=5, media_folder=shown)
     role = RankModel(options, OptimizerOptions(lr=3.0, weight_decay=0.5, clip_grad=1e-9))
     config = SimpleNamespace(policy=SimpleNamespace(layout=layout), model=SimpleNamespace(path=str(folder)))
     session: Any = SimpleNamespace(roles=WorldRoles(role), config=config)
-    return SessionTrainer(session, folder.parent / "moved", live=live)
+    pictures = served_pictures(folder, media) if media is not None else None
+    return SessionTrainer(session, folder.parent / "moved", live=live, pictures=pictures)
+
+
+def served_pictures(folder: Path, media: Path, **limits: int) -> Any:
+    """The pictures of requests to a family of `tests/seeing.py` in `folder`, kept in `media`."""
+    from megarl.options.pictures.picture_rules import PictureTokens, load_picture_rules
+    from megarl.options.pictures.picture_settings import PictureSettings
+    from megarl.options.serve.served_pictures import ServedPictures
+    from tests.seeing import IMAGE, VIDEO
+
+    tokens = PictureTokens(IMAGE, VIDEO, "<image>", "<video>", "<", ">", ())
+    return ServedPictures(PictureSettings(load_picture_rules(folder), tokens, media), IMAGE, **limits)

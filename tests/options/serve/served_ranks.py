@@ -47,13 +47,13 @@ def data_of(
     return found
 
 
-def begun_alike() -> list[Datum]:
-    """Three data whose first 20 tokens are the same, of which one has no shift of its tokens as targets."""
+def begun_alike(*, shifts: bool) -> list[Datum]:
+    """Three data whose first 20 tokens are the same; without `shifts` one has no shift of its tokens as targets."""
     draw, found = np.random.default_rng(3), []
     prompt = draw.integers(0, VOCAB_SIZE, 20)
     for number in range(3):
         tokens = np.append(prompt, draw.integers(0, VOCAB_SIZE, 3 + number)).astype(np.int32)
-        targets = draw.permutation(tokens) if number == 1 else np.append(tokens[1:], 7)
+        targets = draw.permutation(tokens) if number == 1 and not shifts else np.append(tokens[1:], 7)
         weights = draw.uniform(-0.2, 1, len(tokens)).astype(np.float32)
         found.append(Datum(tokens, {"target_tokens": targets.astype(np.int64), "weights": weights}))
     return found
@@ -74,12 +74,22 @@ def gradients(trainer: Any) -> dict[str, Tensor]:
 
 
 def losses_and_gradients(
-    rank: int, world_size: int, folder: Path, layout: Layout, lora: Lora, adapters: Mapping[str, Tensor], cases: Any
+    rank: int,
+    world_size: int,
+    folder: Path,
+    layout: Layout,
+    lora: Lora,
+    adapters: Mapping[str, Tensor],
+    cases: Any,
+    media: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Of each case (loss, its parameters, data) the answer of a pass without gradients, of one with them, and these."""
+    """Of each case (loss, its parameters, data) the answer of a pass without gradients, of one with them, and these.
+
+    `media`: a folder for the data's pictures.
+    """
     from megarl.options.lora.layers import load_adapters
 
-    trainer = trainer_in(layout, folder, lora)
+    trainer = trainer_in(layout, folder, lora, media=media)
     trainer.create("mine", AdapterChoice(lora.rank))
     load_adapters(trainer.roles.role.chunks, 0, adapters.__getitem__)
     answers = []

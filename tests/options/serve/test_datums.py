@@ -80,10 +80,10 @@ def test_bad_data_are_one_sentence(loss: str, data: list[Datum], sentence: str) 
         lay(data, loss, LIMITS, replicas=1)
 
 
-def test_pictures_are_refused() -> None:
+def test_pictures_are_refused_by_a_model_that_sees_none() -> None:
     seen = Datum(np.zeros(1, np.int32), {"target_tokens": np.zeros(1, np.int64), "weights": np.zeros(1, np.float32)},
                  pictures=(Picture(0, 1, "png", b""),))  # fmt: skip
-    with pytest.raises(RequestError, match="has pictures"):
+    with pytest.raises(RequestError, match="datum 0 has a picture, which this server's model does not see; its chunks must"):
         lay([seen], "cross_entropy", LIMITS, replicas=1)
 
 

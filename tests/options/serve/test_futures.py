@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megarl.options.serve.futures import INLINE_BYTES, Promises
+from megarl.options.serve.futures import INLINE_BYTES, PROMISE_BYTES, Promises
 from megarl.options.serve.values import RequestError
 
 
@@ -80,7 +80,7 @@ def test_unknown_promises_and_those_of_other_tenants_are_gone_alike() -> None:
 def test_answers_expire_sooner_once_they_were_fetched_and_where_all_are_too_large() -> None:
     async def work() -> None:
         now = 0.0
-        promises = Promises(keep_s=100.0, keep_fetched_s=10.0, keep_bytes=1000, clock=lambda: now)
+        promises = Promises(keep_s=100.0, keep_fetched_s=10.0, keep_bytes=1000 + 3 * PROMISE_BYTES, clock=lambda: now)
         for name in "abc":
             promises.keep(promises.make(name, "anna", b""), bytes(100))
         waits = promises.make("waits", "anna", b"")
@@ -102,13 +102,13 @@ def test_answers_expire_sooner_once_they_were_fetched_and_where_all_are_too_larg
 def test_too_many_requests_that_wait_are_asked_to_come_later() -> None:
     async def work() -> None:
         promises = Promises(most_waiting=1)
-        promises.check_room()
+        promises.check_room("anna")
         promise = promises.make("a", "anna", b"")
         with pytest.raises(RequestError) as refused:
-            promises.check_room()
+            promises.check_room("anna")
         assert refused.value.status == 429
         promises.keep(promise, {})
-        promises.check_room()
+        promises.check_room("anna")
 
     run(work)
 
@@ -186,5 +186,20 @@ def test_stopping_ends_all_polls_at_once() -> None:
             assert (await one).status == 408
             assert (await many)["completions"] == []
             assert (await promises.answer("anna", "a", allow_metadata=True)).status == 408
+
+    run(work)
+
+
+def test_a_tenant_s_requests_leave_room_for_another_s() -> None:
+    async def work() -> None:
+        promises = Promises(most_waiting=4, most_of_tenant=3)
+        made = [promises.make(f"anna {number}", "anna", b"") for number in range(3)]
+        with pytest.raises(RequestError, match="3 requests of anna wait already") as refused:
+            promises.check_room("anna")
+        assert refused.value.status == 429
+        promises.check_room("ben")
+        promises.take_back(made[0])
+        promises.keep(made[1], {})
+        promises.check_room("anna")
 
     run(work)

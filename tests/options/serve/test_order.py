@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -41,12 +42,14 @@ def test_a_number_that_is_over_and_unknown_is_refused() -> None:
         lane.is_repeated(6, b"")
 
 
-def test_a_number_that_is_lost_in_a_crash_may_come_again_once() -> None:
+def test_a_request_that_was_not_taken_may_come_again_and_one_that_is_too_late_may_not() -> None:
     lane: Lane[int] = Lane(first=7)
-    lane.holes = {5}
-    assert offered(lane, 5) == [5]
-    assert lane.is_repeated(5, bytes([5]))
-    assert offered(lane, 7) == [7]
+    lane.remember(8, b"other")
+    lane.forget(8)
+    assert offered(lane, 8) == []
+    assert lane.overdue(1e9, 1.0) == ([8], 7)
+    with pytest.raises(RequestError, match="too late"):
+        lane.offer(7, b"\x07", 7, 0.0)
 
 
 def test_requests_do_not_wait_for_ever_for_one_that_never_comes() -> None:
@@ -65,9 +68,9 @@ def test_ten_jobs_of_one_client_do_not_wait_for_ten_thousand_of_another() -> Non
     async def work() -> list[str]:
         queue: FairQueue[str] = FairQueue()
         for number in range(10_000):
-            queue.put("big", f"big {number}")
+            queue.put("t", "big", f"big {number}")
         for number in range(10):
-            queue.put("small", f"small {number}")
+            queue.put("t", "small", f"small {number}")
         return [await queue.take() for _ in range(10_010)]
 
     taken = asyncio.run(work())
@@ -75,12 +78,30 @@ def test_ten_jobs_of_one_client_do_not_wait_for_ten_thousand_of_another() -> Non
     assert [job for job in taken if job.startswith("big")] == [f"big {number}" for number in range(10_000)]
 
 
+def test_a_job_that_goes_on_with_the_last_one_comes_before_turns_and_never_before_its_own() -> None:
+    def goes_on(last: str) -> Callable[[str], bool | None]:
+        return lambda job: job[1] == "o" if job[0] == last[0] else None
+
+    async def work() -> list[str]:
+        queue: FairQueue[str] = FairQueue()
+        for job in ("a1", "b1", "ao", "a2", "ao", "bo"):
+            queue.put("t", "big", job)
+        for job in ("c1", "co"):
+            queue.put("t", "small", job)
+        taken = [" "]
+        while len(taken) < 9:
+            taken.append(await queue.take(goes_on(taken[-1])))
+        return taken[1:]
+
+    assert asyncio.run(work()) == ["a1", "ao", "c1", "co", "b1", "bo", "a2", "ao"]
+
+
 def test_places_go_to_the_client_that_has_the_fewest() -> None:
     async def work() -> list[str]:
         slots, order = FairSlots(4), []
 
         async def request(client: str) -> None:
-            async with slots.slot(client):
+            async with slots.slot("t", client):
                 order.append(client)
                 await asyncio.sleep(0)
 
@@ -120,7 +141,7 @@ def test_cancelled_requests_leave_no_place_taken() -> None:
         running: list[int] = []
 
         async def request(number: int) -> None:
-            async with slots.slot(number % 3):
+            async with slots.slot("t", number % 3):
                 running.append(number)
                 assert len(running) <= 2
                 await asyncio.sleep(0.0001)
@@ -139,7 +160,7 @@ def test_cancelled_requests_leave_no_place_taken() -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert slots._taken == 0
-        async with asyncio.timeout(1), slots.slot("a"), slots.slot("b"):
+        async with asyncio.timeout(1), slots.slot("t", "a"), slots.slot("u", "b"):
             pass
 
     asyncio.run(work())

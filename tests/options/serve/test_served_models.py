@@ -17,6 +17,7 @@ from megarl.options.lora.weight_map import Lora
 from megarl.options.serve.losses import FORMS, Given, token_losses
 from megarl.options.serve.values import AdamParams, AdapterChoice, Datum
 from tests.families import FAMILIES, build_folder, hugging_face
+from tests.megatron.routing_reference import RecordedRouters
 from tests.options.lora import adapters
 from tests.options.serve.served_ranks import begun_alike, data_of, losses_and_gradients, side_by_side, steps_of_adam
 from tests.themes.parallel.comparison import TOLERANCE, deviations, joined
@@ -27,7 +28,8 @@ CASES: list[tuple[str, dict[str, float], list[Datum]]] = [
     *((loss, dict[str, float](), data_of(loss)) for loss in FORMS),
     ("cross_entropy", {}, data_of("cross_entropy", wide=3)),
     ("importance_sampling", {}, data_of("importance_sampling", shifts=False)),
-    ("cross_entropy", {}, begun_alike()),
+    ("cross_entropy", {}, begun_alike(shifts=False)),
+    ("cross_entropy", {}, begun_alike(shifts=True)),
     ("dro", {"beta": 0.7}, data_of("dro", lengths=(4,))),
 ]
 """The last has fewer data than some layouts have replicas."""
@@ -45,7 +47,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[
             made = adapters.with_adapters(hugging_face(family), folder)
             own = {name: tensor.clone() for name, tensor in adapters.tensors(made).items()}
             exact = made.double()
-            known[family] = {"folder": folder, "adapters": own, "cases": [by_peft(exact, *case) for case in CASES]}
+            routers = RecordedRouters(exact.base_model.model, family)
+            cases = [by_peft(exact, *case) | {"experts": dense_metrics(routers)} for case in CASES]
+            known[family] = {"folder": folder, "adapters": own, "cases": cases}
         return known[family]
 
     return get
@@ -69,9 +73,30 @@ def by_peft(model: Any, loss: str, parameters: dict[str, float], data: list[Datu
     return {"loss": float(total.detach()), "size": size, "log_probs": log_probs, "gradients": gradients}
 
 
+def dense_metrics(routers: RecordedRouters) -> dict[str, float]:
+    """Metrics of experts, as the client describes them, of what was routed since the last call: a layer after the other."""
+    of_layers = []
+    for passes in routers.layers.values():
+        tokens = torch.cat([one.chosen for one in passes]).double().sum(0)
+        passes.clear()
+        balance = tokens.sum() / len(tokens)
+        violation = (tokens - balance) / balance
+        of_layers.append([(tokens >= 1).double().mean(), (tokens > balance).double().mean(), violation.max(), violation.min()])
+    if not of_layers:
+        return {}
+    touched, over, most, least = torch.tensor(of_layers, dtype=torch.float64).T
+    return {
+        "e_frac_with_tokens:mean": float(touched.mean()),
+        "e_frac_oversubscribed:mean": float(over.mean()),
+        "e_max_violation:mean": float(most.mean()),
+        "e_max_violation:max": float(most.max()),
+        "e_min_violation:mean": float(least.mean()),
+    }
+
+
 @pytest.mark.parametrize(
     ("layout", "family"),
-    [("tp2+sp", "qwen3"), ("pp2", "llama"), ("cp2", "qwen3"), ("ep2", "qwen3_moe"), ("tp2·pp2", "llama"),
+    [("tp2+sp", "qwen3"), ("pp2", "llama"), ("cp2", "qwen3"), ("ep2", "qwen3_moe"), ("dp2", "qwen3_moe"), ("tp2·pp2", "llama"),
      pytest.param("dp2", "llama", marks=pytest.mark.exhaustive),
      pytest.param("tp2·cp2+sp", "qwen3", marks=pytest.mark.exhaustive),
      pytest.param("ep2·tp2+sp", "qwen3_moe", marks=pytest.mark.exhaustive)],
@@ -91,6 +116,8 @@ def test_losses_and_gradients_are_pefts(
                 assert output["logprobs"].dtype == np.float32
                 assert output["logprobs"].shape == log_probs.shape
                 np.testing.assert_allclose(output["logprobs"], log_probs, rtol=TOLERANCE, atol=TOLERANCE)
+        of_experts = {name: value for name, value in answers[0][number]["passed"].metrics.items() if name.startswith("e_")}
+        assert of_experts == pytest.approx(wanted["experts"], rel=1e-12)
         gradients = joined(answer[number]["gradients"] for answer in answers)
         off = deviations(gradients, wanted["gradients"], lambda tensor: tensor.abs().max().clamp_min(1e-30))
         assert max(off.values()) < TOLERANCE, (

@@ -1,0 +1,109 @@
+"""What clients leave behind is forgotten in time: models of sessions that went silent, answers, bytes in memory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.options.serve.futures import PROMISE_BYTES, Promises
+from megarl.options.serve.tenants import HeldBytes, Tenant
+from megarl.options.serve.values import RequestError
+from tests.options.serve.served import Served, serving
+from tests.options.serve.test_bad_input import Http
+from tests.options.serve.test_restart import Again
+from tests.options.serve.test_tenants import file_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+def silence(served: Served, session: str, seconds: float) -> None:
+    """Have a session and its models be as if nothing had come from its client for so long."""
+
+    def change() -> None:
+        service = served.service
+        for seen in (service._seen, service._idle):
+            if session in seen:
+                seen[session] -= seconds
+        for model in service.models.models.values():
+            if model.session == session:
+                model.used -= seconds
+        service.watch()
+
+    served.call(change)
+
+
+def test_models_of_a_client_that_was_killed_are_kept_for_a_day_and_then_dropped(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        gone, there = Http(served), Http(served)
+        lost, kept = gone.model(), there.model()
+        silence(served, gone.session, 3_600)
+        assert isinstance(gone.answer(gone.step(lost, 1)), dict), "it is back after an hour"
+        silence(served, gone.session, 90_000)
+        assert "gave no sign of life" in gone.answer(gone.step(lost, 2))["error"]
+        assert there.answer(there.step(kept, 1))["type"] == "optim_step"
+        assert ("drop", lost) in served.trainer.calls
+        silence(served, gone.session, 90_000)
+        assert lost not in served.service.models.models
+    with serving(tmp_path) as served:
+        http = Again(served, there)
+        assert [*served.service.models.models] == [kept]
+        assert http.answer(http.step(kept, 2))["type"] == "optim_step"
+
+
+def test_a_tenant_s_forgotten_models_make_room_for_new_ones_and_no_others_do(tmp_path: Path) -> None:
+    path, keys = file_of(tmp_path, "anna", "ben")
+    path.write_text(path.read_text().replace("anna:\n", "anna:\n  models: 2\n"))
+    with serving(tmp_path / "served", tenants=path) as served:
+        first, second, other = Http(served, keys["anna"]), Http(served, keys["anna"]), Http(served, keys["ben"])
+        forgotten, alive, of_ben = first.model(), second.model(), other.model()
+        refused = second.post("create_model", session_id=second.session, model_seq_id=1, base_model="Qwen/Qwen3-0.6B")
+        assert "error" in second.answer(refused)
+        for http in (first, other):
+            silence(served, http.session, 3_600)
+        third = Http(served, keys["anna"])
+        made = third.model()
+        assert "gave no sign of life" in first.answer(first.step(forgotten, 1))["error"]
+        for http, model in ((third, made), (second, alive), (other, of_ben)):
+            assert http.answer(http.step(model, 1))["type"] == "optim_step"
+
+
+def test_answers_that_nobody_polls_for_in_bulk_are_nowhere_once_they_are_forgotten() -> None:
+    now = [0.0]
+    promises = Promises(keep_fetched_s=10, clock=lambda: now[0])
+    for number in range(100):
+        promise = promises.make(f"s:{number}", "anna", b"", target=("s", 0))
+        promises.keep(promise, b"x" * 1000)
+        promise.fetched = now[0]
+    now[0] = 11.0
+    promises.expire()
+    assert not promises._promises
+    assert not promises._queues["s", 0].events
+    assert promises._bytes == 0
+
+
+def test_a_tenant_with_too_many_answers_loses_its_own() -> None:
+    promises = Promises(keep_bytes=100 * (PROMISE_BYTES + 1000), clock=time.monotonic)
+    for number in range(10):
+        promises.keep(promises.make(f"ben:{number}", "ben", b""), b"x" * 1000)
+    for number in range(500):
+        promises.keep(promises.make(f"anna:{number}", "anna", b""), b"x" * 1000)
+    promises.expire()
+    assert all(promises.known(f"ben:{number}") for number in range(10))
+    assert promises.known("anna:0") is None
+    assert promises.known("anna:499") is not None
+
+
+def test_bytes_that_a_tenant_has_in_memory_are_bounded_and_another_tenant_s_are_not_counted() -> None:
+    held, anna, ben = HeldBytes(100), Tenant("anna"), Tenant("ben")
+    free = held.take(anna, 500)  # one alone may have more
+    with pytest.raises(RequestError, match="requests of anna with 500 bytes wait already") as raised:
+        held.take(anna, 1)
+    assert raised.value.status == 429
+    held.take(ben, 60)()
+    free()
+    held.take(anna, 60)
+    with pytest.raises(RequestError):
+        held.take(anna, 41)
+    assert not {"ben"} & held._held.keys()
