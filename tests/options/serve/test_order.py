@@ -121,12 +121,12 @@ def test_places_that_a_client_had_before_do_not_count_against_it() -> None:
         slots, order = FairSlots(1), []
 
         async def request(client: str) -> None:
-            async with slots.slot(client):
+            async with slots.slot("tenant", client):
                 order.append(client)
 
         for _ in range(10):
             await request("busy before")
-        async with slots.slot("now"):
+        async with slots.slot("tenant", "now"):
             tasks = [asyncio.create_task(request(client)) for client in ("busy before", "new")]
             await asyncio.sleep(0)
         await asyncio.gather(*tasks)
