@@ -51,7 +51,8 @@ TEACHER = "sl_loop"
 class Recipe:
     """A recipe's module below tinker_cookbook.recipes, its arguments beside model and log, and the figure that it moves.
 
-    `moves` says where to, or "" if the size here is too small for that. `{teacher}` in an argument is the sampler that `sl_loop` saved last.
+    `moves` says where to, or "" if the size here is too small for that. `{teacher}` in an argument is the sampler that
+    `sl_loop` saved last.
     """
 
     module: str
