@@ -241,6 +241,7 @@ def table(found: dict[str, Any]) -> list[str]:
             continue
         values = row["values"]
         seen = f"{row['steps']} steps, `{row['figure']}` {values[0]:.3g} → {values[-1]:.3g}"
+        seen += "" if recipe.moves else ", too few to learn"
         difference = f"{row['kl_sample_train']:.1e}" if "kl_sample_train" in row else ""
         lines.append(f"| `{recipe.module} {recipe.arguments.format(teacher='tinker://…')}` | {seen} | {difference} |")
     return lines
