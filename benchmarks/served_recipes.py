@@ -49,21 +49,22 @@ TEACHER = "sl_loop"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe's module below tinker_cookbook.recipes, its arguments beside model and log, and the figure that it is to move.
+    """A recipe's module below tinker_cookbook.recipes, its arguments beside model and log, and the figure that it moves.
 
-    `falls` says whether that figure is to fall or to rise. `{teacher}` in an argument is the sampler that `sl_loop` saved last.
+    `moves` says where to, or "" if the size here is too small for that. `{teacher}` in an argument is the sampler that
+    `sl_loop` saved last.
     """
 
     module: str
     arguments: str
     figure: str
-    falls: bool = False
+    moves: str = "up"
 
 
 REWARD = "env/all/reward/total"
 RECIPES = {
-    "sl_basic": Recipe("sl_basic", "lora_rank=16 learning_rate=5e-3 num_epochs=3 eval_every=3", "train_mean_nll", falls=True),
-    TEACHER: Recipe("sl_loop", "lora_rank=16 learning_rate=5e-3 batch_size=32 max_steps=12", "train_mean_nll", falls=True),
+    "sl_basic": Recipe("sl_basic", "lora_rank=16 learning_rate=5e-3 num_epochs=3 eval_every=3", "train_mean_nll", moves="down"),
+    TEACHER: Recipe("sl_loop", "lora_rank=16 learning_rate=5e-3 batch_size=32 max_steps=12", "train_mean_nll", moves="down"),
     "rl_basic": Recipe(
         "rl_basic",
         "lora_rank=16 learning_rate=3e-3 max_tokens=12 max_steps=8"
@@ -84,20 +85,20 @@ RECIPES = {
         REWARD,
     ),
     "preference.dpo": Recipe(
-        "preference.dpo.train", "dataset=hhh learning_rate=1e-3 batch_size=32 max_steps=8", "dpo_loss", falls=True
+        "preference.dpo.train", "dataset=hhh learning_rate=1e-3 batch_size=32 max_steps=8", "dpo_loss", moves="down"
     ),
     "preference.shorter": Recipe(
         "preference.shorter.train",
         f"renderer_name={RENDERER} learning_rate=3e-3 max_tokens=24 max_steps=4 batch_size=4 group_size=4 eval_every=0",
         "env/all/ac_tokens_per_turn",
-        falls=True,
+        moves="down",
     ),
     "distillation.on_policy": Recipe(
         "distillation.on_policy_distillation",
         f"teacher_model={BASE} teacher_checkpoint={{teacher}} dataset=deepmath lora_rank=16 learning_rate=3e-3 max_tokens=12"
         " groups_per_batch=8 group_size=4 max_steps=8 eval_every=0",
         "teacher_kl",
-        falls=True,
+        moves="down",
     ),
     "multiplayer_rl.guess_number": Recipe(
         "multiplayer_rl.guess_number.train",
@@ -109,6 +110,7 @@ RECIPES = {
         "lora_rank=16 learning_rate=3e-3 max_tokens=40 max_steps=4 groups_per_batch=4 group_size=4 task.num_pages_min=1"
         " task.num_pages_max=2 task.page_chars=120 max_trajectory_tokens=2000",
         REWARD,
+        moves="",
     ),
 }
 
@@ -239,6 +241,7 @@ def table(found: dict[str, Any]) -> list[str]:
             continue
         values = row["values"]
         seen = f"{row['steps']} steps, `{row['figure']}` {values[0]:.3g} → {values[-1]:.3g}"
+        seen += "" if recipe.moves else ", too few to learn"
         difference = f"{row['kl_sample_train']:.1e}" if "kl_sample_train" in row else ""
         lines.append(f"| `{recipe.module} {recipe.arguments.format(teacher='tinker://…')}` | {seen} | {difference} |")
     return lines
