@@ -9,6 +9,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from itertools import count
@@ -72,6 +73,7 @@ class SglangSampler:
         self.limits, self.max_rank, self.pictures = limits, max_rank, pictures
         self.turns = TenantTurns(most_samples)
         self._http: aiohttp.ClientSession | None = None
+        self._resizing: ThreadPoolExecutor | None = None
         self.servers = [
             EngineServer(engine, number, self._session, most_adapters, restart_s) for number, engine in enumerate(engines)
         ]
@@ -151,10 +153,9 @@ class SglangSampler:
             EngineError: servers failed.
         """
         check_request(request, self.limits)
-        if request.pictures and self.pictures is not None:
-            request = replace(request, pictures=await asyncio.to_thread(self.pictures.final, request.pictures))
         work = request.num_samples + -(-draws_of(request) // DRAWS_OF_A_SAMPLE)
         async with self._using(request.adapter) as adapter, self.turns.turn(request.tenant, work):
+            request = await self._with_final_pictures(request)
             for _ in range(TRIES):
                 server = _least_loaded(await self._up(), adapter)
                 server.load += work
@@ -165,6 +166,14 @@ class SglangSampler:
                 finally:
                     server.load -= work
             raise EngineError(f"a request was lost {TRIES} times, at last: {last}")
+
+    async def _with_final_pictures(self, request: SampleRequest) -> SampleRequest:
+        """The request with its pictures as the model takes them, made in a thread of their own: others go on meanwhile."""
+        if not request.pictures or self.pictures is None:
+            return request
+        self._resizing = self._resizing or ThreadPoolExecutor(1, "pictures of prompts")
+        final = asyncio.get_running_loop().run_in_executor(self._resizing, self.pictures.final, request.pictures)
+        return replace(request, pictures=await final)
 
     @asynccontextmanager
     async def _using(self, name: str | None) -> AsyncIterator[NamedAdapter | None]:
@@ -233,6 +242,8 @@ class SglangSampler:
         """End the connections; the servers go on."""
         for server in self.servers:
             await server.stop()
+        if self._resizing is not None:
+            self._resizing.shutdown(wait=False, cancel_futures=True)
         if self._http is not None:
             await self._http.close()
             self._http = None
