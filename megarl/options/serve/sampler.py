@@ -10,6 +10,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from itertools import count
@@ -77,6 +78,7 @@ class SglangSampler:
         self.turns = TenantTurns(most_samples)
         self._http: aiohttp.ClientSession | None = None
         self._is_whole, first = base is not None, NamedAdapter("base", base or Path())
+        self._resizing: ThreadPoolExecutor | None = None
         self.servers = [
             WholeServer(engine, number, self._session, first, restart_s)
             if self._is_whole
@@ -163,10 +165,9 @@ class SglangSampler:
             EngineError: servers failed.
         """
         check_request(request, self.limits)
-        if request.pictures and self.pictures is not None:
-            request = replace(request, pictures=await asyncio.to_thread(self.pictures.final, request.pictures))
         work = request.num_samples + -(-draws_of(request) // DRAWS_OF_A_SAMPLE)
         async with self._using(request.adapter) as adapter, self.turns.turn(request.tenant, work):
+            request = await self._with_final_pictures(request)
             for _ in range(TRIES):
                 server = _least_loaded(await self._up(), adapter)
                 server.load += work
@@ -177,6 +178,14 @@ class SglangSampler:
                 finally:
                     server.load -= work
             raise EngineError(f"a request was lost {TRIES} times, at last: {last}")
+
+    async def _with_final_pictures(self, request: SampleRequest) -> SampleRequest:
+        """The request with its pictures as the model takes them, made in a thread of their own: others go on meanwhile."""
+        if not request.pictures or self.pictures is None:
+            return request
+        self._resizing = self._resizing or ThreadPoolExecutor(1, "pictures of prompts")
+        final = asyncio.get_running_loop().run_in_executor(self._resizing, self.pictures.final, request.pictures)
+        return replace(request, pictures=await final)
 
     @asynccontextmanager
     async def _using(self, name: str | None) -> AsyncIterator[NamedAdapter | None]:
@@ -245,6 +254,8 @@ class SglangSampler:
         """End the connections; the servers go on."""
         for server in self.servers:
             await server.stop()
+        if self._resizing is not None:
+            self._resizing.shutdown(wait=False, cancel_futures=True)
         if self._http is not None:
             await self._http.close()
             self._http = None

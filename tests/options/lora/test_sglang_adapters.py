@@ -129,7 +129,7 @@ async def goes_through_updates(folder: Path, lora: Lora, log: Path, tp: int, mon
                 ("qwen3", LORA, 2), ("qwen2-full", WITH_OUTPUT, 1), ("llama", LORA, 1),
                 ("llama", ATTENTION, 2), ("qwen2-full", LORA, 2), ("qwen3", ATTENTION, 1),
                 ("qwen3_moe", ATTENTION, 1), ("qwen3_moe", ATTENTION, 2),
-                ("qwen2_5_vl", LORA, 1), ("qwen3_vl", WITH_OUTPUT, 2),
+                ("qwen2_5_vl", LORA, 1), ("qwen3_vl", WITH_OUTPUT, 1),
             )
         ),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import struct
 import zlib
 from collections.abc import Sequence
@@ -18,10 +19,13 @@ from PIL import Image
 from megarl.options.serve import served_pictures as module
 from megarl.options.serve.datums import DatumLimits, lay
 from megarl.options.serve.losses import FORMS, Given, token_losses
+from megarl.options.serve.sampler import SglangSampler
 from megarl.options.serve.values import Datum, Picture, RequestError
 from tests.options.lora import adapters
+from tests.options.serve.fake_sglang import FakeEngine
 from tests.options.serve.in_world import served_pictures
 from tests.options.serve.served_ranks import losses_and_gradients
+from tests.options.serve.test_sampler import request, run
 from tests.seeing import IMAGE, SEEING, TEXT_IDS, build_seeing_folder, hugging_face
 from tests.themes.parallel.comparison import TOLERANCE, deviations, joined
 from tests.themes.parallel.worlds import layout_for
@@ -242,3 +246,19 @@ def test_engines_are_given_the_pixels_that_ranks_see(folder: Path, tmp_path: Pat
             assert image.tobytes() == kept.tobytes()
     with pytest.raises(RequestError, match="prompt: picture 1 has expected_tokens 5, and is 6 tokens"):
         engines.final([replace(shown[0], length=5)])
+
+
+def test_servers_are_asked_with_final_pictures_and_not_at_all_with_wrong_ones(folder: Path, tmp_path: Path) -> None:
+    async def scenario(sampler: SglangSampler, engines: list[FakeEngine]) -> None:
+        sampler.pictures = served_pictures(folder, tmp_path)
+        with pytest.raises(RequestError, match="pictures of the prompt make it 0 tokens for the model; it has 8"):
+            await sampler.sample(request([5, *[0] * 6, 6], pictures=(sent(WIDE, 1, 6),)))
+        [body] = engines[0].server.asked
+        [url] = body["image_data"]
+        with Image.open(BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,")))) as image:
+            assert image.size == (3 * SIDE, 2 * SIDE)
+        with pytest.raises(RequestError, match="prompt: picture 1 has expected_tokens 5, and is 6 tokens"):
+            await sampler.sample(request([5, *[0] * 5, 6], pictures=(sent(WIDE, 1, 5),)))
+        assert len(engines[0].server.asked) == 1
+
+    run(scenario)
