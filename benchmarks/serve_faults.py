@@ -180,7 +180,8 @@ class Campaign:
         if self.arguments.out is not None:
             trials = [self.done[number] for number in sorted(self.done)]
             written = {
-                "command": " ".join(["benchmarks/serve_faults.py", *sys.argv[1:]]),
+                "command": f"benchmarks/serve_faults.py --trials {self.arguments.trials} --seed {self.arguments.seed} --layouts "
+                + " ".join(f'"{layout}"' for layout in self.arguments.layouts),
                 "series": series(self.arguments),
                 "date": time.strftime("%Y-%m-%d"),
                 "machine": machine(),
