@@ -39,6 +39,10 @@ KINDS = {
 }
 
 
+HELD_UP = ("pause driver", "lose answers")
+"""Kinds whose end is awaited, however the trial went."""
+
+
 @dataclass
 class Trial:
     """What was done and what came of it. Times are seconds."""
