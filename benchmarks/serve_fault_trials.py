@@ -39,6 +39,10 @@ KINDS = {
 }
 
 
+HELD_UP = ("pause driver", "lose answers")
+"""Kinds whose end is awaited, however the trial went."""
+
+
 @dataclass
 class Trial:
     """What was done and what came of it. Times are seconds."""
@@ -257,9 +261,7 @@ class Moment:
 
     def end(self) -> None:
         """Have what is held up go on, however the trial went."""
-        for _ in range(100):
-            if self.rest is None or "again" in self.trial.kind:
-                return
+        while self.rest is not None and self.trial.kind in HELD_UP:
             self.go_on()
             time.sleep(0.1)
 

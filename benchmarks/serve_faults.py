@@ -108,6 +108,12 @@ def series(arguments: argparse.Namespace) -> dict[str, object]:
     return {name: getattr(arguments, name) for name in ("trials", "seed", "kinds", "layouts")}
 
 
+def command_of(arguments: argparse.Namespace) -> str:
+    """The command without what changes no trial."""
+    layouts = " ".join(f'"{layout}"' for layout in arguments.layouts)
+    return f"benchmarks/serve_faults.py --trials {arguments.trials} --seed {arguments.seed} --layouts {layouts}"
+
+
 class Campaign:
     """The trials of one command; a server is started where there is none of the layout, or the last trial was bad."""
 
@@ -180,7 +186,7 @@ class Campaign:
         if self.arguments.out is not None:
             trials = [self.done[number] for number in sorted(self.done)]
             written = {
-                "command": " ".join(["benchmarks/serve_faults.py", *sys.argv[1:]]),
+                "command": command_of(self.arguments),
                 "series": series(self.arguments),
                 "date": time.strftime("%Y-%m-%d"),
                 "machine": machine(),

@@ -73,7 +73,7 @@ KINDS_OF_INPUT = {"config": "config", "cli": "command line", "data": "data", "ht
 
 def of_faults() -> list[str]:
     mixed, plain, agents = result("faults_mixed"), result("faults"), result("faults_agents")
-    rivals, served = result("faults_rivals"), result("faults_serve")
+    rivals, served, again = result("faults_rivals"), result("faults_serve"), result("faults_serve_again")
     of_nodes = {kind: mixed["by_kind"][f"nodes: {kind}"]["median_recovered_s"] for kind in ("kill node", "pause link")}
     wrong, soaked, bad = result("corruption"), result("soak"), result("bad_input")
     saving, writing = result("checkpoint_cost"), result("checkpoint_writing")
@@ -90,6 +90,7 @@ def of_faults() -> list[str]:
         f"**{agents['good']} of {agents['trials']} are good**",
         f"**{rivals['good']} of {rivals['trials']} are refused",
         f"**{served['good']} of {served['trials']} trials are good**: clients noticed a pause at most",
+        f"**{again['good']} of {again['trials']} are good**, of the 40 that were planned",
         f"Of {wrong['trials']:,} damages of {wrong['files']} files ({wrong['truncated']} truncations, {wrong['flipped']:,}"
         f" bits) {wrong['detected']:,} were detected",
         f"A checkpoint has {saving['checkpoint_bytes'] / 1e9:.1f} GB and is complete {saving['whole_after_s']:.0f} s after",

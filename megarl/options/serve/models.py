@@ -254,7 +254,9 @@ class ServedModels:
         return await self._submit_save(tenant, asked, "save_weights_external")
 
     async def _submit_save(self, tenant: Tenant, asked: Any, kind: str) -> dict[str, Any]:
-        digest, redo = digest_of_json(asked), asked.model_dump_json().encode()
+        # a client that sends the request again counts its sampling session anew
+        digest = digest_of_json(asked, but={"sampling_session_seq_id"} if kind == "save_weights_for_sampler" else None)
+        redo = asked.model_dump_json().encode()
         work = self._save_work(tenant, kind, asked, digest)
         return await self.requests.submit(tenant, asked.model_id, asked.seq_id, digest, work, redo)
 

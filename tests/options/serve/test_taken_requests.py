@@ -148,6 +148,21 @@ def test_weights_that_were_passed_on_without_an_answer_are_passed_on_once(
         assert joined > 1, "clones of the server before have the first numbers"
 
 
+def test_weights_that_are_passed_on_are_known_where_the_client_counts_its_session_anew(tmp_path: Path) -> None:
+    """The package does so when it asks again, where the connection broke under its request."""
+    with serving(tmp_path) as served:
+        http = Http(served)
+        model = http.model(seed=7)
+        sent = [
+            http.post("save_weights_for_sampler", model_id=model, seq_id=1, sampling_session_seq_id=number) for number in (0, 1)
+        ]
+        first, again = (http.answer(future) for future in sent)
+        assert first == again == {"sampling_session_id": f"{http.session}:sample:0", "type": "save_weights_for_sampler"}
+        assert [call[0] for call in served.trainer.calls if call[1] == model] == ["create", "export"]
+        other = http.post("save_weights_for_sampler", model_id=model, seq_id=1, sampling_session_seq_id=1, ttl_seconds=4_000)
+        assert "came before with other content" in http.answer(other)["error"]
+
+
 def squared(logprobs: Any, weights: Any) -> Any:
     loss = (logprobs * logprobs * weights).sum()
     return loss, {"custom/squared:sum": loss}
