@@ -67,8 +67,8 @@ class ServedModels:
         self.requests = ModelRequests(self.models, worker, promises, tenants, self.held, journal)
         self.requests.check_open = store.registry.check_not_idle
         self._losses = losses
-        self.is_seen: Callable[[str], bool] = lambda session: True
-        """Whether a session gave a sign of life lately."""
+        self.make_room: Callable[[str], bool] = lambda tenant: False
+        """Ends the session of a tenant whose client is idle; returns whether there was one."""
 
     # requests that make models -----------------------------------------------------------------------------------------
 
@@ -164,11 +164,8 @@ class ServedModels:
         try:
             check_models(tenant, len(live))
         except RequestError:
-            before = time.monotonic() - options.session_idle_s
-            forgotten = [other for other in live if other.used < before and not self.is_seen(other.session)]
-            if not forgotten:
+            if not self.make_room(tenant.name):
                 raise
-            self._drop_idle(min(forgotten, key=lambda other: other.used))
 
     def _create(self, model: ClientModel, load: Callable[[], Any] | None) -> None:
         """Run in the trainer's thread."""
@@ -392,9 +389,6 @@ class ServedModels:
         task = asyncio.create_task(end())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
-
-    def _drop_idle(self, model: ClientModel) -> None:
-        self.drop(model, f"model {model.id} was dropped, as its session gave no sign of life; load its last checkpoint")
 
     def forget_lost(self, after_s: float) -> None:
         """Forget, after some time, that there were models that are gone."""

@@ -28,7 +28,7 @@ from megarl.options.serve.store import CheckpointStore
 from megarl.options.serve.tenants import Tenant, Tenants
 from megarl.options.serve.values import RequestError, Sampler, Trainer
 from megarl.options.serve.wire import MOST_DATUMS, digest_of_json
-from megarl.options.serve.worker import TrainerWorker
+from megarl.options.serve.worker import TrainerWorker, TrainingJob, Work
 
 if TYPE_CHECKING:
     from megarl.options.serve.journal import RequestJournal
@@ -66,7 +66,7 @@ class Service:
         losses = options.scratch.with_name("losses")
         self.losses = CustomLosses(losses, options.read_graph, self.promises, options.say)
         self.models = ServedModels(options, self.worker, self.promises, store, tenants, self.samplers, self.losses, journal)
-        self.models.is_seen = lambda session: session in self._seen
+        self.models.make_room = self._end_longest_idle
         self._seen: dict[str, float] = {}
         """When sessions gave their last sign of life; those that are idle are in `_idle`, with when they became so."""
         self._idle: dict[str, float] = {}
@@ -88,8 +88,8 @@ class Service:
         for session in live:
             tenant = self.store.registry.sessions.owner(session)
             record = self._session(tenant, session) if tenant is not None else None
-            if record is not None and record.status is not None:  # what a server that was killed had not done yet
-                self._end(session, record.status)
+            if record is not None and record.status is not None:
+                self._end_again(session, record.status)
         self._watch = asyncio.create_task(self._keep_watch(), name="watch")
 
     def _session(self, tenant: str, session: str) -> SessionRecord | None:
@@ -135,10 +135,8 @@ class Service:
         self.models.requests.skip_overdue(self.options.gap_s)
         self.samplers.expire()
         now = time.monotonic()
-        for session, seen in [*self._seen.items()]:
-            used = [model.used for model in self.models.models.values() if model.session == session]
-            used += [sampler.used for sampler in self.samplers.sessions.values() if sampler.session == session]
-            if now - max([seen, *used]) > self.options.session_idle_s:
+        for session in [*self._seen]:
+            if now - self._last_used(session) > self.options.session_idle_s:
                 del self._seen[session]
                 self._idle[session] = now
                 self.samplers.end_session(session)
@@ -153,11 +151,43 @@ class Service:
         found = self.models.models.get(model)
         return found.tenant if found is not None else ""
 
+    def _last_used(self, session: str) -> float:
+        """When something came last from a session's client."""
+        became_idle = self._idle.get(session, time.monotonic())
+        seen = self._seen.get(session, became_idle - self.options.session_idle_s)
+        used = [model.used for model in self.models.models.values() if model.session == session]
+        used += [sampler.used for sampler in self.samplers.sessions.values() if sampler.session == session]
+        return max([seen, *used])
+
+    def _end_longest_idle(self, tenant: str) -> bool:
+        """End the session with models of a tenant that has been idle for longest; returns whether there is one."""
+        of_tenant = {model.session for model in self.models.models.values() if model.tenant == tenant and not model.lost}
+        used = {session: self._last_used(session) for session in of_tenant}
+        longest = min(used, key=lambda session: used[session], default="")
+        if not longest or time.monotonic() - used[longest] <= self.options.session_idle_s:
+            return False
+        self._end_idle(longest)
+        return True
+
+    def _end_again(self, session: str, status: Mapping[str, Any]) -> None:
+        """End a session that the server before did not come to the end of, behind what its models have to do again."""
+        models = [model for model in self.models.models.values() if model.session == session and not model.lost]
+
+        async def finish(_: None) -> Mapping[str, Any]:
+            self._end(session, status)
+            return {}
+
+        if models:
+            promise = self.promises.make(f"{session}:end:-1", models[0].tenant, b"")
+            self.worker.put(TrainingJob(models[0], -1, b"", promise, Work("end", lambda: None, finish)))
+        else:
+            self._end(session, status)
+
     def _end_idle(self, session: str) -> None:
         """End a session whose client was not heard of for long; states of its models are kept as checkpoints."""
         sessions, tenant = self.store.registry.sessions, self.store.registry.sessions.owner(session)
         models = [model for model in self.models.models.values() if model.session == session and not model.lost]
-        idle_s = self.options.session_idle_s + self.options.model_idle_s
+        idle_s = time.monotonic() - self._last_used(session)
         status = {"type": IDLE, "detail": idle_sentence(session, idle_s, models)}
         if tenant is not None and sessions.get(tenant, session).status is None:
             sessions.change(tenant, session, status=status)

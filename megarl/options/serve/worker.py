@@ -142,8 +142,9 @@ class TrainerWorker:
             try:
                 await asyncio.shield(running)
             except asyncio.CancelledError:
-                if not running.cancelled():  # what has begun is settled
-                    self._finish_later(job, running)
+                await asyncio.wait([running])  # what has begun is settled
+                failed = running.exception()
+                self._finish_later(job, running, failed if isinstance(failed, Exception) else None)
                 raise
             except (WorkerError, DeadlineError) as error:
                 self.say(f"request {job.seq} ({job.work.kind}) of model {model.id} waits for the next server: {error}")

@@ -418,7 +418,7 @@ def test_a_session_that_is_not_heard_of_is_over_and_what_its_models_learnt_is_ke
         served.call(service.watch)
         state = f"tinker://{model}/weights/idle-000003"
         of_unused = f"tinker://{unused}/weights/idle-000001"
-        over = f"session {gone.session} is over, as its client was not heard of for 1000 s"
+        over = f"session {gone.session} is over, as its client was not heard of for 1001 s"
         prompt = {"chunks": [{"tokens": [1, 2], "type": "encoded_text"}]}
         sampler = {"sampling_session_id": passed["sampling_session_id"], "seq_id": 0, "sampling_params": {}, "prompt": prompt}
         for answer in (
@@ -432,10 +432,7 @@ def test_a_session_that_is_not_heard_of_is_over_and_what_its_models_learnt_is_ke
         ):
             assert answer.status_code == 410, answer.text
             assert answer.json()["error"].startswith(over)
-            assert (
-                f"kept as {state}, {of_unused}, where the quota"
-                in answer.json()["error"]
-            )
+            assert f"kept as {state}, {of_unused}, where the quota" in answer.json()["error"]
         assert "is gone, as its session is over" in gone.answer(waiting)["error"]
         while {model, unused} & {*served.trainer.models} or served.sampler.adapters:
             time.sleep(0.05)

@@ -6,8 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from megarl.options.serve.futures import PROMISE_BYTES, Promises
+from megarl.options.serve.registry import IDLE
 from megarl.options.serve.tenants import HeldBytes, Tenant
 from megarl.options.serve.values import RequestError
 from tests.options.serve.served import Served, serving
@@ -41,15 +43,41 @@ def test_models_of_a_client_that_was_killed_are_kept_for_a_day_and_then_dropped(
         silence(served, gone.session, 3_600)
         assert isinstance(gone.answer(gone.step(lost, 1)), dict), "it is back after an hour"
         silence(served, gone.session, 90_000)
-        assert "gave no sign of life" in gone.answer(gone.step(lost, 2))["error"]
+        answer = gone.step(lost, 2)
+        assert (answer.status_code, "its client was not heard of for 90000 s" in answer.text) == (410, True), answer.text
         assert there.answer(there.step(kept, 1))["type"] == "optim_step"
         assert ("drop", lost) in served.trainer.calls
-        silence(served, gone.session, 90_000)
+        served.call(served.service.models.forget_lost, -1.0)
         assert lost not in served.service.models.models
+        assert gone.step(lost, 2).status_code == 410
     with serving(tmp_path) as served:
         http = Again(served, there)
         assert [*served.service.models.models] == [kept]
         assert http.answer(http.step(kept, 2))["type"] == "optim_step"
+
+
+def test_a_session_that_a_killed_server_had_ended_is_ended_behind_what_its_model_has_to_do_again(tmp_path: Path) -> None:
+    with serving(tmp_path, snapshot_every_s=1e9, crash=True) as served:
+        http = Http(served)
+        model = http.model()
+        http.answer(http.step(model, 1))
+        weights = served.trainer.models[model].parameters()
+        expected = {name: parameter.detach().clone() for name, parameter in weights.items()}
+        sessions = served.service.store.registry.sessions
+        status = {"type": IDLE, "detail": f"session {http.session} is over"}
+        served.call(lambda: sessions.change("local", http.session, status=status))
+    with serving(tmp_path) as served:
+        again = Again(served, http)
+        other = Http(served)
+        answer = again.step(model, 2)
+        assert answer.status_code == 410
+        path = f"tinker://{model}/weights/idle-000001"
+        while path not in other._http.get("checkpoints").text:
+            pass
+        made = other.post("load_weights", session_id=other.session, model_seq_id=0, path=path, optimizer=True)
+        loaded = served.trainer.models[other.answer(made)["model_id"]].parameters()
+        assert expected.keys() == loaded.keys()
+        assert all(torch.equal(expected[name], parameter.detach()) for name, parameter in loaded.items())
 
 
 def test_a_tenant_s_forgotten_models_make_room_for_new_ones_and_no_others_do(tmp_path: Path) -> None:
@@ -64,7 +92,7 @@ def test_a_tenant_s_forgotten_models_make_room_for_new_ones_and_no_others_do(tmp
             silence(served, http.session, 3_600)
         third = Http(served, keys["anna"])
         made = third.model()
-        assert "gave no sign of life" in first.answer(first.step(forgotten, 1))["error"]
+        assert first.step(forgotten, 1).status_code == 410
         for http, model in ((third, made), (second, alive), (other, of_ben)):
             assert http.answer(http.step(model, 1))["type"] == "optim_step"
 
