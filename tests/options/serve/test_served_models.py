@@ -232,5 +232,12 @@ def begun(
         trainer.create(f"model{number}", choice)
         of_model = models_of(trainer.roles.role).adapters(choice)
         found |= {f"{number}/{name}": tensor.clone() for name, tensor in of_model}
+    for number, choice in enumerate(choices):
+        trainer._switch(f"model{number}")
+        scales = {adapter.scale for adapter in models_of(trainer.roles.role)._adapters}
+        assert scales == {lora.alpha / choice.rank}, "of the model's own rank, not of the largest"
+        for name, tensor in trainer.roles.role.export_adapters():
+            behind = tensor[choice.rank :] if name.endswith("lora_A.weight") else tensor[:, choice.rank :]
+            assert not behind.any(), f"{name} of model {number} has more than its rank"
     assert all("lora_A" in name or not tensor.any() for name, tensor in found.items())
     return found
