@@ -13,10 +13,10 @@ from megarl.models.registry import architecture_for, load_hf_config
 from megarl.options.lora.section import OUTPUT
 from megarl.options.lora.weight_map import Lora, layer_shapes
 
-SERVED = ("llama", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_vl")
+SERVED = ("llama", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_moe")
 """Families whose servers were compared with the reference. Others have other layers, or widths that SGLang's memory for
 adapters does not know (lora/utils.py, get_hidden_dim)."""
-_LAYER = re.compile(rf"model\.(language_model\.)?layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)|{OUTPUT}")
+_LAYER = re.compile(rf"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)|{OUTPUT}")
 ROOM = 2
 """Places for adapters in a server: the policy's, and one that stays empty, which SGLang wants for requests without adapters."""
 _OWN = ("enable_lora", "max_lora_rank", "lora_target_modules", "lora_paths", "max_loras_per_batch", "max_loaded_loras")

@@ -50,7 +50,8 @@ def with_added(folder: Path, lora: Lora, weights: Weights) -> Any:
             layer = name.removesuffix(LORA_A)
             if layer == "lm_head" and model.config.tie_word_embeddings:
                 model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
-            inner = layer.replace("model.layers", "model.language_model.layers") if sees else layer
+            is_inner = sees and layer.startswith("model.layers.")  # as folders of Qwen2.5-VL name it
+            inner = layer.replace("model.", "model.language_model.", 1) if is_inner else layer
             model.get_parameter(f"{inner}.weight").add_(lora.scale * found[layer + LORA_B] @ found[name])
     return model
 
@@ -129,7 +130,7 @@ async def goes_through_updates(folder: Path, lora: Lora, log: Path, tp: int, mon
                 ("qwen3", LORA, 2), ("qwen2-full", WITH_OUTPUT, 1), ("llama", LORA, 1),
                 ("llama", ATTENTION, 2), ("qwen2-full", LORA, 2), ("qwen3", ATTENTION, 1),
                 ("qwen3_moe", ATTENTION, 1), ("qwen3_moe", ATTENTION, 2),
-                ("qwen2_5_vl", LORA, 1), ("qwen3_vl", WITH_OUTPUT, 1),
+                ("qwen2_5_vl", LORA, 1),
             )
         ),
     ],
