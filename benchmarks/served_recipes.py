@@ -243,6 +243,7 @@ def table(found: dict[str, Any]) -> list[str]:
         values = row["values"]
         seen = f"{row['steps']} steps, `{row['figure']}` {values[0]:.3g} → {values[-1]:.3g}"
         seen += "" if recipe.moves else ", too few to learn"
+        seen += f" ({row['model']})" if "model" in row else ""
         difference = f"{row['kl_sample_train']:.1e}" if "kl_sample_train" in row else ""
         lines.append(f"| `{recipe.module} {row['arguments']}` | {seen} | {difference} |")
     return lines
