@@ -222,7 +222,8 @@ def figures(name: str, log: Path) -> dict[str, Any]:
     rows = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
     values = [row[recipe.figure] for row in rows if recipe.figure in row]
     differences = [abs(row[KL]) for row in rows if KL in row]
-    found = {"steps": len(values), "figure": recipe.figure, "values": values}
+    shown = recipe.arguments.format(teacher="tinker://…")
+    found = {"arguments": shown, "steps": len(values), "figure": recipe.figure, "values": values}
     return found | ({"kl_sample_train": max(differences)} if differences else {})
 
 
@@ -242,8 +243,9 @@ def table(found: dict[str, Any]) -> list[str]:
         values = row["values"]
         seen = f"{row['steps']} steps, `{row['figure']}` {values[0]:.3g} → {values[-1]:.3g}"
         seen += "" if recipe.moves else ", too few to learn"
+        seen += f" ({row['model']})" if "model" in row else ""
         difference = f"{row['kl_sample_train']:.1e}" if "kl_sample_train" in row else ""
-        lines.append(f"| `{recipe.module} {recipe.arguments.format(teacher='tinker://…')}` | {seen} | {difference} |")
+        lines.append(f"| `{recipe.module} {row['arguments']}` | {seen} | {difference} |")
     return lines
 
 

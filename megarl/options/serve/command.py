@@ -7,7 +7,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,7 +87,7 @@ def _serve(config: Config, run: ServerRun, say: Callable[[str], None]) -> None:
     from megarl.system.socket_names import NOTHING, SocketName
 
     settings = _serve_of(config)
-    listening = bound(settings)
+    listening = bound(settings, run.folder / "serve" / "port")
     port = listening.getsockname()[1]
     with ExitStack() as stack:
         stack.callback(listening.close)
@@ -198,21 +198,38 @@ def _app(
     return build_app(service), sampler
 
 
-def bound(settings: ServeConfig) -> socket.socket:
+def bound(settings: ServeConfig, kept: Path | None = None) -> socket.socket:
     """A socket that has its address and does not listen yet, so that a taken port is said before a model is loaded.
+
+    `kept` is a file for a port that was free: a server that is started again has the port at which its clients look for it,
+    unless another program took it meanwhile.
 
     Raises:
         ConfigError: it cannot have that address.
     """
+    if settings.port or kept is None:
+        return _bound_at(settings, settings.port)
+    before = kept.read_text() if kept.exists() else ""
+    made = None
+    if before.isdecimal() and int(before) < 1 << 16:
+        with suppress(ConfigError):
+            made = _bound_at(settings, int(before))
+    made = made or _bound_at(settings, 0)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(str(made.getsockname()[1]))
+    return made
+
+
+def _bound_at(settings: ServeConfig, port: int) -> socket.socket:
     made = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((settings.host, settings.port))
+        made.bind((settings.host, port))
     except OSError as error:
         made.close()
-        at = f"{settings.host}:{settings.port}"
+        at = f"{settings.host}:{port}"
         raise ConfigError(
-            f"serve.port is {settings.port}, but {at} cannot be listened on ({error.strerror or error}); choose another "
+            f"serve.port is {port}, but {at} cannot be listened on ({error.strerror or error}); choose another "
             "serve.port or serve.host, or port 0 for a free one"
         ) from None
     return made

@@ -204,6 +204,24 @@ def test_a_taken_port_is_said_before_anything_is_loaded() -> None:
     assert "cannot be listened on (Address already in use); choose another serve.port" in str(caught.value)
 
 
+def test_a_server_that_starts_again_has_the_free_port_at_which_its_clients_look_for_it(tmp_path: Path) -> None:
+    settings, kept = ServeConfig(port=0), tmp_path / "serve" / "port"
+    with closing(bound(settings, kept)) as first:
+        port = first.getsockname()[1]
+        with closing(bound(settings)) as other:
+            assert other.getsockname()[1] != port
+    with closing(bound(settings, kept)) as again:
+        assert again.getsockname()[1] == port
+        again.listen()
+        with closing(bound(settings, kept)) as elsewhere:  # another program has it
+            taken = elsewhere.getsockname()[1]
+            assert taken != port
+    for damaged in ("", "70000", "none", "-1"):
+        kept.write_text(damaged)
+        with closing(bound(settings, kept)) as free:
+            assert free.getsockname()[1] == int(kept.read_text())
+
+
 def test_files_that_are_no_certificate_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.pem").write_text("none")
     settings = ServeConfig(tls_certificate=str(tmp_path / "a.pem"), tls_key=str(tmp_path / "b.pem"))
