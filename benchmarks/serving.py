@@ -51,7 +51,7 @@ from megarl.data.tokenize import load_tokenizer
 
 PROMPTS, SAMPLES, NEW_TOKENS, RANK, STEPS, WARMUP = 4, 8, 32, 32, 3, 1
 """Of a step: prompts, answers to each, and tokens of an answer; rank of the adapters; steps that count, and those before."""
-CLIENTS, DATUMS, DATUM_TOKENS, QUESTIONS, SAMPLED_TOKENS, ROUNDS = 8, 2, 128, 4, 16, 3
+CLIENTS, DATUMS, DATUM_TOKENS, QUESTIONS, SAMPLED_TOKENS, ROUNDS = 8, 2, 128, 4, 16, 2
 """Clients; datums of a pass of each and their tokens; prompts that each asks for an answer of so many tokens; rounds."""
 NAME, KEY = "served/base", "tml-local"
 START_S, ANSWER_S = 300.0, 600.0
@@ -91,13 +91,13 @@ class Seconds:
 class Server:
     """`megarl serve` as a process of its own, which starts when this is made."""
 
-    def __init__(self, work: Path, model: Path, **policy: Any) -> None:
+    def __init__(self, work: Path, model: Path, context: int = 1024, **policy: Any) -> None:
         config: dict[str, Any] = {
             "run": {"folder": str(work / "runs"), "name": "served"},
             "model": {"path": str(model), "dtype": "float32"},
             "policy": POLICY | policy,
             "rollout": ENGINES,
-            "serve": {"models": {NAME: None}, "max_rank": RANK, "context_tokens": 1024, "port": 0},
+            "serve": {"models": {NAME: None}, "max_rank": RANK, "context_tokens": context, "port": 0},
         }
         file, self._log = work / "serve.yaml", work / "serve.log"
         file.write_text(yaml.safe_dump(config))
@@ -275,7 +275,7 @@ def clients(work: Path, layers: int | None) -> dict[str, Any]:
         for tokens in rows
     ]
     took: dict[str, list[dict[str, float]]] = {f"{what}, {who}": [] for what in ("train", "sample") for who in ("one", "many")}
-    same = {"max_tokens_per_micro_batch": DATUMS * DATUM_TOKENS}
+    same = {"max_tokens_per_micro_batch": DATUMS * DATUM_TOKENS, "context": DATUMS * DATUM_TOKENS}
     with Server(work, shortened(work, layers), **same) as server, ThreadPoolExecutor(CLIENTS) as threads:
         url, seconds = server.url(), server.seconds
         services = [tinker.ServiceClient(base_url=url, api_key=KEY) for _ in range(CLIENTS)]
