@@ -9,8 +9,9 @@ built-in loop, `core/loop.py`, in this process: the same model, adapters, prompt
 and one rank each, which are idle while the other side works.
 `clients` has eight clients with an adapter each against one with eight times the batch, in turns, on one server, with the same
 micro-batches. Both also count CPU seconds of all processes of a side, which other work on the machine changes less.
-`overhead`, `switching` and `grouped` are in serving_parts.py. `--layers` takes the first layers of SmolLM2-135M alone, for
-`step` and `clients`: the less a model computes, the more of a step is the server's. `--page` writes the tables into a page.
+`overhead`, `switching` and `grouped` are in serving_parts.py, `prompts` in serving_rows.py. `--layers` takes the first layers
+of SmolLM2-135M alone, for `step` and `clients`: the less a model computes, the more of a step is the server's. `--page` writes
+the tables into a page.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import tinker
 import yaml
 from measured_code import code_of
 from serving_parts import grouped, overhead, shortened, switching
+from serving_rows import common_prompts
 from tinker import types
 from workload import ROOT, machine, medians, publish, versions, write_prompts
 
@@ -49,13 +51,13 @@ from megarl.data.tokenize import load_tokenizer
 
 PROMPTS, SAMPLES, NEW_TOKENS, RANK, STEPS, WARMUP = 4, 8, 32, 32, 3, 1
 """Of a step: prompts, answers to each, and tokens of an answer; rank of the adapters; steps that count, and those before."""
-CLIENTS, DATUMS, DATUM_TOKENS, QUESTIONS, SAMPLED_TOKENS, ROUNDS = 8, 2, 128, 4, 16, 3
+CLIENTS, DATUMS, DATUM_TOKENS, QUESTIONS, SAMPLED_TOKENS, ROUNDS = 8, 2, 128, 4, 16, 2
 """Clients; datums of a pass of each and their tokens; prompts that each asks for an answer of so many tokens; rounds."""
 NAME, KEY = "served/base", "tml-local"
 START_S, ANSWER_S = 300.0, 600.0
 POLICY: dict[str, Any] = {"threads_per_rank": 1, "max_tokens_per_micro_batch": 2048, "share_prefix": True}
 ENGINES: dict[str, Any] = {"engine": "sglang", "engines": 1, "threads": 1}
-PARTS = ("step", "clients", "overhead", "switching", "grouped")
+PARTS = ("step", "clients", "overhead", "switching", "grouped", "prompts")
 BEGIN, END = "<!-- serving: begin -->", "<!-- serving: end -->"
 TURN_PHASES = ("step", "sync", "generate", "update", "other")
 """Phases of the built-in loop's steps that are kept."""
@@ -89,13 +91,13 @@ class Seconds:
 class Server:
     """`megarl serve` as a process of its own, which starts when this is made."""
 
-    def __init__(self, work: Path, model: Path, **policy: Any) -> None:
+    def __init__(self, work: Path, model: Path, context: int = 1024, **policy: Any) -> None:
         config: dict[str, Any] = {
             "run": {"folder": str(work / "runs"), "name": "served"},
             "model": {"path": str(model), "dtype": "float32"},
             "policy": POLICY | policy,
             "rollout": ENGINES,
-            "serve": {"models": {NAME: None}, "max_rank": RANK, "context_tokens": 1024, "port": 0},
+            "serve": {"models": {NAME: None}, "max_rank": RANK, "context_tokens": context, "port": 0},
         }
         file, self._log = work / "serve.yaml", work / "serve.log"
         file.write_text(yaml.safe_dump(config))
@@ -273,7 +275,7 @@ def clients(work: Path, layers: int | None) -> dict[str, Any]:
         for tokens in rows
     ]
     took: dict[str, list[dict[str, float]]] = {f"{what}, {who}": [] for what in ("train", "sample") for who in ("one", "many")}
-    same = {"max_tokens_per_micro_batch": DATUMS * DATUM_TOKENS}
+    same = {"max_tokens_per_micro_batch": DATUMS * DATUM_TOKENS, "context": DATUMS * DATUM_TOKENS}
     with Server(work, shortened(work, layers), **same) as server, ThreadPoolExecutor(CLIENTS) as threads:
         url, seconds = server.url(), server.seconds
         services = [tinker.ServiceClient(base_url=url, api_key=KEY) for _ in range(CLIENTS)]
@@ -351,6 +353,10 @@ def tables(found: dict[str, Any]) -> str:
         for name, what in (("train", "training"), ("sample", "sampling")):
             compared = f"{many['setup']['clients']} clients' tokens/s, {what}, over those of one"
             rows.append((compared, "at least 0.9", *_both(many, f"{name}_wall", f"{name}_cpu")))
+    if (asked := found.get("prompts")) is not None:
+        rows.append(
+            ("a pass whose common prompts go through the head each time, over once", "", "", f"{asked['each_over_once']:.2f}")
+        )
     switched = found.get("switching")
     for key, where, goal in (("switch", "in memory", "below 5 %"), ("switch_by_disk", "on the disk", "")):
         if switched is not None:
@@ -396,7 +402,7 @@ def main() -> None:
     os.environ["TINKER_TELEMETRY"] = "0"
     work_of: Mapping[str, Callable[[Path], dict[str, Any]]] = {
         "step": partial(step, layers=options.layers), "clients": partial(clients, layers=options.layers),
-        "overhead": overhead, "switching": switching, "grouped": grouped,
+        "overhead": overhead, "switching": switching, "grouped": grouped, "prompts": common_prompts,
     }  # fmt: skip
     out = options.out
     found: dict[str, Any] = json.loads(out.read_text()) if out is not None and out.exists() else {}

@@ -263,7 +263,6 @@ def overhead(work: Path) -> dict[str, Any]:
     with served(work) as (port, session):
         session.roles.ask(POLICY, answer_at_once)
         alone = passes_alone(port, session.roles)
-        print(json.dumps(alone))
         session.roles.ask(POLICY, compute_again)
         return {**alone, "update": updates(port, session)}
 

@@ -484,7 +484,7 @@ PARTS = {
     "paced_engine": "async_rollouts", "recipe_model": "served_recipes", "recipe_rows": "served_recipes",
     "reference_server": "serve_faults", "serve_fault_runs": "serve_faults", "serve_fault_trials": "serve_faults",
     "served_curves_judge": "served_curves", "served_curves_model": "served_curves", "serving_parts": "serving",
-    "warm_servers": "serve_faults", "workload": "step",
+    "serving_rows": "serving", "warm_servers": "serve_faults", "workload": "step",
 }  # fmt: skip
 WITHOUT_FIGURES = {"learning_curve": "it draws a picture", "planner": "its tables follow from the planner, not from a machine"}
 
