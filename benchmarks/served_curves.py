@@ -172,15 +172,23 @@ def compared(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """Markdown rows: held-out rewards of both sides by seed, their means, and what is between them."""
+    """Markdown rows: held-out rewards of both sides by seed, their means, and what is between them; – where one is missing."""
     final, held_out = found["final"], {(run["side"], run["number"]): run["held_out"] for run in found["runs"]}
     lines = ["| | the recipe by the API | `megarl train` | difference |", "|---|---|---|---|"]
-    for number, difference in enumerate(final["differences"]):
-        sides = (f"{100 * held_out[side, number]:.1f} %" for side in (SERVED, TRAINED))
-        lines.append(f"| seed {number + 1} | {' | '.join(sides)} | {100 * difference:+.1f} points |")
-    sides = (f"{100 * final[side]['mean']:.1f} %" for side in (SERVED, TRAINED))
-    error = "" if final["standard_error"] is None else f", standard error {100 * final['standard_error']:.1f}"
-    return [*lines, f"| mean | {' | '.join(sides)} | {100 * final['difference']:+.1f} points{error} |"]
+    for number in sorted({number for _, number in held_out}):
+        sides = [held_out.get((side, number)) for side in (SERVED, TRAINED)]
+        lines.append(_row(f"seed {number + 1}", sides, _points(*sides)))
+    sides = [final.get(side, {}).get("mean") for side in (SERVED, TRAINED)]
+    error = "" if final.get("standard_error") is None else f", standard error {100 * final['standard_error']:.1f}"
+    return [*lines, _row("mean", sides, _points(*sides) + error)]
+
+
+def _row(name: str, sides: list[float | None], difference: str) -> str:
+    return f"| {name} | {' | '.join('–' if side is None else f'{100 * side:.1f} %' for side in sides)} | {difference} |"
+
+
+def _points(served: float | None, trained: float | None) -> str:
+    return "–" if served is None or trained is None else f"{100 * (served - trained):+.1f} points"
 
 
 def curve(found: dict[str, Any]) -> list[str]:
@@ -192,6 +200,8 @@ def curve(found: dict[str, Any]) -> list[str]:
     ]
     for side, name in ((SERVED, "the recipe by the API"), (TRAINED, "`megarl train`")):
         curves = [run["reward"] for run in found["runs"] if run["side"] == side]
+        if not curves:
+            continue
         means = (mean(reward for one in curves for reward in one[start : start + LAST_STEPS]) for start in starts)
         lines.append(f"| {name} | {' | '.join(f'{value:.2f}' for value in means)} |")
     return lines

@@ -5,7 +5,8 @@
 Its weights are written down, not trained. Every number is a token, with cosine and sine of its multiples of some angles. Of the
 token `assistant`, two heads fetch those of the two numbers by their distance, the MLP multiplies them to those of the sum
 (cos(a + b) = cos a cos b - sin a sin b), and the output layer compares these with every number's. Two values of that layer are
-set so that `RIGHT` of the answers begin with the sum, the others with `WRONG`, and `ENDED` of them end behind that number.
+set so that `RIGHT` of the answers begin with the sum, the others with `WRONG`, and about `ENDED` of them
+end behind that number.
 """
 
 from __future__ import annotations

@@ -83,6 +83,19 @@ def test_the_judge_draws_each_answer_by_its_chance(part: Callable[[str], Any]) -
     assert reward == pytest.approx(right, abs=4 * error)
 
 
+def test_the_model_adds_and_errs_as_often_as_it_says(part: Callable[[str], Any]) -> None:
+    model = part("served_curves_model")
+    tokenizer, llama = model.make_tokenizer(), model.make_model().requires_grad_(False)
+    for left, right in ((0, 0), (4, 5), (44, 47), (97, 98), (100, 100), (0, 100), (13, 7)):
+        told = model.prompt(left, right)
+        of_answer, of_end = (
+            llama(torch.tensor([tokenizer.encode(text)])).logits[0, -1].softmax(-1) for text in (told, f"{told}{left + right}")
+        )
+        assert float(of_answer[model.TOKENS.index(str(left + right))]) == pytest.approx(model.RIGHT, abs=0.02)
+        assert float(of_answer[model.TOKENS.index(model.WRONG)]) == pytest.approx(1 - model.RIGHT, abs=0.02)
+        assert float(of_end[model.TOKENS.index(model.END)]) == pytest.approx(model.ENDED, abs=0.05)  # set at one sum
+
+
 def test_the_two_configs_have_the_recipe_s_numbers(part: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(BENCHMARKS.parent)
     curves = part("served_curves")
@@ -98,8 +111,8 @@ def test_the_two_configs_have_the_recipe_s_numbers(part: Callable[[str], Any], m
 
 
 def test_served_curves(measured: Callable[..., Any], part: Callable[[str], Any], tmp_path: Path) -> None:
-    """With a model that was not warmed up, and stand-ins for server, recipe and partner."""
-    model, curves = part("served_curves_model"), part("served_curves")
+    """With stand-ins for server, recipe and partner."""
+    curves = part("served_curves")
 
     def served(url: str, cookbook: Path, work: Path, name: str, steps: int) -> dict[str, Any]:
         assert url == "http://here"
@@ -118,7 +131,7 @@ def test_served_curves(measured: Callable[..., Any], part: Callable[[str], Any],
     judged = part("served_curves_judge").judged
     found = measured(
         "served_curves", "--cookbook", "python", "--work", str(tmp_path), "--steps", "2", "--seeds", "2", "--sums", "3",
-        "--draws", "4", make=lambda folder: model.make(folder, 11), **parts,
+        "--draws", "4", **parts,
         judged=lambda folder, adapter, sums, draws: judged(folder, None, sums, draws), numbers=("final:difference", "start"),
     )  # fmt: skip
     assert {*SETUP, "runs", "final"} == found.keys()
