@@ -345,16 +345,8 @@ def learning(kind: str) -> Callable[[], list[str]]:
     return table
 
 
-def served_curves() -> list[str]:
-    import served_curves
-
-    return served_curves.table(result("served_curves"))
-
-
-def served_curve() -> list[str]:
-    import served_curves
-
-    return served_curves.curve(result("served_curves"))
+def served(part: str) -> Callable[[], list[str]]:
+    return lambda: getattr(__import__("served_curves"), part)(result("served_curves"))
 
 
 def distillation() -> list[str]:
@@ -500,7 +492,7 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "presets": learning("preset"),
     },
     "evidence/plans.md": {"memory": planning_memory},
-    "serve.md": {"served_recipes": served_recipes, "served_curves": served_curves, "served_curve": served_curve},
+    "serve.md": {"served_recipes": served_recipes, "served_curves": served("table"), "served_curve": served("curve")},
     "evidence/faults.md": {"faults_mixed": faults_mixed, "faults": faults, "faults_serve": faults_serve, "soak": soak},
 }
 """By page and mark, the table that stands between `<!-- mark: begin -->` and `<!-- mark: end -->`."""
