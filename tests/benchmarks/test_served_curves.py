@@ -143,3 +143,12 @@ def test_served_curves(measured: Callable[..., Any], part: Callable[[str], Any],
     assert [row["order"] for row in rows] == [*range(2 * curves.PROMPTS)]
     assert rows[0]["question"].endswith("<|im_start|>assistant\n")
     assert (tmp_path / "cache/hub/models--Qwen--Qwen3-4B-Instruct-2507/snapshots/tiny/tokenizer.json").is_file()
+
+
+def test_the_figures_of_the_page_are_within_their_bounds() -> None:
+    """Both sides learn the same within 3 points over three seeds, and the sampler's log-probs are the trainer's."""
+    found = json.loads((BENCHMARKS / "results/served_curves.json").read_text())
+    by_side = {side: [run for run in found["runs"] if run["side"] == side] for side in ("served", "trained")}
+    assert {side: len(runs) for side, runs in by_side.items()} == {"served": 3, "trained": 3}
+    assert max(abs(value) for run in by_side["served"] for value in run["kl_sample_train_v1"]) < 1e-4
+    assert all(abs(one["held_out"] - other["held_out"]) < 0.03 for one, other in zip(*by_side.values(), strict=True))
