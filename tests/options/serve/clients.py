@@ -23,8 +23,10 @@ def closed_afterwards() -> Iterator[None]:
         opened.append(self)
         original(self, *args, **kwargs)
 
-    with patch.object(InternalClientHolder, "__init__", init):
-        yield
-    for holder in opened:
-        if holder._begin_close():
-            holder.run_coroutine_threadsafe(holder._async_cleanup()).result(30)
+    try:
+        with patch.object(InternalClientHolder, "__init__", init):
+            yield
+    finally:
+        for holder in opened:
+            if holder._begin_close():
+                holder.run_coroutine_threadsafe(holder._async_cleanup()).result(30)

@@ -160,7 +160,7 @@ def test_models_train_and_answer_beside_each_other_and_a_loop_of_a_client_learns
 
 def run_the_page(server: Server, model: Path) -> None:
     """The loop of docs/serve.md as it stands, but for the model: its loss falls, and it samples from what it trained."""
-    (block,) = [block.text for block in blocks(DOCS / "serve.md") if block.language == "python"]
+    block = next(block.text for block in blocks(DOCS / "serve.md") if block.language == "python")
     base = "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert block.count(base) == 1
     environment = os.environ | {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-local"}
