@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from fault_runs import ROOT
-from warm_servers import Forked
+from warm_servers import Forked, stand_alone
 
 sys.path.insert(0, str(ROOT))
 
@@ -121,12 +121,7 @@ def forked_server(folder: Path, name: str, port: int, snapshot_every_s: float, l
 def _become_server(log: Path, folder: Path, name: str, port: int, snapshot_every_s: float) -> None:
     code = 1
     try:
-        os.setsid()
-        out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        for number in (1, 2):
-            os.dup2(out, number)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        stand_alone(log)
         _serve(folder, name, port, snapshot_every_s)
         code = 0
     except BaseException:  # noqa: BLE001 - as at a program's end

@@ -97,15 +97,20 @@ def forked_command(arguments: Sequence[str], environment: Mapping[str, str], log
     return Forked(lambda: _become_command(arguments, environment, log))
 
 
+def stand_alone(log: Path) -> None:
+    """Give a forked process a session, outputs and signals of its own, as a program that was started has."""
+    os.setsid()
+    out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for number in (1, 2):
+        os.dup2(out, number)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _become_command(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
     code = 1
     try:
-        os.setsid()
-        out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        for number in (1, 2):
-            os.dup2(out, number)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+        stand_alone(log)
         os.environ.clear()
         os.environ.update(environment)
         tempfile.tempdir = None

@@ -26,7 +26,7 @@ class AskedRows(NamedTuple):
 
     @classmethod
     def of(cls, stream: PackedStream, share: StreamShard) -> AskedRows:
-        """Those of a rank's share of a stream, in main memory."""
+        """Find the rows of a rank's share of a stream, in main memory."""
         rows, targets = share.rows, _targets(stream)[share.scored]
         positions = int(torch.count_nonzero(torch.bincount(rows))) if len(rows) else 0
         if positions >= WORTH_IT * len(rows):
@@ -45,7 +45,7 @@ class AskedRows(NamedTuple):
         return AskedRows(self.rows.to(device), self.targets.to(device), None if self.places is None else self.places.to(device))
 
     def of_tokens(self, answered: Tensor) -> Tensor:
-        """What a head answered, `[U, C]`, by scored token, `[n, C]`; their gradients are summed in a fixed order."""
+        """Lay what a head answered, `[U, C]`, out by scored token, `[n, C]`; gradients are summed in a fixed order."""
         return answered if self.places is None else answered[self.places]
 
 

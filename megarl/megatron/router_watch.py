@@ -110,7 +110,7 @@ class RouterWatch:
         return self._told(self.sums)
 
     def tell(self) -> dict[int, LayerRouting]:
-        """As `take` of the last pass alone, whose counts stay for the `take` after it; collective."""
+        """Return what `take` would of the last pass alone; its counts stay for the `take` after it. Collective."""
         return self._told(self.sums.clone())
 
     def _told(self, sums: Tensor) -> dict[int, LayerRouting]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -26,7 +26,7 @@ def wait_for_nodes(address: str, nodes: int, gpus: int, deadline_s: float) -> li
         try:
             if not ray.is_initialized():
                 ray.init(address=address, **_QUIET)
-            alive = _alive()
+            alive = alive_nodes()
             ready = [node["NodeManagerAddress"] for node in alive if node["Resources"].get("GPU", 0) >= gpus]
             if len(ready) >= nodes:
                 return sorted(ready)
@@ -48,17 +48,28 @@ def on_every_node(address: str, function: Callable[..., Any], arguments: tuple[A
         ray.init(address=address, ignore_reinit_error=True, **_QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise WorkerError(f"no Ray cluster answers at {address}: {str(error).splitlines()[0]}") from error
-    alive = sorted(_alive(), key=lambda node: node["NodeManagerAddress"])
+    alive = alive_nodes()
+    return on_nodes(alive, function, [(number, len(alive), *arguments) for number in range(len(alive))], deadline_s)
+
+
+def on_nodes(
+    nodes: Sequence[Mapping[str, Any]], function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], deadline_s: float
+) -> list[Any]:
+    """`function(*arguments)` in a process on each of `nodes` with its own arguments, at the same time; in order.
+
+    Raises:
+        WorkerError: some node had no result after `deadline_s`.
+    """
+    if not nodes:
+        return []
     remote: Any = ray.remote(num_cpus=0, max_retries=0)(function)
     answers = [
-        remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
-            number, len(alive), *arguments
-        )
-        for number, node in enumerate(alive)
+        remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(*of_node)
+        for node, of_node in zip(nodes, arguments, strict=True)
     ]
     _, late = ray.wait(answers, num_returns=len(answers), timeout=deadline_s)
     if late:
-        names = [alive[answers.index(reference)]["NodeManagerAddress"] for reference in late]
+        names = [nodes[answers.index(reference)]["NodeManagerAddress"] for reference in late]
         raise WorkerError(f"after {deadline_s:.0f} s {', '.join(names)} had not answered; look at these nodes first")
     try:
         return ray.get(answers)
@@ -66,5 +77,6 @@ def on_every_node(address: str, function: Callable[..., Any], arguments: tuple[A
         raise WorkerError(f"a node failed to answer:\n{error}") from error
 
 
-def _alive() -> list[dict[str, Any]]:
-    return [node for node in ray.nodes() if node["Alive"]]
+def alive_nodes() -> list[dict[str, Any]]:
+    """The nodes of this process's Ray that are alive, by their addresses."""
+    return sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: str(node["NodeManagerAddress"]))

@@ -237,7 +237,7 @@ class EngineServer:
         return address
 
     def _held_at_start(self) -> OrderedDict[NamedAdapter, _Held]:
-        """What a server that was just started holds."""
+        """Return the adapters of a server that was just started."""
         return OrderedDict()
 
     def _lose(self, address: Address) -> None:

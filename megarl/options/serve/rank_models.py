@@ -317,7 +317,7 @@ class PaddedReader(BoxReader):
     """
 
     def read(self, boxes: Iterable[ShardBox]) -> None:
-        """As `BoxReader.read`."""
+        """Read values into boxes, with more or less padding behind an adapter's rank."""
         super().read(replace(box, padded_axis=_rank_axis(box.key)) if is_adapter_tensor(box.key) else box for box in boxes)
 
 

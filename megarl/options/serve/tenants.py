@@ -100,7 +100,7 @@ class Tenants:
 
     @property
     def are_several(self) -> bool:
-        """Whether a file says who they are; else all clients are one tenant."""
+        """Tell whether a file says who they are; else all clients are one tenant."""
         return self._path is not None
 
     def tenant(self, name: str) -> Tenant:

@@ -57,7 +57,7 @@ class ClientModel:
 
 @dataclass
 class Work:
-    """What a request comes to: `compute` runs in the trainer's thread, `finish` makes the answer of what it returned."""
+    """Steps of a request: `compute` runs in the trainer's thread, `finish` makes the answer of what it returned."""
 
     kind: str
     compute: Callable[[], Any]
