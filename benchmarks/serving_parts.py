@@ -366,8 +366,8 @@ def passes_alone(port: int, roles: Any) -> dict[str, Any]:
 # switching models -----------------------------------------------------------------------------------------------------
 
 
-def switching(work: Path) -> dict[str, Any]:
-    """Seconds of giving the place to another model, beside those of a pass and a step; each is a median."""
+def rank_of_this_process(model: Path) -> Any:
+    """The `RankModel` of a layout of one rank, in this process on one thread, with adapters of all layers that have them."""
     from megarl import platform
 
     platform.install()
@@ -376,14 +376,20 @@ def switching(work: Path) -> dict[str, Any]:
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
     from megarl.options.lora.weight_map import Lora
-    from megarl.options.serve.rank_models import RankModels
-    from megarl.options.serve.values import AdapterChoice
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     initialize_layout(Layout(), seed=1)
     lora = Lora(RANK, 32.0, targets=("all-linear", "lm_head"))
-    role = RankModel(ModelOptions(str(MODEL), Layout(), dtype="float32", lora=lora), OptimizerOptions(lr=1e-5))
+    return RankModel(ModelOptions(str(model), Layout(), dtype="float32", lora=lora), OptimizerOptions(lr=1e-5))
+
+
+def switching(work: Path) -> dict[str, Any]:
+    """Seconds of giving the place to another model, beside those of a pass and a step; each is a median."""
+    role = rank_of_this_process(MODEL)
+    from megarl.options.serve.rank_models import RankModels
+    from megarl.options.serve.values import AdapterChoice
+
     models = RankModels(role, SWITCHED, work / "models")
     for number in range(SWITCHED):
         models.create(f"model{number}", AdapterChoice(RANK, number))

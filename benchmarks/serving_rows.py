@@ -12,30 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from serving_parts import LAYERS, RANK, shortened, timed
+from serving_parts import LAYERS, rank_of_this_process, shortened, timed
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 2, 8, 47, 32, 3
 
 
 def common_prompts(work: Path) -> dict[str, Any]:
     """CPU seconds of a pass in both ways, in turns (medians), and the ratio."""
-    from megarl import platform
-
-    platform.install()
-    from megarl.config.layout import Layout
+    role = rank_of_this_process(shortened(work, LAYERS))
     from megarl.megatron import asked_rows
-    from megarl.megatron.build import initialize_layout
-    from megarl.megatron.options import ModelOptions, OptimizerOptions
-    from megarl.megatron.rank_model import RankModel
-    from megarl.options.lora.weight_map import Lora
     from megarl.options.serve.losses import ServedLoss
 
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    initialize_layout(Layout(), seed=1)
-    lora = Lora(RANK, 32.0, targets=("all-linear", "lm_head"))
-    options = ModelOptions(str(shortened(work, LAYERS)), Layout(), dtype="float32", lora=lora)
-    role = RankModel(options, OptimizerOptions(lr=1e-5))
     loss, found, worth_it = (
         ServedLoss("importance_sampling", {}, PROMPTS * SAMPLES),
         {"once": [], "each": []},
