@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,15 @@ def test_an_engine_killed_in_the_middle_of_an_update_answers_again_only_after_a_
                 if len(delivered) == 3:
                     assert victim.server.pid is not None
                     psutil.Process(victim.server.pid).kill()
+                    while victim.server.alive:  # its sockets take requests until its memory is given back
+                        time.sleep(0.01)
                 delivered.append(len(staged.pieces))
                 deliver(staged)
 
             monkeypatch.setattr(pusher.senders[1], "deliver", dying)
             new = load(tiny_path, seed=8)
             pushed = await update(engines, pusher, new, 31)
-            assert 4 <= len(delivered) < to_other.call_count  # it failed soon, and was sent nothing more
+            assert len(delivered) == 4 < to_other.call_count  # it was sent nothing more
             assert victim.endpoint.url in pushed[1].error
             assert pushed[0].error is None
             await sglang_engine.end_update(31, pushed[0].checksums)
