@@ -149,12 +149,12 @@ class Server:
             return [psutil.Process(self.process.pid)] if self.process.poll() is None else []
         if target == "engine":
             return sorted(self._warm.sglang.forked, key=lambda process: process.pid)
-        found = []
+        found, fork = [], psutil.Process(self.process.pid).cmdline()
         for process in self.below():
             with contextlib.suppress(psutil.Error):
                 line, own_child = " ".join(process.cmdline()), process.ppid() == self.process.pid
                 is_it = {
-                    "driver": own_child and "reaper" not in line,
+                    "driver": own_child and process.cmdline() == fork,
                     "rank": "ray::RankProcess" in line,
                     "actor": "ray::EngineActor" in line,
                 }

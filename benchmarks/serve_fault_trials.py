@@ -63,7 +63,7 @@ class Trial:
     same_adapters: bool = False
     server_starts: int = 0
     paused_s: float | None = None
-    """From the fault until the client's next step."""
+    """The longest time between two steps of the client, or before its end, from the fault on."""
     wall_s: float = 0.0
 
     @property
@@ -217,13 +217,16 @@ def attempt(trial: Trial, server: Server, reference: list[dict[str, Any]], folde
             if moment.is_now(client):
                 with contextlib.suppress(NotHit, psutil.NoSuchProcess):
                     trial.hit, moment.rest = do(trial, server, client, proxy, draw)
-                    moment.hit_at, moment.step_then = time.monotonic(), client.step
+                    moment.hit_at = time.monotonic()
             moment.go_on()
             server.see_to()
             if not client.process.is_alive() and client.done is None and not client.failure:
                 client.start_again()
-            if moment.hit_at is not None and trial.paused_s is None and client.step > moment.step_then:
-                trial.paused_s = round(time.monotonic() - moment.hit_at, 2)
+            if client.step != moment.step:
+                moment.step, moment.step_at = client.step, time.monotonic()
+            if moment.hit_at is not None:
+                pause_s = time.monotonic() - max(moment.hit_at, moment.step_at)
+                trial.paused_s = max(trial.paused_s or 0.0, round(pause_s, 2))
             time.sleep(0.1)
     finally:
         moment.end()
@@ -242,7 +245,8 @@ class Moment:
     trial: Trial
     due_at: float | None = None
     hit_at: float | None = None
-    step_then: int = -1
+    step: int = -1
+    step_at: float = 0.0
     rest: Rest = None
 
     def is_now(self, client: Client) -> bool:

@@ -116,7 +116,8 @@ def _become_command(arguments: Sequence[str], environment: Mapping[str, str], lo
         tempfile.tempdir = None
         from megarl.cli.commands import main
 
-        code = main(list(arguments))
+        sys.argv = ["megarl", *arguments]  # read from here: a command that is called with arguments is not supervised
+        code = main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     finally:
@@ -221,6 +222,7 @@ def _become_server(request: dict[str, Any], files: Sequence[int]) -> None:
         imported = os.environ["SGLANG_DISABLED_MODEL_ARCHS"]
         os.environ.clear()
         os.environ.update(request["environment"] | {"SGLANG_DISABLED_MODEL_ARCHS": imported})
+        tempfile.tempdir = None  # the imports have found the folder of an attempt that may have ended
         os.chdir(request["folder"])
         launch = importlib.import_module(MODULE)
         launch._prepare_for_cpu = launch._install = lambda arguments: None  # it was done before the fork

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.models.adapters import served_name
+from megarl.options.lora import cpu_products
 from megarl.options.lora.adapter_place import ADAPTERS, remember
 
 
@@ -55,7 +56,8 @@ def _refuse_other_versions() -> None:
 
 
 def allow_on_cpu() -> None:
-    """Have SGLang's PyTorch backend of adapters do without pinned memory, which torch has beside an accelerator only."""
+    """Have SGLang's PyTorch backend of adapters do without pinned memory, which torch has beside an accelerator only, and
+    multiply the rows of a batch by adapters."""
     from sglang.srt.lora import layers
     from sglang.srt.lora.backend import torch_backend
 
@@ -63,6 +65,7 @@ def allow_on_cpu() -> None:
     for module in (layers, torch_backend):
         module.torch = _Unpinned()
     _route_rows_of_output_layer(torch_backend)
+    cpu_products.install()
 
 
 def _route_rows_of_output_layer(torch_backend: Any) -> None:

@@ -1,4 +1,4 @@
-"""SGLang's output layer with adapters on a CPU: each row gets those of its request, though the layer is given few of them."""
+"""SGLang's layers with adapters on a CPU: rows get those of their request, also in the output layer, which has few rows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -63,7 +65,32 @@ def added_by_sglang(path: str) -> None:
             parts.append(head(part).detach())
         head.reset_lm_head_pass()
         found[name] = {"rows": rows, "owners": owners, "logits": torch.cat(parts)}
+    found["slices"] = added_by_slices(backend)
     torch.save(found, path)
+
+
+def added_by_slices(backend: Any) -> dict[str, Any]:
+    """A layer of three products in one, as queries, keys and values are: what SGLang adds to rows of five requests by turns."""
+    requests, lengths, widths = [2, 1, 0, 2, 1], [2, 1, 3, 1, 2], [6, 4, 4]
+    mode = SimpleNamespace(
+        is_idle=lambda: False, is_decode=lambda: False, is_extend=lambda: True, is_target_verify=lambda: False,
+        is_draft_extend_v2=lambda: False,
+    )  # fmt: skip
+    batch = SimpleNamespace(
+        forward_mode=mode, batch_size=len(lengths), return_logprob=False, extend_seq_lens=torch.tensor(lengths),
+        extend_seq_lens_cpu=lengths, extend_logprob_start_lens_cpu=lengths,
+    )  # fmt: skip
+    backend.prepare_lora_batch(batch, requests, RANKS, SCALES, use_cuda_graph=False)
+    bounds = torch.tensor([0, 6, 10, 14])
+    made = {
+        "rows": torch.randn(sum(lengths), HIDDEN, dtype=torch.float64),
+        "before": torch.randn(sum(lengths), sum(widths), dtype=torch.float64),
+        "a": torch.randn(len(RANKS), 3 * RANK, HIDDEN, dtype=torch.float64),
+        "b": torch.randn(len(RANKS), sum(widths), RANK, dtype=torch.float64),
+    }
+    output = backend.run_qkv_lora(made["rows"], made["a"], made["b"], bounds, bounds, 6, base_output=made["before"].clone())
+    owners = [owner for owner, length in zip(requests, lengths, strict=True) for _ in range(length)]
+    return made | {"owners": owners, "bounds": bounds.tolist(), "output": output}
 
 
 def rows_of(*, with_log_probs: bool) -> list[int]:
@@ -72,7 +99,7 @@ def rows_of(*, with_log_probs: bool) -> list[int]:
     return [max(1, length - first) for length, first in zip(LENGTHS, asked, strict=True)]
 
 
-def test_rows_of_the_output_layer_have_the_adapters_of_their_requests(tmp_path: Path) -> None:
+def test_rows_have_the_adapters_of_their_requests(tmp_path: Path) -> None:
     if find_spec("sglang") is None:
         pytest.skip("SGLang is not installed")
     path = tmp_path / "found.pt"
@@ -88,3 +115,11 @@ def test_rows_of_the_output_layer_have_the_adapters_of_their_requests(tmp_path: 
             a, b = found["a"][owner, : RANKS[owner]], found["b"][owner, :, : RANKS[owner]]
             expected[number, :IDS] += SCALES[owner] * b @ (a @ rows[number])
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12, msg=name)
+    made = found["slices"]
+    expected = made["before"].clone()
+    for number, owner in enumerate(made["owners"]):
+        rank = RANKS[owner]
+        for part, (left, right) in enumerate(pairwise(made["bounds"])):
+            a, b = made["a"][owner, part * rank : (part + 1) * rank], made["b"][owner, left:right, :rank]
+            expected[number, left:right] += SCALES[owner] * b @ (a @ made["rows"][number])
+    torch.testing.assert_close(made["output"], expected, rtol=0, atol=1e-12)
