@@ -21,6 +21,12 @@ SCALES, RANKS = [0.0, 0.5, 2.0], [0, 2, 3]
 """Of no adapters, and of two sets of them."""
 OF_REQUEST, LENGTHS, FROM = [1, 0, 2, 1], [5, 3, 4, 2], [3, 3, 0, 1]
 """Which adapters a request has, its tokens, and from which of them on log-probs are asked for."""
+OF_SLICES = [
+    ([2, 1, 0, 2, 1], [2, 1, 3, 1, 2], RANKS),
+    ([2, 1, 2, 2, 1], [1, 1, 1, 1, 1], [0, RANK, RANK]),
+    ([1, 1, 2, 2], [1, 2, 1, 3], [0, RANK - 1, RANK - 1]),
+]
+"""The same, with the adapters' ranks: multiplied by adapters, and all at once."""
 
 
 def added_by_sglang(path: str) -> None:
@@ -65,13 +71,13 @@ def added_by_sglang(path: str) -> None:
             parts.append(head(part).detach())
         head.reset_lm_head_pass()
         found[name] = {"rows": rows, "owners": owners, "logits": torch.cat(parts)}
-    found["slices"] = added_by_slices(backend)
+    found["slices"] = [added_by_slices(backend, *case) for case in OF_SLICES]
     torch.save(found, path)
 
 
-def added_by_slices(backend: Any) -> dict[str, Any]:
-    """A layer of three products in one, as queries, keys and values are: what SGLang adds to rows of five requests by turns."""
-    requests, lengths, widths = [2, 1, 0, 2, 1], [2, 1, 3, 1, 2], [6, 4, 4]
+def added_by_slices(backend: Any, requests: list[int], lengths: list[int], ranks: list[int]) -> dict[str, Any]:
+    """A layer of three products in one, as queries, keys and values are: what SGLang adds to rows of requests by turns."""
+    widths = [6, 4, 4]
     mode = SimpleNamespace(
         is_idle=lambda: False, is_decode=lambda: False, is_extend=lambda: True, is_target_verify=lambda: False,
         is_draft_extend_v2=lambda: False,
@@ -80,7 +86,7 @@ def added_by_slices(backend: Any) -> dict[str, Any]:
         forward_mode=mode, batch_size=len(lengths), return_logprob=False, extend_seq_lens=torch.tensor(lengths),
         extend_seq_lens_cpu=lengths, extend_logprob_start_lens_cpu=lengths,
     )  # fmt: skip
-    backend.prepare_lora_batch(batch, requests, RANKS, SCALES, use_cuda_graph=False)
+    backend.prepare_lora_batch(batch, requests, ranks, SCALES, use_cuda_graph=False)
     bounds = torch.tensor([0, 6, 10, 14])
     made = {
         "rows": torch.randn(sum(lengths), HIDDEN, dtype=torch.float64),
@@ -90,7 +96,7 @@ def added_by_slices(backend: Any) -> dict[str, Any]:
     }
     output = backend.run_qkv_lora(made["rows"], made["a"], made["b"], bounds, bounds, 6, base_output=made["before"].clone())
     owners = [owner for owner, length in zip(requests, lengths, strict=True) for _ in range(length)]
-    return made | {"owners": owners, "bounds": bounds.tolist(), "output": output}
+    return made | {"owners": owners, "ranks": ranks, "bounds": bounds.tolist(), "output": output}
 
 
 def rows_of(*, with_log_probs: bool) -> list[int]:
@@ -115,11 +121,11 @@ def test_rows_have_the_adapters_of_their_requests(tmp_path: Path) -> None:
             a, b = found["a"][owner, : RANKS[owner]], found["b"][owner, :, : RANKS[owner]]
             expected[number, :IDS] += SCALES[owner] * b @ (a @ rows[number])
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12, msg=name)
-    made = found["slices"]
-    expected = made["before"].clone()
-    for number, owner in enumerate(made["owners"]):
-        rank = RANKS[owner]
-        for part, (left, right) in enumerate(pairwise(made["bounds"])):
-            a, b = made["a"][owner, part * rank : (part + 1) * rank], made["b"][owner, left:right, :rank]
-            expected[number, left:right] += SCALES[owner] * b @ (a @ made["rows"][number])
-    torch.testing.assert_close(made["output"], expected, rtol=0, atol=1e-12)
+    for made in found["slices"]:
+        expected = made["before"].clone()
+        for number, owner in enumerate(made["owners"]):
+            rank = made["ranks"][owner]
+            for part, (left, right) in enumerate(pairwise(made["bounds"])):
+                a, b = made["a"][owner, part * rank : (part + 1) * rank], made["b"][owner, left:right, :rank]
+                expected[number, left:right] += SCALES[owner] * b @ (a @ made["rows"][number])
+        torch.testing.assert_close(made["output"], expected, rtol=0, atol=1e-12)
