@@ -419,7 +419,7 @@ def faults_serve() -> list[str]:
             pause = f"{_seconds(median(pauses))}, {_seconds(max(pauses))}" if pauses else ""
             rows.append((f"`{kind}`", words, one["trials"], one["good"], same, pause))
     head = ("fault", "what the trial does", "trials", "good", "same to the last bit")
-    return _table((*head, "seconds until the client's next step: median, longest"), rows)
+    return _table((*head, "longest pause of the client in seconds: median, longest"), rows)
 
 
 DEEDS = ("kill", "stop", "pause", "cut", "starve", "oom", "jump")
