@@ -153,10 +153,3 @@ def times_b(
     if rows.order is not None:
         output[:, : bounds[-1]].index_add_(0, rows.order, added)
     return output
-
-
-def install() -> None:
-    """Have SGLang's backend of adapters multiply so."""
-    from sglang.srt.lora.backend import torch_backend
-
-    torch_backend.sgemm_lora_a_fwd, torch_backend.sgemm_lora_b_fwd = times_a, times_b

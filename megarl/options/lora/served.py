@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megarl.models.adapters import served_name
-from megarl.options.lora import cpu_products
 from megarl.options.lora.adapter_place import ADAPTERS, remember
+from megarl.options.lora.cpu_products import times_a, times_b
 
 
 def install() -> None:
@@ -65,7 +65,7 @@ def allow_on_cpu() -> None:
     for module in (layers, torch_backend):
         module.torch = _Unpinned()
     _route_rows_of_output_layer(torch_backend)
-    cpu_products.install()
+    torch_backend.sgemm_lora_a_fwd, torch_backend.sgemm_lora_b_fwd = times_a, times_b
 
 
 def _route_rows_of_output_layer(torch_backend: Any) -> None:
