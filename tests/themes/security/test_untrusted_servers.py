@@ -23,8 +23,9 @@ from megarl.rollout.engines.sglang import client
 from megarl.rollout.engines.sglang.client import SglangClient
 from megarl.rollout.engines.sglang.external import ExternalEngine, ExternalServer
 from megarl.weights.checksums import EngineLayout
+from megarl.weights.group_sender import check_alive
 from megarl.weights.model_compatibility import ServedModel
-from megarl.weights.sglang_senders import ServerEndpoint, check_alive
+from megarl.weights.sglang_senders import ServerEndpoint
 from tests.rewards.local_server import running
 
 DATA = DataConfig(train=SourceConfig(source="jsonl", path="rows.jsonl"))
