@@ -10,11 +10,11 @@ from megarl.algorithms import ADVANTAGES, POLICY_LOSSES
 from megarl.config import Config
 from megarl.config.evaluations import EvaluationConfig
 from megarl.config.stop_checks import stops_of
+from megarl.data.held_out import drop_eval_overlap
 from megarl.data.mixture import build_parts
 from megarl.data.prompts import rows_of
 from megarl.data.row_media import open_media
 from megarl.data.rows import Origin
-from megarl.data.sampler import drop_eval_overlap
 from megarl.data.stop_finder import check_stops_of
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import ModelError

@@ -15,12 +15,12 @@ from megarl.config import SupervisedConfig
 from megarl.config.supervised import PAIR_LOSSES, SHIFTED_LOSSES, TOKEN_LOSSES
 from megarl.core.run import Run
 from megarl.data.batch import Batch
-from megarl.data.mixture import build_parts, mixture_weights, place_of_row
+from megarl.data.held_out import count_held_out
+from megarl.data.mixture import build_parts, build_sampler, mixture_weights, place_of_row
 from megarl.data.row_media import open_media
 from megarl.data.row_order import order_by
 from megarl.data.rows import find_value
 from megarl.data.sample import Sample
-from megarl.data.sampler import build_sampler, count_held_out
 from megarl.data.stream import ScorePosition, pack
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings, kind_of_rows
 from megarl.data.tokenize import load_tokenizer
