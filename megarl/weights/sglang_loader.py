@@ -10,10 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -56,7 +54,7 @@ def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
     parameters = ModelParameters.of(model)
     names = draft_names()
     if names is not None and names.is_draft(parameters.tensors):
-        _load_draft(model, parameters, names)
+        names.load_draft(model, parameters, partial(_digests, parameters))
         return
     changed: set[str] = set()
     for (name, content), buffer in named_tensors:
@@ -137,75 +135,16 @@ _received = ReceivedDigests()
 _boxes = ReceivedBoxes()
 
 
-@dataclass
-class HeldBoxes:
-    """Digests of boxes ("" where they are the draft's), what is not covered, and where the answer goes; `summed`: as sums."""
-
-    boxes: list[SliceKey]
-    digests: list[str]
-    uncovered: list[str]
-    where: tuple[str, int]
-    key: str
-    summed: bool
-
-    def send(self) -> None:
-        """Answer whoever asked."""
-        found = combined(zip(self.boxes, self.digests, strict=True)) if self.summed else self.digests
-        send_answer(found, self.uncovered, self.where, self.key)
-
-
-@dataclass
-class Waiting:
-    """Weights that came for the draft, and questions about it, in the call for the policy."""
-
-    boxes: list[tuple[SliceKey, torch.Tensor]] = field(default_factory=list)
-    whole: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    asked: list[tuple[int, SliceKey, str]] = field(default_factory=list)
-    """Place among all digests, box, and the dtype in which it was sent."""
-    answer: HeldBoxes | None = None
-    """What is known of the policy's boxes."""
-
-
-_waiting = Waiting()
-"""For the call by which SGLang has the draft loaded, which follows."""
-
-
-def _load_draft(model: Any, parameters: ModelParameters, names: ModuleType) -> None:
-    """Give the draft what came for it in the call before, and answer what was asked of it."""
-    global _waiting
-    waiting, _waiting = _waiting, Waiting()
-    for slice_key, values in waiting.boxes:
-        box(parameters, slice_key._replace(tensor=names.draft_name(slice_key.tensor))).copy_(values)
-    if waiting.whole:
-        model.load_weights(waiting.whole)
-    if any(DERIVED_FROM in slice_key.tensor for slice_key, _ in waiting.boxes):
-        model.post_load_weights(is_nextn=True)
-    if waiting.answer is None:
-        return
-    answer = waiting.answer
-    boxes = [
-        (tuple(slice_key._replace(tensor=names.draft_name(slice_key.tensor))), dtype) for _, slice_key, dtype in waiting.asked
-    ]
-    draft_digests, missing = _digests(parameters, boxes)
-    for (index, _, _), draft_digest in zip(waiting.asked, draft_digests, strict=True):
-        answer.digests[index] = draft_digest
-    answer.uncovered += [name for name in missing if name not in names.SHARED]
-    answer.send()
-
-
 def _read(
     parameters: ModelParameters, content: Iterable[tuple[Any, ...]], buffer: torch.Tensor, *, checked: bool = False
 ) -> Whole:
     """Copy what lies in a buffer to where it belongs; gives what is whole. `checked`: its digests will be asked for."""
-    whole, boxes = [], []
+    whole, boxes, names = [], [], draft_names()
     for *key_fields, dtype, start, stop in content:
         key = SliceKey(*key_fields)
         values = buffer[start:stop].view(getattr(torch, dtype)).view(key.rows, key.cols)
-        if key.tensor.startswith(parameters.of_draft):
-            if key.engine_rank == EVERY_RANK:
-                _waiting.whole.append((key.tensor, values.clone()))
-            else:
-                _waiting.boxes.append((key, values.clone()))
+        if names is not None and key.tensor.startswith(parameters.of_draft):
+            names.keep(key, values.clone())
         elif key.engine_rank == EVERY_RANK:
             whole.append((key.tensor, values))
         else:
@@ -299,19 +238,20 @@ def _answer(
 ) -> None:
     """Answer for the policy; where boxes of the draft are asked for, too, it answers for both. `summed`: with their sums."""
     boxes = list(boxes)
-    keys = [SliceKey(*key_fields) for key_fields, _ in boxes]
-    of_draft = [key_fields[0].startswith(parameters.of_draft) for key_fields, _ in boxes]
-    found, uncovered = _digests(
-        parameters, [entry for entry, others in zip(boxes, of_draft, strict=True) if not others], _received
-    )
-    if not any(of_draft):
-        HeldBoxes(keys, found, uncovered, where, key, summed).send()
-        return
-    rest = iter(found)
-    of_policy = ["" if others else next(rest) for others in of_draft]
-    _waiting.answer = HeldBoxes(keys, of_policy, uncovered, where, key, summed)
-    drafts = enumerate(zip(boxes, of_draft, strict=True))
-    _waiting.asked = [(number, SliceKey(*key_fields), dtype) for number, ((key_fields, dtype), others) in drafts if others]
+    names = draft_names()
+    asked = boxes if names is None else names.of_the_policy(parameters, boxes)
+    found, uncovered = _digests(parameters, asked, _received)
+    if len(asked) < len(boxes):
+        assert names is not None, "it has left them out"
+        names.answer_later(parameters, boxes, found, uncovered, partial(_send, where=where, key=key, summed=summed))
+    else:
+        _send([SliceKey(*place) for place, _ in boxes], found, uncovered, where, key, summed=summed)
+
+
+def _send(
+    keys: Sequence[SliceKey], found: Sequence[str], uncovered: list[str], where: tuple[str, int], key: str, *, summed: bool
+) -> None:
+    send_answer(combined(zip(keys, found, strict=True)) if summed else found, uncovered, where, key)
 
 
 def _digests(
