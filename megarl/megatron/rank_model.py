@@ -7,32 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.fp8_utils import is_float8tensor
-from megatron.core.utils import unwrap_model
+from megatron.core import parallel_state
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.data.answers import Answers
 from megarl.data.stream import MicroBatch, ScorePosition, TopK
-from megarl.errors import CheckpointError
-from megarl.megatron import scaling_state
-from megarl.megatron.box_reader import BoxReader, read_weights
 from megarl.megatron.build import build_model
 from megarl.megatron.global_names import global_tensors
 from megarl.megatron.moving_average import MovingAverage
-from megarl.megatron.optimizer import build_optimizer, continue_schedule, place_in_schedule
-from megarl.megatron.optimizer_state import absent_elements, finish_moments, make_moments, moment_boxes, owned_boxes, step_of
+from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.megatron.pass_parts import PassParts, open_pass_parts
-from megarl.megatron.rng_state import initial_seed, reseed, restore_rng_state, sharded_rng_state
 from megarl.megatron.router_watch import RouterWatch
-from megarl.megatron.shards import Shards, objects_of, shards_of
 from megarl.megatron.step import LossFunction, PassProgress, add_metrics, forward, forward_backward, reduce_gradients
 from megarl.megatron.update_guard import WatchedLoss, refusal
 from megarl.megatron.weights import Quantiser, export_weights, load_weights, role_map
@@ -107,26 +97,6 @@ class RankModel:
             parts=PassParts(self.parts),
         )
         return results if self.reports else Answers.joined([])
-
-    @contextmanager
-    def as_begun(self, head: ModelOptions) -> Iterator[None]:
-        """While it lasts, `forward` answers as the model that training began with, with limits and columns as `head` has them.
-
-        Only of a role with adapters.
-        """
-        options = self.options
-        heads = [chunk.output_layer for chunk in map(unwrap_model, self.chunks) if chunk.post_process]
-        self._set_heads(heads, head)
-        try:
-            with self.adapters.as_begun():
-                yield
-        finally:
-            self._set_heads(heads, options)
-
-    @staticmethod
-    def _set_heads(heads: Sequence[Any], options: ModelOptions) -> None:
-        for layer in heads:
-            layer.limits, layer.collision = options.sampling_limits, options.collision
 
     def update(
         self,
@@ -235,74 +205,3 @@ class RankModel:
         """Export adapters as `export` does weights: tensors such as `model.layers.0.self_attn.q_proj.lora_A.weight`, and
         a value head."""
         return export_weights(self.chunks, self.options, self.weight_map, None, replicas, which="adapters")
-
-    def shards(self) -> Shards:
-        """This rank's part of a checkpoint of model, optimizer, schedule and random numbers; no collective takes place."""
-        state: dict[str, Any] = self._models()
-        if self.optimizer is None:
-            return shards_of(state | {"average": self.average.sharded_state(global_tensors(self.chunks), state)}, [])
-        absent = absent_elements(state)
-        owned = owned_boxes(self.optimizer, state)
-        step = step_of(self.optimizer) or self.scheduler.num_steps  # of a rank that trains nothing Adam counts nothing
-        schedule = place_in_schedule(self.scheduler, self.updates_per_step)
-        state |= {"moments": {"step": step, "method": self.method}, "scheduler": schedule}
-        state |= {"layout": asdict(self.options.layout), "seed": initial_seed(), "rng": sharded_rng_state()}
-        return shards_of(state, owned, absent)
-
-    def load(self, folder: str, read_by: type[BoxReader] = BoxReader) -> None:
-        """Read a checkpoint made of all ranks' `shards`, under this or another layout (see `rng_state` for random numbers).
-
-        It may also have been written under another layer spec. `read_by` reads its tensors.
-
-        Raises:
-            CheckpointError: the checkpoint lacks something, has it in another shape, or cannot be read.
-        """
-        saved = dist_checkpointing.load_common_state_dict(folder)
-        is_same_layout = saved.get("layout") == asdict(self.options.layout)
-        reader, models = read_by(folder), self._models()
-        has_masters = reader.has("optimizer.param.")
-        if self.optimizer is not None:
-            if (method := saved["moments"].get("method", "adamw")) != self.method:
-                raise CheckpointError(
-                    f"'{folder}' has the moments of '{method}', and optimizer.name is '{self.method}'; it must be '{method}'"
-                )
-            make_moments(self.optimizer, self.chunks)
-            reader.read(moment_boxes(self.optimizer, models, has_masters=has_masters))
-        read_weights(reader, models)
-        self.average.load(reader, global_tensors(self.chunks), models)
-        state: dict[str, Any] = {name: reader.kept(objects_of(model)) for name, model in models.items()}
-        if self.optimizer is not None and is_same_layout:
-            state["rng"] = sharded_rng_state()
-        if any(state.values()):
-            try:
-                state = dist_checkpointing.load(state, folder)
-            except CheckpointException as error:  # a BaseException, whose text is the stacks of all ranks
-                cause, _ = next(iter(error.failures.values()))
-                raise CheckpointError(f"'{folder}' cannot be read: {' '.join(str(cause).split())}") from error
-        for number, chunk in enumerate(self.chunks):
-            name = f"model{number}"
-            weights = {key: entry.data for key, entry in models[name].items() if key not in state[name]}
-            # They have been read in place; Transformer Engine's FP8 weights do not survive being copied onto themselves.
-            read = {key for key, weight in weights.items() if is_float8tensor(weight)}
-            rest = {key: weight for key, weight in weights.items() if key not in read}
-            with scaling_state.permitted(state[name], folder):
-                incompatible_keys = unwrap_model(chunk).load_state_dict(rest | state[name], strict=False)
-            # what is not trained is in no checkpoint
-            absent = read if self.options.lora is None else {*incompatible_keys.missing_keys}
-            if incompatible_keys.unexpected_keys or set(incompatible_keys.missing_keys) != absent:
-                raise CheckpointError(f"'{folder}' does not have the model's weights: {', '.join(map(str, incompatible_keys))}")
-        if self.optimizer is not None:
-            finish_moments(self.optimizer, saved["moments"]["step"], has_masters=has_masters)
-            continue_schedule(self.scheduler, saved["scheduler"], self.updates_per_step)
-            if is_same_layout:
-                restore_rng_state(state["rng"])
-            else:
-                reseed(saved.get("seed", 0), self.scheduler.num_steps)
-
-    def _models(self) -> dict[str, Any]:
-        """The sharded state of each of this rank's pipeline chunks."""
-        chunks = [unwrap_model(chunk) for chunk in self.chunks]
-        states = [chunk.sharded_state_dict() for chunk in chunks]
-        if self.options.lora is not None:
-            states = [adapter_part("layers").trained_entries(chunk, state) for chunk, state in zip(chunks, states, strict=True)]
-        return {f"model{number}": state for number, state in enumerate(states)}

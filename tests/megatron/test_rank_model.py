@@ -88,6 +88,7 @@ def run_role(
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
+    from megarl.megatron.role_checkpoint import load_role
 
     initialize_layout(layout, seed=1)
     options = ModelOptions(path, layout, layer_spec=spec, temperature=TEMPERATURE, logit_chunk_tokens=5)
@@ -108,7 +109,7 @@ def run_role(
     if save_to is not None:
         save_role(role, save_to)
         role = RankModel(options, settings)
-        role.load(save_to)
+        load_role(role, save_to)
     updates.append(update())
     exported = {name: tensor.clone() for name, tensor in role.export()}
     return {"before": before, "updates": updates, "exported": exported}
