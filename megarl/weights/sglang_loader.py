@@ -7,6 +7,7 @@ What SGLang derives from a parameter (`DERIVED_FROM`) is made anew as soon as th
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -23,12 +24,11 @@ from megarl.weights.checksums import digests
 from megarl.weights.copying import copy, in_threads
 from megarl.weights.cuda_ipc import opened
 from megarl.weights.digests import combined
-from megarl.weights.group_ranks import give_up, join, receive
 from megarl.weights.intake import Intake
 from megarl.weights.intake_ranks import RankIntake
 from megarl.weights.payloads import CHECK, INTAKE, JOIN, OPEN, READ, RECEIVE, SUM, send_answer
 from megarl.weights.rank_plan import SliceKey
-from megarl.weights.received import ReceivedBoxes, ReceivedDigests
+from megarl.weights.received import ReceivedBoxes, ReceivedDigests, Whole
 from megarl.weights.sglang_places import (
     DERIVED_FROM,
     EXPERTS,
@@ -41,9 +41,6 @@ from megarl.weights.sglang_places import (
     engine_name,
 )
 from megarl.weights.sglang_targets import EVERY_RANK
-
-Whole = list[tuple[str, torch.Tensor]]
-
 
 _kept: dict[str, torch.Tensor] = {}
 """The senders' buffers by name: to map one anew for every load would take as long as reading it."""
@@ -67,13 +64,19 @@ def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
             intake, rank = content
             _wait_for_gpu(parameters.device)  # other threads have other streams
             of_rank = RankIntake(Intake(*intake), rank, parameters.device)
-            of_rank.take_all(partial(_take_payload, model, parameters, changed), give_up)
+            of_rank.take_all(partial(_take_payload, model, parameters, changed), _give_up)
             _wait_for_gpu(parameters.device)
         else:
             _take_payload(model, parameters, changed, [((name, content), buffer)])
     if changed:
         model.post_load_weights(weight_names=changed)
         _received.forget_all()
+
+
+def _give_up() -> None:
+    """Have nothing wait for further senders of a process group, if this rank has been in one."""
+    if (groups := sys.modules.get("megarl.weights.group_ranks")) is not None:
+        groups.give_up()
 
 
 def _wait_for_gpu(device: torch.device) -> None:
@@ -92,12 +95,17 @@ def _take_payload(
     for (name, content), buffer in named_tensors:
         pieces: Sequence[Any] = ()
         if name == JOIN:
+            from megarl.weights.group_ranks import join
+
             join(parameters.device, *content)
         elif name == READ:
             read = part("transports", "reader", "rollout.weight_transport").read
             pieces = read(partial(_take, model, parameters), parameters.device, *content)
         elif name == RECEIVE:
-            later = receive(_Arrivals(model, parameters), parameters.device, *content)
+            from megarl.weights.group_ranks import Arrivals, receive
+
+            arrivals = Arrivals(parameters, _received, _boxes, partial(_read, parameters), partial(_load_whole, model))
+            later = receive(arrivals, parameters.device, *content)
             pieces = list(chain.from_iterable(message for _, message in content[-1]))
         elif name == OPEN:
             shared, pieces = content
@@ -105,7 +113,7 @@ def _take_payload(
         else:
             _kept[name], (pieces, checked) = buffer, content
             _take(model, parameters, pieces, buffer, checked=checked)
-        if name != RECEIVE:  # of which nothing has come so far: `_Arrivals` takes note
+        if name != RECEIVE:  # of which nothing has come so far: `Arrivals` takes note
             _boxes.note(pieces)
         changed |= {tensor for tensor, *_ in pieces if DERIVED_FROM in tensor and not tensor.startswith(parameters.of_draft)}
         if name == OPEN:
@@ -161,48 +169,6 @@ def _write(held: SliceKey, to: torch.Tensor, values: torch.Tensor, *, checked: b
         _received.copy(held, to, values)
     else:
         copy(to, values)
-
-
-class _Arrivals:
-    """Places where messages of a call belong, and what is done with them when they have come."""
-
-    def __init__(self, model: Any, parameters: ModelParameters) -> None:
-        self._model, self._parameters = model, parameters
-        self._whole: Whole = []
-
-    def place(self, message: Sequence[Any]) -> torch.Tensor | None:
-        """The place where a message can be received as it comes; None: it must be copied from elsewhere."""
-        return _in_place(self._parameters, message)
-
-    def take(self, message: Sequence[Any], values: torch.Tensor, *, in_place: bool, checked: bool) -> None:
-        """Take what has come."""
-        if not in_place:
-            self._whole += _read(self._parameters, message, values, checked=checked)
-        elif checked and not values.is_cuda:
-            _received.hash(_held(message[0]), values)  # while the next ones come
-        else:
-            _received.forget(_held(message[0]))
-        _boxes.note(message)
-
-    def end(self) -> None:
-        """Everything has come."""
-        _load_whole(self._model, self._whole)
-        _wait_for_gpu(self._parameters.device)
-
-
-def _held(piece: tuple[Any, ...]) -> SliceKey:
-    *key_fields, _, _, _ = piece
-    return SliceKey(*key_fields)
-
-
-def _in_place(parameters: ModelParameters, message: Any) -> torch.Tensor | None:
-    """The place of a message's only piece, if it can be received there as it comes."""
-    *_, dtype, _, _ = message[0]
-    key = _held(message[0])
-    if len(message) > 1 or key.engine_rank == EVERY_RANK or key.tensor.startswith(parameters.of_draft):
-        return None
-    to = box(parameters, key)
-    return to if to.is_contiguous() and to.dtype == getattr(torch, dtype) else None
 
 
 def _covers(name: str, parameter: torch.Tensor, filled: Sequence[torch.Tensor]) -> bool:
