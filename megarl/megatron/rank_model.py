@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.megatron.pass_parts import PassParts, open_pass_parts
 from megarl.megatron.router_watch import RouterWatch
-from megarl.megatron.step import LossFunction, PassProgress, add_metrics, forward, forward_backward, reduce_gradients
+from megarl.megatron.step import LossFunction, PassProgress, forward, forward_backward
 from megarl.megatron.update_guard import WatchedLoss, refusal
 from megarl.megatron.weights import Quantiser, export_weights, load_weights, role_map
 from megarl.models.adapters import adapter_part
@@ -32,14 +32,6 @@ from megarl.models.weight_map import PREDICTION
 from megarl.observe.expert_load import EXPERTS
 from megarl.option_list import functions
 from megarl.platform.deterministic import make_deterministic
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """Passes whose gradients no optimizer step has applied: their metric sums, and whether their losses were finite."""
-
-    metrics: dict[str, Any] = field(default_factory=dict)
-    is_finite: bool = True
 
 
 class RankModel:
@@ -59,7 +51,8 @@ class RankModel:
         self.average = MovingAverage()
         self.parts = open_pass_parts(self.chunks, options)
         self.optimizer: Any = None
-        self.gathered: Gathered | None = None
+        self.gathered: Any = None
+        """Gradients that no optimizer step has applied (`gathered_updates.py`); None: there are none."""
         self.watch: RouterWatch | None = None
         if optimizer is not None:
             if self.weight_map.num_experts:
@@ -99,24 +92,33 @@ class RankModel:
         return results if self.reports else Answers.joined([])
 
     def update(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        loss_function: LossFunction,
-        *,
-        position: ScorePosition = ScorePosition.NEXT,
-        applies: bool = True,
+        self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, *, position: ScorePosition = ScorePosition.NEXT
     ) -> dict[str, Any]:
         """One optimizer step on the summed loss of `micro_batches` over all data-parallel ranks.
 
-        It is not applied, and weights, moments and schedule stay as they are, where `update_guard.refusal` says so. Unless the
-        update `applies`, its gradients are added to those since the last optimizer step, for `step`; losses that keep experts
-        in balance are those of each pass.
+        It is not applied, and weights, moments and schedule stay as they are, where `update_guard.refusal` says so. Gradients
+        gathered before it are dropped.
 
         Returns metric sums of this rank on reporting ranks; what layers with experts routed under `EXPERTS`, on the leading
-        rank of their stage; and where it applies `grad_norm`, `lr`, `skipped` and `non_finite` on rank 0.
+        rank of their stage; and `grad_norm`, `lr`, `skipped` and `non_finite` on rank 0.
         """
-        before = None if applies else self.gathered
         self.gathered = None
+        metrics, is_finite = self.backward(micro_batches, loss_function, position)
+        return self.apply(metrics, is_finite=is_finite)
+
+    def backward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss_function: LossFunction,
+        position: ScorePosition,
+        *,
+        adds: bool = False,
+        within: AbstractContextManager[None] | None = None,
+    ) -> tuple[dict[str, Any], bool]:
+        """Make the gradients of the summed loss; metric sums on reporting ranks, and whether the losses were finite.
+
+        `adds` and `within` are as for `step.forward_backward`.
+        """
         for chunk in self.chunks:
             chunk.train()
         watched = WatchedLoss(loss_function)
@@ -128,32 +130,14 @@ class RankModel:
             position=position,
             progress=self.progress,
             parts=PassParts(self.parts, self.watch),
-            adds=before is not None,
-            reduces=applies,
+            adds=adds,
+            within=within,
         )
         metrics = totals if self.reports else {}
         of_parts = (metrics.get(name, 0.0) for part in self.parts for name in part.losses)
-        is_finite = watched.is_finite and all(map(math.isfinite, of_parts))
-        if applies:
-            return self._apply(metrics, is_finite=is_finite)
-        before = before or Gathered()
-        add_metrics(before.metrics, metrics)
-        self.gathered = Gathered(before.metrics, is_finite=before.is_finite and is_finite)
-        routed = {}
-        if self.watch is not None:
-            routed = self.watch.tell()
-            self.watch.set_aside()
-        return metrics | ({EXPERTS: routed} if routed else {})
+        return metrics, watched.is_finite and all(map(math.isfinite, of_parts))
 
-    def step(self) -> dict[str, Any]:
-        """Apply the gradients of updates that did not; returns what `update` does, without the metric sums."""
-        assert self.gathered is not None, "updates that do not apply come before a step"
-        gathered, self.gathered = self.gathered, None
-        reduce_gradients(self.chunks)
-        applied = self._apply(dict(gathered.metrics), is_finite=gathered.is_finite)
-        return {name: value for name, value in applied.items() if name not in gathered.metrics}
-
-    def _apply(self, metrics: dict[str, Any], *, is_finite: bool) -> dict[str, Any]:
+    def apply(self, metrics: dict[str, Any], *, is_finite: bool) -> dict[str, Any]:
         """The optimizer step by the reduced gradients, unless `update_guard.refusal` refuses it; see `update`."""
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())

@@ -193,11 +193,18 @@ class Rank:
     ) -> dict[str, float]:
         """One optimizer step on the micro-batches of all `shares`, or gradients for one; metric sums of this rank."""
         with record_function(f"update {role}"):
-            return self.roles[role].update([*chain(*shares)], loss_function, position=position, applies=applies)
+            micro_batches = [*chain(*shares)]
+            if applies:
+                return self.roles[role].update(micro_batches, loss_function, position=position)
+            from megarl.megatron.gathered_updates import gather
+
+            return gather(self.roles[role], micro_batches, loss_function, position)
 
     def optimizer_step(self, role: str) -> dict[str, float]:
         """One optimizer step by gradients of updates that did not apply; `grad_norm`, `lr` and `skipped`, on rank 0."""
-        return self.roles[role].step()
+        from megarl.megatron.gathered_updates import apply_gathered
+
+        return apply_gathered(self.roles[role])
 
     def copy_role(self, source: str, target: str, share: float) -> None:
         """`target` ← share·`source` + (1 − share)·`target`; both have the same layout and head. 1: copy."""

@@ -86,6 +86,7 @@ def run_role(
 ) -> dict[str, Any]:
     """`accumulates`: every update is a pass for each micro-batch, and a step by what these gathered."""
     from megarl.megatron.build import initialize_layout
+    from megarl.megatron.gathered_updates import apply_gathered, gather
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
     from megarl.megatron.role_checkpoint import load_role
@@ -101,9 +102,9 @@ def run_role(
         if not accumulates:
             return role.update(mine, objective)
         for micro_batch in mine:
-            role.update([micro_batch], objective, applies=False)
+            gather(role, [micro_batch], objective)
             role.forward(mine)  # leaves the gradients alone
-        return role.step()
+        return apply_gathered(role)
 
     updates = [update() for _ in range(UPDATES - 1)]
     if save_to is not None:

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from megarl.checkpoint.dist_writer import Written, write_shards
 from megarl.megatron.box_reader import BoxReader
+from megarl.megatron.gathered_updates import Gathered, apply_gathered
 from megarl.megatron.hf_export import write_role
 from megarl.megatron.optimizer_state import adams, make_moments, parts_of
-from megarl.megatron.rank_model import Gathered, RankModel
+from megarl.megatron.rank_model import RankModel
 from megarl.megatron.role_checkpoint import load_role, shards_of_role
 from megarl.megatron.shards import ShardBox, host_memory
 from megarl.megatron.weights import load_weights
@@ -256,7 +257,7 @@ class RankModels:
                 chunk.zero_grad_buffer()
             role.gathered = Gathered()
         self.steps.take(adam)
-        return role.step()
+        return apply_gathered(role)
 
     def forget_gradients(self) -> None:
         """Drop the gradients since the last step, and what experts were counted for them."""

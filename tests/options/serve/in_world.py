@@ -53,7 +53,9 @@ class WorldRoles:
     ) -> Any:
         assert not applies
         assert [*rows] == [*range(len(batch))]
-        return self.role.update(self._mine(batch, columns), loss, position=ScorePosition.NEXT, applies=False)
+        from megarl.megatron.gathered_updates import gather
+
+        return gather(self.role, self._mine(batch, columns), loss)
 
     def finish_updates(self, updates: Sequence[Any]) -> list[dict[str, Any]]:
         found = []
