@@ -13,7 +13,6 @@ import torch
 from megarl.config.layout import Layout
 from megarl.data.batch import Batch
 from megarl.data.micro_batches import plan_micro_batches
-from megarl.data.stream import ScorePosition
 from megarl.models.flops import FlopsModel
 from megarl.runs.update_metrics import combine
 from tests.families import VOCAB_SIZE
