@@ -23,7 +23,6 @@ from megarl.data.micro_batches import Assignment, UnitPart, UnitSize
 from megarl.data.prefix_tree import NOTHING_SHARED, CommonPrefixes, common_prefixes
 from megarl.data.sample import Sample
 from megarl.data.shares import Integers, Share, starts_of
-from megarl.data.stream import MicroBatch
 
 ShareKind = TypeVar("ShareKind", bound=Share)
 Key = TypeVar("Key")
@@ -286,15 +285,6 @@ class Batch:
 
     def _ids_of(self, prompts: Sequence[int]) -> list[npt.NDArray[np.int32]]:
         return [self._prompt_ids[prompt] for prompt in prompts]
-
-    def units(
-        self, rows: Sequence[int], columns: Sequence[str], *, share_prefix: bool, mask: Tensor | None = None
-    ) -> MicroBatch:
-        """`rows` as one micro-batch of prompt units that carry `columns` (see `unit_rows` and `shares`)."""
-        units = self.unit_rows(rows, share_prefix=share_prefix)
-        whole = [(unit, tuple(range(len(size.response_tokens)))) for unit, size in enumerate(units.sizes)]
-        [share] = self.shares(units, [[whole]], columns, mask=mask)
-        return next(iter(share))
 
     def _padded(self, rows: Iterable[npt.NDArray[Any]], dtype: torch.dtype) -> Tensor:
         """The values of every row's tokens as `[B, T]`."""

@@ -15,6 +15,7 @@ from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, POLICY_LOSS
 from megarl.data.batch import Batch
 from megarl.data.sample import Prompt, Sample
 from megarl.data.stream import pack
+from megarl.data.supervised import units_of
 from megarl.experience.experience import Experience, set_loss_weights
 from megarl.experience.objectives import PolicyObjective, ValueObjective
 from megarl.experience.step_tokens import loss_arguments
@@ -71,7 +72,7 @@ def learn(samples: Sequence[Sample], noise: Tensor, *overrides: str) -> dict[str
     set_token_columns(batch, rows, settings, rewards=REWARDS, update_number=0)
     answer: dict[str, Any] = {"metrics": metrics, "advantages": batch.columns["advantages"]}
     names = [name for name in batch.columns if name != "values_after"]
-    stream = pack(batch.units(rows, names, share_prefix=True))
+    stream = pack(units_of(batch, rows, names, share_prefix=True))
     scored = torch.cat([current[row][places] for row, places, _ in stream.owners])
     output = torch.stack([scored, scored * 0.1], dim=1).requires_grad_()
     algorithm = settings.algorithm
