@@ -12,6 +12,7 @@ from megatron.core.utils import get_model_config
 from megarl.data.stream import MicroBatch, ScorePosition
 from megarl.megatron.rank_model import RankModel
 from megarl.megatron.step import LossFunction, add_metrics
+from megarl.megatron.update_guard import WatchedLoss
 from megarl.observe.expert_load import EXPERTS
 
 
@@ -37,9 +38,9 @@ def gather(
     rank of their stage.
     """
     before, role.gathered = role.gathered, None
-    metrics, is_finite = role.backward(
-        micro_batches, loss_function, position, adds=before is not None, within=_unreduced(role.chunks)
-    )
+    watched = WatchedLoss(loss_function)
+    run = role.training_pass(micro_batches, watched, position)
+    metrics, is_finite = role.outcome(run(adds=before is not None, within=_unreduced(role.chunks)), watched)
     before = before or Gathered()
     add_metrics(before.metrics, metrics)
     role.gathered = Gathered(before.metrics, is_finite=before.is_finite and is_finite)

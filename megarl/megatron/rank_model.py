@@ -6,8 +6,8 @@ Plain Python: a Ray actor or a test world drives it. `megarl.platform.install()`
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,36 +103,23 @@ class RankModel:
         rank of their stage; and `grad_norm`, `lr`, `skipped` and `non_finite` on rank 0.
         """
         self.gathered = None
-        metrics, is_finite = self.backward(micro_batches, loss_function, position)
+        watched = WatchedLoss(loss_function)
+        run = self.training_pass(micro_batches, watched, position)
+        metrics, is_finite = self.outcome(run(), watched)
         return self.apply(metrics, is_finite=is_finite)
 
-    def backward(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        loss_function: LossFunction,
-        position: ScorePosition,
-        *,
-        adds: bool = False,
-        within: AbstractContextManager[None] | None = None,
-    ) -> tuple[dict[str, Any], bool]:
-        """Make the gradients of the summed loss; metric sums on reporting ranks, and whether the losses were finite.
-
-        `adds` and `within` are as for `step.forward_backward`.
-        """
+    def training_pass(
+        self, micro_batches: Sequence[MicroBatch], watched: WatchedLoss, position: ScorePosition
+    ) -> Callable[..., dict[str, Any]]:
+        """Return `step.forward_backward` over `micro_batches`, to be called once."""
         for chunk in self.chunks:
             chunk.train()
-        watched = WatchedLoss(loss_function)
-        totals = forward_backward(
-            self.chunks,
-            self.options,
-            self._placed(micro_batches),
-            watched,
-            position=position,
-            progress=self.progress,
-            parts=PassParts(self.parts, self.watch),
-            adds=adds,
-            within=within,
-        )
+        laid, parts = self._placed(micro_batches), PassParts(self.parts, self.watch)
+        pass_of = partial(forward_backward, self.chunks, self.options, laid, watched)
+        return partial(pass_of, position=position, progress=self.progress, parts=parts)
+
+    def outcome(self, totals: dict[str, Any], watched: WatchedLoss) -> tuple[dict[str, Any], bool]:
+        """Metric sums of a training pass, on reporting ranks, and whether its losses were finite."""
         metrics = totals if self.reports else {}
         of_parts = (metrics.get(name, 0.0) for part in self.parts for name in part.losses)
         return metrics, watched.is_finite and all(map(math.isfinite, of_parts))
