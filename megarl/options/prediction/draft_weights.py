@@ -18,7 +18,7 @@ from megarl.weights.rank_plan import SliceKey
 from megarl.weights.sglang_places import DERIVED_FROM, ModelParameters, box
 from megarl.weights.sglang_targets import EVERY_RANK
 
-Box = tuple[tuple[Any, ...], str]
+SentPlace = tuple[tuple[Any, ...], str]
 """The fields of a `SliceKey`, and the dtype in which it was sent."""
 
 _BEHIND_THE_DECODER = re.compile(r"model\.layers\.\d+\.")
@@ -82,14 +82,14 @@ def keep(key: SliceKey, values: torch.Tensor) -> None:
         _waiting.boxes.append((key, values))
 
 
-def of_the_policy(parameters: ModelParameters, boxes: Sequence[Box]) -> list[Box]:
+def of_the_policy(parameters: ModelParameters, boxes: Sequence[SentPlace]) -> list[SentPlace]:
     """Leave out the boxes that are the draft's."""
     return [entry for entry in boxes if not entry[0][0].startswith(parameters.of_draft)]
 
 
 def answer_later(
     parameters: ModelParameters,
-    boxes: Sequence[Box],
+    boxes: Sequence[SentPlace],
     digests: Sequence[str],
     uncovered: list[str],
     send: Callable[[list[SliceKey], list[str], list[str]], None],
@@ -105,7 +105,7 @@ def answer_later(
 
 
 def load_draft(
-    model: Any, parameters: ModelParameters, digests_of: Callable[[Sequence[Box]], tuple[list[str], list[str]]]
+    model: Any, parameters: ModelParameters, digests_of: Callable[[Sequence[SentPlace]], tuple[list[str], list[str]]]
 ) -> None:
     """Give the draft what came for it in the call before, and answer what was asked of it.
 
@@ -122,7 +122,7 @@ def load_draft(
     if waiting.answer is None:
         return
     answer = waiting.answer
-    boxes: list[Box] = [(tuple(key._replace(tensor=draft_name(key.tensor))), dtype) for _, key, dtype in waiting.asked]
+    boxes: list[SentPlace] = [(tuple(key._replace(tensor=draft_name(key.tensor))), dtype) for _, key, dtype in waiting.asked]
     draft_digests, missing = digests_of(boxes)
     for (index, _, _), draft_digest in zip(waiting.asked, draft_digests, strict=True):
         answer.digests[index] = draft_digest
