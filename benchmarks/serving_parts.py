@@ -426,6 +426,7 @@ def switching(work: Path) -> dict[str, Any]:
 def train(role: Any, models: Any, rows: int, tokens: int) -> tuple[tuple[float, float], tuple[float, float]]:
     """A pass over `rows` rows of `tokens` tokens and a step; the seconds of each."""
     from megarl.data.stream import Response, Unit
+    from megarl.megatron.gathered_updates import gather
     from megarl.options.serve.losses import ServedLoss
     from megarl.options.serve.values import AdamParams
 
@@ -434,7 +435,7 @@ def train(role: Any, models: Any, rows: int, tokens: int) -> tuple[tuple[float, 
         return Unit(ids[:1], [Response(row, ids, ones > 0, {"weights": ones})])
 
     micro_batch, loss = [unit(row) for row in range(rows)], ServedLoss("cross_entropy", {}, rows)
-    of_pass = timed(partial(role.update, [micro_batch], loss, applies=False))
+    of_pass = timed(partial(gather, role, [micro_batch], loss))
     return of_pass, timed(partial(models.optimizer_step, AdamParams()))
 
 

@@ -21,6 +21,7 @@ def common_prompts(work: Path) -> dict[str, Any]:
     """CPU seconds of a pass in both ways, in turns (medians), and the ratio."""
     role = rank_of_this_process(shortened(work, LAYERS))
     from megarl.megatron import asked_rows
+    from megarl.megatron.gathered_updates import gather
     from megarl.options.serve.losses import ServedLoss
 
     loss, found, worth_it = (
@@ -31,7 +32,7 @@ def common_prompts(work: Path) -> dict[str, Any]:
     for number in range(ROUNDS + 1):
         for name, share in (("once", worth_it), ("each", 0.0)):
             asked_rows.WORTH_IT = share
-            _, cpu = timed(partial(role.update, [units()], loss, applies=False))
+            _, cpu = timed(partial(gather, role, [units()], loss))
             found[name] += [cpu] if number else []
     asked_rows.WORTH_IT = worth_it
     torch.distributed.destroy_process_group()

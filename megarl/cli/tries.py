@@ -66,7 +66,7 @@ def _try_rewards(arguments: argparse.Namespace) -> int:
     from megarl.data.rows import find_value, value_of
     from megarl.data.sample import Prompt
     from megarl.rewards import build_rewards
-    from megarl.rewards.sources import made_up_sample
+    from megarl.rewards.trial import made_up_sample
 
     config = load_config(arguments.config, arguments.overrides)
     data, number = config.data, arguments.row

@@ -18,11 +18,11 @@ from megarl.config import Config, to_yaml
 from megarl.core.protocols import Placed, RolloutSide, StartProcesses
 from megarl.data.batch import Batch
 from megarl.data.branches import first_branches, spread_rewards
-from megarl.data.mixture import mixture_weights, place_of_row
+from megarl.data.mixture import build_sampler, mixture_weights, place_of_row
 from megarl.data.row_order import order_by
 from megarl.data.rows import Origin
 from megarl.data.sample import Prompt, Sample
-from megarl.data.sampler import DataSampler, build_sampler
+from megarl.data.sampler import DataSampler
 from megarl.data.stored_batch import batch_of
 from megarl.data.stored_shares import RowTask
 from megarl.data.tokenize import PromptBuilder

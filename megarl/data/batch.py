@@ -19,14 +19,13 @@ from torch import Tensor
 
 from megarl.data.answers import Answers
 from megarl.data.columns import TokenColumn, TokenValues, of_tokens
-from megarl.data.media import Media
 from megarl.data.micro_batches import Assignment, UnitPart, UnitSize
 from megarl.data.prefix_tree import NOTHING_SHARED, CommonPrefixes, common_prefixes
 from megarl.data.sample import Sample
 from megarl.data.shares import Integers, Share, starts_of
-from megarl.data.stream import MicroBatch
 
 ShareKind = TypeVar("ShareKind", bound=Share)
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -70,12 +69,10 @@ class Batch:
         self.lengths = torch.tensor([len(ids) for ids in self._response_ids], dtype=torch.long)
         sampled = (np.frombuffer(bytes(sample.sampled_mask), np.uint8) for sample in self.samples)
         self.mask = self._padded(sampled, torch.bool)
-        numbers: dict[str, int] = {}
-        of_group = [numbers.setdefault(sample.group_id, len(numbers)) for sample in self.samples]
-        self.groups = torch.tensor(of_group, dtype=torch.long)
-        prompts: dict[tuple[int, tuple[Media, ...], tuple[int, ...]], int] = {}
+        of_group, _ = numbered(sample.group_id for sample in self.samples)
+        self.groups = torch.from_numpy(of_group)
         keys = ((group, s.prompt_media, (*s.prompt_ids,)) for group, s in zip(of_group, self.samples, strict=True))
-        self._prompt_of_row = np.array([prompts.setdefault(key, len(prompts)) for key in keys], dtype=np.int64)
+        self._prompt_of_row, prompts = numbered(keys)
         self._prompt_ids = [tokens_of(ids) for _, _, ids in prompts]  # each prompt of a group once
         self._media = [media for _, media, _ in prompts]
         self._told_media = [sample.response_media for sample in self.samples]
@@ -99,8 +96,7 @@ class Batch:
         batch = cls.__new__(cls)
         batch.samples, batch.has_parts, batch.extra = list(samples), True, {}
         batch.lengths = torch.from_numpy(share.lengths)
-        numbers: dict[str, int] = {}
-        batch.groups = torch.tensor([numbers.setdefault(sample.group_id, len(numbers)) for sample in samples])
+        batch.groups = torch.from_numpy(numbered(sample.group_id for sample in samples)[0])
         places = [slice(*ends) for ends in pairwise(starts_of(share.lengths).tolist())]
         batch.mask = batch._padded([share.mask[place] for place in places], torch.bool)
         batch.columns = {
@@ -290,21 +286,18 @@ class Batch:
     def _ids_of(self, prompts: Sequence[int]) -> list[npt.NDArray[np.int32]]:
         return [self._prompt_ids[prompt] for prompt in prompts]
 
-    def units(
-        self, rows: Sequence[int], columns: Sequence[str], *, share_prefix: bool, mask: Tensor | None = None
-    ) -> MicroBatch:
-        """`rows` as one micro-batch of prompt units that carry `columns` (see `unit_rows` and `shares`)."""
-        units = self.unit_rows(rows, share_prefix=share_prefix)
-        whole = [(unit, tuple(range(len(size.response_tokens)))) for unit, size in enumerate(units.sizes)]
-        [share] = self.shares(units, [[whole]], columns, mask=mask)
-        return next(iter(share))
-
     def _padded(self, rows: Iterable[npt.NDArray[Any]], dtype: torch.dtype) -> Tensor:
         """The values of every row's tokens as `[B, T]`."""
         padded = torch.zeros(len(self), self.longest, dtype=dtype)
         for values, row in zip(padded.numpy(), rows, strict=True):
             values[: len(row)] = row
         return padded
+
+
+def numbered(keys: Iterable[Key]) -> tuple[Integers, list[Key]]:
+    """The number of each key, int64 `[n]`, and the different keys in order of their numbers, which is that of their coming."""
+    numbers: dict[Key, int] = {}
+    return _array([numbers.setdefault(key, len(numbers)) for key in keys]), [*numbers]
 
 
 def tokens_of(ids: Sequence[int]) -> npt.NDArray[np.int32]:

@@ -1,13 +1,14 @@
-"""The records of a source and of the parts of a mixture, with the weights that a sampler draws them by."""
+"""The records of a source and of the parts of a mixture, with the weights that a sampler draws them by, and that sampler."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from megarl.data.prompts import parts_of
+from megarl.data.row_order import OrderOf, PlaceOf, RowOrder
 from megarl.data.rows import DataSource, Origin, Row, RowPlace
-from megarl.data.sampler import Record, Weight
+from megarl.data.sampler import DataSampler, Record, RowSampler
 
 
 class RowBuilder(Protocol[Record]):
@@ -34,7 +35,7 @@ def build_parts(
     ]
 
 
-def mixture_weights(source: DataSource) -> list[Weight]:
+def mixture_weights(source: DataSource) -> list[float | Mapping[int, float]]:
     """One weight per part that `build_parts` gives."""
     if source.source != "mixture":
         return [1.0]
@@ -47,3 +48,33 @@ def place_of_row(row_id: str, source: DataSource, section: str = "data.train") -
     if source.source != "mixture":
         return RowPlace(Origin(section, source), int(number))
     return RowPlace(Origin(f"{section}.parts[{part}]", source.parts[int(part)]), int(number))
+
+
+def build_sampler(
+    parts: Sequence[Sequence[Record]],
+    weights: Sequence[float | Mapping[int, float]],
+    seed: int,
+    order: OrderOf = RowOrder,
+    rows_per_step: int = 1,
+    place_of: PlaceOf | None = None,
+    field: str = "data.train",
+) -> DataSampler[Record]:
+    """The sampler of a data set: of its only part, or of several `parts` by their `weights` (one each, above 0).
+
+    Args:
+        parts: records by part of a mixture.
+        weights: one for each part.
+        seed: the run's.
+        order: in which order rows come, and which are left out.
+        rows_per_step: rows that a step takes; steps of stages and weights are counted by the rows handed out.
+        place_of: names a row by its row id in errors.
+        field: the config field that the records come from.
+
+    Raises:
+        DataError: a row has no difficulty, or a stage of the curriculum has no rows.
+    """
+    if len(parts) == 1:
+        return RowSampler(parts[0], seed, field, order, rows_per_step, place_of)
+    from megarl.data.mixture_sampler import MixtureSampler  # of no use to any other run
+
+    return MixtureSampler(parts, weights, seed, order, rows_per_step, place_of, field)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import Any, TypeVar
 
-from megarl.data.columns import from_json, of_responses, of_tokens, to_json
+from megarl.data.columns import from_json, of_tokens, to_json
 from megarl.data.media import Media
 from megarl.data.prefills import NO_PREFILLS, PrefillCounts
 
@@ -124,12 +124,6 @@ class Sample:
         """The pictures among the response's ids, their places counted from its first one."""
         start = len(self.prompt_ids)
         return tuple(media.moved(-start) for media in self.media if media.place >= start)
-
-    def behind(self, other: Sample) -> Sample:
-        """This response behind the prompt of `other`."""
-        moved_media = (media.moved(len(other.prompt_ids)) for media in self.response_media)
-        extra = of_responses(self.extra)
-        return replace(self, prompt_ids=other.prompt_ids, media=[*other.prompt_media, *moved_media], extra=extra)
 
     @property
     def has_rollout(self) -> bool:

@@ -6,21 +6,18 @@ one sample, or all samples made from it (the two sides of a pair): they are hand
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from megarl.config.sources import OnChange, weight_at
+from megarl.config.sources import OnChange
 from megarl.data.row_changes import digest_of, row_hashes, way_on
 from megarl.data.row_order import OrderOf, PlaceOf, RowOrder
 from megarl.data.rows import Origin, RowPlace
 from megarl.data.sample import Prompt, Sample
-from megarl.errors import CheckpointError, DataError
+from megarl.errors import CheckpointError
 
 Record = TypeVar("Record", Prompt, Sample)
-Weight = float | Mapping[int, float]
-"""Weight of a part of a mixture: the same at every step, or by step, linear between the steps given and constant outside."""
 
 
 class DataSampler(Protocol[Record]):
@@ -45,34 +42,6 @@ class DataSampler(Protocol[Record]):
     def load_state_dict(self, state: dict[str, Any], on_change: OnChange = "refuse") -> list[str]:
         """Go to where `state_dict()` was taken, or as `on_change` says if that was over other data, and return what is to be
         said of it; CheckpointError if it may not go on."""
-
-
-def build_sampler(
-    parts: Sequence[Sequence[Record]],
-    weights: Sequence[Weight],
-    seed: int,
-    order: OrderOf = RowOrder,
-    rows_per_step: int = 1,
-    place_of: PlaceOf | None = None,
-    field: str = "data.train",
-) -> DataSampler[Record]:
-    """The sampler of a data set: of its only part, or of several `parts` by their `weights` (one each, above 0).
-
-    Args:
-        parts: records by part of a mixture.
-        weights: one for each part.
-        seed: the run's.
-        order: in which order rows come, and which are left out.
-        rows_per_step: rows that a step takes; steps of stages and weights are counted by the rows handed out.
-        place_of: names a row by its row id in errors.
-        field: the config field that the records come from.
-
-    Raises:
-        DataError: a row has no difficulty, or a stage of the curriculum has no rows.
-    """
-    if len(parts) == 1:
-        return RowSampler(parts[0], seed, field, order, rows_per_step, place_of)
-    return MixtureSampler(parts, weights, seed, order, rows_per_step, place_of, field)
 
 
 class RowSampler(Generic[Record]):
@@ -235,126 +204,3 @@ class RowSampler(Generic[Record]):
         self._has_handed_out = True
         self._taken_in_stage += 1
         return [replace(record, group_id=f"{record.row_id}@{epoch}") for record in records]
-
-
-class MixtureSampler(Generic[Record]):
-    """Draws each row from one of several parts, by weight; every part goes through its own epochs in its own order.
-
-    Draw k picks its part by the seed and k alone, and the part gives its next row: no row is skipped, whatever the
-    weights, and the draw counter with the parts' positions is all there is to save.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[Sequence[Record]],
-        weights: Sequence[Weight],
-        seed: int,
-        order: OrderOf = RowOrder,
-        rows_per_step: int = 1,
-        place_of: PlaceOf | None = None,
-        field: str = "data.train",
-    ) -> None:
-        """`parts` and `weights` are of one length; weights are above 0 and need not sum to 1.
-
-        A weight by step may be 0, but not those of all parts at the same step. The others are those of `build_sampler`.
-        """
-        self._parts: list[RowSampler[Record]] = [
-            RowSampler(part, f"{seed}/{number}", f"{field}.parts[{number}]", order, rows_per_step, place_of)
-            for number, part in enumerate(parts)
-        ]
-        self._weights = [dict(weight) if isinstance(weight, Mapping) else {0: weight} for weight in weights]
-        self._seed, self._rows_per_step, self._field = seed, rows_per_step, field
-        self._draws = 0
-        self._steps_from: tuple[int, int] = (0, 0)
-        """A number of draws and the step of the run that it was: from there on steps have `rows_per_step` draws."""
-        steps = {step for weight in self._weights for step in weight}
-        never = any(not isinstance(weight, Mapping) and weight <= 0 for weight in weights)
-        if (
-            len(weights) != len(parts)
-            or never
-            or any(not any(weight_at(weight, step) for weight in self._weights) for step in steps)
-        ):
-            raise ValueError(f"a mixture of {len(self._parts)} parts needs as many weights above 0, got {weights}")
-
-    def next(self, n: int) -> list[Record]:
-        """The records of the next `n` rows; `group_id` is `<row_id>@<epoch of its part>`."""
-        return [record for _ in range(n) for record in self._draw()]
-
-    def record(self, pass_rates: Mapping[str, float]) -> None:
-        """See `DataSampler`."""
-        for part in self._parts:
-            part.record(pass_rates)
-
-    @property
-    def takes_pass_rates(self) -> bool:
-        """See `DataSampler`."""
-        return self._parts[0].takes_pass_rates
-
-    def figures(self) -> dict[str, float]:
-        """See `DataSampler`."""
-        of_parts = [part.figures() for part in self._parts]
-        return {name: sum(figures[name] for figures in of_parts) for name in of_parts[0]}
-
-    def state_dict(self) -> dict[str, Any]:
-        """The number of draws so far, what they were in steps, and where every part stands."""
-        return {
-            "draws": self._draws,
-            "rows_per_step": self._rows_per_step,
-            "steps_from": self._steps_from,
-            "parts": [part.state_dict() for part in self._parts],
-        }
-
-    def load_state_dict(self, state: dict[str, Any], on_change: OnChange = "refuse") -> list[str]:
-        """Go to a saved place, as `on_change` says where it was in other rows; returns what is to be said of it.
-
-        Raises:
-            CheckpointError: the state was saved over other parts, and `on_change` does not allow it.
-        """
-        saved, now = len(state.get("parts", [None])), len(self._parts)
-        if "parts" not in state or saved > now or (saved < now and on_change == "refuse"):
-            if on_change == "restart":
-                return [f"{self._field} has {now} parts, and {saved} in the checkpoint: it begins anew (data.on_change)"]
-            raise CheckpointError(
-                f"{self._field} has {now} parts, and {saved} in the checkpoint; a resumed run must have the same data, unless "
-                "data.on_change is 'restart', or 'append' where parts are added behind the others"
-            )
-        pairs = zip(self._parts, state["parts"], strict=False)
-        lines: list[str] = [line for part, position in pairs for line in part.load_state_dict(position, on_change)]
-        self._draws = state["draws"]
-        draws, step = state.get("steps_from", (0, 0))
-        before = state.get("rows_per_step", self._rows_per_step)
-        if before != self._rows_per_step:
-            draws, step = self._draws, step + (self._draws - draws) // before
-        self._steps_from = (draws, step)
-        lines += [f"{self._field}.parts[{number}] is new: it begins with its first row" for number in range(saved, now)]
-        return lines
-
-    def _draw(self) -> list[Record]:
-        draws, first = self._steps_from
-        step = first + (self._draws - draws) // self._rows_per_step
-        weights = [weight_at(weight, step) for weight in self._weights]
-        chosen = random.Random(f"{self._seed}/draw {self._draws}").choices(self._parts, weights)[0]
-        self._draws += 1
-        return chosen.next(1)
-
-
-def count_held_out(train: Sequence[Sample], held_out: Sequence[Sample]) -> int:
-    """Count the training rows that have the prompt of a held-out row, token for token and picture for picture."""
-    known = {(tuple(sample.prompt_ids), sample.prompt_media) for sample in held_out}
-    return len({sample.row_id for sample in train if (tuple(sample.prompt_ids), sample.prompt_media) in known})
-
-
-def drop_eval_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
-    """The training prompts that are not, token for token and picture for picture, held-out prompts.
-
-    Raises:
-        DataError: none is left.
-    """
-    known = {(tuple(prompt.prompt_ids), tuple(prompt.media)) for prompt in held_out}
-    kept = [prompt for prompt in train if (tuple(prompt.prompt_ids), tuple(prompt.media)) not in known]
-    if not kept:
-        raise DataError(
-            f"data.train has no row that data.eval and evaluations do not hold out ({len(train)} rows, all of them held-out "
-            "prompts); train on other rows, or remove those sets"
-        )
-    return kept

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.data.columns import TokenValues
-from megarl.data.media import Media, Pixels
+from megarl.data.media import Media
 from megarl.data.stream import MicroBatch, Response, Unit
 
 Integers = npt.NDArray[np.int64]
@@ -78,13 +78,6 @@ class Share:
             for prompt, n, m, unit_extra in zip(prompts, self.units.tolist(), shown, beside, strict=True)
         )
         return (list(islice(units, count)) for count in self.micro_batches.tolist())
-
-    def pictures(self) -> Iterator[set[Pixels]]:
-        """The different pictures of each micro-batch."""
-        prompts, responses, units = iter(self.media), iter(self.told_media), iter(self.units.tolist())
-        for count in self.micro_batches.tolist() if self.media or self.told_media else ():
-            response_media = islice(responses, sum(islice(units, count)))
-            yield {shown.pixels for media in (*islice(prompts, count), *response_media) for shown in media}
 
     def cut(self, counts: Sequence[int]) -> list[Share]:
         """Shares of `counts` micro-batches each, in order; their arrays are views of this one's."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.data.answers import Answers
-from megarl.data.batch import Batch, UnitRows, laid_rows, tokens_of
+from megarl.data.batch import Batch, UnitRows, laid_rows, numbered, tokens_of
 from megarl.data.micro_batches import Assignment
 from megarl.data.prefix_tree import NOTHING_SHARED, CommonPrefixes
 from megarl.data.sample import Sample
@@ -100,15 +100,13 @@ class StoredBatch(Batch):
         self.samples = list(samples)
         self.lengths = torch.tensor([sample.response_length for sample in self.samples], dtype=torch.long)
         self._counts = self.lengths.clone()
-        numbers: dict[str, int] = {}
-        of_group = [numbers.setdefault(sample.group_id, len(numbers)) for sample in self.samples]
-        self.groups = torch.tensor(of_group, dtype=torch.long)
+        of_group, _ = numbered(sample.group_id for sample in self.samples)
+        self.groups = torch.from_numpy(of_group)
         keys = [(group, id(sample.prompt)) for group, sample in zip(of_group, self.samples, strict=True)]
-        prompts = {key: sample.prompt for key, sample in zip(keys, self.samples, strict=True)}
-        number_of = {key: number for number, key in enumerate(prompts)}
-        self._prompt_of_row = np.array([number_of[key] for key in keys], dtype=np.int64)
-        self._prompt_ids = [tokens_of(prompt.prompt_ids) for prompt in prompts.values()]
-        self._media = [(*prompt.media,) for prompt in prompts.values()]
+        self._prompt_of_row, _ = numbered(keys)
+        prompts = list({key: sample.prompt for key, sample in zip(keys, self.samples, strict=True)}.values())
+        self._prompt_ids = [tokens_of(prompt.prompt_ids) for prompt in prompts]
+        self._media = [(*prompt.media,) for prompt in prompts]
         self._told_media = [() for _ in self.samples]
         self.extra = {}
         self.has_parts = False
@@ -117,8 +115,8 @@ class StoredBatch(Batch):
         self._laid: list[tuple[UnitRows, Assignment, list[Share]]] = []
         self._tokens: list[Stored] = []
         of_objects: dict[int, int] = {}
-        numbered = [_listed(sample.generation.stored, self._tokens, of_objects) for sample in self.samples]
-        self._tokens_in = np.array(numbered, dtype=np.int64)
+        tokens_in = [_listed(sample.generation.stored, self._tokens, of_objects) for sample in self.samples]
+        self._tokens_in = np.array(tokens_in, dtype=np.int64)
         self._tokens_at = np.array([sample.generation.place for sample in self.samples], dtype=np.int64)
         self.columns = StoredColumns(self)
         self.columns.store(ROLLOUT, StoredColumn((), np.zeros(0, np.int64), 0))

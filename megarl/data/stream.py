@@ -154,22 +154,10 @@ class PackedStream:
 
     def to(self, device: torch.device) -> PackedStream:
         """The same stream with its tensors on `device`."""
-        return PackedStream(
-            self.token_ids.to(device),
-            self.position_ids.to(device),
-            self.segments,
-            self.boundaries,
-            self.rows.to(device),
-            self.targets.to(device),
-            self.owners,
-            self.response.to(device),
-            self.lengths.to(device),
-            {name: column.to(device) for name, column in self.columns.items()},
-            self.parts,
-            self.media,
-            self.laid,
-            {name: values.to(device) for name, values in self.extra.items()},
-        )
+        names = ("token_ids", "position_ids", "rows", "targets", "response", "lengths")
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
+        columns = {name: column.to(device) for name, column in self.columns.items()}
+        return replace(self, **moved, columns=columns, extra={name: values.to(device) for name, values in self.extra.items()})
 
     def answers(self, values: Tensor) -> Answers:
         """Per-token `values` `[N, C]` by response, zero where the mask is."""

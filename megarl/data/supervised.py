@@ -10,15 +10,16 @@ import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import takewhile
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from megarl.config.section import TemplateChoice
 from megarl.config.sections import PictureFields
 from megarl.config.supervised import LABELLED_LOSSES, PAIR_LOSSES, TOKEN_LOSSES, SupervisedFields
 from megarl.data.chat import ChatMessage, ChatTemplate, RowTools, without_nulls
+from megarl.data.columns import of_responses
 from megarl.data.message_forms import OLD_TOOLS, as_schemas
 from megarl.data.row_media import MediaReader
 from megarl.data.row_template import with_prompt
@@ -29,6 +30,12 @@ from megarl.data.span_ids import SpanTokeniser
 from megarl.data.turn_shapes import TurnShapes
 from megarl.data.turn_spans import Conversation, TrainedText, TurnSpans
 from megarl.errors import DataError, PictureError, counted, nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.data.batch import Batch
+    from megarl.data.stream import MicroBatch
 
 Kind = Literal["sft", "pairs", "kto", "steps"]
 """Responses or conversations; chosen and rejected; responses that are desirable or not; responses judged step by step."""
@@ -464,6 +471,23 @@ class SupervisedBuilder:
             mask = [trained for trained, count in zip(mask, expanded.counts, strict=True) for _ in range(count)]
             start = sum(expanded.counts[:start])
         return RowTokens(expanded.ids[:start], expanded.ids[start:], mask[start:], expanded.media, texts[0], texts[1])
+
+
+def units_of(
+    batch: Batch, rows: Sequence[int], columns: Sequence[str], *, share_prefix: bool, mask: Tensor | None = None
+) -> MicroBatch:
+    """`rows` of a batch as one micro-batch of prompt units that carry `columns` (see `Batch.unit_rows` and `Batch.shares`)."""
+    units = batch.unit_rows(rows, share_prefix=share_prefix)
+    whole = [(unit, tuple(range(len(size.response_tokens)))) for unit, size in enumerate(units.sizes)]
+    [share] = batch.shares(units, [[whole]], columns, mask=mask)
+    return next(iter(share))
+
+
+def behind_prompt(sample: Sample, other: Sample) -> Sample:
+    """The response of `sample` behind the prompt of `other`."""
+    moved_media = (media.moved(len(other.prompt_ids)) for media in sample.response_media)
+    media, extra = [*other.prompt_media, *moved_media], of_responses(sample.extra)
+    return replace(sample, prompt_ids=other.prompt_ids, media=media, extra=extra)
 
 
 def _from_json(value: Any) -> Any:

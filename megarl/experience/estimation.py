@@ -24,7 +24,6 @@ from megarl.algorithms import (
     correction,
     kl_per_token,
     last_of_each_row,
-    normalised,
     rewards_of_turns,
     turn_numbers,
 )
@@ -33,9 +32,7 @@ from megarl.algorithms.catalogue import ESTIMATORS, EstimatorNeeds
 from megarl.algorithms.shard import batch_total, row_sums
 from megarl.config import Config
 from megarl.data.batch import Batch
-from megarl.errors import ConfigError, MegarlError
 from megarl.experience.step_parts import AdvantageTerm
-from megarl.system.user_code import describe
 
 COLUMNS_READ = {
     "old_log_probs": "old_log_probs",
@@ -225,35 +222,16 @@ def estimated(
 ) -> AdvantageOutputs:
     """Call the estimator `name` and give its answer to `inputs` and `arguments` of the config.
 
-    A user's own may be wrong in ways that nothing later would name.
-
     Raises:
-        ConfigError: it raised, or answered something else than advantages and, with a critic, returns for every token.
+        ConfigError: it is a user's own, and raised, or answered something else than one number per token.
     """
     arguments = arguments or {}
+    if name not in ESTIMATORS:
+        from megarl.experience.own_estimator import own_estimate
+
+        return own_estimate(name, needed, inputs, arguments)
     estimator: Callable[..., AdvantageOutputs] = ADVANTAGES.resolve(name, arguments)
-    try:
-        outputs = estimator(inputs, **arguments)
-    except Exception as error:
-        if name in ESTIMATORS or isinstance(error, MegarlError):
-            raise
-        raise ConfigError(f"algorithm.advantage: '{name}' raised {describe(error)}") from error
-    if not isinstance(outputs, AdvantageOutputs):
-        raise ConfigError(f"algorithm.advantage: '{name}' must return AdvantageOutputs, but returned {type(outputs).__name__}")
-    shape = inputs.mask.shape
-    required = ("advantages", "returns") if needed.values else ("advantages",)
-    for field, expected_shape in {"advantages": shape, "returns": shape, "dropped": shape[:1]}.items():
-        value = getattr(outputs, field)
-        if value is None and field not in required:
-            continue
-        if not isinstance(value, Tensor) or value.shape != expected_shape:
-            actual = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            why = ", as the critic is trained on them" if field == "returns" else ""
-            raise ConfigError(
-                f"algorithm.advantage: '{name}' must return {field} as a tensor of shape {list(expected_shape)}{why}, "
-                f"but gave {actual}"
-            )
-    return outputs if name in ESTIMATORS else normalised(outputs, inputs, needed)
+    return estimator(inputs, **arguments)
 
 
 def _sampled_log_probs(config: Config, batch: Batch) -> Tensor:

@@ -26,7 +26,7 @@ from megarl.algorithms.catalogue import EstimatorNeeds
 from megarl.config import Config
 from megarl.data.batch import Batch
 from megarl.data.sample import EPISODE_REWARD, Sample
-from megarl.experience.estimation import RowInputs, TokenOutcome, estimate_tokens, kl_is_in_reward, mean_entropy
+from megarl.experience.estimation import RowInputs, TokenOutcome, kl_is_in_reward
 from megarl.experience.step_parts import StepPart
 from megarl.system.user_code import absolute_name
 
@@ -169,19 +169,6 @@ class Experience:
                 self.kl.update(outcome.kl, outcome.kl_rows)
         return metrics
 
-    def estimate(
-        self, batch: Batch, rewards: Sequence[float], greedy: Sequence[tuple[Sample, float]] | None = None
-    ) -> dict[str, float]:
-        """Estimate advantages of a whole batch in this process (`estimate_tokens`); returns metrics.
-
-        `rewards` and `greedy` are as `row_inputs` takes them, the greedy responses as samples with their rewards.
-        """
-        of_greedy = None
-        if greedy is not None:
-            of_greedy = RowFacts.of(Batch([sample for sample, _ in greedy])), [reward for _, reward in greedy]
-        rows = self.row_inputs(RowFacts.of(batch), rewards, of_greedy)
-        return self.take_outcome(rows, estimate_tokens(self.config, batch, rows))
-
     def steer_old_policy_kl(self, kl: float | None) -> dict[str, float]:
         """Move β of the penalty to the old policy by the KL of a step's last update; returns what that step used, as a metric.
 
@@ -193,15 +180,11 @@ class Experience:
         used, self.old_policy_kl = self.old_policy_kl, AdaptivePenalty(self.old_policy_kl, target).update(kl)
         return {"policy/kl_old_coef": used}
 
-    def steer_entropy(self, batch: Batch) -> dict[str, float]:
-        """Set `entropy_coef` by the mean entropy of the tokens that `batch` trains on, where it is steered; a metric.
-
-        `batch` has `old_entropy`. Without a token in the mask nothing is steered.
-        """
-        return self.steer_entropy_by(mean_entropy(self.config, batch))
-
     def steer_entropy_by(self, entropy: float | None) -> dict[str, float]:
-        """Set `entropy_coef` by this mean entropy per token (None: nothing measured it), where it is steered; a metric."""
+        """Set `entropy_coef` by the mean entropy of the tokens that are trained on, in nats, where it is steered; a metric.
+
+        None: nothing measured it, and nothing is steered.
+        """
         if self.entropy is None or entropy is None:
             return {}
         self.entropy_coef = self.entropy.update(entropy)

@@ -12,7 +12,7 @@ from megarl.data.stored_batch import batch_of
 from megarl.data.stored_shares import RowTask
 from megarl.experience.estimation import columns_read, estimate_part
 from megarl.experience.experience import Experience, RowFacts
-from megarl.experience.step_tokens import READ_BY_CHOICES, makes_token_columns, token_columns_part
+from megarl.experience.step_tokens import READ_BY_CHOICES, makes_token_columns
 from megarl.runs.training_side import TrainingSide
 
 
@@ -47,9 +47,11 @@ def estimate(
 def make_token_columns(
     roles: TrainingSide, config: Config, batch: Batch, rows: Sequence[int], rewards: Sequence[float], update_number: int
 ) -> None:
-    """Set the columns of the tokens that an optimizer step over `rows` treats apart (`step_tokens.set_token_columns`)."""
+    """Set the columns of the tokens that an optimizer step over `rows` treats apart (`token_choices.set_token_columns`)."""
     if not makes_token_columns(config):
         return
+    from megarl.experience.token_choices import token_columns_part  # few configs ask for one
+
     chosen = {*rows}
 
     def inputs(part: Sequence[int]) -> Sequence[Any]:

@@ -15,10 +15,8 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
-from torch.nn.functional import pad
 
 from megarl.data.stream import TopK
-from megarl.megatron.kept_tokens import least_kept, left_out
 from megarl.megatron.logit_passes import logits_to_gradient, row_sums
 from megarl.megatron.options import SamplingLimits, default_chunk_tokens
 from megarl.megatron.parameter_gradients import add_product, given_to_autograd, sum_of_gradients
@@ -195,21 +193,22 @@ def _forward(
 def _chunk_forward(logits: Tensor, vocabulary: VocabularySlice, targets: Tensor, asked: Asked) -> Tensor:
     """The rows of `_forward` for n rows of logits; with `limits` they are overwritten, and up to seven buffers of `[n, V/tp]`
     in float32 are used, by what a sort takes."""
-    group, temperature = vocabulary.group, vocabulary.temperature
+    group, temperature = vocabulary.group, vocabulary.temperature if asked.limits is None else 1.0
     target, here = vocabulary.local(targets)
-    least = absent = None
+    picked, top, least = logits.gather(1, target).float().div_(temperature), None, None
+    if asked.top_k is not None:
+        from megarl.megatron.likeliest import likeliest
+
+        top = likeliest(logits, asked.top_k, temperature, vocabulary.start, vocabulary.real, group)
     if asked.limits is None:
-        picked = logits.gather(1, target).float().div_(temperature)
-        sums = row_sums(logits, vocabulary.real, temperature, squares=asked.collision)
-        peak, *of_slice = relative_to_all(sums, group)
+        peak, *of_slice = relative_to_all(row_sums(logits, vocabulary.real, temperature, squares=asked.collision), group)
     else:
-        picked, temperature = logits.gather(1, target), 1.0
+        from megarl.megatron import kept_tokens
+
         peak = largest_of_all(logits.amax(dim=1), group)
-        least = least_kept(logits, peak[:, None], asked.limits, group)
-        absent = left_out(logits, least, (target[:, 0], here[:, 0]))
-    top = _likeliest(logits, vocabulary, asked.top_k, temperature) if asked.top_k else None
-    if absent is not None:
-        of_slice = _sums_of_kept(logits.sub_(peak[:, None]), absent, vocabulary.real, squares=asked.collision)
+        least = kept_tokens.least_kept(logits, peak[:, None], asked.limits, group)
+        absent = kept_tokens.left_out(logits, least, (target[:, 0], here[:, 0]))
+        of_slice = kept_tokens.sums_of_kept(logits.sub_(peak[:, None]), absent, vocabulary.real, squares=asked.collision)
     of_targets = torch.where(here, picked - peak[:, None], 0.0).t()
     sums = torch.cat([torch.stack(of_slice), of_targets])
     if group.size() > 1:
@@ -245,39 +244,6 @@ def largest_of_all(peak: Tensor, group: torch.distributed.ProcessGroup) -> Tenso
     return peak
 
 
-def _sums_of_kept(logits: Tensor, absent: Tensor, real: int, *, squares: bool) -> list[Tensor]:
-    """`row_sums` from the second on of the tokens that are not `absent`, with the sum over all as the third; `logits` are
-    relative to the peak, and are overwritten."""
-    exponentials = logits.exp()
-    logits[:, real:] = 0.0
-    of_all = exponentials.sum(1)
-    logits.masked_fill_(absent, 0.0)
-    exponentials.masked_fill_(absent, 0.0)
-    further = [torch.linalg.vector_norm(exponentials, dim=1).square()] if squares else []
-    total = exponentials.sum(1)
-    return [total, exponentials.mul_(logits).sum(1), of_all, *further]
-
-
-def _likeliest(logits: Tensor, vocabulary: VocabularySlice, top_k: TopK, temperature: float) -> tuple[Tensor, Tensor]:
-    """Ids and float32 logits, `[n, k]` each, of the largest of `logits` `[n, V/tp]` over all slices, of which each sends k.
-
-    The logits are divided by `temperature`.
-    """
-    group, known = vocabulary.group, logits[:, : max(0, min(top_k.vocabulary - vocabulary.start, vocabulary.real))]
-    values, ids = known.topk(min(top_k.k, known.shape[1]), dim=1)
-    values = values.float().div_(temperature)
-    missing = (0, top_k.k - values.shape[1])
-    values, ids = pad(values, missing, value=-torch.inf), pad(ids + vocabulary.start, missing)
-    if group.size() > 1:
-        of_ranks = [[torch.empty_like(part) for _ in range(group.size())] for part in (values, ids)]
-        for gathered, part in zip(of_ranks, (values, ids), strict=True):
-            torch.distributed.all_gather(gathered, part, group=group)
-        values, ids = (torch.cat(parts, dim=1) for parts in of_ranks)
-        values, order = values.topk(top_k.k, dim=1)
-        ids = ids.gather(1, order)
-    return ids, values
-
-
 def _chunk_backward(
     hidden: Tensor,
     vocabulary: VocabularySlice,
@@ -293,17 +259,10 @@ def _chunk_backward(
     if least is None:
         logits = vocabulary.product(hidden, low) if logits is None else logits
         return logits_to_gradient(logits, vocabulary.real, vocabulary.temperature, given)
-    log_p = vocabulary.logits(hidden, low)
-    absent = left_out(log_p, least, (given.target[:, 0], given.here[:, 0]))
-    p = log_p.sub_(given.log_z[:, None]).exp()
-    log_p[:, vocabulary.real :] = 0.0
-    p.masked_fill_(absent, 0.0)
-    log_p.masked_fill_(absent, 0.0)
-    factor = log_p.add_(given.entropy[:, None]).mul_(given.of_entropy[:, None])
-    p.mul_(factor.add_(given.of_log_probs.sum(1, keepdim=True))).neg_()
-    del log_p, factor
-    p.scatter_add_(1, given.target, given.of_log_probs * given.here)
-    return p.div_(vocabulary.temperature).to(vocabulary.weight.dtype)
+    from megarl.megatron.kept_tokens import gradient_of_kept
+
+    gradient = gradient_of_kept(vocabulary.logits(hidden, low), vocabulary.real, given, least)
+    return gradient.div_(vocabulary.temperature).to(vocabulary.weight.dtype)
 
 
 def _as_columns(values: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megarl.megatron.options import SamplingLimits
+from megarl.megatron.row_gradients import RowGradients
 
 
 def least_kept(logits: Tensor, peak: Tensor, limits: SamplingLimits, group: torch.distributed.ProcessGroup) -> Tensor:
@@ -56,3 +57,33 @@ def left_out(logits: Tensor, least: Tensor, local: tuple[Tensor, Tensor]) -> Ten
     target, here = local
     below = logits < least
     return below.scatter_(1, target[:, None], below.gather(1, target[:, None]) & ~here[:, None])
+
+
+def sums_of_kept(logits: Tensor, absent: Tensor, real: int, *, squares: bool) -> list[Tensor]:
+    """`logit_passes.row_sums` from the second on of the tokens that are not `absent`, with the sum over all as the third.
+
+    `logits` are relative to the peak, and are overwritten.
+    """
+    exponentials = logits.exp()
+    logits[:, real:] = 0.0
+    of_all = exponentials.sum(1)
+    logits.masked_fill_(absent, 0.0)
+    exponentials.masked_fill_(absent, 0.0)
+    further = [torch.linalg.vector_norm(exponentials, dim=1).square()] if squares else []
+    total = exponentials.sum(1)
+    return [total, exponentials.mul_(logits).sum(1), of_all, *further]
+
+
+def gradient_of_kept(log_p: Tensor, real: int, given: RowGradients, least: Tensor) -> Tensor:
+    """Gradient of n rows' logits over the temperature, `log_p` float32 `[n, V/tp]`, which are overwritten; `least` `[n, 1]` is
+    `least_kept`'s."""
+    absent = left_out(log_p, least, (given.target[:, 0], given.here[:, 0]))
+    p = log_p.sub_(given.log_z[:, None]).exp()
+    log_p[:, real:] = 0.0
+    p.masked_fill_(absent, 0.0)
+    log_p.masked_fill_(absent, 0.0)
+    factor = log_p.add_(given.entropy[:, None]).mul_(given.of_entropy[:, None])
+    p.mul_(factor.add_(given.of_log_probs.sum(1, keepdim=True))).neg_()
+    del log_p, factor
+    p.scatter_add_(1, given.target, given.of_log_probs * given.here)
+    return p

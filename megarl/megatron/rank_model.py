@@ -6,34 +6,24 @@ Plain Python: a Ray actor or a test world drives it. `megarl.platform.install()`
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.fp8_utils import is_float8tensor
-from megatron.core.utils import unwrap_model
+from megatron.core import parallel_state
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.data.answers import Answers
 from megarl.data.stream import MicroBatch, ScorePosition, TopK
-from megarl.errors import CheckpointError
-from megarl.megatron import scaling_state
-from megarl.megatron.box_reader import BoxReader, read_weights
 from megarl.megatron.build import build_model
 from megarl.megatron.global_names import global_tensors
 from megarl.megatron.moving_average import MovingAverage
-from megarl.megatron.optimizer import build_optimizer, continue_schedule, place_in_schedule
-from megarl.megatron.optimizer_state import absent_elements, finish_moments, make_moments, moment_boxes, owned_boxes, step_of
+from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.megatron.pass_parts import PassParts, open_pass_parts
-from megarl.megatron.rng_state import initial_seed, reseed, restore_rng_state, sharded_rng_state
 from megarl.megatron.router_watch import RouterWatch
-from megarl.megatron.shards import Shards, objects_of, shards_of
-from megarl.megatron.step import LossFunction, PassProgress, add_metrics, forward, forward_backward, reduce_gradients
+from megarl.megatron.step import LossFunction, PassProgress, forward, forward_backward
 from megarl.megatron.update_guard import WatchedLoss, refusal
 from megarl.megatron.weights import Quantiser, export_weights, load_weights, role_map
 from megarl.models.adapters import adapter_part
@@ -42,14 +32,6 @@ from megarl.models.weight_map import PREDICTION
 from megarl.observe.expert_load import EXPERTS
 from megarl.option_list import functions
 from megarl.platform.deterministic import make_deterministic
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """Passes whose gradients no optimizer step has applied: their metric sums, and whether their losses were finite."""
-
-    metrics: dict[str, Any] = field(default_factory=dict)
-    is_finite: bool = True
 
 
 class RankModel:
@@ -69,7 +51,8 @@ class RankModel:
         self.average = MovingAverage()
         self.parts = open_pass_parts(self.chunks, options)
         self.optimizer: Any = None
-        self.gathered: Gathered | None = None
+        self.gathered: Any = None
+        """Gradients that no optimizer step has applied (`gathered_updates.py`); None: there are none."""
         self.watch: RouterWatch | None = None
         if optimizer is not None:
             if self.weight_map.num_experts:
@@ -108,82 +91,40 @@ class RankModel:
         )
         return results if self.reports else Answers.joined([])
 
-    @contextmanager
-    def as_begun(self, head: ModelOptions) -> Iterator[None]:
-        """While it lasts, `forward` answers as the model that training began with, with limits and columns as `head` has them.
-
-        Only of a role with adapters.
-        """
-        options = self.options
-        heads = [chunk.output_layer for chunk in map(unwrap_model, self.chunks) if chunk.post_process]
-        self._set_heads(heads, head)
-        try:
-            with self.adapters.as_begun():
-                yield
-        finally:
-            self._set_heads(heads, options)
-
-    @staticmethod
-    def _set_heads(heads: Sequence[Any], options: ModelOptions) -> None:
-        for layer in heads:
-            layer.limits, layer.collision = options.sampling_limits, options.collision
-
     def update(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        loss_function: LossFunction,
-        *,
-        position: ScorePosition = ScorePosition.NEXT,
-        applies: bool = True,
+        self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, *, position: ScorePosition = ScorePosition.NEXT
     ) -> dict[str, Any]:
         """One optimizer step on the summed loss of `micro_batches` over all data-parallel ranks.
 
-        It is not applied, and weights, moments and schedule stay as they are, where `update_guard.refusal` says so. Unless the
-        update `applies`, its gradients are added to those since the last optimizer step, for `step`; losses that keep experts
-        in balance are those of each pass.
+        It is not applied, and weights, moments and schedule stay as they are, where `update_guard.refusal` says so. Gradients
+        gathered before it are dropped.
 
         Returns metric sums of this rank on reporting ranks; what layers with experts routed under `EXPERTS`, on the leading
-        rank of their stage; and where it applies `grad_norm`, `lr`, `skipped` and `non_finite` on rank 0.
+        rank of their stage; and `grad_norm`, `lr`, `skipped` and `non_finite` on rank 0.
         """
-        before = None if applies else self.gathered
         self.gathered = None
+        watched = WatchedLoss(loss_function)
+        run = self.training_pass(micro_batches, watched, position)
+        metrics, is_finite = self.outcome(run(), watched)
+        return self.apply(metrics, is_finite=is_finite)
+
+    def training_pass(
+        self, micro_batches: Sequence[MicroBatch], watched: WatchedLoss, position: ScorePosition
+    ) -> Callable[..., dict[str, Any]]:
+        """Return `step.forward_backward` over `micro_batches`, to be called once."""
         for chunk in self.chunks:
             chunk.train()
-        watched = WatchedLoss(loss_function)
-        totals = forward_backward(
-            self.chunks,
-            self.options,
-            self._placed(micro_batches),
-            watched,
-            position=position,
-            progress=self.progress,
-            parts=PassParts(self.parts, self.watch),
-            adds=before is not None,
-            reduces=applies,
-        )
+        laid, parts = self._placed(micro_batches), PassParts(self.parts, self.watch)
+        pass_of = partial(forward_backward, self.chunks, self.options, laid, watched)
+        return partial(pass_of, position=position, progress=self.progress, parts=parts)
+
+    def outcome(self, totals: dict[str, Any], watched: WatchedLoss) -> tuple[dict[str, Any], bool]:
+        """Metric sums of a training pass, on reporting ranks, and whether its losses were finite."""
         metrics = totals if self.reports else {}
         of_parts = (metrics.get(name, 0.0) for part in self.parts for name in part.losses)
-        is_finite = watched.is_finite and all(map(math.isfinite, of_parts))
-        if applies:
-            return self._apply(metrics, is_finite=is_finite)
-        before = before or Gathered()
-        add_metrics(before.metrics, metrics)
-        self.gathered = Gathered(before.metrics, is_finite=before.is_finite and is_finite)
-        routed = {}
-        if self.watch is not None:
-            routed = self.watch.tell()
-            self.watch.set_aside()
-        return metrics | ({EXPERTS: routed} if routed else {})
+        return metrics, watched.is_finite and all(map(math.isfinite, of_parts))
 
-    def step(self) -> dict[str, Any]:
-        """Apply the gradients of updates that did not; returns what `update` does, without the metric sums."""
-        assert self.gathered is not None, "updates that do not apply come before a step"
-        gathered, self.gathered = self.gathered, None
-        reduce_gradients(self.chunks)
-        applied = self._apply(dict(gathered.metrics), is_finite=gathered.is_finite)
-        return {name: value for name, value in applied.items() if name not in gathered.metrics}
-
-    def _apply(self, metrics: dict[str, Any], *, is_finite: bool) -> dict[str, Any]:
+    def apply(self, metrics: dict[str, Any], *, is_finite: bool) -> dict[str, Any]:
         """The optimizer step by the reduced gradients, unless `update_guard.refusal` refuses it; see `update`."""
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
@@ -235,74 +176,3 @@ class RankModel:
         """Export adapters as `export` does weights: tensors such as `model.layers.0.self_attn.q_proj.lora_A.weight`, and
         a value head."""
         return export_weights(self.chunks, self.options, self.weight_map, None, replicas, which="adapters")
-
-    def shards(self) -> Shards:
-        """This rank's part of a checkpoint of model, optimizer, schedule and random numbers; no collective takes place."""
-        state: dict[str, Any] = self._models()
-        if self.optimizer is None:
-            return shards_of(state | {"average": self.average.sharded_state(global_tensors(self.chunks), state)}, [])
-        absent = absent_elements(state)
-        owned = owned_boxes(self.optimizer, state)
-        step = step_of(self.optimizer) or self.scheduler.num_steps  # of a rank that trains nothing Adam counts nothing
-        schedule = place_in_schedule(self.scheduler, self.updates_per_step)
-        state |= {"moments": {"step": step, "method": self.method}, "scheduler": schedule}
-        state |= {"layout": asdict(self.options.layout), "seed": initial_seed(), "rng": sharded_rng_state()}
-        return shards_of(state, owned, absent)
-
-    def load(self, folder: str, read_by: type[BoxReader] = BoxReader) -> None:
-        """Read a checkpoint made of all ranks' `shards`, under this or another layout (see `rng_state` for random numbers).
-
-        It may also have been written under another layer spec. `read_by` reads its tensors.
-
-        Raises:
-            CheckpointError: the checkpoint lacks something, has it in another shape, or cannot be read.
-        """
-        saved = dist_checkpointing.load_common_state_dict(folder)
-        is_same_layout = saved.get("layout") == asdict(self.options.layout)
-        reader, models = read_by(folder), self._models()
-        has_masters = reader.has("optimizer.param.")
-        if self.optimizer is not None:
-            if (method := saved["moments"].get("method", "adamw")) != self.method:
-                raise CheckpointError(
-                    f"'{folder}' has the moments of '{method}', and optimizer.name is '{self.method}'; it must be '{method}'"
-                )
-            make_moments(self.optimizer, self.chunks)
-            reader.read(moment_boxes(self.optimizer, models, has_masters=has_masters))
-        read_weights(reader, models)
-        self.average.load(reader, global_tensors(self.chunks), models)
-        state: dict[str, Any] = {name: reader.kept(objects_of(model)) for name, model in models.items()}
-        if self.optimizer is not None and is_same_layout:
-            state["rng"] = sharded_rng_state()
-        if any(state.values()):
-            try:
-                state = dist_checkpointing.load(state, folder)
-            except CheckpointException as error:  # a BaseException, whose text is the stacks of all ranks
-                cause, _ = next(iter(error.failures.values()))
-                raise CheckpointError(f"'{folder}' cannot be read: {' '.join(str(cause).split())}") from error
-        for number, chunk in enumerate(self.chunks):
-            name = f"model{number}"
-            weights = {key: entry.data for key, entry in models[name].items() if key not in state[name]}
-            # They have been read in place; Transformer Engine's FP8 weights do not survive being copied onto themselves.
-            read = {key for key, weight in weights.items() if is_float8tensor(weight)}
-            rest = {key: weight for key, weight in weights.items() if key not in read}
-            with scaling_state.permitted(state[name], folder):
-                incompatible_keys = unwrap_model(chunk).load_state_dict(rest | state[name], strict=False)
-            # what is not trained is in no checkpoint
-            absent = read if self.options.lora is None else {*incompatible_keys.missing_keys}
-            if incompatible_keys.unexpected_keys or set(incompatible_keys.missing_keys) != absent:
-                raise CheckpointError(f"'{folder}' does not have the model's weights: {', '.join(map(str, incompatible_keys))}")
-        if self.optimizer is not None:
-            finish_moments(self.optimizer, saved["moments"]["step"], has_masters=has_masters)
-            continue_schedule(self.scheduler, saved["scheduler"], self.updates_per_step)
-            if is_same_layout:
-                restore_rng_state(state["rng"])
-            else:
-                reseed(saved.get("seed", 0), self.scheduler.num_steps)
-
-    def _models(self) -> dict[str, Any]:
-        """The sharded state of each of this rank's pipeline chunks."""
-        chunks = [unwrap_model(chunk) for chunk in self.chunks]
-        states = [chunk.sharded_state_dict() for chunk in chunks]
-        if self.options.lora is not None:
-            states = [adapter_part("layers").trained_entries(chunk, state) for chunk, state in zip(chunks, states, strict=True)]
-        return {f"model{number}": state for number, state in enumerate(states)}

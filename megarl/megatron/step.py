@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -105,12 +105,12 @@ def forward_backward(
     progress: PassProgress | None = None,
     parts: PassParts = NO_PARTS,
     adds: bool = False,
-    reduces: bool = True,
+    within: AbstractContextManager[None] | None = None,
 ) -> dict[str, Any]:
     """Accumulate and reduce the gradients of the summed loss; returns the metric sums of this rank's last stage.
 
     What routers decide is counted by `parts.watch`, which adds the losses that keep experts in balance. With `adds` the
-    gradients join those that are there. Without `reduces` they stay this rank's own, until `reduce_gradients`.
+    gradients join those that are there. `within` is entered for the pass.
     """
     if not adds:
         for chunk in chunks:
@@ -121,7 +121,7 @@ def forward_backward(
         with torch.no_grad(), scheduled(_no_loss, forward_only=True) as run:
             run()
         parts.watch.keep_loads()
-    with nullcontext() if reduces else _unreduced(chunks), scheduled(loss_function, forward_only=False) as run:
+    with within or nullcontext(), scheduled(loss_function, forward_only=False) as run:
         of_micro_batches = run()
     for metrics in metrics_on_host(of_micro_batches):
         add_metrics(totals, metrics)
@@ -135,29 +135,6 @@ def add_metrics(totals: dict[str, Any], metrics: Mapping[str, Any]) -> None:
             totals[name] = totals.get(name, {}) | value
         else:
             totals[name] = max(totals.get(name, value), value) if name.endswith("_max") else totals.get(name, 0) + value
-
-
-@contextmanager
-def _unreduced(chunks: Sequence[Any]) -> Iterator[None]:
-    """Meanwhile megatron-core's schedule leaves every rank its own gradients."""
-    config = get_model_config(chunks[0])
-    before = config.finalize_model_grads_func, config.no_sync_func
-    config.finalize_model_grads_func, config.no_sync_func = None, nullcontext
-    try:
-        with ExitStack() as stack:
-            for chunk in chunks:
-                stack.enter_context(chunk.no_sync())
-            yield
-    finally:
-        config.finalize_model_grads_func, config.no_sync_func = before
-
-
-def reduce_gradients(chunks: Sequence[Any]) -> None:
-    """Sum the gradients of all ranks, as the last micro-batch of a pass that `reduces` does; collective over the world."""
-    if chunks[0].ddp_config.overlap_grad_reduce:  # else the reduction begins where it is waited for
-        for chunk in chunks:
-            chunk.start_grad_sync()
-    get_model_config(chunks[0]).finalize_model_grads_func([*chunks])
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 
 import numpy as np
 import numpy.typing as npt
 
+from megarl.data.media import Pixels
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition
 from megarl.models.flops import FlopsModel
@@ -44,13 +45,21 @@ def update_flops(
         attention -= int(flops.attention(behind, lengths).sum())
         attention += int(flops.attention(np.zeros_like(prompts), prompts).sum() + flops.attention(prompt_of, fed).sum())
         rows += share.scored_tokens
-        of_towers += sum(flops.tower(grid for _, grid in pictures) for pictures in share.pictures())
+        of_towers += sum(flops.tower(grid for _, grid in pictures) for pictures in pictures_of(share))
     of_decoder = flops.per_token * tokens + attention + flops.per_logit_row * rows * logits
     if flops.prediction is not None:  # its sequences begin at their second tokens, and end where the decoder's do
         of_decoder += sum(_of_predicting(flops.prediction, share, shared_prompts=shared_prompts) for share in shares)
     # of weights that are not trained the gradients are not computed, which take as long as a forward pass
     frozen = flops.frozen_per_token * tokens + flops.frozen_per_row * rows * logits
     return UpdateFlops(PASSES * of_decoder - frozen, tower_passes * of_towers, tokens, apart)
+
+
+def pictures_of(share: Share) -> Iterator[set[Pixels]]:
+    """The different pictures of each micro-batch."""
+    prompts, responses, units = iter(share.media), iter(share.told_media), iter(share.units.tolist())
+    for count in share.micro_batches.tolist() if share.media or share.told_media else ():
+        response_media = islice(responses, sum(islice(units, count)))
+        yield {shown.pixels for media in (*islice(prompts, count), *response_media) for shown in media}
 
 
 def _repeated(share: Share, *, shared_prompts: bool) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from megarl.config.secrets import without_secrets
 from megarl.config.sections import DataConfig, RewardConfig, reward_labels
 from megarl.data.final_answer import extract_answer
-from megarl.data.rows import find_value
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError, nearest
 from megarl.rewards.builtin.boxes import Boxes
@@ -58,10 +57,6 @@ BUILT_IN: dict[str, type[Any]] = {
 """Each is made with the key of the gold answer in a row, `ReasoningGymTask` with the sources of rows instead."""
 
 
-FORMS_TRIED = 8
-"""Sets of keys of rows, such as rows with and without `answer`, that a function of the user is tried with."""
-TRIED_S = 60.0
-"""For a function of the user that is tried before a run."""
 SCORED_S = 600.0
 """For the samples of a step, by all sources together."""
 _MARGIN_S = 5.0
@@ -127,31 +122,6 @@ class RewardSources:
             for prompt in prompts:
                 scorer.check(prompt)
 
-    def try_sources(self, prompts: Sequence[Prompt], *, functions: bool = True) -> None:
-        """Have others' programs judge made-up responses to the first of `prompts`, so that a mistake is told early.
-
-        The user's own functions judge two to the first prompt of each set of keys that rows have, unless `functions` is false:
-        they may read turns, which a made-up response lacks.
-        Servers of `http` judge one; judges (`llm_judge`) are not asked, as their answers may cost money.
-
-        Raises:
-            RewardError: one of them raised, answered what is no reward, or could not be asked.
-        """
-        for label, _, scorer in self.sources:
-            if isinstance(scorer, UserReward) and functions:
-                key, count, deadline_s = scorer.keys.answer, 2, TRIED_S
-            elif isinstance(scorer, HttpReward):
-                key, count, deadline_s = scorer.answer_key, 1, SCORED_S
-            else:
-                continue
-            for prompt in _one_of_each(prompts) if isinstance(scorer, UserReward) else prompts[:1]:
-                samples = [made_up_sample(prompt, _gold_text(prompt, key), number) for number in range(count)]
-                try:
-                    _within(scorer, samples, time.monotonic() + deadline_s, label, deadline_s)
-                except RewardError as error:
-                    of = "made-up responses" if count > 1 else "a made-up response"
-                    raise RewardError(f"{error}; asked before the run about {of} to row {prompt.row_id}") from None
-
     def final_answer(self, response: str) -> str | None:
         """The answer of a response, as the first source sees it that reads answers; else its `<answer>` or its whole text."""
         for _, _, scorer in self.sources:
@@ -211,34 +181,13 @@ class RewardSources:
             self.tolerance.load_totals(state.get("errors", {}))
 
 
-def made_up_sample(prompt: Prompt, text: str, number: int = 0) -> Sample:
-    """The response `text` to `prompt` as an engine might have given it, for functions that are tried without a model."""
-    group = prompt.group_id or prompt.row_id  # groups are named when they are drawn
-    ids = (f"{group}/{number}", group, prompt.row_id)
-    return Sample(
-        *ids, list(prompt.prompt_ids), [0], [1], [0.0], [0], "stop",
-        prompt_text=prompt.prompt_text, response_text=text, row=dict(prompt.row),
-    )  # fmt: skip
-
-
-def _one_of_each(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The first prompt of each set of keys that rows have, of the first `FORMS_TRIED` sets."""
-    firsts = {frozenset(prompt.row): prompt for prompt in reversed(prompts)}
-    return sorted(firsts.values(), key=prompts.index)[:FORMS_TRIED]
-
-
-def _gold_text(prompt: Prompt, key: str) -> str:
-    gold = find_value(prompt.row, key)
-    return str(gold) if isinstance(gold, str | int | float) else "0"
-
-
 def _outcomes(scorer: Scorer, samples: list[Sample], until: float, label: str, deadline_s: float) -> list[Outcome]:
     """One outcome per sample, an error in place of each number that is not finite.
 
     Raises:
         RewardError: the source gave another number of them, or none in time; what it raises is passed on.
     """
-    verdicts = _within(scorer, samples, until, label, deadline_s)
+    verdicts = verdicts_within(scorer, samples, until, label, deadline_s)
     if len(verdicts) != len(samples):
         raise RewardError(f"reward '{label}' gave {len(verdicts)} rewards for {len(samples)} samples")
     outcomes: list[Outcome] = []
@@ -252,7 +201,7 @@ def _outcomes(scorer: Scorer, samples: list[Sample], until: float, label: str, d
     return outcomes
 
 
-def _within(scorer: Scorer, samples: list[Sample], until: float, label: str, deadline_s: float) -> Sequence[Outcome]:
+def verdicts_within(scorer: Scorer, samples: list[Sample], until: float, label: str, deadline_s: float) -> Sequence[Outcome]:
     """Call `scorer` in a thread of its own, which is left behind if it does not finish."""
     outcome: queue.SimpleQueue[tuple[Sequence[Outcome] | None, BaseException | None]] = queue.SimpleQueue()
 

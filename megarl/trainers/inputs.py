@@ -10,11 +10,11 @@ from megarl.algorithms import ADVANTAGES, POLICY_LOSSES
 from megarl.config import Config
 from megarl.config.evaluations import EvaluationConfig
 from megarl.config.stop_checks import stops_of
+from megarl.data.held_out import drop_eval_overlap
 from megarl.data.mixture import build_parts
 from megarl.data.prompts import rows_of
 from megarl.data.row_media import open_media
 from megarl.data.rows import Origin
-from megarl.data.sampler import drop_eval_overlap
 from megarl.data.stop_finder import check_stops_of
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import ModelError
@@ -22,6 +22,7 @@ from megarl.experience.inputs import EvaluationSet, RlInputs
 from megarl.experience.step_parts import open_parts
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.rewards import build_rewards
+from megarl.rewards.trial import try_sources
 from megarl.rollout.engines.registry import check_engine
 from megarl.rollout.episodes import open_episodes
 from megarl.supervise.child_run import is_restart
@@ -59,10 +60,10 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
         rewards.check([*(prompt for part in kept for prompt in part), *held_out])
         if not is_restart():  # they judged before, and a server that is lost may be a while in coming back
             is_single = kind.kind == "single"
-            rewards.try_sources([*(prompt for part in kept for prompt in part), *held_out], functions=is_single)
+            try_sources(rewards, [*(prompt for part in kept for prompt in part), *held_out], functions=is_single)
             for evaluation in evaluations:
                 if evaluation.settings.rewards is not None:
-                    evaluation.rewards.try_sources(evaluation.prompts, functions=is_single)
+                    try_sources(evaluation.rewards, evaluation.prompts, functions=is_single)
         rewards.tolerate(config.rewards)
         parts_of_step = open_parts(config, tokenizer) if train else []
         for part in parts_of_step:

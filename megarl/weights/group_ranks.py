@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from megarl.weights.engine_group import EngineGroup, Groups, OnTheWay, Turns, in_a_thread, leave, start_receiving, together
+from megarl.weights.rank_plan import SliceKey
+from megarl.weights.received import ReceivedBoxes, ReceivedDigests, Whole
+from megarl.weights.sglang_places import ModelParameters, box
+from megarl.weights.sglang_targets import EVERY_RANK
 
 COPIED_BYTES = 64 * 2**20
 """How many bytes may be under way into memory of their own; what is received where it belongs takes none."""
@@ -26,17 +30,52 @@ class Announced(NamedTuple):
     come: Future[None]
 
 
-class Arrivals(Protocol):
-    """Taker of a call's messages."""
+class Arrivals:
+    """Places where messages of a call belong, and what is done with them when they have come."""
+
+    def __init__(
+        self,
+        parameters: ModelParameters,
+        received: ReceivedDigests,
+        boxes: ReceivedBoxes,
+        read: Callable[..., Whole],
+        load_whole: Callable[[Whole], None],
+    ) -> None:
+        """`received` and `boxes` are told what has come. `read` copies a message to where it belongs, and gives what is whole
+        for `load_whole`."""
+        self._parameters, self._received, self._boxes = parameters, received, boxes
+        self._read, self._load_whole = read, load_whole
+        self._whole: Whole = []
 
     def place(self, message: Sequence[Any]) -> torch.Tensor | None:
-        """The place where a message can be received as it comes; None: it must be copied from elsewhere."""
+        """The place where a message can be received as it comes, if it is of one piece; None: it is copied from elsewhere."""
+        *_, dtype, _, _ = message[0]
+        key = _held(message[0])
+        if len(message) > 1 or key.engine_rank == EVERY_RANK or key.tensor.startswith(self._parameters.of_draft):
+            return None
+        to = box(self._parameters, key)
+        return to if to.is_contiguous() and to.dtype == getattr(torch, dtype) else None
 
     def take(self, message: Sequence[Any], values: torch.Tensor, *, in_place: bool, checked: bool) -> None:
         """Take what has come."""
+        if not in_place:
+            self._whole += self._read(message, values, checked=checked)
+        elif checked and not values.is_cuda:
+            self._received.hash(_held(message[0]), values)  # while the next ones come
+        else:
+            self._received.forget(_held(message[0]))
+        self._boxes.note(message)
 
     def end(self) -> None:
         """Everything has come."""
+        self._load_whole(self._whole)
+        if self._parameters.device.type == "cuda":
+            torch.cuda.synchronize(self._parameters.device)
+
+
+def _held(piece: tuple[Any, ...]) -> SliceKey:
+    *key_fields, _, _, _ = piece
+    return SliceKey(*key_fields)
 
 
 _groups: dict[str, tuple[EngineGroup, Any, Groups]] = {}

@@ -13,6 +13,9 @@ from megarl.weights.copying import copy_hashed
 from megarl.weights.rank_plan import SliceKey
 from megarl.weights.sglang_targets import EVERY_RANK
 
+Whole = list[tuple[str, torch.Tensor]]
+"""Tensors by name that came whole, for the model's own loader to cut."""
+
 
 class ReceivedBoxes:
     """The boxes that this rank was sent, with the dtype of each: a check of all of them need not name them.

@@ -7,13 +7,12 @@ What SGLang derives from a parameter (`DERIVED_FROM`) is made anew as soon as th
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,12 +24,11 @@ from megarl.weights.checksums import digests
 from megarl.weights.copying import copy, in_threads
 from megarl.weights.cuda_ipc import opened
 from megarl.weights.digests import combined
-from megarl.weights.group_ranks import give_up, join, receive
 from megarl.weights.intake import Intake
 from megarl.weights.intake_ranks import RankIntake
 from megarl.weights.payloads import CHECK, INTAKE, JOIN, OPEN, READ, RECEIVE, SUM, send_answer
 from megarl.weights.rank_plan import SliceKey
-from megarl.weights.received import ReceivedBoxes, ReceivedDigests
+from megarl.weights.received import ReceivedBoxes, ReceivedDigests, Whole
 from megarl.weights.sglang_places import (
     DERIVED_FROM,
     EXPERTS,
@@ -44,9 +42,6 @@ from megarl.weights.sglang_places import (
 )
 from megarl.weights.sglang_targets import EVERY_RANK
 
-Whole = list[tuple[str, torch.Tensor]]
-
-
 _kept: dict[str, torch.Tensor] = {}
 """The senders' buffers by name: to map one anew for every load would take as long as reading it."""
 
@@ -56,7 +51,7 @@ def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
     parameters = ModelParameters.of(model)
     names = draft_names()
     if names is not None and names.is_draft(parameters.tensors):
-        _load_draft(model, parameters, names)
+        names.load_draft(model, parameters, partial(_digests, parameters))
         return
     changed: set[str] = set()
     for (name, content), buffer in named_tensors:
@@ -69,13 +64,19 @@ def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
             intake, rank = content
             _wait_for_gpu(parameters.device)  # other threads have other streams
             of_rank = RankIntake(Intake(*intake), rank, parameters.device)
-            of_rank.take_all(partial(_take_payload, model, parameters, changed), give_up)
+            of_rank.take_all(partial(_take_payload, model, parameters, changed), _give_up)
             _wait_for_gpu(parameters.device)
         else:
             _take_payload(model, parameters, changed, [((name, content), buffer)])
     if changed:
         model.post_load_weights(weight_names=changed)
         _received.forget_all()
+
+
+def _give_up() -> None:
+    """Have nothing wait for further senders of a process group, if this rank has been in one."""
+    if (groups := sys.modules.get("megarl.weights.group_ranks")) is not None:
+        groups.give_up()
 
 
 def _wait_for_gpu(device: torch.device) -> None:
@@ -94,12 +95,17 @@ def _take_payload(
     for (name, content), buffer in named_tensors:
         pieces: Sequence[Any] = ()
         if name == JOIN:
+            from megarl.weights.group_ranks import join
+
             join(parameters.device, *content)
         elif name == READ:
             read = part("transports", "reader", "rollout.weight_transport").read
             pieces = read(partial(_take, model, parameters), parameters.device, *content)
         elif name == RECEIVE:
-            later = receive(_Arrivals(model, parameters), parameters.device, *content)
+            from megarl.weights.group_ranks import Arrivals, receive
+
+            arrivals = Arrivals(parameters, _received, _boxes, partial(_read, parameters), partial(_load_whole, model))
+            later = receive(arrivals, parameters.device, *content)
             pieces = list(chain.from_iterable(message for _, message in content[-1]))
         elif name == OPEN:
             shared, pieces = content
@@ -107,7 +113,7 @@ def _take_payload(
         else:
             _kept[name], (pieces, checked) = buffer, content
             _take(model, parameters, pieces, buffer, checked=checked)
-        if name != RECEIVE:  # of which nothing has come so far: `_Arrivals` takes note
+        if name != RECEIVE:  # of which nothing has come so far: `Arrivals` takes note
             _boxes.note(pieces)
         changed |= {tensor for tensor, *_ in pieces if DERIVED_FROM in tensor and not tensor.startswith(parameters.of_draft)}
         if name == OPEN:
@@ -137,75 +143,16 @@ _received = ReceivedDigests()
 _boxes = ReceivedBoxes()
 
 
-@dataclass
-class HeldBoxes:
-    """Digests of boxes ("" where they are the draft's), what is not covered, and where the answer goes; `summed`: as sums."""
-
-    boxes: list[SliceKey]
-    digests: list[str]
-    uncovered: list[str]
-    where: tuple[str, int]
-    key: str
-    summed: bool
-
-    def send(self) -> None:
-        """Answer whoever asked."""
-        found = combined(zip(self.boxes, self.digests, strict=True)) if self.summed else self.digests
-        send_answer(found, self.uncovered, self.where, self.key)
-
-
-@dataclass
-class Waiting:
-    """Weights that came for the draft, and questions about it, in the call for the policy."""
-
-    boxes: list[tuple[SliceKey, torch.Tensor]] = field(default_factory=list)
-    whole: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    asked: list[tuple[int, SliceKey, str]] = field(default_factory=list)
-    """Place among all digests, box, and the dtype in which it was sent."""
-    answer: HeldBoxes | None = None
-    """What is known of the policy's boxes."""
-
-
-_waiting = Waiting()
-"""For the call by which SGLang has the draft loaded, which follows."""
-
-
-def _load_draft(model: Any, parameters: ModelParameters, names: ModuleType) -> None:
-    """Give the draft what came for it in the call before, and answer what was asked of it."""
-    global _waiting
-    waiting, _waiting = _waiting, Waiting()
-    for slice_key, values in waiting.boxes:
-        box(parameters, slice_key._replace(tensor=names.draft_name(slice_key.tensor))).copy_(values)
-    if waiting.whole:
-        model.load_weights(waiting.whole)
-    if any(DERIVED_FROM in slice_key.tensor for slice_key, _ in waiting.boxes):
-        model.post_load_weights(is_nextn=True)
-    if waiting.answer is None:
-        return
-    answer = waiting.answer
-    boxes = [
-        (tuple(slice_key._replace(tensor=names.draft_name(slice_key.tensor))), dtype) for _, slice_key, dtype in waiting.asked
-    ]
-    draft_digests, missing = _digests(parameters, boxes)
-    for (index, _, _), draft_digest in zip(waiting.asked, draft_digests, strict=True):
-        answer.digests[index] = draft_digest
-    answer.uncovered += [name for name in missing if name not in names.SHARED]
-    answer.send()
-
-
 def _read(
     parameters: ModelParameters, content: Iterable[tuple[Any, ...]], buffer: torch.Tensor, *, checked: bool = False
 ) -> Whole:
     """Copy what lies in a buffer to where it belongs; gives what is whole. `checked`: its digests will be asked for."""
-    whole, boxes = [], []
+    whole, boxes, names = [], [], draft_names()
     for *key_fields, dtype, start, stop in content:
         key = SliceKey(*key_fields)
         values = buffer[start:stop].view(getattr(torch, dtype)).view(key.rows, key.cols)
-        if key.tensor.startswith(parameters.of_draft):
-            if key.engine_rank == EVERY_RANK:
-                _waiting.whole.append((key.tensor, values.clone()))
-            else:
-                _waiting.boxes.append((key, values.clone()))
+        if names is not None and key.tensor.startswith(parameters.of_draft):
+            names.keep(key, values.clone())
         elif key.engine_rank == EVERY_RANK:
             whole.append((key.tensor, values))
         else:
@@ -222,48 +169,6 @@ def _write(held: SliceKey, to: torch.Tensor, values: torch.Tensor, *, checked: b
         _received.copy(held, to, values)
     else:
         copy(to, values)
-
-
-class _Arrivals:
-    """Places where messages of a call belong, and what is done with them when they have come."""
-
-    def __init__(self, model: Any, parameters: ModelParameters) -> None:
-        self._model, self._parameters = model, parameters
-        self._whole: Whole = []
-
-    def place(self, message: Sequence[Any]) -> torch.Tensor | None:
-        """The place where a message can be received as it comes; None: it must be copied from elsewhere."""
-        return _in_place(self._parameters, message)
-
-    def take(self, message: Sequence[Any], values: torch.Tensor, *, in_place: bool, checked: bool) -> None:
-        """Take what has come."""
-        if not in_place:
-            self._whole += _read(self._parameters, message, values, checked=checked)
-        elif checked and not values.is_cuda:
-            _received.hash(_held(message[0]), values)  # while the next ones come
-        else:
-            _received.forget(_held(message[0]))
-        _boxes.note(message)
-
-    def end(self) -> None:
-        """Everything has come."""
-        _load_whole(self._model, self._whole)
-        _wait_for_gpu(self._parameters.device)
-
-
-def _held(piece: tuple[Any, ...]) -> SliceKey:
-    *key_fields, _, _, _ = piece
-    return SliceKey(*key_fields)
-
-
-def _in_place(parameters: ModelParameters, message: Any) -> torch.Tensor | None:
-    """The place of a message's only piece, if it can be received there as it comes."""
-    *_, dtype, _, _ = message[0]
-    key = _held(message[0])
-    if len(message) > 1 or key.engine_rank == EVERY_RANK or key.tensor.startswith(parameters.of_draft):
-        return None
-    to = box(parameters, key)
-    return to if to.is_contiguous() and to.dtype == getattr(torch, dtype) else None
 
 
 def _covers(name: str, parameter: torch.Tensor, filled: Sequence[torch.Tensor]) -> bool:
@@ -299,19 +204,20 @@ def _answer(
 ) -> None:
     """Answer for the policy; where boxes of the draft are asked for, too, it answers for both. `summed`: with their sums."""
     boxes = list(boxes)
-    keys = [SliceKey(*key_fields) for key_fields, _ in boxes]
-    of_draft = [key_fields[0].startswith(parameters.of_draft) for key_fields, _ in boxes]
-    found, uncovered = _digests(
-        parameters, [entry for entry, others in zip(boxes, of_draft, strict=True) if not others], _received
-    )
-    if not any(of_draft):
-        HeldBoxes(keys, found, uncovered, where, key, summed).send()
-        return
-    rest = iter(found)
-    of_policy = ["" if others else next(rest) for others in of_draft]
-    _waiting.answer = HeldBoxes(keys, of_policy, uncovered, where, key, summed)
-    drafts = enumerate(zip(boxes, of_draft, strict=True))
-    _waiting.asked = [(number, SliceKey(*key_fields), dtype) for number, ((key_fields, dtype), others) in drafts if others]
+    names = draft_names()
+    asked = boxes if names is None else names.of_the_policy(parameters, boxes)
+    found, uncovered = _digests(parameters, asked, _received)
+    if len(asked) < len(boxes):
+        assert names is not None, "it has left them out"
+        names.answer_later(parameters, boxes, found, uncovered, partial(_send, where=where, key=key, summed=summed))
+    else:
+        _send([SliceKey(*place) for place, _ in boxes], found, uncovered, where, key, summed=summed)
+
+
+def _send(
+    keys: Sequence[SliceKey], found: Sequence[str], uncovered: list[str], where: tuple[str, int], key: str, *, summed: bool
+) -> None:
+    send_answer(combined(zip(keys, found, strict=True)) if summed else found, uncovered, where, key)
 
 
 def _digests(

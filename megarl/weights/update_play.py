@@ -13,11 +13,11 @@ from itertools import groupby
 from megarl.option_list import part
 from megarl.weights.cost import LOAD_S, MESSAGE_S, ClusterRates
 from megarl.weights.engine_group import steps_of
+from megarl.weights.group_sender import SMALL_BYTES, TOGETHER_BYTES
 from megarl.weights.machines import Machines
 from megarl.weights.placement import Placement
 from megarl.weights.plan import ReshardPlan, TransferBucket
 from megarl.weights.rank_plan import batches
-from megarl.weights.sglang_senders import SMALL_BYTES, TOGETHER_BYTES
 from megarl.weights.sglang_targets import EVERY_RANK
 from megarl.weights.simulated_network import Port, SimulatedNetwork
 
@@ -171,7 +171,7 @@ class _Play:
 
 
 def _together(pieces: Iterable[int]) -> Iterator[int]:
-    """The bytes of messages in which pieces of so many travel, as `sglang_senders` makes them."""
+    """The bytes of messages in which pieces of so many travel, as `group_sender` makes them."""
     small = 0
     for nbytes in pieces:
         if nbytes >= SMALL_BYTES["cuda"]:

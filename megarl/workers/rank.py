@@ -39,6 +39,7 @@ from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.megatron.rank_model import RankModel
 from megarl.megatron.row_shard import shard_of_replica
 from megarl.megatron.weights import Quantiser, adapter_shards, local_shards
+from megarl.models.adapters import adapter_part
 from megarl.models.registry import load_hf_config
 from megarl.observe.rank_record import RankRecord
 from megarl.observe.trace import take_spans, timed
@@ -129,7 +130,7 @@ class Rank:
         with record_function(f"forward {role}"):  # a profile shows it under this name
             begun = self.beginnings.get(role)
             model = self.roles[role if begun is None or begun.begins is None else begun.begins]
-            with nullcontext() if begun is None else model.as_begun(begun):
+            with nullcontext() if begun is None else adapter_part("layers").role_as_begun(model, begun):
                 return model.forward([*chain(*shares)], position=position, top_k=top_k) or None
 
     def whole_shares(self, shares: Sequence[Share], *values: Any) -> list[Share]:
@@ -192,11 +193,18 @@ class Rank:
     ) -> dict[str, float]:
         """One optimizer step on the micro-batches of all `shares`, or gradients for one; metric sums of this rank."""
         with record_function(f"update {role}"):
-            return self.roles[role].update([*chain(*shares)], loss_function, position=position, applies=applies)
+            micro_batches = [*chain(*shares)]
+            if applies:
+                return self.roles[role].update(micro_batches, loss_function, position=position)
+            from megarl.megatron.gathered_updates import gather
+
+            return gather(self.roles[role], micro_batches, loss_function, position)
 
     def optimizer_step(self, role: str) -> dict[str, float]:
         """One optimizer step by gradients of updates that did not apply; `grad_norm`, `lr` and `skipped`, on rank 0."""
-        return self.roles[role].step()
+        from megarl.megatron.gathered_updates import apply_gathered
+
+        return apply_gathered(self.roles[role])
 
     def copy_role(self, source: str, target: str, share: float) -> None:
         """`target` ← share·`source` + (1 − share)·`target`; both have the same layout and head. 1: copy."""
@@ -335,8 +343,10 @@ class Rank:
 
     def save_role(self, role: str, folder: str) -> None:
         """Copy this rank's part of the role's checkpoint, and write it into `folder` in the background."""
+        from megarl.megatron.role_checkpoint import shards_of_role  # a step needs none of it
+
         self.writer = self.writer or BackgroundWriter()
-        self.writer.begin(role, self.roles[role].shards(), folder)
+        self.writer.begin(role, shards_of_role(self.roles[role]), folder)
 
     def saved_role(self, role: str, wait: bool) -> Written | None:
         """The files that `save_role` wrote once it is on the disk; None if it is not yet and `wait` is not asked for."""
@@ -345,7 +355,9 @@ class Rank:
 
     def load_role(self, role: str, folder: str) -> None:
         """Read the role's distributed checkpoint; collective over the world."""
-        self.roles[role].load(folder)
+        from megarl.megatron.role_checkpoint import load_role
+
+        load_role(self.roles[role], folder)
 
     def start_profile(self, file: str | None) -> None:
         """Record what is computed until `stop_profile`, for `file` (see `profiling.Profile`); None: this rank does not."""

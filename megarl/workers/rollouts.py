@@ -27,7 +27,7 @@ from megarl.rollout.engines.protocol import EnginePlace, SamplingParams
 from megarl.rollout.engines.registry import check_engine, engine_path
 from megarl.rollout.scheduling.engine_order import CALLS_PER_ENGINE
 from megarl.rollout.scheduling.engine_state import GenerateGroups, PendingResult
-from megarl.rollout.scheduling.requests import episode_groups, single_turns
+from megarl.rollout.scheduling.requests import single_turns
 from megarl.rollout.scheduling.scheduler import Scheduler
 from megarl.weights.machines import Machines
 from megarl.workers.cluster import Cluster
@@ -321,6 +321,8 @@ class Rollouts:
     def _respond(self, params: SamplingParams, n: int) -> GenerateGroups:
         deadline_s = self.config.rollout.deadlines.generate_s
         if self.episodes is not None:
+            from megarl.rollout.scheduling.episode_requests import episode_groups  # single turns need none of it
+
             return episode_groups(self.episodes, params, n, deadline_s)
         stored = not any(columns()[name].tokens for name in params.extra)  # token columns travel with their responses
         return single_turns(params, n, deadline_s, self.tokenizer, stored=stored)

@@ -18,7 +18,7 @@ from megarl.weights.model_compatibility import ServedModel
 from megarl.weights.plan import ReshardPlan, bucket_of_load, plan_of_map, plan_reshard
 from megarl.weights.pusher import Sender
 from megarl.weights.rank_plan import SliceKey, WeightSlice
-from megarl.weights.sglang_senders import GroupSender, ServerEndpoint, TensorSender
+from megarl.weights.sglang_senders import ServerEndpoint, TensorSender
 from megarl.weights.staging import StagedSlices, Staging
 from megarl.workers.engine_calls import submit
 
@@ -105,6 +105,8 @@ def open_sender(target: SendTarget, transport: str, member: Membership, timeout_
     if transport == "rdma":
         sender: Sender = part("transports", "sender", "rollout.weight_transport").ReadSender(target, timeout_s)
         return sender
+    from megarl.weights.group_sender import GroupSender  # where no group is made, nothing of one is imported
+
     return GroupSender(target, **vars(member), timeout_s=timeout_s)
 
 

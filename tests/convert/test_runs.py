@@ -112,10 +112,11 @@ def load_and_export(rank: int, world_size: int, path: str, checkpoint: str) -> d
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions
     from megarl.megatron.rank_model import RankModel
+    from megarl.megatron.role_checkpoint import load_role
 
     initialize_layout(Layout(), seed=1)
     role = RankModel(ModelOptions(path, Layout(), trainable=False))
-    role.load(checkpoint)
+    load_role(role, checkpoint)
     return {name: value.clone() for name, value in role.export()}
 
 

@@ -19,7 +19,9 @@ from megarl.data.media import Media
 from megarl.data.micro_batches import plan_micro_batches
 from megarl.data.sample import Sample
 from megarl.data.stream import pack
+from megarl.data.supervised import behind_prompt, units_of
 from megarl.models.flops import FlopsModel
+from megarl.models.update_flops import pictures_of
 
 
 def _sample(row: int, group: str, prompt: list[int], response: list[int], mask: list[int]) -> Sample:
@@ -79,7 +81,7 @@ def test_responses_with_a_prompt_each_have_its_pictures_computed_once_where_they
     plan = plan_micro_batches(shared.sizes, ranks=2, max_tokens=60, flops=flops, copied_prompts=True)
     units, apart = shared.with_copied_prompts(plan)
     shares = batch.shares(units, apart, ["rollout_log_probs"])
-    assert [len(pictures) for share in shares for pictures in share.pictures()] == [1] * 8
+    assert [len(pictures) for share in shares for pictures in pictures_of(share)] == [1] * 8
     expected = batch.unit_rows(range(32), share_prefix=False)
     assert sorted(units.sizes) == sorted(expected.sizes)
     found = [(response.index, unit.media) for share in shares for unit in chain(*share) for response in unit.responses]
@@ -91,7 +93,7 @@ def test_a_response_behind_another_prompt_takes_its_own_pictures_along() -> None
     samples = _batch().samples
     one = replace(samples[0], prompt_ids=[1, 2, 3], media=[red, blue])
     other = replace(samples[2], prompt_ids=[4, 5], media=[green])
-    moved = one.behind(other)
+    moved = behind_prompt(one, other)
     assert (moved.prompt_ids, moved.response_ids) == (other.prompt_ids, one.response_ids)
     assert moved.media == [green, replace(blue, place=3)]
     assert moved.response_media == one.response_media == (replace(blue, place=1),)
@@ -135,7 +137,7 @@ def test_what_is_packed_comes_back_to_its_row_and_token(share: bool) -> None:
     batch = _batch()
     column = torch.arange(15.0).reshape(5, 3) + 1
     batch.columns["advantages"] = column
-    units = batch.units([4, 2, 0, 1, 3], ["advantages"], share_prefix=share)
+    units = units_of(batch, [4, 2, 0, 1, 3], ["advantages"], share_prefix=share)
     # Rows 0 and 2 share group and prompt; row 4 is of their group but has another prompt.
     shared = [[4], [2, 0], [1, 3]] if share else [[4], [2], [0], [1], [3]]
     assert [[response.index for response in unit.responses] for unit in units] == shared

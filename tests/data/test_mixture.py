@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from megarl.config import parse_config
 from megarl.config.sections import DataConfig
 from megarl.config.sources import SourceConfig
-from megarl.data.mixture import build_parts, mixture_weights
+from megarl.data.mixture import build_parts, build_sampler, mixture_weights
+from megarl.data.mixture_sampler import MixtureSampler
 from megarl.data.prompts import load_rows
 from megarl.data.sample import Prompt
-from megarl.data.sampler import MixtureSampler, RowSampler, build_sampler
+from megarl.data.sampler import RowSampler
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings
 from megarl.data.tokenize import PromptBuilder
 from megarl.errors import CheckpointError, ConfigError, DataError

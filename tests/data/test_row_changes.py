@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from megarl.config.sources import SourceConfig
 from megarl.data.media import Media
 from megarl.data.mixture import place_of_row
+from megarl.data.mixture_sampler import MixtureSampler
 from megarl.data.row_changes import row_hashes
 from megarl.data.rows import Origin, RowPlace
 from megarl.data.sample import Prompt
-from megarl.data.sampler import MixtureSampler, RowSampler
+from megarl.data.sampler import RowSampler
 from megarl.errors import CheckpointError
 
 

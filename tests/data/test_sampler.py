@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.data.held_out import count_held_out, drop_eval_overlap
 from megarl.data.media import Media
 from megarl.data.sample import Prompt, Sample
-from megarl.data.sampler import RowSampler, count_held_out, drop_eval_overlap
+from megarl.data.sampler import RowSampler
 from megarl.errors import CheckpointError, DataError
 
 

@@ -11,7 +11,7 @@ import yaml
 from megarl.config import SupervisedConfig
 from megarl.data.batch import Batch
 from megarl.data.sampler import RowSampler
-from megarl.data.supervised import SupervisedBuilder, SupervisedSettings
+from megarl.data.supervised import SupervisedBuilder, SupervisedSettings, units_of
 from megarl.errors import ConfigError, DataError
 from tests.data.chat_tokenizers import FORGETFUL, byte_tokenizer
 from tests.data.family_templates import FAMILIES
@@ -41,7 +41,7 @@ def test_turns_of_a_row_share_a_prompt_so_that_what_they_begin_with_is_computed_
     assert built[0].prompt_ids == built[1].prompt_ids
     assert built[0].group_id == built[1].group_id
     batch = Batch(built)
-    (unit,) = batch.units(range(2), [], share_prefix=True)
+    (unit,) = units_of(batch, range(2), [], share_prefix=True)
     assert unit.prompt_ids.tolist() == built[0].prompt_ids
     together = samples(byte_tokenizer(), CHAT)[0]
     assert sum(sum(s.sampled_mask) for s in built) == sum(together.sampled_mask)

@@ -22,6 +22,7 @@ from megarl.experience.inputs import RlInputs
 from megarl.observe import Phases
 from megarl.rewards import build_rewards
 from tests.config import smallest
+from tests.experience.estimates import estimate
 
 GROUPS, MEMBERS, FAILING = 5, 4, 2
 REWARD = """
@@ -78,7 +79,7 @@ def trained(run: Any, samples: list[Sample]) -> tuple[list[Sample], list[float]]
 def numbers(samples: Sequence[Sample], rewards: Sequence[float], settings: Config) -> dict[str, Any]:
     """Advantages and loss weights of the rows, and the mini-batches, by sample id."""
     batch = Batch(samples)
-    metrics = Experience(settings).estimate(batch, rewards)
+    metrics = estimate(Experience(settings), batch, rewards)
     parts = mini_batch_rows(JoinedEpisodes(batch).batch, settings.algorithm.mini_batches, seed=3)
     found: dict[str, Any] = {"metrics": metrics, "parts": [[samples[row].sample_id for row in part] for part in parts]}
     for number, part in enumerate(parts):
@@ -127,7 +128,7 @@ def test_two_replicas_share_what_is_left_and_their_sums_are_the_whole(tmp_path: 
     settings = config(f"algorithm.mini_batches={mini_batches}", "policy.layout.dp=2", folder=tmp_path, bad=["9", "13"])
     left, rewards = trained(a_run(settings), step_of())
     batch = Batch(left)
-    Experience(settings).estimate(batch, rewards)
+    estimate(Experience(settings), batch, rewards)
     for part in mini_batch_rows(batch, mini_batches, seed=0):
         set_loss_weights(batch, part, settings)
         units = batch.unit_rows(part, share_prefix=True)

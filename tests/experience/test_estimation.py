@@ -29,10 +29,12 @@ from megarl.experience.experience import (
     set_loss_weights,
 )
 from megarl.experience.step_parts import StepPart
-from megarl.experience.step_tokens import TOKEN_COLUMNS, older_tokens, set_token_columns
+from megarl.experience.step_tokens import TOKEN_COLUMNS, older_tokens
+from megarl.experience.token_choices import set_token_columns
 from megarl.options.distillation.run import Teachers
 from tests.algorithms.sharded import Meeting, put_together, split_groups
 from tests.config import smallest
+from tests.experience.estimates import estimate, steer_entropy
 
 config = partial(
     smallest.config,
@@ -227,7 +229,8 @@ def test_shards_estimate_what_the_whole_batch_does(case: str, branches: bool) ->
             episodes = JoinedEpisodes(expected)
             greedy = greedy_of(episodes.batch) if settings.algorithm.estimator_needs.greedy else None
             assert (
-                one.estimate(episodes.batch, rewards_of(episodes.batch), greedy) | one.steer_entropy(episodes.batch) == metrics
+                estimate(one, episodes.batch, rewards_of(episodes.batch), greedy) | steer_entropy(one, episodes.batch)
+                == metrics
             )
             episodes.split()
             same_experience(one, other)
@@ -242,7 +245,7 @@ def test_an_own_estimator_gets_a_shard_and_asks_for_the_others(tmp_path: Path, m
     settings = config("algorithm.advantage=mine.py:centred", "algorithm.kl.coef=0", "algorithm.advantage_normalisation=batch")
     whole = with_columns(Batch(samples(False)))
     _, _, shards = estimated_in_shards(settings, Experience(settings), whole, 3)
-    Experience(settings).estimate(whole, rewards_of(whole))
+    estimate(Experience(settings), whole, rewards_of(whole))
     same_columns(shards, whole, ["advantages"])
 
 
@@ -255,7 +258,7 @@ def test_loss_weights_and_tokens_of_a_mini_batch_are_those_of_the_whole(case: st
         _, left, shards = estimated_in_shards(settings, Experience(settings), whole, parts)
         counted = older_tokens(whole, 7, mask=True)
         episodes = JoinedEpisodes(whole)
-        Experience(settings).estimate(episodes.batch, rewards_of(episodes.batch))
+        estimate(Experience(settings), episodes.batch, rewards_of(episodes.batch))
         episodes.split()
         for number, chosen in enumerate(mini_batch_rows(episodes.batch, 2, seed=3)):
             rows = [row for episode in chosen for row in episodes.rows[episode]]

@@ -17,6 +17,7 @@ from megarl.data.sample import Sample
 from megarl.errors import ConfigError
 from megarl.experience.experience import Experience, group_rewards, is_tied
 from tests.config import smallest
+from tests.experience.estimates import estimate, steer_entropy
 
 config = partial(
     smallest.config,
@@ -46,7 +47,7 @@ def batch() -> Batch:
 
 def advantages(*overrides: str) -> tuple[Batch, dict[str, float], Experience]:
     made, experience = batch(), Experience(config(*overrides))
-    return made, experience.estimate(made, REWARDS), experience
+    return made, estimate(experience, made, REWARDS), experience
 
 
 def greedy(made: Batch, **rewards: float) -> list[tuple[Sample, float]]:
@@ -85,15 +86,15 @@ def test_the_scale_of_rewards_survives_a_checkpoint() -> None:
     settings = config("algorithm.advantage=reinforce", "algorithm.kl.coef=0.0", "algorithm.shaping.normalise=true")
     whole, first, second = Experience(settings), Experience(settings), Experience(settings)
     for experience in (whole, first):
-        experience.estimate(batch(), REWARDS)
+        estimate(experience, batch(), REWARDS)
     second.load_state_dict(first.state_dict())
     later = [5.0, 1.0, 0.0, 2.0]
     expected, resumed = batch(), batch()
-    whole.estimate(expected, later)
-    second.estimate(resumed, later)
+    estimate(whole, expected, later)
+    estimate(second, resumed, later)
     assert torch.equal(expected.columns["advantages"], resumed.columns["advantages"])
     fresh = batch()
-    Experience(settings).estimate(fresh, later)
+    estimate(Experience(settings), fresh, later)
     assert not torch.equal(expected.columns["advantages"], fresh.columns["advantages"])
 
 
@@ -105,12 +106,12 @@ def test_truncated_responses_can_leave_every_baseline_and_running_mean() -> None
     made = Batch(made.samples)
     shaping = "algorithm.shaping={normalise: true}"
     experience = Experience(config("algorithm.advantage=reinforce", "algorithm.kl.coef=0.0", shaping, EXCLUDE))
-    experience.estimate(made, [3.0, 2.0, 1.0, 0.0])
+    estimate(experience, made, [3.0, 2.0, 1.0, 0.0])
     assert made.mask.any(1).tolist() == [True, True, False, True]
     assert experience.state_dict()["normaliser"]["count"] == 3
     assert experience.state_dict()["normaliser"]["mean"] == pytest.approx(5 / 3)
     made = Batch(made.samples)
-    Experience(config("algorithm.advantage=dr_grpo", "algorithm.kl.coef=0.0", EXCLUDE)).estimate(made, [3.0, 2.0, 1.0, 0.0])
+    estimate(Experience(config("algorithm.advantage=dr_grpo", "algorithm.kl.coef=0.0", EXCLUDE)), made, [3.0, 2.0, 1.0, 0.0])
     assert [of_row(made, row)[:1] for row in range(4)] == [[pytest.approx(x - 5 / 3)] if x != 1 else [] for x in (3, 2, 1, 0)]
     alone, metrics, _ = advantages("algorithm.advantage=dr_grpo", EXCLUDE)
     assert not alone.mask[2:].any()  # the other response of the group has nothing left to be compared with
@@ -131,7 +132,7 @@ def test_the_config_says_how_advantages_are_normalised(advantage: str, tmp_path:
         made = batch()
         made.columns["values"] = torch.zeros(made.mask.shape)
         settings = config(f"algorithm.advantage={name}", "algorithm.kl.coef=0.0", f"algorithm.advantage_normalisation={mode}")
-        Experience(settings).estimate(made, REWARDS)
+        estimate(Experience(settings), made, REWARDS)
         values = made.columns["advantages"][made.mask] if advantage != "dr_grpo" else made.columns["advantages"][:, 0]
         assert (abs(float(values.mean())) < 1e-6) is (mode == "batch" or advantage == "dr_grpo")
         assert (float(values.std()) == pytest.approx(1, abs=1e-4)) is (mode == "batch")
@@ -193,7 +194,7 @@ def test_the_kl_weight_is_steered_towards_its_target_and_saved() -> None:
     assert metrics["kl/coef"] == 0.2  # what this step used
     # the mean KL of a response, 0.5 x 15/4 nats, is far above the target: the largest step, 1 + 0.2 x 4/10
     assert experience.state_dict()["kl"]["coef"] == pytest.approx(0.2 * 1.08)
-    experience.estimate(batch(), REWARDS)
+    estimate(experience, batch(), REWARDS)
     resumed = Experience(config(*overrides))
     resumed.load_state_dict(experience.state_dict())
     assert resumed.kl is not None
@@ -212,7 +213,7 @@ def test_the_kl_of_rejected_responses_is_not_what_the_weight_is_steered_by() -> 
             )
         ),
     )
-    experience.estimate(made, REWARDS)
+    estimate(experience, made, REWARDS)
     assert made.mask.any(1).tolist() == [True, False, False, True]
     assert experience.state_dict()["kl"]["coef"] == pytest.approx(0.2, rel=1e-6)
 
@@ -235,16 +236,16 @@ def test_the_entropy_bonus_is_steered_by_the_tokens_of_the_step_and_saved() -> N
     made = batch()
     made.mask[1] = False
     made.columns["old_entropy"] = torch.where(made.mask, 0.25, 9.0)
-    assert experience.steer_entropy(made) == {"policy/entropy_coef": 0.1}
+    assert steer_entropy(experience, made) == {"policy/entropy_coef": 0.1}
     assert experience.entropy_coef == 0.1
     resumed.load_state_dict(json.loads(json.dumps(experience.state_dict())))
-    assert resumed.steer_entropy(made) == experience.steer_entropy(made) == {"policy/entropy_coef": 0.1 + 0.005}
+    assert steer_entropy(resumed, made) == steer_entropy(experience, made) == {"policy/entropy_coef": 0.1 + 0.005}
     made.columns["old_entropy"] += 1e-6
-    assert experience.steer_entropy(made) == {"policy/entropy_coef": 0.0}
+    assert steer_entropy(experience, made) == {"policy/entropy_coef": 0.0}
     assert experience.entropy_coef == 0
     made.mask[:] = False
     state = experience.state_dict()
-    assert experience.steer_entropy(made) == {}
+    assert steer_entropy(experience, made) == {}
     assert experience.state_dict() == state
     older = {name: value for name, value in state.items() if name != "entropy"}  # a checkpoint from before the controller
     resumed.load_state_dict(older)
@@ -252,7 +253,7 @@ def test_the_entropy_bonus_is_steered_by_the_tokens_of_the_step_and_saved() -> N
 
 def test_an_entropy_bonus_without_a_target_is_the_one_of_the_config() -> None:
     experience = Experience(config("algorithm.entropy.coef=0.2"))
-    assert experience.steer_entropy(batch()) == {}
+    assert steer_entropy(experience, batch()) == {}
     assert experience.entropy_coef == 0.2
     assert experience.state_dict()["entropy"] is None
 
@@ -262,7 +263,7 @@ def test_the_estimator_is_given_the_numbers_of_the_config() -> None:
     vapo = ["algorithm.name=vapo", "algorithm.advantage_args={critic_lambda: 1.0, length_alpha: 0.5}"]
     made = batch()
     made.columns["values"] = torch.full(made.mask.shape, 0.5)
-    Experience(config(*vapo, "algorithm.advantage_normalisation=none")).estimate(made, REWARDS)
+    estimate(Experience(config(*vapo, "algorithm.advantage_normalisation=none")), made, REWARDS)
     assert of_row(made, 3) == pytest.approx([1.5 / 9, 1.5 / 3, 1.5])
     assert made.columns["returns"][3][:3].tolist() == pytest.approx([2.0, 2.0, 2.0])
 
@@ -270,7 +271,7 @@ def test_the_estimator_is_given_the_numbers_of_the_config() -> None:
 def test_the_critic_s_explained_variance_is_that_of_the_sampled_tokens() -> None:
     made = batch()
     made.columns["values"] = torch.linspace(-1, 1, made.mask.numel()).view(made.mask.shape)
-    figures = Experience(config("algorithm.name=ppo", "algorithm.kl.coef=0.0")).estimate(made, REWARDS)
+    figures = estimate(Experience(config("algorithm.name=ppo", "algorithm.kl.coef=0.0")), made, REWARDS)
     returns, values = made.columns["returns"][made.mask].numpy(), made.columns["values"][made.mask].numpy()
     assert figures["critic/explained_variance"] == pytest.approx(1 - np.var(returns - values) / np.var(returns), rel=1e-5)
 
@@ -282,8 +283,10 @@ def test_the_value_after_a_truncated_response_is_bootstrapped() -> None:
     made.columns["values_after"][:, 0] = 2.0
     bootstrap = "algorithm.truncated_responses=bootstrap"
     raw = "algorithm.advantage_normalisation=none"
-    Experience(config("algorithm.name=ppo", "algorithm.kl.coef=0.0", "algorithm.gae_lambda=1.0", bootstrap, raw)).estimate(
-        made, REWARDS
+    estimate(
+        Experience(config("algorithm.name=ppo", "algorithm.kl.coef=0.0", "algorithm.gae_lambda=1.0", bootstrap, raw)),
+        made,
+        REWARDS,
     )
     assert of_row(made, 2) == pytest.approx([5.0] * 6)
     assert of_row(made, 3) == pytest.approx([2.0] * 3)
@@ -291,7 +294,7 @@ def test_the_value_after_a_truncated_response_is_bootstrapped() -> None:
 
 def test_remax_subtracts_the_greedy_reward_of_the_same_prompt() -> None:
     made, experience = batch(), Experience(config("algorithm.advantage=remax", "algorithm.kl.coef=0.0"))
-    experience.estimate(made, REWARDS, greedy(made, g1=2.5, g0=1.0))
+    estimate(experience, made, REWARDS, greedy(made, g1=2.5, g0=1.0))
     assert [of_row(made, row)[0] for row in range(4)] == pytest.approx([0.0, -1.0, 0.5, -0.5])
 
 
@@ -301,7 +304,7 @@ SHAPED = "algorithm.shaping={overlong_tokens: 4, length_penalty: 0.25, normalise
 def test_the_greedy_reward_is_shaped_as_the_others_are_and_counted_in_no_scale() -> None:
     """A greedy response that is a row's own, with its reward, leaves that row exactly 0, whatever the shaping."""
     made, experience = batch(), Experience(config("algorithm.advantage=remax", "algorithm.kl.coef=0.0", SHAPED))
-    experience.estimate(made, REWARDS, [(made.samples[3], REWARDS[3]), (made.samples[0], REWARDS[0])])
+    estimate(experience, made, REWARDS, [(made.samples[3], REWARDS[3]), (made.samples[0], REWARDS[0])])
     assert [of_row(made, row)[0] for row in (0, 3)] == [0.0, 0.0]
     raw = [r + o - 0.25 * n for r, o, n in zip(REWARDS, [0.0, -0.5, -1.0, -0.25], LENGTHS, strict=True)]
     mean = sum(raw) / 4
@@ -321,7 +324,7 @@ def test_shaping_reaches_the_rewards_of_steps_at_the_last_step() -> None:
     for row, length in enumerate(LENGTHS):
         ends[row, [0, length - 1]] = 1.0
     made.columns |= {"step_rewards": ends.clone(), "step_ends": ends}
-    Experience(settings).estimate(made, REWARDS)
+    estimate(Experience(settings), made, REWARDS)
     rewards = [[1.0, 1.0 + o - 0.25 * n] for o, n in zip([0.0, -0.5, -1.0, -0.25], LENGTHS, strict=True)]
     for rows in ((0, 1), (2, 3)):
         steps = [x for row in rows for x in rewards[row]]
@@ -428,7 +431,7 @@ def test_what_a_users_estimator_does_wrong_is_one_sentence(answer: str, sentence
     made.columns["values"] = torch.zeros(made.mask.shape)
     experience = Experience(config(f"algorithm.advantage={tmp_path / 'mine.py'}:f", "algorithm.kl.coef=0.0"))
     with pytest.raises(ConfigError, match=sentence) as error:
-        experience.estimate(made, REWARDS, greedy(made, g0=0.0, g1=0.0))
+        estimate(experience, made, REWARDS, greedy(made, g0=0.0, g1=0.0))
     assert str(error.value).startswith("algorithm.advantage: '")
 
 
@@ -458,7 +461,7 @@ def test_an_estimator_of_the_users_gets_what_built_in_ones_get_and_its_arguments
     made.mask[2, 2:4] = False  # a tool's tokens: two turns
     made.columns["old_entropy"] = torch.full(made.mask.shape, 0.25)
     made.columns["teacher_log_probs"] = made.columns["reference_log_probs"] + 0.5
-    Experience(settings).estimate(made, REWARDS)
+    estimate(Experience(settings), made, REWARDS)
     for row, gap in enumerate([0.0, 1.0, -1.0, 0.1]):
         base = gap + 10 * 0.5 + 0.5 * row + 1000 * 0.25
         turns = [0, 0, 1, 1] if row == 2 else [0] * LENGTHS[row]
@@ -488,7 +491,7 @@ def test_turns_are_credited_with_their_own_and_later_rewards_discounted_by_turn(
     made = of_turns(TURN_REWARDS, TURN_STATES)
     totals = [2 * sum(given) + 0.1 * number for number, given in enumerate(TURN_REWARDS)]
     settings = config("algorithm.advantage=turn_rloo", "algorithm.gamma=0.5", "algorithm.kl.coef=0", SOURCES)
-    Experience(settings).estimate(made, totals)
+    estimate(Experience(settings), made, totals)
     last = [2 * given[1] + 0.1 * number for number, given in enumerate(TURN_REWARDS)]
     first = [2 * given[0] + 0.5 * later for given, later in zip(TURN_REWARDS, last, strict=True)]
     for row in range(4):
@@ -502,7 +505,7 @@ def test_turns_of_one_state_are_compared_within_their_group() -> None:
     totals = [2.0 * sum(given) for given in TURN_REWARDS]
     own = ["algorithm.advantage=gigpo", "algorithm.advantage_args={step_weight: 0.5, divide_by_std: false}"]
     environment = ["rollout.episode={kind: environment, tools: ['a:B']}", "rewards=[{name: environment, weight: 2.0}]"]
-    Experience(config(*own, *environment, "algorithm.gamma=0.5", "algorithm.kl.coef=0")).estimate(made, totals)
+    estimate(Experience(config(*own, *environment, "algorithm.gamma=0.5", "algorithm.kl.coef=0")), made, totals)
     first, last = [[2 * a + b for a, b in TURN_REWARDS], [2 * b for _, b in TURN_REWARDS]]
     for row in range(4):
         other = row + 1 - 2 * (row % 2)
@@ -516,8 +519,10 @@ def test_turns_of_one_state_are_compared_within_their_group() -> None:
 def test_an_episode_that_names_no_states_is_one_sentence() -> None:
     environment = ["rollout.episode={kind: environment, tools: ['a:B']}", "rewards=[{name: environment}]"]
     with pytest.raises(ConfigError, match="give the environment a method state_key"):
-        Experience(config("algorithm.advantage=gigpo", *environment, "algorithm.kl.coef=0")).estimate(
-            of_turns(TURN_REWARDS, [[]] * 4), [0.0] * 4
+        estimate(
+            Experience(config("algorithm.advantage=gigpo", *environment, "algorithm.kl.coef=0")),
+            of_turns(TURN_REWARDS, [[]] * 4),
+            [0.0] * 4,
         )
 
 
@@ -526,7 +531,7 @@ def test_every_source_is_normalised_by_itself_and_weighted() -> None:
     for sample in made.samples:
         sample.rewards["a:judge"] = sample.rewards.pop("judge")
     settings = config("algorithm.advantage=gdpo", "algorithm.kl.coef=0", "algorithm.advantage_normalisation=none", SOURCES)
-    Experience(settings).estimate(made, [0.0] * 4)  # their sum is not read
+    estimate(Experience(settings), made, [0.0] * 4)  # their sum is not read
     environment, judge = [-1, 1, 1, -1], [-1, 1, -1, 1]  # in a pair the larger is half the difference over std = 1/√2
     for row in range(4):
         want = (2.0 * environment[row] + judge[row]) / math.sqrt(2)
@@ -541,7 +546,7 @@ def test_k_of_pass_at_k_comes_from_the_config() -> None:
             sample.group_id = "g0"
         made = Batch(made.samples)
         own = ["algorithm.advantage=pass_at_k", f"algorithm.advantage_args={{k: {k}}}", "rollout.samples_per_prompt=4"]
-        Experience(config(*own, "algorithm.kl.coef=0")).estimate(made, [1.0, 0.0, 0.0, 0.0])
+        estimate(Experience(config(*own, "algorithm.kl.coef=0")), made, [1.0, 0.0, 0.0, 0.0])
         answers[k] = [of_row(made, row)[0] for row in range(4)]
     assert answers[1] == pytest.approx([0.75 / math.sqrt(3) * 4, *[-0.25 / math.sqrt(3) * 4] * 3], abs=1e-4)
     assert answers[2] == pytest.approx([0.5 / 0.5, *[(1 / 3 - 1 / 2) / 0.5] * 3], abs=1e-4)
@@ -551,7 +556,7 @@ def test_the_optimal_token_baseline_reads_what_the_pass_of_the_policy_answers() 
     made = batch()
     made.columns["old_log_probs"] = torch.tensor([0.5, 0.25, 0.5, 0.8]).log()[:, None] * made.mask
     made.columns["old_collision"] = torch.tensor([0.5, 0.25, 0.375, 0.66])[:, None] * made.mask
-    Experience(config("algorithm.advantage=optimal_token_baseline", "algorithm.kl.coef=0")).estimate(made, REWARDS)
+    estimate(Experience(config("algorithm.advantage=optimal_token_baseline", "algorithm.kl.coef=0")), made, REWARDS)
     for one, other, of_one, of_other in ((0, 1, 0.5, 0.75), (2, 3, 0.375, 0.06)):
         baseline = (REWARDS[one] * of_one + REWARDS[other] * of_other) / (of_one + of_other)
         shared = min(LENGTHS[one], LENGTHS[other])

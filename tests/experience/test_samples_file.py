@@ -86,6 +86,7 @@ def test_pieces_are_one_per_token_and_make_the_text(text: str) -> None:
 
 def test_the_update_brings_back_the_log_probs_of_the_rows_that_are_shown() -> None:
     from megarl.data.stream import pack
+    from megarl.data.supervised import units_of
     from megarl.megatron.step import metrics_on_host
 
     made = batch()
@@ -93,7 +94,7 @@ def test_the_update_brings_back_the_log_probs_of_the_rows_that_are_shown() -> No
     columns = ["weights", "advantages", "rollout_log_probs"]
     answers = []
     for row in (0, 1):  # a micro-batch each, on ranks of their own
-        stream = pack(made.units([row], columns, share_prefix=False))
+        stream = pack(units_of(made, [row], columns, share_prefix=False))
         output = torch.stack([torch.arange(len(stream.rows)) - 7.0, torch.zeros(len(stream.rows))], dim=-1)
         answers.append(PolicyObjective("clip", shown_rows=1)(output, stream)[1])
     found = combine(metrics_on_host(answers))[LOG_PROBS]

@@ -12,8 +12,10 @@ from megarl.algorithms import CHOICES, top_entropies
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
 from megarl.experience.experience import Experience, set_loss_weights
-from megarl.experience.step_tokens import TOKEN_COLUMNS, loss_arguments, older_tokens, set_token_columns
+from megarl.experience.step_tokens import TOKEN_COLUMNS, loss_arguments, older_tokens
+from megarl.experience.token_choices import set_token_columns
 from tests.config import smallest
+from tests.experience.estimates import estimate
 
 config = partial(
     smallest.config,
@@ -140,7 +142,7 @@ def test_tokens_of_older_weights_are_counted_and_left_out_of_losses_if_they_are_
     assert older_tokens(step, 7, mask=mask) == {"rollout/older_tokens": float((older & of_policy).sum())}
     settings = config()
     before = step.mask.clone()
-    Experience(settings).estimate(step, REWARDS, None)
+    estimate(Experience(settings), step, REWARDS, None)
     assert step.mask.equal(before & ~older if mask else before)
     set_loss_weights(step, rows, settings)
     trained = before & ~older if mask else before
@@ -148,5 +150,5 @@ def test_tokens_of_older_weights_are_counted_and_left_out_of_losses_if_they_are_
     weights = {"token_mean": 1 / trained.sum(), "seq_mean_token_mean": 1 / (responses * tokens)}[settings.algorithm.aggregation]
     assert torch.allclose(step.columns["weights"], torch.where(trained, weights, 0.0))
     plain = batch()
-    Experience(settings).estimate(plain, REWARDS, None)
+    estimate(Experience(settings), plain, REWARDS, None)
     assert step.columns["advantages"].equal(plain.columns["advantages"]), "a masked token still counts in what is compared"

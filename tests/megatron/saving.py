@@ -12,7 +12,9 @@ from megarl.megatron.shards import Shards, host_memory
 
 def save_role(role: Any, folder: str) -> None:
     """Write the role's checkpoint into `folder`; collective over the world."""
-    write_parts(copied(role.shards()), folder)
+    from megarl.megatron.role_checkpoint import shards_of_role
+
+    write_parts(copied(shards_of_role(role)), folder)
 
 
 def copied(shards: Shards) -> Shards:

@@ -89,8 +89,10 @@ def resume(
     freeze: Parts = (),
 ) -> dict[str, Any]:
     """What `save` says, of a role that reads the checkpoint in `source`."""
+    from megarl.megatron.role_checkpoint import load_role
+
     role = make_role(folder, layout, freeze=freeze)
-    role.load(str(source))
+    load_role(role, str(source))
     return {"saved": exported(role), "next": _after_one_more(role, units, layout)}
 
 

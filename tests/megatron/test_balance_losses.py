@@ -128,6 +128,7 @@ def moved_biases(rank: int, world_size: int, folder: Path, layout: Layout, rate:
     An update whose loss is no number comes first.
     """
     from megarl.megatron.build import initialize_layout
+    from megarl.megatron.role_checkpoint import load_role
 
     initialize_layout(layout, seed=1)
     role = make_role(folder, layout, "none", {"bias_update_rate": rate}, lr=0.0)
@@ -139,7 +140,7 @@ def moved_biases(rank: int, world_size: int, folder: Path, layout: Layout, rate:
     moved = {name: tensor.clone() for name, tensor in role.export()}
     save_role(role, checkpoint)
     again = make_role(folder, layout, "none", {"bias_update_rate": rate}, lr=0.0)
-    again.load(checkpoint)
+    load_role(again, checkpoint)
     replicas = [router.expert_bias.tolist() for router in role.watch.routers]
     return {"moved": moved, "loaded": dict(again.export()), "loads": loads, "replicas": replicas}
 

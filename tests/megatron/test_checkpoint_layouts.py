@@ -71,19 +71,23 @@ def answer_of(role: Any, rank: int) -> dict[str, Any]:
 
 
 def save(rank: int, world_size: int, move: Move, folder: Path, checkpoint: str, updates: int) -> dict[str, Any]:
+    from megarl.megatron.role_checkpoint import shards_of_role
+
     role = role_in(move.source, folder, move.dtype, lora=move.lora)
     for _ in range(updates):
         update(role, rank)
     draws()
-    shards = copied(role.shards())
+    shards = copied(shards_of_role(role))
     answer = answer_of(role, rank)  # it trains on, which what is being saved does not see
     write_parts(shards, checkpoint)
     return answer
 
 
 def load(rank: int, world_size: int, layout: Layout, move: Move, folder: Path, checkpoint: str) -> dict[str, Any]:
+    from megarl.megatron.role_checkpoint import load_role
+
     role = role_in(layout, folder, move.dtype, lora=move.lora)
-    role.load(checkpoint)
+    load_role(role, checkpoint)
     return answer_of(role, rank)
 
 
@@ -158,8 +162,10 @@ def save_untrained(rank: int, world_size: int, folder: Path, checkpoint: str) ->
 
 def resume(rank: int, world_size: int, move: Move, folder: Path, checkpoint: str) -> dict[str, int]:
     """Bytes: the most that loading allocates at once, Adam's moments, a bucket of weights, the largest tensor in float32."""
+    from megarl.megatron.role_checkpoint import load_role
+
     role = role_in(move.target, folder, move.dtype)
-    peak = peak_bytes(lambda: role.load(checkpoint))
+    peak = peak_bytes(lambda: load_role(role, checkpoint))
     moments = [
         tensor
         for adam in adams(role)

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megarl.megatron import heads, logit_passes, parameter_gradients
+from megarl.megatron import heads, kept_tokens, logit_passes, parameter_gradients
 from megarl.megatron.heads import VocabParallelLogProbs
 from megarl.megatron.options import SamplingLimits, default_chunk_tokens
 from tests.algorithms.test_memory import peak_bytes, size
@@ -291,7 +291,7 @@ def test_products_of_low_rank_enter_each_chunk_of_logits(
     weight, added = (torch.nn.Parameter(torch.randn(*shape, generator=generator)) for shape in ((vocab, 16), (real, 4)))
     weight.requires_grad_(False)
     targets = torch.randint(0, real, (10,), generator=generator)
-    monkeypatch.setattr(heads, "least_kept", lambda logits, *_: logits.topk(30, dim=-1).values[:, -1:])  # of one rank
+    monkeypatch.setattr(kept_tokens, "least_kept", lambda logits, *_: logits.topk(30, dim=-1).values[:, -1:])  # of one rank
     grad_log_probs, grad_entropy = torch.randn(2, 10, generator=generator)
     main = with_main_gradient(added) if summed else None
     log_probs, entropy, *_ = VocabParallelLogProbs.apply(

@@ -23,7 +23,7 @@ from megarl.data.batch import Batch
 from megarl.data.micro_batches import plan_micro_batches
 from megarl.data.sample import Sample
 from megarl.experience.objectives import PolicyObjective
-from megarl.experience.step_tokens import set_token_columns
+from megarl.experience.token_choices import set_token_columns
 from megarl.models.flops import FlopsModel
 from tests.world import World
 

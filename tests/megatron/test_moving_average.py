@@ -86,12 +86,14 @@ def follow(rank: int, world_size: int, case: Case, folder: Path, checkpoint: str
 
 
 def resume(rank: int, world_size: int, case: Case, folder: Path, checkpoint: str) -> dict[str, Any]:
+    from megarl.megatron.role_checkpoint import load_role
+
     policy, reference = roles_in(case.then, folder, case.dtype)
-    reference.load(checkpoint)
-    policy.load(f"{checkpoint}-policy")
+    load_role(reference, checkpoint)
+    load_role(policy, f"{checkpoint}-policy")
     reference.copy_weights_from(policy, SHARE)
     answer = {"reference": exported(reference)}
-    reference.load(f"{checkpoint}-start")  # weights without remainders
+    load_role(reference, f"{checkpoint}-start")  # weights without remainders
     return answer | {"forgotten": not reference.average.remainders}
 
 

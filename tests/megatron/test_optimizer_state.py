@@ -75,9 +75,11 @@ def train(
     rank: int, world_size: int, layout: Layout, folder: Path, dtype: str, fraction: float, saved: str | None, loaded: str | None
 ) -> dict[str, Any]:
     """Updates from the start or from the checkpoint `loaded`, and perhaps saves; how many elements the host updates, too."""
+    from megarl.megatron.role_checkpoint import load_role
+
     role = offloading_role(layout, folder, dtype, fraction) if fraction else role_in(layout, folder, dtype)
     if loaded is not None:
-        role.load(loaded)
+        load_role(role, loaded)
     at_start = everything(role) if loaded is not None else {}
     for _ in range(UPDATES):
         update(role, rank)

@@ -86,8 +86,10 @@ def run_role(
 ) -> dict[str, Any]:
     """`accumulates`: every update is a pass for each micro-batch, and a step by what these gathered."""
     from megarl.megatron.build import initialize_layout
+    from megarl.megatron.gathered_updates import apply_gathered, gather
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
+    from megarl.megatron.role_checkpoint import load_role
 
     initialize_layout(layout, seed=1)
     options = ModelOptions(path, layout, layer_spec=spec, temperature=TEMPERATURE, logit_chunk_tokens=5)
@@ -100,15 +102,15 @@ def run_role(
         if not accumulates:
             return role.update(mine, objective)
         for micro_batch in mine:
-            role.update([micro_batch], objective, applies=False)
+            gather(role, [micro_batch], objective)
             role.forward(mine)  # leaves the gradients alone
-        return role.step()
+        return apply_gathered(role)
 
     updates = [update() for _ in range(UPDATES - 1)]
     if save_to is not None:
         save_role(role, save_to)
         role = RankModel(options, settings)
-        role.load(save_to)
+        load_role(role, save_to)
     updates.append(update())
     exported = {name: tensor.clone() for name, tensor in role.export()}
     return {"before": before, "updates": updates, "exported": exported}

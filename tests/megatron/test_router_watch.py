@@ -30,6 +30,7 @@ def routed(
 ) -> dict[int, LayerRouting]:
     """`gathers`: an optimizer step is one pass for each micro-batch."""
     from megarl.megatron.build import initialize_layout
+    from megarl.megatron.gathered_updates import apply_gathered, gather
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
 
@@ -42,8 +43,8 @@ def routed(
     role.forward(mine)  # what only answers is not counted
     if gathers:
         for micro_batch in mine:
-            role.update([micro_batch], objective, applies=False)
-        return role.step().get(EXPERTS, {})
+            gather(role, [micro_batch], objective)
+        return apply_gathered(role).get(EXPERTS, {})
     return role.update(mine, objective).get(EXPERTS, {})
 
 

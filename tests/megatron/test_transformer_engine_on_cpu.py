@@ -113,12 +113,13 @@ def saved(rank: int, world_size: int, folder: Path, spec: str, options: dict[str
 
 
 def loaded(rank: int, world_size: int, folder: Path, spec: str, options: dict[str, Any], checkpoint: str) -> Any:
+    from megarl.megatron.role_checkpoint import load_role
     from tests.megatron.engine_on_cpu import a_gpu
 
     with a_gpu():
         role = model(folder, spec, **options)
         try:
-            role.load(checkpoint)
+            load_role(role, checkpoint)
         except CheckpointError as error:
             return str(error)
         return _state(role)

@@ -15,6 +15,7 @@ from megarl.config.sources import SourceConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
 from megarl.rewards import RewardSources, build_rewards
+from megarl.rewards.trial import try_sources
 from tests.rewards.local_server import running
 
 DATA = DataConfig(train=SourceConfig(source="jsonl", path="rows.jsonl"))
@@ -169,15 +170,15 @@ def test_functions_are_tried_on_made_up_responses_before_a_run(tmp_path: Path) -
     counted = (
         "import pathlib\ndef f(samples):\n    assert [s.response_text for s in samples] == ['2', '2']\n    return [0.0, 1.0]"
     )
-    _function(tmp_path, counted).try_sources([prompt])
+    try_sources(_function(tmp_path, counted), [prompt])
     for body, sentence in {
         "def f(sample): return sample.answer": "'Sample' object has no attribute 'answer' .* a Sample has response_text",
         "def f(samples): return [1.0]": "returned 1 rewards for 2 samples",
     }.items():
         with pytest.raises(RewardError, match=sentence + ".*; asked before the run about made-up responses to row train-0"):
-            _function(tmp_path, body).try_sources([prompt])
-        _function(tmp_path, body).try_sources([prompt], functions=False)  # as where episodes have turns
-    build_rewards([RewardConfig(name="exact_number")], DATA).try_sources([Prompt("r", "g", [], "")])  # megarl's own are not
+            try_sources(_function(tmp_path, body), [prompt])
+        try_sources(_function(tmp_path, body), [prompt], functions=False)  # as where episodes have turns
+    try_sources(build_rewards([RewardConfig(name="exact_number")], DATA), [Prompt("r", "g", [], "")])  # megarl's own are not
 
 
 def test_a_row_without_a_key_that_a_function_reads_is_found_before_the_run(tmp_path: Path) -> None:
@@ -193,11 +194,11 @@ def test_a_row_without_a_key_that_a_function_reads_is_found_before_the_run(tmp_p
             "asked before the run about made-up responses to row train-3"
         )
         with pytest.raises(RewardError, match=sentence):
-            _function(tmp_path, body).try_sources(prompts)
+            try_sources(_function(tmp_path, body), prompts)
     counting = (
         "import pathlib\ndef f(samples):\n    open(__file__ + '.asked', 'a').write(samples[0].row_id + ' ')\n    return [0, 0]"
     )
-    _function(tmp_path, counting).try_sources(prompts)
+    try_sources(_function(tmp_path, counting), prompts)
     assert (tmp_path / "mine.py.asked").read_text() == "train-0 train-3 train-4 "
 
 
@@ -242,14 +243,14 @@ def test_servers_of_rewards_are_asked_once_before_a_run_and_judges_are_not(funct
     args = {"retries": 0, "timeout_s": 5.0}
     with running(app) as url:
         rewards = build_rewards([RewardConfig(name="http", args={"url": url, **args})], DATA)
-        rewards.try_sources([prompt], functions=functions)
+        try_sources(rewards, [prompt], functions=functions)
         assert asked == [{"query": ["1+1?2"], "prompts": ["1+1?"], "labels": ["2"]}]
         with pytest.raises(RewardError, match=r"no list of 'rewards'; asked before the run about a made-up response to row tr"):
-            rewards.try_sources([prompt], functions=functions)
+            try_sources(rewards, [prompt], functions=functions)
     with pytest.raises(RewardError, match=rf"'http'.*{url}.*; asked before the run about a made-up response to row train-0"):
-        rewards.try_sources([prompt], functions=functions)  # nobody listens any more
+        try_sources(rewards, [prompt], functions=functions)  # nobody listens any more
     judge = {"url": url, "model": "m"}
-    build_rewards([RewardConfig(name="llm_judge", args=judge)], DATA).try_sources([prompt])
+    try_sources(build_rewards([RewardConfig(name="llm_judge", args=judge)], DATA), [prompt])
 
 
 def test_deadline_names_the_source_that_missed_it(tmp_path: Path) -> None:

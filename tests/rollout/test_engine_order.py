@@ -19,8 +19,8 @@ from megarl.rollout.engines.sglang.external import ExternalServer
 from megarl.rollout.episodes import EpisodeContext, Episodes
 from megarl.rollout.scheduling.engine_order import CLUTTER, EngineOrder
 from megarl.rollout.scheduling.engine_state import EngineState, PromptRequest
+from megarl.rollout.scheduling.episode_requests import episode_groups
 from megarl.rollout.scheduling.loop_thread import LoopThread
-from megarl.rollout.scheduling.requests import episode_groups
 from megarl.rollout.scheduling.scheduler import AT_ONCE, Scheduler
 from tests.rollout.fake_engines import FakeEngine, Source, Spelling, finish, schedulers
 

@@ -15,13 +15,16 @@ from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, POLICY_LOSS
 from megarl.data.batch import Batch
 from megarl.data.sample import Prompt, Sample
 from megarl.data.stream import pack
+from megarl.data.supervised import units_of
 from megarl.experience.experience import Experience, set_loss_weights
 from megarl.experience.objectives import PolicyObjective, ValueObjective
-from megarl.experience.step_tokens import loss_arguments, set_token_columns
+from megarl.experience.step_tokens import loss_arguments
+from megarl.experience.token_choices import set_token_columns
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from tests.config import smallest
 from tests.data.chat_tokenizers import byte_tokenizer, ids_of
+from tests.experience.estimates import estimate
 from tests.rollout.episode_parts import HERE, Script, Settings, opened
 from tests.rollout.tiny import TINY, load, reference_log_probs, save_tiny
 
@@ -63,13 +66,13 @@ def learn(samples: Sequence[Sample], noise: Tensor, *overrides: str) -> dict[str
         column += torch.where(batch.mask, 0.0, noise)
     batch.columns["values_after"] *= batch.last_tokens
     batch.columns["step_ends"] = torch.ones(batch.mask.shape)
-    metrics = Experience(settings).estimate(batch, REWARDS, [(samples[0], 0.5), (samples[2], 1.5)])
+    metrics = estimate(Experience(settings), batch, REWARDS, [(samples[0], 0.5), (samples[2], 1.5)])
     rows = list(range(len(batch)))
     set_loss_weights(batch, rows, settings)
     set_token_columns(batch, rows, settings, rewards=REWARDS, update_number=0)
     answer: dict[str, Any] = {"metrics": metrics, "advantages": batch.columns["advantages"]}
     names = [name for name in batch.columns if name != "values_after"]
-    stream = pack(batch.units(rows, names, share_prefix=True))
+    stream = pack(units_of(batch, rows, names, share_prefix=True))
     scored = torch.cat([current[row][places] for row, places, _ in stream.owners])
     output = torch.stack([scored, scored * 0.1], dim=1).requires_grad_()
     algorithm = settings.algorithm
@@ -135,7 +138,7 @@ def test_a_length_penalty_is_for_the_policy_s_own_tokens() -> None:
     samples = samples_with_tools()
     batch = Batch(samples)
     experience = Experience(config("algorithm.shaping.length_penalty=0.5", "algorithm.advantage=dr_grpo"))
-    experience.estimate(batch, [0.0] * 4)
+    estimate(experience, batch, [0.0] * 4)
     own = [sum(sample.sampled_mask) for sample in samples]
     expected = [-0.5 * (own[row] - (own[row - row % 2] + own[row - row % 2 + 1]) / 2) for row in range(4)]
     assert batch.columns["advantages"][:, 0].tolist() == expected

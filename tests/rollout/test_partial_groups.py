@@ -18,8 +18,9 @@ from megarl.data.prefills import PrefillCounts
 from megarl.data.sample import Prompt, Sample
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from megarl.rollout.episodes import EpisodeContext, Episodes
+from megarl.rollout.scheduling.episode_requests import episode_groups
 from megarl.rollout.scheduling.partial_groups import PartialGroup, PartialGroups, turn_name
-from megarl.rollout.scheduling.requests import episode_groups, single_turns
+from megarl.rollout.scheduling.requests import single_turns
 from megarl.rollout.scheduling.scheduler import Scheduler
 from tests.rollout.fake_engines import FakeEngine, Source, Spelling, check_prompts, finish, give, schedulers, serving, update
 

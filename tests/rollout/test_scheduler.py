@@ -16,7 +16,7 @@ from megarl.data.sample import Prompt, Sample
 from megarl.errors import DeadlineError, EngineError, EpisodeError
 from megarl.rollout.engines.protocol import SamplingParams
 from megarl.rollout.episodes import EpisodeContext, Episodes
-from megarl.rollout.scheduling.requests import episode_groups
+from megarl.rollout.scheduling.episode_requests import episode_groups
 from megarl.rollout.scheduling.scheduler import Scheduler
 from tests.rollout.fake_engines import FakeEngine, Source, Spelling, check_prompts, finish, give, schedulers, serving, update
 

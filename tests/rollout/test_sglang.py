@@ -26,11 +26,12 @@ from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions, SglangServer
 from megarl.rollout.engines.sglang.server_process import host
 from megarl.system.process_tree import tree_of
-from megarl.weights import sglang_senders, staging
+from megarl.weights import group_sender, staging
 from megarl.weights.checksums import UNCHECKED
 from megarl.weights.digests import SentDigests, by_engine, sums_by_rank
+from megarl.weights.group_sender import GroupSender
 from megarl.weights.pusher import Pusher
-from megarl.weights.sglang_senders import GroupSender, TensorSender
+from megarl.weights.sglang_senders import TensorSender
 from tests.rollout.tiny import (
     CONNECTIONS,
     PROMPTS,
@@ -430,13 +431,13 @@ def test_a_late_refusal_over_a_process_group_is_not_waited_out(
     sglang_engine: SglangEngine, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It refuses only after a while; more is to be sent than the sockets' buffers take."""
-    put_before = sglang_senders.put_before
+    put_before = group_sender.put_before
 
     def busy(*arguments: Any) -> Any:
         time.sleep(0.5)
         return put_before(*arguments)
 
-    monkeypatch.setattr(sglang_senders, "put_before", busy)
+    monkeypatch.setattr(group_sender, "put_before", busy)
     large = [("model.embed_tokens.weight", torch.zeros(2**18, 64))]
     begun = time.monotonic()
     with (

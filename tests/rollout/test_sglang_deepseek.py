@@ -19,7 +19,8 @@ from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions, SglangServer
 from megarl.weights.checksums import EngineLayout, check_model
-from megarl.weights.sglang_senders import GroupSender, ServerEndpoint, TensorSender
+from megarl.weights.group_sender import GroupSender
+from megarl.weights.sglang_senders import ServerEndpoint, TensorSender
 from megarl.weights.staging import StagedSlices
 from tests.families import DEEPSEEK
 from tests.models.test_transformers_names import other_values, take_an_update_in_bfloat16, update

@@ -19,7 +19,8 @@ from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
 from megarl.weights.digests import by_engine, sums_by_rank
-from megarl.weights.sglang_senders import GroupSender, ServerEndpoint, ServerSender, TensorSender, checksums_of
+from megarl.weights.group_sender import GroupSender
+from megarl.weights.sglang_senders import ServerEndpoint, ServerSender, TensorSender, checksums_of
 from megarl.weights.staging import StagedSlices
 from tests.rollout.tiny import CONNECTIONS, PROMPTS, Weights, largest_difference, load, weights_of
 

@@ -15,15 +15,16 @@ from torch.distributed import TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from megarl.errors import EngineError
-from megarl.weights import group_ranks, sglang_loader, sglang_senders
+from megarl.weights import group_ranks, group_sender, sglang_loader
 from megarl.weights.checksums import EngineLayout, digest, digests
 from megarl.weights.engine_group import CONNECTIONS, STEPS, EngineGroup, Turns, steps_of
+from megarl.weights.group_sender import GroupSender, _in_steps
 from megarl.weights.intake import OPEN, Intake
 from megarl.weights.model_compatibility import ServedModel
 from megarl.weights.payloads import receiving, taking
 from megarl.weights.rank_plan import SliceKey, WeightSlice
 from megarl.weights.received import ReceivedBoxes
-from megarl.weights.sglang_senders import GroupSender, ServerEndpoint, _in_steps
+from megarl.weights.sglang_senders import ServerEndpoint
 from megarl.weights.sglang_targets import EngineTarget
 from megarl.weights.staging import StagedSlices
 from tests.weights.test_sglang_loader import Model, asked
@@ -103,7 +104,7 @@ def pieces_of(sender: int, factor: int) -> list[WeightSlice]:
 def sends(number: int, address: tuple[str, int]) -> int:
     """Two connections in turn; over each, two updates of both senders. How many groups were made over the first one."""
     owner, updates, made = Owner(address, 2), iter(range(1, 100)), 0
-    with mock.patch.object(sglang_senders, "check_alive"):
+    with mock.patch.object(group_sender, "check_alive"):
         for connection in range(2):
             before = c10d._world.group_count
             with GroupSender(endpoint(address), connection=connection, number=number, senders=2, timeout_s=30) as sender:
@@ -113,7 +114,7 @@ def sends(number: int, address: tuple[str, int]) -> int:
                         owner.begins(update)
                     torch.distributed.barrier()
                     # first all together, then each alone
-                    with mock.patch.object(sglang_senders, "SMALL_BYTES", {"cpu": 2**20 if factor == 1 else 0}):
+                    with mock.patch.object(group_sender, "SMALL_BYTES", {"cpu": 2**20 if factor == 1 else 0}):
                         sender.deliver(StagedSlices(pieces_of(number, factor)))
                     torch.distributed.barrier(SENDERS)
                     if number == 0:
@@ -237,8 +238,8 @@ def send_to_one(address: tuple[str, int], boxes: list[WeightSlice]) -> None:
     to = ServerEndpoint("http://engine", EngineLayout(ServedModel({}, "float32")), "token", address)
     whole = [WeightSlice(SliceKey.whole("x.other.weight", EXPERT), EXPERT)]
     with (
-        mock.patch.object(sglang_senders, "check_alive"),
-        mock.patch.object(sglang_senders, "SMALL_BYTES", {"cpu": 0}),
+        mock.patch.object(group_sender, "check_alive"),
+        mock.patch.object(group_sender, "SMALL_BYTES", {"cpu": 0}),
         GroupSender(to, senders=1, timeout_s=30) as sender,
     ):
         for number in range(1, len(CHECKED) + 2):
@@ -273,8 +274,8 @@ def copies_ahead(limits: dict[str, Any]) -> int:
             held.remove(self)
 
     with (
-        mock.patch.object(sglang_senders, "check_alive"),
-        mock.patch.multiple(sglang_senders, start_sending=Kept, SMALL_BYTES={"cpu": 0}, **limits),
+        mock.patch.object(group_sender, "check_alive"),
+        mock.patch.multiple(group_sender, start_sending=Kept, SMALL_BYTES={"cpu": 0}, **limits),
     ):
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         sender = GroupSender(endpoint(("127.0.0.1", store.port)), timeout_s=30)
@@ -304,9 +305,9 @@ def test_an_engine_that_fails_while_weights_are_sent_is_not_waited_for() -> None
     never = threading.Event()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with (
-        mock.patch.object(sglang_senders, "check_alive"),
-        mock.patch.object(sglang_senders, "put_before", return_value=Refused()),
-        mock.patch.object(sglang_senders, "start_sending", return_value=mock.Mock(wait=never.wait, nbytes=1)),
+        mock.patch.object(group_sender, "check_alive"),
+        mock.patch.object(group_sender, "put_before", return_value=Refused()),
+        mock.patch.object(group_sender, "start_sending", return_value=mock.Mock(wait=never.wait, nbytes=1)),
     ):
         sender = GroupSender(endpoint(("127.0.0.1", store.port)), timeout_s=30)
         sender._groups = [mock.Mock()]
@@ -321,8 +322,8 @@ def test_every_sender_hears_why_the_engine_did_not_join() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     to = endpoint(("127.0.0.1", store.port))
     with (
-        mock.patch.object(sglang_senders, "check_alive"),
-        mock.patch.object(sglang_senders, "put_before", return_value=Refused()),
+        mock.patch.object(group_sender, "check_alive"),
+        mock.patch.object(group_sender, "put_before", return_value=Refused()),
         ThreadPoolExecutor(2) as pool,
     ):
         senders = [GroupSender(to, number=number, senders=2, timeout_s=30) for number in (1, 0)]
@@ -334,8 +335,8 @@ def test_every_sender_hears_why_the_engine_did_not_join() -> None:
 def test_an_engine_that_answers_without_asking_for_the_weights_is_an_error() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with (
-        mock.patch.object(sglang_senders, "check_alive"),
-        mock.patch.object(sglang_senders, "put_before", return_value=Answered(already=True)),
+        mock.patch.object(group_sender, "check_alive"),
+        mock.patch.object(group_sender, "put_before", return_value=Answered(already=True)),
         GroupSender(endpoint(("127.0.0.1", store.port)), timeout_s=30) as sender,
         pytest.raises(EngineError, match="http://engine answered an update before it had asked for the weights"),
     ):

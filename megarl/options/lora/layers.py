@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
@@ -53,6 +53,10 @@ from megarl.options.lora.weight_map import (
     site_of,
     unties,
 )
+
+if TYPE_CHECKING:
+    from megarl.megatron.options import ModelOptions
+    from megarl.megatron.rank_model import RankModel
 
 
 class Adapter(torch.nn.Module):
@@ -209,6 +213,24 @@ class AdapterSwitch:
             with torch.no_grad():
                 for (parameter, _), values in zip(begun, learnt, strict=True):
                     parameter.copy_(values)
+
+
+@contextmanager
+def role_as_begun(role: RankModel, head: ModelOptions) -> Iterator[None]:
+    """While it lasts, `forward` of a role with adapters answers as the model that training began with, with limits and
+    columns as `head` has them."""
+    heads = [chunk.output_layer for chunk in map(unwrap_model, role.chunks) if chunk.post_process]
+    _set_heads(heads, head)
+    try:
+        with role.adapters.as_begun():
+            yield
+    finally:
+        _set_heads(heads, role.options)
+
+
+def _set_heads(heads: Sequence[Any], options: ModelOptions) -> None:
+    for layer in heads:
+        layer.limits, layer.collision = options.sampling_limits, options.collision
 
 
 def insert_adapters(

@@ -7,9 +7,8 @@ from typing import Any
 from megarl.algorithms import token_weights
 from megarl.config import Config
 from megarl.data.batch import Batch
-from megarl.data.mixture import build_parts, mixture_weights
+from megarl.data.mixture import build_parts, build_sampler, mixture_weights
 from megarl.data.row_media import open_media
-from megarl.data.sampler import build_sampler
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings
 from megarl.experience.step_parts import StepPart
 from megarl.options.ptx.loss import PtxLoss

@@ -22,9 +22,11 @@ from torch import Tensor
 
 from megarl.checkpoint.dist_writer import Written, write_shards
 from megarl.megatron.box_reader import BoxReader
+from megarl.megatron.gathered_updates import Gathered, apply_gathered
 from megarl.megatron.hf_export import write_role
 from megarl.megatron.optimizer_state import adams, make_moments, parts_of
-from megarl.megatron.rank_model import Gathered, RankModel
+from megarl.megatron.rank_model import RankModel
+from megarl.megatron.role_checkpoint import load_role, shards_of_role
 from megarl.megatron.shards import ShardBox, host_memory
 from megarl.megatron.weights import load_weights
 from megarl.models.adapters import LORA_A, adapter_part, is_adapter_tensor
@@ -255,7 +257,7 @@ class RankModels:
                 chunk.zero_grad_buffer()
             role.gathered = Gathered()
         self.steps.take(adam)
-        return role.step()
+        return apply_gathered(role)
 
     def forget_gradients(self) -> None:
         """Drop the gradients since the last step, and what experts were counted for them."""
@@ -266,7 +268,7 @@ class RankModels:
     def save(self, folder: str) -> Written:
         """Write this rank's part of a checkpoint, which has adapters of the model's own rank."""
         assert self.current is not None, "a model has the place"
-        shards, choice = self.role.shards(), self._choices[self.current]
+        shards, choice = shards_of_role(self.role), self._choices[self.current]
         if choice is not None:
             shards = replace(shards, boxes=[kept for box in shards.boxes for kept in _of_rank(box, choice.rank)])
         return write_shards(shards.copied_into(host_memory(shards.nbytes)), folder)
@@ -278,7 +280,7 @@ class RankModels:
         """
         self.stash()
         self.role.gathered = None
-        self.role.load(folder, PaddedReader)
+        load_role(self.role, folder, PaddedReader)
         if optimizer == "restarted":
             self.restart_optimizer()
 

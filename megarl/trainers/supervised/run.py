@@ -15,14 +15,14 @@ from megarl.config import SupervisedConfig
 from megarl.config.supervised import PAIR_LOSSES, SHIFTED_LOSSES, TOKEN_LOSSES
 from megarl.core.run import Run
 from megarl.data.batch import Batch
-from megarl.data.mixture import build_parts, mixture_weights, place_of_row
+from megarl.data.held_out import count_held_out
+from megarl.data.mixture import build_parts, build_sampler, mixture_weights, place_of_row
 from megarl.data.row_media import open_media
 from megarl.data.row_order import order_by
 from megarl.data.rows import find_value
 from megarl.data.sample import Sample
-from megarl.data.sampler import build_sampler, count_held_out
 from megarl.data.stream import ScorePosition, pack
-from megarl.data.supervised import SupervisedBuilder, SupervisedSettings, kind_of_rows
+from megarl.data.supervised import SupervisedBuilder, SupervisedSettings, behind_prompt, kind_of_rows, units_of
 from megarl.data.tokenize import load_tokenizer
 from megarl.errors import counted
 from megarl.observe.progress import TOWER, rows_line
@@ -200,7 +200,8 @@ class SupervisedRun(Run):
         objective, columns = self._objective(batch)
         mask = self._scored(batch)
         stream = pack(
-            batch.units(range(len(batch)), [*columns, *names], share_prefix=True, mask=mask), position=ScorePosition.of(mask)
+            units_of(batch, range(len(batch)), [*columns, *names], share_prefix=True, mask=mask),
+            position=ScorePosition.of(mask),
         )
         output = torch.stack([stream.columns[name] for name in names], dim=-1)
         _, figures = objective(output, stream)
@@ -250,7 +251,7 @@ class SupervisedRun(Run):
         """KTO's reference point, from prompts with responses to other prompts (docs/methods.md#objective-kto)."""
         samples, prompts = batch.samples, [(tuple(sample.prompt_ids), sample.prompt_media) for sample in batch.samples]
         others = mismatched_rows(prompts)
-        mismatched = Batch([samples[other].behind(sample) for sample, other in zip(samples, others, strict=True)])
+        mismatched = Batch([behind_prompt(samples[other], sample) for sample, other in zip(samples, others, strict=True)])
         is_mismatched = torch.tensor([prompts[other] != prompt for prompt, other in zip(prompts, others, strict=True)])
         if not is_mismatched.any():
             return 0.0

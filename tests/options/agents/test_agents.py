@@ -24,7 +24,7 @@ from megarl.errors import EngineError, EpisodeError
 from megarl.options.agents.section import AgentConfig
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from megarl.rollout.episodes import Episodes, open_episodes
-from megarl.rollout.scheduling.requests import episode_groups
+from megarl.rollout.scheduling.episode_requests import episode_groups
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer, ids_of
 from tests.rollout.episode_parts import Settings
 

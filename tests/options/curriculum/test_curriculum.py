@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from megarl.config import parse_any, parse_config, to_yaml
 from megarl.config.sources import SourceConfig, weight_at
-from megarl.data.mixture import build_parts, place_of_row
+from megarl.data.mixture import build_parts, build_sampler, place_of_row
+from megarl.data.mixture_sampler import MixtureSampler
 from megarl.data.prompts import load_rows, rows_of
 from megarl.data.sample import Prompt, Sample
-from megarl.data.sampler import MixtureSampler, RowSampler, build_sampler
+from megarl.data.sampler import RowSampler
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings
 from megarl.errors import CheckpointError, ConfigError, DataError
 from megarl.experience.eval_figures import pass_rates

@@ -10,6 +10,7 @@ import torch
 from megarl.data.batch import Batch
 from megarl.experience.experience import Experience
 from megarl.options.distillation.run import Teachers
+from tests.experience.estimates import estimate
 from tests.experience.test_experience import LENGTHS, REWARDS, batch, config, of_row
 
 
@@ -19,7 +20,7 @@ def distilled(*overrides: str) -> Batch:
     away = 0.1 * torch.arange(made.mask.shape[1]).float()
     made.columns["teacher_log_probs"] = (made.columns["old_log_probs"] - away) * made.mask
     settings = config("teacher.path=wise", "algorithm.kl.coef=0.0", *overrides)
-    Experience(settings, [Teachers(settings)]).estimate(made, REWARDS)
+    estimate(Experience(settings, [Teachers(settings)]), made, REWARDS)
     return made
 
 

@@ -99,6 +99,7 @@ def begun(rank: int, world_size: int, folder: Path, layout: Layout, lora: Lora) 
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
+    from megarl.options.lora.layers import role_as_begun
 
     initialize_layout(layout, seed=1)
     options = ModelOptions(str(folder), layout, lora=lora, lora_seed=3, logit_chunk_tokens=5)
@@ -107,7 +108,7 @@ def begun(rank: int, world_size: int, folder: Path, layout: Layout, lora: Lora) 
     for _ in range(2):
         update(role, rank)
     elements = sum(p.numel() for chunk in role.chunks for buffer in chunk.buffers for p in buffer.param_index_map)
-    with role.as_begun(options):
+    with role_as_begun(role, options):
         pass
     frozen = [p for chunk in role.chunks for name, p in chunk.named_parameters() if "_lora." not in name]
     assert not any(parameter.requires_grad for parameter in frozen)

@@ -21,12 +21,12 @@ from PIL import Image
 
 from megarl.config.sections import DataConfig, PictureFields
 from megarl.config.sources import SourceConfig
+from megarl.data.held_out import drop_eval_overlap
 from megarl.data.media import Media
 from megarl.data.prompts import load_rows
 from megarl.data.row_media import open_media
 from megarl.data.rows import Origin
 from megarl.data.sample import Prompt, Sample, read_record
-from megarl.data.sampler import drop_eval_overlap
 from megarl.data.supervised import Kind, SupervisedBuilder, SupervisedSettings
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import DataError, ModelError, PictureError

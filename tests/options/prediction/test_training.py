@@ -70,8 +70,10 @@ def save(rank: int, world_size: int, layout: Layout, folder: Path, checkpoint: s
 
 
 def load(rank: int, world_size: int, layout: Layout, folder: Path, checkpoint: str) -> dict[str, Any]:
+    from megarl.megatron.role_checkpoint import load_role
+
     role = predicting(layout, folder)
-    role.load(checkpoint)
+    load_role(role, checkpoint)
     tensors = everything(role)
     update(role, rank)
     return {"tensors": tensors, "after": {name: tensor.clone() for name, tensor in role.export()}}

@@ -13,7 +13,6 @@ import torch
 from megarl.config.layout import Layout
 from megarl.data.batch import Batch
 from megarl.data.micro_batches import plan_micro_batches
-from megarl.data.stream import ScorePosition
 from megarl.models.flops import FlopsModel
 from megarl.runs.update_metrics import combine
 from tests.families import VOCAB_SIZE
@@ -53,7 +52,9 @@ class WorldRoles:
     ) -> Any:
         assert not applies
         assert [*rows] == [*range(len(batch))]
-        return self.role.update(self._mine(batch, columns), loss, position=ScorePosition.NEXT, applies=False)
+        from megarl.megatron.gathered_updates import gather
+
+        return gather(self.role, self._mine(batch, columns), loss)
 
     def finish_updates(self, updates: Sequence[Any]) -> list[dict[str, Any]]:
         found = []

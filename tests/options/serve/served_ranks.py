@@ -61,7 +61,7 @@ def begun_alike(*, shifts: bool) -> list[Datum]:
 
 def gradients(trainer: Any) -> dict[str, Tensor]:
     """Gradients since the last step by hub name, on each stage's leading rank; they are lost, and weights as they were."""
-    from megarl.megatron.step import reduce_gradients
+    from megarl.megatron.gathered_updates import reduce_gradients
 
     role = trainer.roles.role
     weights = [parameter.detach().clone() for chunk in role.chunks for parameter in chunk.parameters()]

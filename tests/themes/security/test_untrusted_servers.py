@@ -17,14 +17,16 @@ from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError, RewardError
 from megarl.options.environments.openenv import OpenEnvError, OpenEnvironment
 from megarl.options.environments.section import OpenEnvConfig
+from megarl.options.lora.sglang_client import load_adapters
 from megarl.rewards import RewardSources, build_rewards
 from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from megarl.rollout.engines.sglang import client
 from megarl.rollout.engines.sglang.client import SglangClient
 from megarl.rollout.engines.sglang.external import ExternalEngine, ExternalServer
 from megarl.weights.checksums import EngineLayout
+from megarl.weights.group_sender import check_alive
 from megarl.weights.model_compatibility import ServedModel
-from megarl.weights.sglang_senders import ServerEndpoint, check_alive
+from megarl.weights.sglang_senders import ServerEndpoint
 from tests.rewards.local_server import running
 
 DATA = DataConfig(train=SourceConfig(source="jsonl", path="rows.jsonl"))
@@ -71,7 +73,7 @@ ASKING: dict[str, Callable[[str], Any]] = {
     "llm_judge": lambda url: rewards("llm_judge", url).score(SAMPLES),
     "server_of_others": lambda url: ExternalServer(url, TOKEN, 1.0).ask("server_info"),
     "requests_for_responses": lambda url: asyncio.run(SglangClient(ExternalServer(url, TOKEN, 1.0)).control("pause", {})),
-    "adapters": lambda url: asyncio.run(SglangClient(ExternalServer(url, TOKEN, 1.0)).load_adapters({})),
+    "adapters": lambda url: asyncio.run(load_adapters(SglangClient(ExternalServer(url, TOKEN, 1.0)), {})),
     "responses": lambda url: _generate(url),
     "whether_it_lives": lambda url: check_alive(ServerEndpoint(url, LAYOUT, TOKEN)),
     "openenv": _open_env,

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -56,17 +56,14 @@ class SglangClient:
         self,
         server: AskedServer,
         columns: Sequence[AnsweredColumn] = (),
-        adapters: Callable[[], str | None] | None = None,
         media_folder: Path | None = None,
         tokenizer_folder: str | None = None,
     ) -> None:
         """`columns`: those of options that the server answers. `tokenizer_folder`: that of a server that ends responses at stop
-        texts (`text_stops.py`); None: it knows no text.
-
-        `adapters` says what the server calls those to answer with now; None: the model has none. `media_folder` has the
-        pictures that prompts show; the server must see it, too.
+        texts (`text_stops.py`); None: it knows no text. `media_folder` has the pictures that prompts show; the
+        server must see it, too.
         """
-        self.server, self._columns, self._adapters, self._media_folder = server, columns, adapters, media_folder
+        self.server, self._columns, self._media_folder = server, columns, media_folder
         self._request_ids = (f"{os.getpid():x}-{i:08x}" for i in itertools.count())
         self._under_way: dict[str, str] = {}  # keys of prompts by request
         self.ended = EndedResponses()
@@ -151,19 +148,8 @@ class SglangClient:
         return generation if begun is None else behind(begun, generation)
 
     async def _ask(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to one request, which names the adapters that it is to be answered with, if there are any.
-
-        An update may change their name before the server has taken the request: it is sent again under the new one.
-        """
-        while True:
-            name = self._adapters() if self._adapters is not None else None
-            try:
-                answer = await self._post(session, "generate", body | ({"lora_path": name} if name is not None else {}))
-            except _BadRequest:
-                if self._adapters is None or self._adapters() == name:
-                    raise
-            else:
-                return _object(answer, f"{self.server.url}/generate")
+        """The answer to one request."""
+        return json_object(await self._post(session, "generate", body), f"{self.server.url}/generate")
 
     async def _abort(self, ids: Any) -> None:
         """Stop the server's work on requests that nobody waits for any more; a dead server has stopped already."""
@@ -184,13 +170,6 @@ class SglangClient:
     async def name_weights(self, version: int) -> None:
         """Have tokens carry `version`."""
         await self.control("update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-
-    async def load_adapters(self, adapters: dict[str, Any]) -> None:
-        """Have the server load adapters, given as the body of the request."""
-        endpoint = "load_lora_adapter_from_tensors"
-        answer = _object(await self.control(endpoint, adapters), f"{self.server.url}/{endpoint}")
-        if not answer.get("success"):
-            raise EngineError(f"{self.server.url} did not make room for adapters: {answer.get('error_message')}")
 
     async def capacity(self) -> EngineCapacity:
         """Room of the server, all of its data-parallel ranks together; nothing is said of what it does not tell."""
@@ -254,7 +233,7 @@ class SglangClient:
                 is_asked_much = endpoint == "generate" and response.status == 200
                 answer = await read_unpacked(response, MAX_GENERATION_BYTES if is_asked_much else MAX_ANSWER_BYTES)
             if response.status != 200:
-                refused = _BadRequest if response.status == BAD_REQUEST else EngineError
+                refused = BadRequest if response.status == BAD_REQUEST else EngineError
                 raise refused(f"{url} answered {response.status}: {answer[:1000].decode(errors='replace')}")
             return parsed(answer) if response.content_type == "application/json" else answer.decode(errors="replace")
         except AnswerError as error:
@@ -273,8 +252,8 @@ class SglangClient:
         return not self.server.alive
 
 
-class _BadRequest(EngineError):
-    """The server would not take a request: it may have other adapters than those that the request named."""
+class BadRequest(EngineError):
+    """The server would not take a request."""
 
 
 class GenerateCall:
@@ -300,7 +279,7 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
     }
 
 
-def _object(answer: Any, url: str) -> dict[str, Any]:
+def json_object(answer: Any, url: str) -> dict[str, Any]:
     """`answer` of `url`, if it is a JSON object."""
     if not isinstance(answer, dict):
         raise EngineError(f"{url} answered something that is no JSON object: {str(answer)[:500]}")

@@ -143,7 +143,7 @@ class SglangEngine(ServedEngine):
             engine = cls(server, layout, initial_version, TCPStore(host(), 0, is_master=True, wait_for_workers=False))
             if options.lora is not None:
                 body = adapter_part("adapter_place").making_place(options.lora, layout.target.ranks, serialize({}))
-                await engine._client.load_adapters(body)
+                await adapter_part("sglang_client").load_adapters(engine._client, body)
             if initial_version is not None:
                 await engine._client.name_weights(initial_version)
         except BaseException:

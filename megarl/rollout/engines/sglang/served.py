@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megarl.models.adapters import served_name
+from megarl.models.adapters import adapter_part
 from megarl.rollout.engines.capacity import EngineCapacity
 from megarl.rollout.engines.protocol import Engine, EngineRequest, Generation, check_version
 from megarl.rollout.engines.sglang.answered import AnsweredColumn
@@ -33,18 +33,15 @@ class ServedEngine(Engine):
         `adds_adapters`: every request must say of which version the adapters are that it is to be answered with.
         `tokenizer_folder`: that of a server which ends responses at stop texts.
         """
-        adapters = self._adapters if adds_adapters else None
-        self._client = SglangClient(server, columns, adapters, media_folder, tokenizer_folder)
         self._weights = WeightState(initial_version)
+        self._client = SglangClient(server, columns, media_folder, tokenizer_folder)
+        if adds_adapters:
+            client = adapter_part("sglang_client")
+            self._client = client.AdapterClient(server, client.name_by(self._weights), columns, media_folder, tokenizer_folder)
 
     @property
     def weight_version(self) -> int | None:
         return self._weights.version
-
-    def _adapters(self) -> str | None:
-        """The server's name for the adapters that a request is to be answered with: a held one, with those that come."""
-        version = self._weights.version if self._weights.updating is None else self._weights.updating
-        return served_name(version) if version is not None else None
 
     async def generate(self, request: EngineRequest) -> list[list[Generation]]:
         return await self._client.generate(request, check_version(self.weight_version))

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from megarl.errors import EngineError
-from megarl.rollout.engines.sglang.client import SglangClient
+from megarl.options.lora.sglang_client import AdapterClient
 
 
 async def asked(serves: str, names: list[str | None]) -> tuple[Any, list[Any]]:
@@ -32,7 +32,7 @@ async def asked(serves: str, names: list[str | None]) -> tuple[Any, list[Any]]:
     host, port = runner.addresses[0]
     server = SimpleNamespace(url=f"http://{host}:{port}", headers={}, alive=True, exit_report=lambda: "")
     left = iter(names)
-    client = SglangClient(server, adapters=lambda: next(left))
+    client = AdapterClient(server, lambda: next(left))
     try:
         async with client._session(5.0) as session:
             return await client._ask(session, {}), seen
