@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from megarl.data.rows import value_of
@@ -37,6 +38,32 @@ class StatesAnswers(Protocol):
 
     def final_answer(self, response: str) -> str | None:
         """The answer in one spelling, or None where the response states none."""
+        ...
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How somebody else's program is asked before a run about responses that are made up of gold answers."""
+
+    answer_key: str
+    """Key of the gold answer in a row."""
+    responses: int
+    """Made-up responses to each prompt."""
+    deadline_s: float | None = None
+    """None: that of a step."""
+    by_form: bool = False
+    """Rows with other keys are tried too, not the first row alone."""
+    needs_single_turns: bool = False
+    """It may read the turns of an episode, which a made-up response lacks."""
+
+
+@runtime_checkable
+class Tried(Protocol):
+    """A scorer that is tried before a run."""
+
+    @property
+    def trial(self) -> Trial:
+        """The way to try it."""
         ...
 
 

@@ -17,10 +17,12 @@ from typing import Any
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
 from megarl.rewards.foreign_forms import RowKeys, columns_missing, foreign_form, numbers_of
-from megarl.rewards.scorer import Outcome
+from megarl.rewards.scorer import Outcome, Trial
 from megarl.system.user_code import describe, load_user_function, why_not_called
 
 DEFAULT_KEYS = RowKeys()
+TRIED_S = 60.0
+"""For the function when it is tried before a run."""
 SAMPLE_HAS = (
     "response_text, prompt_text, row (the data row: sample.row['answer']), turns, finish_reason, truncated and response_ids"
 )
@@ -76,6 +78,11 @@ class UserReward:
                 f"reward function '{self.name}' asks for '{missing[0]}', but row {prompt.row_id} has no such key; it has "
                 f"{', '.join(prompt.row)}; rename a column (columns), or give the parameter a default"
             )
+
+    @property
+    def trial(self) -> Trial:
+        """Two responses to the first row of each set of keys, as functions read what they like of a row."""
+        return Trial(self.keys.answer, responses=2, deadline_s=TRIED_S, by_form=True, needs_single_turns=True)
 
     def _ask(self, samples: Sequence[Sample]) -> Any:
         """Call the function outside any event loop, so that it may have one of its own; what it awaits runs at once.

@@ -12,7 +12,7 @@ from typing import Any
 
 from megarl.data.sample import Prompt, Sample
 from megarl.rewards.http_post import Body, Endpoint, post_all, token_headers
-from megarl.rewards.scorer import Outcome, Verifier
+from megarl.rewards.scorer import Outcome, Trial, Verifier
 
 
 class HttpReward(Verifier):
@@ -73,6 +73,11 @@ class HttpReward(Verifier):
         """Refuse a row without a gold answer, unless labels are off."""
         if self.labels:
             super().check(prompt)
+
+    @property
+    def trial(self) -> Trial:
+        """One response: the server is there, and answers in the protocol."""
+        return Trial(self.answer_key, responses=1)
 
     def _body(self, batch: Sequence[Sample]) -> Body:
         golds = [self.gold(sample) if self.labels else "" for sample in batch]
