@@ -128,7 +128,6 @@ class Roles:
             deterministic=config.run.deterministic,
             freeze=spec.trained.freeze if spec.trained is not None else (),
             chat_template=str(Path(config.run_folder) / TEMPLATE_FILE),
-            media_folder=str(config.data.kept_in(config.run_folder)),
             collision=role == POLICY and config.needs_collision,
             **dict(chain.from_iterable(fields(config, role).items() for fields in functions("run", "model_options"))),
             experts=ExpertBalance(**spec.trained.experts.model_dump()) if spec.trained is not None else ExpertBalance(),
