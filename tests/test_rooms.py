@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -261,12 +262,21 @@ PLAIN_PATH = {"lines": 10_736, "lines_that_name_an_option": 159}
 """What a reader of a plain step reads, in the files that docs/architecture.md names; both may only fall."""
 
 
+LOOP_CLOSURE_LINES = 20_000
+"""What the loop imports, with all that this imports, whether in a function or for type checking."""
 CORE = {"lines": 2_000, "lines_that_name_an_option": 0}
 """The room `core` is read in one sitting; that it imports no backend is a layer in pyproject.toml."""
 
 
+@functools.cache
+def house() -> dict[str, Any]:
+    """The figures of tools/house/measure.py."""
+    figures: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "house" / "measure.py"))["measure"]()
+    return figures
+
+
 def test_the_core_is_small_and_imports_no_option() -> None:
-    figures = runpy.run_path(str(ROOT / "tools" / "house" / "measure.py"))["measure"]()["core"]
+    figures = house()["core"]
     assert figures["lines"] > 1000, "the core was not found"
     assert {name: count for name, count in CORE.items() if figures[name] > count} == {}
     of_core = {module: imported(path) for module, path in MODULES.items() if module.startswith("megarl.core.")}
@@ -274,9 +284,15 @@ def test_the_core_is_small_and_imports_no_option() -> None:
 
 
 def test_the_plain_path_does_not_grow() -> None:
-    figures = runpy.run_path(str(ROOT / "tools" / "house" / "measure.py"))["measure"]()["plain_path"]
+    figures = house()["plain_path"]
     assert figures["files"] > 30, "docs/architecture.md names the files of a step"
     assert {name: count for name, count in PLAIN_PATH.items() if figures[name] > count} == {}
+
+
+def test_the_loop_imports_no_more_than_a_run_needs() -> None:
+    figures = house()["closures"]["megarl.core.loop"]
+    assert figures["modules"] > 50, "the loop was not found"
+    assert figures["lines"] <= LOOP_CLOSURE_LINES
 
 
 def test_a_name_of_a_class_stands_for_one_thing() -> None:

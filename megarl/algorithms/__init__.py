@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         turn_numbers,
     )
     from megarl.algorithms.aggregation import AGGREGATIONS, row_weights, token_weights
-    from megarl.algorithms.distillation import DIVERGENCES, DistillationTerm, distillation_advantages, vocabulary_divergence
     from megarl.algorithms.entropy import AdaptiveEntropy
     from megarl.algorithms.kl import (
         K3_LIMIT,
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
 
 _MODULES = (
     "advantages", "token_advantages", "group_advantages", "subset_advantages", "token_baseline", "turn_advantages",
-    "aggregation", "distillation", "entropy", "kl", "off_policy", "policy_losses", "preference", "registry", "reward_model",
+    "aggregation", "entropy", "kl", "off_policy", "policy_losses", "preference", "registry", "reward_model",
     "shaping", "shard", "token_choice", "token_losses",
 )  # fmt: skip
 
@@ -66,7 +65,6 @@ __all__ = [
     "AGGREGATIONS",
     "CHOICES",
     "CORRECTIONS",
-    "DIVERGENCES",
     "K3_LIMIT",
     "KL_ESTIMATORS",
     "LOG_RATIO_LIMIT",
@@ -79,7 +77,6 @@ __all__ = [
     "AdvantageInputs",
     "AdvantageOutputs",
     "Correction",
-    "DistillationTerm",
     "LossSettings",
     "PolicyLoss",
     "PreferenceLoss",
@@ -94,7 +91,6 @@ __all__ = [
     "correction",
     "covariance",
     "dft_loss",
-    "distillation_advantages",
     "kl_per_token",
     "kto",
     "kto_kl_reference",
@@ -117,7 +113,6 @@ __all__ = [
     "top_entropies",
     "turn_numbers",
     "value_loss",
-    "vocabulary_divergence",
 ]
 
 

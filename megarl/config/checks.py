@@ -18,7 +18,7 @@ from megarl.config.megatron_options import check_megatron_sections
 from megarl.config.profile import check_profile
 from megarl.config.rollout_checks import check_rollout
 from megarl.config.schema import Config
-from megarl.config.sections import ModelConfig, PictureFields, ReferenceConfig, RunConfig, TrainedRole
+from megarl.config.sections import ModelConfig, ReferenceConfig, RunConfig, TrainedRole
 from megarl.config.source_checks import check_held_out, check_source
 from megarl.config.supervised import OBJECTIVE_FIELDS, PAIR_LOSSES, TOKEN_LOSSES, ObjectiveConfig, SupervisedConfig
 from megarl.errors import ConfigError
@@ -40,7 +40,6 @@ def check_fields_agree(config: Config, *, is_judged: bool = True) -> None:
     single_turn = config.rollout.episode.kind == "single"
     check_evaluations(config.evaluations, has_rewards=bool(config.rewards), single_turn=single_turn)
     check_rewards("rewards", config.rewards, of_steps=True)
-    check_pictures(config.data)
     check_run(config.run, evaluates=config.evaluates, evaluations="data.eval or evaluations")
     for check in functions("checks", "check"):
         check(config)
@@ -68,7 +67,6 @@ def check_supervised(config: SupervisedConfig) -> None:
     check_source("data.train", config.data.train)
     if config.data.eval is not None:
         check_source("data.eval", config.data.eval)
-    check_pictures(config.data)
     longest = config.data.max_tokens * (2 if config.objective.name in PAIR_LOSSES else 1)
     if config.policy.max_tokens_per_micro_batch < longest:
         reason = f"is less than the {longest} tokens that one row can have (data.max_tokens, twice for a pair)"
@@ -157,14 +155,6 @@ def check_evaluates(config: Config) -> None:
     """Refuse a config without anything to evaluate on, which only a command that evaluates needs."""
     if not config.evaluates:
         raise ConfigError("data.eval is null and evaluations is empty, but eval needs rows to measure on")
-
-
-def check_pictures(data: PictureFields) -> None:
-    """Refuse limits of pictures that leave no size, and one key for two things; the model's own limits are not known here."""
-    if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels >= data.max_pixels:
-        raise ConfigError.of("data.min_pixels", data.min_pixels, allowed=f"less than data.max_pixels = {data.max_pixels}")
-    if data.image_key is not None and data.image_key == data.video_key:
-        raise ConfigError.of("data.video_key", data.video_key, allowed="another key than data.image_key, or null")
 
 
 def check_offload(model: ModelConfig, trained: dict[str, TrainedRole], valued: Sequence[str]) -> None:

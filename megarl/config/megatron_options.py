@@ -116,15 +116,14 @@ def check_megatron_sections(config: Config | SupervisedConfig) -> None:
     _check_shared_attention(config)
     for entry in config.roles:
         if entry.trained is not None:
-            _check_capacity(entry.name, entry.trained, config.routing_replay if entry.name == "policy" else "none")
+            for name in ("balance_coef", "bias_update_rate"):
+                if getattr(entry.trained.experts, name) > 0:
+                    keep_all_choices(entry.name, entry.trained, f"{entry.name}.experts.{name}")
 
 
-def _check_capacity(role: str, trained: TrainedRole, replay: str) -> None:
-    """Refuse to drop choices of experts where others are computed from all of them."""
-    capacity = trained.megatron.get("moe_expert_capacity_factor")
-    needs = {f"{role}.routing.replay = '{replay}'": replay != "none"}
-    needs |= {f"{role}.experts.{name}": getattr(trained.experts, name) > 0 for name in ("balance_coef", "bias_update_rate")}
-    for needed in (name for name, is_set in needs.items() if is_set and capacity is not None):
+def keep_all_choices(role: str, trained: TrainedRole, needed: str) -> None:
+    """Refuse to drop choices of experts where `needed`, which a field is set to, is computed from all of them."""
+    if (capacity := trained.megatron.get("moe_expert_capacity_factor")) is not None:
         reason = f"drops choices of experts, and {needed} needs all of them"
         raise ConfigError.of(f"{role}.megatron.moe_expert_capacity_factor", capacity, reason, allowed="left out")
 

@@ -53,6 +53,10 @@ class RolloutSide(Protocol):
         """The responses that an evaluation set asks for, grouped by prompt in order."""
         ...
 
+    def prompt(self, row: dict[str, Any], name: str) -> Prompt:
+        """Make the prompt that `row` has under `data.prompt_key`, a text or chat messages; its row id begins with `name`."""
+        ...
+
     def answer(self, prompts: Sequence[Prompt], n: int, **sampling: Any) -> list[Sample]:
         """`n` responses to each prompt; `sampling` replaces what the section `rollout` says, where it is not None."""
         ...

@@ -20,12 +20,10 @@ from megarl.data.batch import Batch
 from megarl.data.branches import first_branches, spread_rewards
 from megarl.data.mixture import build_sampler, mixture_weights, place_of_row
 from megarl.data.row_order import order_by
-from megarl.data.rows import Origin
 from megarl.data.sample import Prompt, Sample
 from megarl.data.sampler import DataSampler
 from megarl.data.stored_batch import batch_of
 from megarl.data.stored_shares import RowTask
-from megarl.data.tokenize import PromptBuilder
 from megarl.errors import ConfigError, nearest
 from megarl.experience.experience import Experience, set_loss_weights
 from megarl.experience.inputs import RlInputs
@@ -79,12 +77,6 @@ class Session:
             config.rollout.prompts_per_step,
             partial(place_of_row, source=config.data.train),
         )
-
-    @cached_property
-    def _builder(self) -> PromptBuilder:
-        episodes = self.inputs.episodes
-        data = self.config.data.model_copy(update={"prompt": None})  # texts are given, not made of columns
-        return PromptBuilder(self.inputs.tokenizer, data, episodes.tool_schemas if episodes is not None else ())
 
     # processes ----------------------------------------------------------------------------------------------------
 
@@ -140,9 +132,7 @@ class Session:
             DataError: it is empty, too long (`data.max_prompt_tokens`), or no prompt.
         """
         text = content if isinstance(content, str) else [dict(message) for message in content]
-        rows = [{**(row or {}), self.config.data.prompt_key: text}]
-        (prompt,) = self._builder.build(rows, prefix=f"asked-{next(self._calls)}", origin=Origin("the prompt", None))
-        return prompt
+        return self.rollouts.prompt({**(row or {}), self.config.data.prompt_key: text}, f"asked-{next(self._calls)}")
 
     def sample(
         self,

@@ -19,7 +19,8 @@ from megarl.config.secrets import bearer
 from megarl.config.sections import DataConfig, RewardConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
-from megarl.rewards.sources import RewardSources, build_rewards
+from megarl.rewards.catalogue import build_rewards
+from megarl.rewards.sources import RewardSources
 from megarl.system.bearer_tokens import is_loopback, read_token
 from megarl.system.socket_names import NOTHING, SocketName
 

@@ -11,84 +11,19 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.secrets import without_secrets
-from megarl.config.sections import DataConfig, RewardConfig, reward_labels
+from megarl.config.sections import RewardConfig, reward_labels
 from megarl.data.final_answer import extract_answer
 from megarl.data.sample import Prompt, Sample
-from megarl.errors import RewardError, nearest
-from megarl.rewards.builtin.boxes import Boxes
-from megarl.rewards.builtin.code_tests import CodeTests
-from megarl.rewards.builtin.edit_distance import EditDistance
-from megarl.rewards.builtin.environment import EnvironmentReward
-from megarl.rewards.builtin.exact_number import ExactNumber
-from megarl.rewards.builtin.exact_text import ExactText
-from megarl.rewards.builtin.format_regex import FormatRegex
-from megarl.rewards.builtin.fuzzy_text import FuzzyText
-from megarl.rewards.builtin.http import HttpReward
-from megarl.rewards.builtin.json_object import JsonObject
-from megarl.rewards.builtin.llm_judge import LlmJudge
-from megarl.rewards.builtin.math_verify import MathVerify
-from megarl.rewards.builtin.multiple_choice import MultipleChoice
-from megarl.rewards.builtin.reasoning_gym import ReasoningGymTask
-from megarl.rewards.foreign_forms import RowKeys
+from megarl.errors import RewardError
 from megarl.rewards.scorer import Outcome, Scorer, StatesAnswers
-from megarl.rewards.user_reward import UserReward
-from megarl.system.user_code import FORMS
 
 if TYPE_CHECKING:
     from megarl.rewards.tolerance import Tolerance
-
-BUILT_IN: dict[str, type[Any]] = {
-    "math_verify": MathVerify,
-    "exact_number": ExactNumber,
-    "reasoning_gym": ReasoningGymTask,
-    "multiple_choice": MultipleChoice,
-    "exact_text": ExactText,
-    "fuzzy_text": FuzzyText,
-    "edit_distance": EditDistance,
-    "boxes": Boxes,
-    "json_object": JsonObject,
-    "format_regex": FormatRegex,
-    "code_tests": CodeTests,
-    "http": HttpReward,
-    "llm_judge": LlmJudge,
-    "environment": EnvironmentReward,
-}
-"""Each is made with the key of the gold answer in a row, `ReasoningGymTask` with the sources of rows instead."""
-
 
 SCORED_S = 600.0
 """For the samples of a step, by all sources together."""
 _MARGIN_S = 5.0
 """Seconds before the deadline at which a scorer is told to be done, so that slow answers get 0 and do not end the run."""
-
-
-def build_rewards(configs: Sequence[RewardConfig], data: DataConfig) -> RewardSources:
-    """The sources that `configs` name.
-
-    Raises:
-        RewardError: a name is neither built in nor a function that can be imported, or it does not take its arguments.
-    """
-    labels = reward_labels([config.name for config in configs])
-    return RewardSources([(label, config.weight, _scorer(config, data)) for label, config in zip(labels, configs, strict=True)])
-
-
-def _scorer(config: RewardConfig, data: DataConfig) -> Scorer:
-    if config.name in BUILT_IN:
-        scorer = BUILT_IN[config.name]
-        sources = {"train": data.train} | ({"eval": data.eval} if data.eval is not None else {})
-        read = sources if scorer is ReasoningGymTask else data.answer_key
-        try:
-            return scorer(read, **config.args)
-        except TypeError as error:
-            raise RewardError(
-                f"reward '{config.name}' does not take the arguments {without_secrets(config.args)}: {error}"
-            ) from None
-    if ":" not in config.name:
-        raise RewardError(
-            f"there is no reward '{config.name}'{nearest(config.name, BUILT_IN)}; it must be {', '.join(BUILT_IN)}, {FORMS}"
-        )
-    return UserReward(config.name, config.args, RowKeys(data.prompt_key, data.answer_key))
 
 
 class RewardSources:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import CheckpointError, ConfigError, OwnerError
+from megarl.runs.still_owned import checks
 from megarl.system.threads import repeating
 
 FILE = "owner.json"
@@ -407,12 +408,14 @@ def take_run(config: Any) -> Claim:
             f"run.folder is '{config.run.folder}', but nothing can be written to {folder} ({error.strerror})"
         ) from None
     _held.append(claim)
+    checks.append(claim.check)
     return claim
 
 
 def leave_run(claim: Claim) -> None:
     """Give the folder of a run back."""
     _held.remove(claim)
+    checks.remove(claim.check)
     claim.release()
 
 
@@ -446,16 +449,6 @@ def beating(claim: Claim) -> Iterator[None]:
 
     with repeating(beat, BEAT_S, "owner of a folder"):
         yield
-
-
-def check_owned() -> None:
-    """Look whether the runs in this process still own their folders.
-
-    Raises:
-        OwnerError: another process has taken one over.
-    """
-    for claim in _held:
-        claim.check()
 
 
 # a conversion and its target ------------------------------------------------------------------------------------------

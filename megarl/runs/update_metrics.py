@@ -26,7 +26,7 @@ def combine(answers: list[dict[str, Any]]) -> dict[str, Any]:
         for name, value in answer.items():
             totals[name] = max(totals.get(name, value), value) if name.endswith("_max") else totals.get(name, 0) + value
     tokens = max(totals.pop("tokens", 0.0), 1.0)
-    alone = {"grad_norm", "lr", "skipped", "non_finite", "mtp_loss", "mtp_accuracy"} | SUMMED | _summed_by_options()
+    alone = {"grad_norm", "lr", "skipped", "non_finite"} | SUMMED | _summed_by_options()
     means: dict[str, Any] = {
         name: value if name in alone or name.endswith("_max") else value / tokens for name, value in totals.items()
     }

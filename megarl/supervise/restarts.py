@@ -17,7 +17,8 @@ from megarl.config import AnyConfig
 from megarl.errors import RunStopped, WorkerError
 from megarl.runs.owner import Claim, leave_run, take_run
 from megarl.runs.run_checkpoint import CheckpointFolder
-from megarl.supervise.child_run import INPUTS, ExitStatus, Signals, report_end, start_child_run
+from megarl.supervise.child_run import report_end
+from megarl.supervise.watched_run import INPUTS, ExitStatus, Signals, start_child_run
 from megarl.system.atomic_files import write_text_atomically
 
 FIRST_WAIT_S = 1.0

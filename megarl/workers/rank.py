@@ -38,7 +38,7 @@ from megarl.megatron.optimizer import describe_optimizer
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.megatron.rank_model import RankModel
 from megarl.megatron.row_shard import shard_of_replica
-from megarl.megatron.weights import Quantiser, adapter_shards, local_shards
+from megarl.megatron.weights import Quantiser, local_shards
 from megarl.models.adapters import adapter_part
 from megarl.models.registry import load_hf_config
 from megarl.observe.rank_record import RankRecord
@@ -50,7 +50,7 @@ from megarl.runs.update_metrics import LOG_PROBS
 from megarl.weights.machines import Machines
 from megarl.weights.model_compatibility import ServedModel, check_same_model
 from megarl.weights.plan import LOAD_BYTES
-from megarl.weights.pusher import Pushed, Pusher, PushSummary, merge
+from megarl.weights.pusher import Pushed, Pusher, PushSummary
 from megarl.weights.rank_plan import SliceKey
 from megarl.workers import senders
 from megarl.workers.planned_part import PlannedPart
@@ -303,7 +303,7 @@ class Rank:
         own_bases = {engine: bases[engine] for engine in self.engines & bases.keys()}
         policy = self.roles[role]
         if self.parts and policy.options.sends_adapters:
-            return self._push_adapters(policy, bases, verify=verify)
+            return adapter_part("push").push_adapters(self, policy, bases, verify=verify)
         if self.parts:
             assert self.pusher is not None, "who has a plan has opened senders"
             at_once = self.sends_in_place  # else a few at a time are copied into buffers
@@ -321,18 +321,6 @@ class Rank:
         for _ in tensors:  # collective: the ranks of a stage hand their shards to its leading one
             pass
         return {}
-
-    def _push_adapters(self, policy: RankModel, bases: Mapping[int, int | None], *, verify: bool) -> dict[int, Pushed]:
-        """Send adapters. Engines that have none yet must hold the weights beside them: of these they are sent checksums."""
-        assert self.pusher is not None, "who has a plan has opened senders"
-        weights, adapters = self.parts
-        own_bases = dict.fromkeys(self.engines & bases.keys())
-        shards = adapter_shards(policy.chunks, policy.weight_map)
-        pushed = [adapters.push(self.pusher, shards, own_bases, bases, None, verify=verify)]
-        if new := [engine for engine, base in bases.items() if base is None]:
-            weight_shards = local_shards(policy.chunks, policy.options, policy.weight_map, at_once=False, merged=False)
-            pushed.append(weights.checksums(weight_shards, new))
-        return merge(pushed)
 
     def keep_on_device(self, what: str) -> None:
         """Have `all` roles on the device, the `policy`'s weights alone, or `none`; see `megatron.offload`."""

@@ -40,9 +40,7 @@ from megarl.megatron.options import (
     SamplingLimits,
     untested_pair,
 )
-from megarl.models.adapters import adapters_of
 from megarl.models.flops import FlopsModel
-from megarl.models.registry import load_hf_config
 from megarl.models.update_flops import PASSES, update_flops
 from megarl.observe.rank_record import RankRecord, UpdateFlops
 from megarl.option_list import functions, parts
@@ -130,11 +128,7 @@ class Roles:
             deterministic=config.run.deterministic,
             freeze=spec.trained.freeze if spec.trained is not None else (),
             chat_template=str(Path(config.run_folder) / TEMPLATE_FILE),
-            media_folder=str(config.data.kept_in(config.run_folder)),
             collision=role == POLICY and config.needs_collision,
-            replays_routes=role == POLICY and config.routing_replay != "none",
-            records_routes=role == POLICY and config.routing_replay == "old_policy",
-            **self._adapters(role),
             **dict(chain.from_iterable(fields(config, role).items() for fields in functions("run", "model_options"))),
             experts=ExpertBalance(**spec.trained.experts.model_dump()) if spec.trained is not None else ExpertBalance(),
             megatron=megatron_of(config, role),
@@ -168,23 +162,6 @@ class Roles:
     def _can_share(self, role: str) -> bool:
         """Return whether attention of `role` takes streams whose sequences share prefixes."""
         return self.layer_spec == "reference" or self._core_attention(role) != "spec"
-
-    def _adapters(self, role: str) -> dict[str, Any]:
-        """The fields of `ModelOptions` that say which adapters a role has, or that it is the policy without what they
-        have learnt."""
-        trained, config = self.specs[role].trained, self.config
-        if role == REFERENCE and config.reference.is_policy_as_it_began(config.policy, config.model.path):
-            return {"begins": POLICY}
-        if trained is None or not trained.has_adapters:
-            return {}
-        lora = adapters_of(trained, load_hf_config(self.specs[role].path), f"{role}.lora")
-        assert lora is not None, "a role that has adapters"
-        return {
-            "lora": lora,
-            "adapter": lora.folder,
-            "lora_seed": self.config.run.seed,
-            "sends_adapters": role == POLICY and self.config.sends_adapters,
-        }
 
     def describe(self) -> str:
         """Describe how the policy is computed and updated, for the start of a run."""

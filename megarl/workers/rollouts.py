@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from megarl.core.protocols import NextPrompts
 from megarl.core.staleness_manager import StalenessManager
 from megarl.data.branches import first_branches
 from megarl.data.columns import asked_columns, columns
+from megarl.data.rows import Origin
 from megarl.data.sample import Prompt, RolloutBatch, Sample
 from megarl.data.stop_finder import asked_stops
+from megarl.data.tokenize import PromptBuilder
 from megarl.errors import ConfigError, EngineError, WorkerError
 from megarl.experience.inputs import OpenedEpisodes
 from megarl.models.registry import architecture_for, load_hf_config
@@ -264,6 +267,20 @@ class Rollouts:
             max_new_tokens=settings.max_new_tokens or self.config.rollout.max_new_tokens,
         )
         return self.ask(prompts, params, settings.samples_per_prompt)
+
+    def prompt(self, row: dict[str, Any], name: str) -> Prompt:
+        """Make the prompt that `row` has under `data.prompt_key`, a text or chat messages; its row id begins with `name`.
+
+        Raises:
+            DataError: it is empty, too long (`data.max_prompt_tokens`), or no prompt.
+        """
+        (prompt,) = self._builder.build([row], prefix=name, origin=Origin("the prompt", None))
+        return prompt
+
+    @cached_property
+    def _builder(self) -> PromptBuilder:
+        data = self.config.data.model_copy(update={"prompt": None})  # texts are given, not made of columns
+        return PromptBuilder(self.tokenizer, data, self.episodes.tool_schemas if self.episodes is not None else ())
 
     def answer(self, prompts: Sequence[Prompt], n: int, *, greedy: bool = False, **sampling: Any) -> list[Sample]:
         """`n` responses to each prompt; `sampling` are fields of `SamplingParams`; None: as the section `rollout` says."""

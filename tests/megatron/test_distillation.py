@@ -12,10 +12,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from megarl.algorithms import DistillationTerm
 from megarl.config.layout import Layout
 from megarl.data.stream import SCORED_IDS, MicroBatch, Response, TopK, Unit
 from megarl.experience.objectives import PolicyObjective
+from megarl.options.distillation.formulas import DistillationTerm
 from megarl.options.distillation.loss import DistillationLoss
 from tests.megatron.test_context_parallel import check, gradients
 from tests.world import World

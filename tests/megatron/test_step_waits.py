@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megarl.algorithms import DistillationTerm, LossSettings, PreferenceSettings
+from megarl.algorithms import LossSettings, PreferenceSettings
 from megarl.data.stream import SCORED_IDS, Response, ScorePosition, TopK, Unit
 from megarl.experience.objectives import PolicyObjective, ValueObjective
 from megarl.megatron.step import on_host
+from megarl.options.distillation.formulas import DistillationTerm
 from megarl.options.distillation.loss import DistillationLoss
 from megarl.options.online_pairs.loss import PairLoss
 from megarl.trainers.supervised.objectives import (

@@ -19,7 +19,7 @@ from megarl.config.sources import SourceConfig
 from megarl.data.prompts import load_rows
 from megarl.data.sample import Sample
 from megarl.rewards import build_rewards
-from megarl.rewards.sources import BUILT_IN
+from megarl.rewards.catalogue import BUILT_IN
 from tests.rewards.local_server import running
 
 DATA = DataConfig(train=SourceConfig(source="jsonl", path="rows.jsonl"))

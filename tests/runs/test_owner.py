@@ -19,6 +19,7 @@ import pytest
 from megarl.errors import ConfigError, OwnerError
 from megarl.runs import owner
 from megarl.runs.owner import Claim, FolderOwner, started, take, this_process
+from megarl.runs.still_owned import check_owned
 
 FORK = multiprocessing.get_context("fork")
 
@@ -310,7 +311,7 @@ def test_a_second_run_in_a_folder_is_refused_in_a_sentence_that_names_the_first_
         holder = json.loads((tmp_path / "mine" / "owner.json").read_text())
         with pytest.raises(OwnerError) as refused, owner.owned(config(tmp_path)):
             pass
-        owner.check_owned()
+        check_owned()
     said = str(refused.value)
     folder = tmp_path / "mine"
     for part in (
@@ -332,9 +333,9 @@ def test_a_run_notices_at_a_phase_that_its_folder_was_taken_over(tmp_path: Path,
         os.replace(tmp_path / "other", path)
         clock.now += owner.CHECK_S
         with pytest.raises(OwnerError, match="taken over"):
-            owner.check_owned()
+            check_owned()
     assert path.exists()
-    owner.check_owned()
+    check_owned()
 
 
 def test_ranks_that_write_no_files_claim_nothing(tmp_path: Path) -> None:

@@ -20,14 +20,14 @@ from pathlib import Path
 from megarl import errors
 from megarl.config import parse_config
 from megarl.observe.phases import Phases
-from megarl.supervise import child_run, restarts
+from megarl.supervise import child_run, restarts, watched_run
 
 folder, behaviour, resume = Path(sys.argv[1]), sys.argv[2], sys.argv[4]
 most_restarts, ahead_s = int(sys.argv[3]), float(sys.argv[5])
 now = time.time
 time.time = lambda: now() + ahead_s
 restarts.FIRST_WAIT_S = 0.1
-child_run.BEAT_S, child_run.SILENT_S, child_run.TEARDOWN_S = 0.1, 2.0, 2.0
+child_run.BEAT_S, watched_run.SILENT_S, watched_run.TEARDOWN_S = 0.1, 2.0, 2.0
 
 def train(config):
     tries = folder / "tries"

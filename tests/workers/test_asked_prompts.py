@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.config.engine_kinds import EngineCapabilities
 from megarl.data.sample import Prompt
+from megarl.data.tokenize import load_tokenizer
+from megarl.errors import DataError
 from megarl.rollout.engines.protocol import EngineRequest, Generation
 from megarl.workers import rollouts as module
 from megarl.workers.rollouts import Rollouts
 from tests.config.smallest import config
 from tests.rollout.fake_engines import FakeEngine, Spelling
 
+MODEL = Path(__file__).parents[2] / "models" / "tiny-arithmetic"
 PROMPTS = [Prompt(f"r{i}", f"g{i}", [i], str(i)) for i in range(24)]
 
 
@@ -66,3 +70,17 @@ def test_no_prompt_waits_for_another_ones_answer_and_the_engine_is_full(rollouts
     assert [sample.response_ids for sample in samples] == [[i] for i in range(24) for _ in range(n)]
     assert rollouts.engines[0].most == 8
     assert rollouts.answered() == (24, 24)
+
+
+def test_a_prompt_of_a_program_is_a_row_of_its_own_whatever_columns_rows_are_made_of() -> None:
+    if not MODEL.exists():
+        pytest.skip("needs models/tiny-arithmetic (make tiny-model)")
+    made: Any = object.__new__(Rollouts)
+    made.config = config("data.prompt='Say {word}'", "data.chat_template=never", "data.max_prompt_tokens=8")
+    made.tokenizer, made.episodes = load_tokenizer(str(MODEL)), None
+    prompt = made.prompt({"prompt": "1+2=", "answer": "3"}, "asked-7")
+    assert prompt.prompt_ids == made.tokenizer("1+2=", add_special_tokens=False).input_ids
+    assert (prompt.prompt_text, prompt.row["answer"]) == ("1+2=", "3")
+    assert prompt.row_id.startswith("asked-7")
+    with pytest.raises(DataError, match=r"the prompt.*data\.max_prompt_tokens"):
+        made.prompt({"prompt": "1+2+3+4+5="}, "asked-8")

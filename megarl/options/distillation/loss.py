@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megarl.algorithms import DistillationTerm, vocabulary_divergence
+from megarl.options.distillation.formulas import DistillationTerm, vocabulary_divergence
 
 
 @dataclass(frozen=True)

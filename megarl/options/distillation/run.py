@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from megarl.algorithms import DistillationTerm, distillation_advantages
 from megarl.config import Config
 from megarl.data.batch import Batch
 from megarl.data.sample import Prompt
@@ -20,6 +19,7 @@ from megarl.data.tokenize import load_tokenizer
 from megarl.errors import ConfigError, DataError
 from megarl.experience.step_parts import StepPart
 from megarl.models.registry import architecture_for, load_hf_config
+from megarl.options.distillation.formulas import DistillationTerm, distillation_advantages
 from megarl.options.distillation.loss import DistillationLoss
 from megarl.options.distillation.questions import needs_teacher
 from megarl.options.distillation.section import distillation_of, teacher_of

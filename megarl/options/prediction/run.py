@@ -12,6 +12,9 @@ from megarl.options.prediction.column import NAME, NO_DRAFTS, draft_figures
 from megarl.options.prediction.section import mtp_of
 from megarl.runs.training_side import POLICY, TrainingSide
 
+SUMMED = frozenset({"mtp_loss", "mtp_accuracy"})
+"""Metrics of the layer for multi-token prediction, means already."""
+
 
 class DraftsPart(StepPart):
     """Says in `rollout/...` what drafts did for a step's responses."""

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from megarl.config import Config, SupervisedConfig
 from megarl.config.engine_kinds import EngineCapabilities
+from megarl.config.megatron_options import keep_all_choices
 from megarl.errors import ConfigError
 from megarl.options.routing_replay.section import routing_of
+
+
+def check(config: Config) -> None:
+    """Refuse replay of choices that are dropped.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    replay = routing_of(config.policy).replay
+    if replay != "none":
+        keep_all_choices("policy", config.policy, f"policy.routing.replay = '{replay}'")
 
 
 def check_engines(config: Config, engine: EngineCapabilities) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megarl.algorithms import mismatch_sums
-from megarl.config import Config
+from megarl.config import AnyConfig, Config
 from megarl.data.batch import Batch
 from megarl.experience.step_parts import StepPart
 from megarl.options.routing_replay.column import COLUMN, ReplayCounts, joined, missing
@@ -58,3 +60,10 @@ class RoutingPart(StepPart):
 def take_part(config: Config, tokenizer: object) -> RoutingPart | None:
     """The part of a run that replays routes."""
     return RoutingPart(config) if config.routing_replay != "none" else None
+
+
+def model_options(config: AnyConfig, role: str) -> dict[str, Any]:
+    """Fields of a role's `ModelOptions`: whether the policy replays routes, and records them."""
+    if role != POLICY or config.routing_replay == "none":
+        return {}
+    return {"replays_routes": True, "records_routes": config.routing_replay == "old_policy"}

@@ -11,8 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms import ADVANTAGES, DIVERGENCES, DistillationTerm, distillation_advantages, vocabulary_divergence
-from megarl.algorithms.distillation import TAIL_FLOOR
+from megarl.algorithms import ADVANTAGES
+from megarl.options.distillation.formulas import (
+    DIVERGENCES,
+    TAIL_FLOOR,
+    DistillationTerm,
+    distillation_advantages,
+    vocabulary_divergence,
+)
 from tests.algorithms.test_exact_gradients import SEQUENCES, drawn, inputs_of, parameters, token_log_probs
 
 MASK = torch.tensor([[True, False, True]]).expand(len(SEQUENCES), 3)

@@ -1,0 +1,12 @@
+"""What a role's model is told of the pictures of a run when it is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config import AnyConfig
+
+
+def model_options(config: AnyConfig, role: str) -> dict[str, Any]:
+    """Fields of a role's `ModelOptions`: where the pictures of prompts are kept."""
+    return {"media_folder": str(config.data.kept_in(config.run_folder))}
