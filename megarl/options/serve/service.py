@@ -61,7 +61,14 @@ class Service:
             most_waiting=options.max_waiting,
             most_of_tenant=options.max_waiting * 3 // 4 if tenants.are_several else None,
         )
-        self.worker = TrainerWorker(trainer, self.promises, journal, snapshot_every_s=options.snapshot_every_s, say=options.say)
+        self.worker = TrainerWorker(
+            trainer,
+            self.promises,
+            journal,
+            snapshot_every_s=options.snapshot_every_s,
+            snapshot_bytes=options.max_step_bytes,
+            say=options.say,
+        )
         self.samplers = ServedSamplers(options, sampler, self.promises, store, tenants)
         losses = options.scratch.with_name("losses")
         self.losses = CustomLosses(losses, options.read_graph, self.promises, options.say)
