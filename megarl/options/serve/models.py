@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -74,8 +75,7 @@ class ServedModels:
 
     async def create(self, tenant: Tenant, asked: types.CreateModelRequest) -> dict[str, Any]:
         """Answer `create_model`, the first request of a model."""
-        digest = digest_of_json(asked)
-        lora = asked.lora_config
+        digest, lora = digest_of_json(asked), asked.lora_config
         choice = None
         if lora is not None:
             seed = secrets.randbelow(2**31) if lora.seed is None else lora.seed
@@ -236,8 +236,7 @@ class ServedModels:
         if not isinstance(params, types.AdamParams):
             sentence = f"optim_params are of {params.type:.40}; they must be AdamParams, as the model's optimizer is adamw"
             return await self.requests.refuse(tenant, asked.model_id, asked.seq_id, digest, sentence)
-        redo = params.model_dump_json().encode()
-        work = self._step_work(asked.model_id, redo)
+        work = self._step_work(asked.model_id, redo := params.model_dump_json().encode())
         return await self.requests.submit(tenant, asked.model_id, asked.seq_id, digest, work, redo)
 
     def _step_work(self, model: str, redo: bytes) -> Work:
@@ -266,8 +265,7 @@ class ServedModels:
     async def _submit_save(self, tenant: Tenant, asked: Any, kind: str) -> dict[str, Any]:
         # a client that sends the request again counts its sampling session anew
         digest = digest_of_json(asked, but={"sampling_session_seq_id"} if kind == "save_weights_for_sampler" else None)
-        redo = asked.model_dump_json().encode()
-        work = self._save_work(tenant, kind, asked, digest)
+        work, redo = self._save_work(tenant, kind, asked, digest), asked.model_dump_json().encode()
         return await self.requests.submit(tenant, asked.model_id, asked.seq_id, digest, work, redo)
 
     def _save_work(self, tenant: Tenant, kind: str, asked: Any, digest: bytes) -> Work:
@@ -387,6 +385,8 @@ class ServedModels:
         """Forget a model in the trainer and in the journal, behind what `first` does in the trainer's thread."""
         waiting = model.lane.take_all()
         model.lost, model.used = why, time.monotonic()
+        with suppress(RequestError):  # it was not made
+            self._store.registry.runs.touch(model.tenant, model.id, self._store.clock())
         for job in waiting:
             self._promises.fail(job.promise, why)
 
