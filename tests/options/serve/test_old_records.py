@@ -137,38 +137,38 @@ def test_a_server_that_lives_for_months_has_no_more_than_after_one(tmp_path: Pat
         alive = Http(served)
         model = alive.model()
         first = None
-        for number in range(16):
+        for number in range(8):
             gone = come_and_go(served, number)
             first = first or gone
             passed = alive.post("save_weights_for_sampler", model_id=model, seq_id=number + 1, sampling_session_seq_id=number)
             alive.answer(sampled(alive, alive.answer(passed)["sampling_session_id"], 0))
-            pass_time(served, clock, 5 * DAY_S, alive)
+            pass_time(served, clock, 10 * DAY_S, alive)
             counts.append(files_of(tmp_path))
             registry = served.service.store.registry
             held = (registry.sessions.all(), registry.runs.all(), registry.samplers.all(), served.service.samplers.sessions)
             in_memory.append([len(kept) for kept in held])
-        assert counts[15] == counts[13], counts
-        assert in_memory[15] == in_memory[13], in_memory
-        assert counts[15]["sessions"] <= 2 + 7 + 1, "the one with a checkpoint, the one that is alive, and those of a month"
-        assert counts[15]["samplers"] <= 2 * 8 + 1
-        assert counts[15]["journal"] == 1
-        assert in_memory[15][3] <= 2, "a client that goes on has no more samplers than it uses"
+        assert counts[7] == counts[5], counts
+        assert in_memory[7] == in_memory[5], in_memory
+        assert counts[7]["sessions"] <= 2 + 4, "the one with a checkpoint, the one that is alive, and those of a month"
+        assert counts[7]["samplers"] <= 2 * 4 + 1
+        assert counts[7]["journal"] == 1
+        assert in_memory[7][3] <= 2, "a client that goes on has no more samplers than it uses"
         assert first is not None
         assert first.session in {session.id for session in registry.sessions.all()}
         lost = come_and_go(served, 2)
         pass_time(served, clock, 25 * DAY_S, alive)
         answer = lost.post("session_heartbeat", session_id=lost.session)
         assert (answer.status_code, "weights/idle-000003" in answer.text) == (410, True), "all the time that it is kept"
-        step = alive.step(model, 17, learning_rate=0.05)
+        step = alive.step(model, 9, learning_rate=0.05)
         said = alive.answer(step)
         clock.ahead_s += 500
         served.call(served.service.watch)
         served.run(served.service.forget_old())
-        assert alive.answer(alive.step(model, 17, learning_rate=0.05)) == said, "a late retry is answered"
+        assert alive.answer(alive.step(model, 9, learning_rate=0.05)) == said, "a late retry is answered"
     with serving(tmp_path) as served:
         set_clock(served, clock)
         again = Again(served, alive)
-        assert again.answer(again.step(model, 18, learning_rate=0.05))["type"] == "optim_step"
+        assert again.answer(again.step(model, 10, learning_rate=0.05))["type"] == "optim_step"
         pass_time(served, clock, 40 * DAY_S)
         pass_time(served, clock, 40 * DAY_S)
         found = files_of(tmp_path)
