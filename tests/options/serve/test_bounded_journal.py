@@ -108,7 +108,8 @@ def test_a_client_that_only_calls_forward_leaves_nothing_on_the_disk(tmp_path: P
         sent_bytes = 40 * len(forward(model, 2, TOKENS))
         one = len(body(model, 1, TOKENS)) + 300
         assert sent_bytes > 28_000
-        assert max(sizes) < 2 * one + SLACK + 2 * one, sizes
+        left = 2 * one  # how the model was made, its pass, and a forward that is not settled yet
+        assert max(sizes) < 2 * left + SLACK + one + left, sizes  # while it is trimmed, the new file is beside the old one
         norm = before.answer(before.step(model, 42, learning_rate=0.05))
     with serving(tmp_path) as served:
         http = Again(served, before)
