@@ -192,7 +192,7 @@ def _points(served: float | None, trained: float | None) -> str:
 
 
 def curve(found: dict[str, Any]) -> list[str]:
-    """Markdown rows: the mean reward of five steps at a time, over the seeds of a side."""
+    """Markdown rows: the mean reward of five steps at a time, over the seeds of a side, and the largest difference of log-probs."""
     starts = range(0, found["setup"]["steps"], LAST_STEPS)
     lines = [
         f"| steps | {' | '.join(f'{start + 1}–{start + LAST_STEPS}' for start in starts)} |",
@@ -204,6 +204,9 @@ def curve(found: dict[str, Any]) -> list[str]:
             continue
         means = (mean(reward for one in curves for reward in one[start : start + LAST_STEPS]) for start in starts)
         lines.append(f"| {name} | {' | '.join(f'{value:.2f}' for value in means)} |")
+    if apart := [run["kl_sample_train_v1"] for run in found["runs"] if run.get("kl_sample_train_v1")]:
+        largest = (max(abs(value) for one in apart for value in one[start : start + LAST_STEPS]) for start in starts)
+        lines.append(f"| largest `optim/kl_sample_train_v1` | {' | '.join(f'{value:.1g}' for value in largest)} |")
     return lines
 
 

@@ -370,6 +370,8 @@ def tables(found: dict[str, Any]) -> str:
             of_all = per_million["server_cpu_s"] + switched["rank_cpu_s_per_million_tokens"]
             share_of_all = f"{100 * per_million['server_cpu_s'] / of_all:.3f} %"
             rows.append(("the same, of a pass of SmolLM2-135M on a core of this CPU", "below 5 %", "", share_of_all))
+        below = f"{alone['tokens_per_s_below_the_goal']:,.0f} tokens/s"
+        rows.append(("rate of the ranks up to which the server outside them stays below 5 % of a pass", "", "", below))
     if (products := found.get("grouped")) is not None:
         rows += [(), ("layer", "tokens of each model", "one model after the other, over grouped"), ("---",) * 3]
         rows += [(case["layer"], str(case["tokens"]), f"{case['one_by_one_over_grouped']:.2f}") for case in products["cases"]]

@@ -9,7 +9,7 @@ AT_RESUME = answers(
         "serve",
         APPLIED,
         "host port tenants tls_certificate tls_key models live_models snapshot_every_s idle_session_s max_body_bytes "
-        "max_waiting",
+        "max_step_bytes max_waiting",
     ),
     ("serve", applied("models of more than that are refused when they are asked for"), "max_rank context_tokens full_weights"),
 )

@@ -178,6 +178,7 @@ def _app(
         live_models=settings.live_models,
         full_weights=settings.full_weights,
         max_body_bytes=settings.max_body_bytes,
+        max_step_bytes=settings.max_step_bytes,
         max_waiting=settings.max_waiting,
         snapshot_every_s=settings.snapshot_every_s,
         model_idle_s=settings.idle_session_s,

@@ -7,15 +7,17 @@ was not durable was not answered, and the client sends it again.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from io import FileIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +31,24 @@ _HEAD = struct.Struct("<4sqHQQII")
 """Magic, sequence number, bytes of the kind, bytes of the body, bytes of the file that were durable, crc32 of kind and body,
 crc32 of all before."""
 _NUMBER = "012d"
+SLACK_BYTES = 64 << 20
+"""Bytes by which a file of requests may grow, beside as many as it had, before it `has_grown`."""
+Content = bytes | memoryview
 
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """A request: its sequence number, its kind (route and encoding, as the server names them), and its body."""
+    """A request: its sequence number, its kind (route and encoding, as the server names them), and its body.
+
+    The body of one that was read is a view of its file, which is in memory only where somebody reads it.
+    """
 
     seq: int
     kind: str
-    body: bytes
+    body: Content
+
+
+Keep = Callable[[JournalEntry], JournalEntry | None]
 
 
 @dataclass(frozen=True)
@@ -55,13 +66,14 @@ class Replay:
 
 @dataclass
 class _Log:
-    """An open file of requests; `written` bytes of it are good, `synced` of these durable."""
+    """An open file of requests; `written` bytes of it are good, `synced` of these durable; it was made with `left`."""
 
     path: Path
     seq: int
     file: FileIO
     written: int
     synced: int
+    left: int
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -152,16 +164,50 @@ class RequestJournal:
             sync_tree(part)
         sync_folder(folder)
         with self._held(model) as log:
-            behind = [entry for entry in _read(log.path)[0] if entry.seq > seq]
             path = folder / _log_name(seq)
-            _write_log(path, [*carried, *behind])
-            with self._lock:
-                self._logs[model] = _open(path)
-            log.file.close()
+            _write_log(path, chain(carried, (entry for entry in _read(log.path)[0] if entry.seq > seq)))
+            self._go_on(model, log, path)
         for old in _numbers(folder, "requests-"):
             if old < seq:
                 (folder / _log_name(old)).unlink(missing_ok=True)
                 shutil.rmtree(folder / _snapshot_name(old), ignore_errors=True)
+
+    def bytes_of(self, model: str) -> int:
+        """Bytes of the model's file of requests; 0 where it has no journal."""
+        return log.written if (log := self._logs.get(model)) is not None else 0
+
+    def has_grown(self, model: str) -> bool:
+        """Return whether the file of requests is so much longer than after it was made that `trim` is worth its time."""
+        log = self._logs.get(model)
+        return log is not None and log.written > 2 * log.left + SLACK_BYTES
+
+    def trim(self, model: str, keep: Keep, carried: Iterable[JournalEntry] = ()) -> None:
+        """Write the file of requests anew, of each what `keep` returns (None: nothing), with `carried` in front.
+
+        Whatever fails, and wherever a crash comes, all requests are there or those that are kept. Requests that are appended
+        meanwhile are kept; one thread at a time may trim a model or make its snapshot.
+
+        Raises:
+            CheckpointError: the model has no journal, or requests in it that were durable are damaged.
+        """
+        with self._held(model) as log:
+            path, begun = log.path, log.written
+        before = (kept for entry in _read(path, begun)[0] if (kept := keep(entry)) is not None)
+        with ExitStack() as held:
+
+            def meanwhile() -> Iterator[JournalEntry]:
+                held.enter_context(self._held(model))
+                yield from _read(path, start=begun)[0]
+
+            _write_log(path, chain(carried, before, meanwhile()))
+            self._go_on(model, log, path)
+
+    def _go_on(self, model: str, log: _Log, path: Path) -> None:
+        """Have requests be appended to the file at `path` from now on, in place of that of `log`, which the caller holds."""
+        made = _open(path)
+        with self._lock:
+            self._logs[model] = made
+        log.file.close()
 
     def replay(self, model: str) -> Replay:
         """Read what brings a model back. A last request that was written in part is dropped, also from the file.
@@ -230,30 +276,35 @@ def _record(entry: JournalEntry, synced: int) -> bytes:
     return b"".join((head, struct.pack("<I", zlib.crc32(head)), kind, entry.body))
 
 
-def _read(path: Path) -> tuple[list[JournalEntry], int]:
-    """The requests of a file, and how many bytes of it they are; what is behind these was never durable.
+def _read(path: Path, end: int | None = None, *, start: int = 0) -> tuple[list[JournalEntry], int]:
+    """The requests of a file from byte `start` up to `end`, and where they end; what is behind was never durable.
 
     Raises:
         CheckpointError: a request that was durable is damaged.
     """
-    content = path.read_bytes()
-    entries, good = _read_content(content)
-    for behind in _places_of_magic(content, good):
-        if (found := _entry_at(content, behind)) and found[2] > good:
-            raise CheckpointError(f"the journal '{path}' is damaged at byte {good}, in a request that was durable")
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if not size:
+            return [], 0
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    entries, good = _read_content(content, start, end)
+    if end is None:
+        for behind in _places_of_magic(content, good):
+            if (found := _entry_at(content, behind)) and found[2] > good:
+                raise CheckpointError(f"the journal '{path}' is damaged at byte {good}, in a request that was durable")
     return entries, good
 
 
-def _read_content(content: bytes) -> tuple[list[JournalEntry], int]:
-    """The requests at the beginning of `content`, and their bytes."""
-    entries, good = [], 0
-    while found := _entry_at(content, good):
+def _read_content(content: bytes | mmap.mmap, start: int = 0, end: int | None = None) -> tuple[list[JournalEntry], int]:
+    """The requests of `content` from byte `start` up to `end`, and where they end."""
+    entries, good = [], start
+    while (end is None or good < end) and (found := _entry_at(content, good)):
         entries.append(found[0])
         good = found[1]
     return entries, good
 
 
-def _entry_at(content: bytes, place: int) -> tuple[JournalEntry, int, int] | None:
+def _entry_at(content: bytes | mmap.mmap, place: int) -> tuple[JournalEntry, int, int] | None:
     """The request that begins at `place`, where it ends, and how much was durable when it was written; None if it is none."""
     if place + _HEAD.size > len(content):
         return None
@@ -262,13 +313,13 @@ def _entry_at(content: bytes, place: int) -> tuple[JournalEntry, int, int] | Non
         return None
     start = place + _HEAD.size
     end = start + kind_bytes + body_bytes
-    if end > len(content) or zlib.crc32(memoryview(content)[start:end]) != checksum:
+    view = memoryview(content)
+    if end > len(content) or zlib.crc32(view[start:end]) != checksum:
         return None
-    kind = content[start : start + kind_bytes].decode()
-    return JournalEntry(seq, kind, content[start + kind_bytes : end]), end, synced
+    return JournalEntry(seq, content[start : start + kind_bytes].decode(), view[start + kind_bytes : end]), end, synced
 
 
-def _places_of_magic(content: bytes, place: int) -> Iterator[int]:
+def _places_of_magic(content: bytes | mmap.mmap, place: int) -> Iterator[int]:
     while (place := content.find(MAGIC, place + 1)) >= 0:
         yield place
 
@@ -291,7 +342,7 @@ def _open(path: Path) -> _Log:
     file.truncate(good)
     file.seek(good)
     os.fsync(file.fileno())
-    return _Log(path, int(path.stem.rpartition("-")[2]), file, good, good)
+    return _Log(path, int(path.stem.rpartition("-")[2]), file, good, good, good)
 
 
 def sync_tree(folder: Path) -> None:

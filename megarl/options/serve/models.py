@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from megarl.options.serve.wire import TrainingCall, digest_of_json, passed_bytes
 from megarl.options.serve.worker import REFUSED, REFUSED_PASS, ClientModel, KeptRequest, Settled, TrainerWorker, Work, answering
 
 if TYPE_CHECKING:
-    from megarl.options.serve.journal import RequestJournal
+    from megarl.options.serve.journal import Content, RequestJournal
     from megarl.options.serve.sampling import PassedWeights, ServedSamplers
 
 ExternalRequest = external.SaveWeightsExternalRequest
@@ -74,8 +75,7 @@ class ServedModels:
 
     async def create(self, tenant: Tenant, asked: types.CreateModelRequest) -> dict[str, Any]:
         """Answer `create_model`, the first request of a model."""
-        digest = digest_of_json(asked)
-        lora = asked.lora_config
+        digest, lora = digest_of_json(asked), asked.lora_config
         choice = None
         if lora is not None:
             seed = secrets.randbelow(2**31) if lora.seed is None else lora.seed
@@ -160,9 +160,8 @@ class ServedModels:
             raise RequestError(f"lora_config.rank is {choice.rank}; it must be from 1 to {options.max_rank}")
         if choice is not None and not (choice.train_attn or choice.train_mlp or choice.train_unembed):
             raise RequestError("lora_config trains nothing: train_attn, train_mlp or train_unembed must be true")
-        live = [other for other in self.models.values() if other.tenant == tenant.name and not other.lost]
         try:
-            check_models(tenant, len(live))
+            check_models(tenant, sum(other.tenant == tenant.name and not other.lost for other in self.models.values()))
         except RequestError:
             if not self.make_room(tenant.name):
                 raise
@@ -194,15 +193,29 @@ class ServedModels:
         except RequestError as error:
             kind = REFUSED_PASS if call.backward else REFUSED
             return await self.requests.refuse(tenant, call.model, call.seq, call.digest, str(error), kind=kind)
-        compute = partial(self._worker.trainer.run_pass, call.model, call.data, loss, backward=call.backward)
-        size = sum(datum.tokens.nbytes + sum(array.nbytes for array in datum.inputs.values()) for datum in call.data)
-        work = Work("forward_backward" if call.backward else "forward", compute, _passed)
         redo = f"{encoding}\n".encode() + body
+
+        def compute() -> Any:
+            if call.backward:
+                self._check_passes(call.model, len(redo))
+            return self._worker.trainer.run_pass(call.model, call.data, loss, backward=call.backward)
+
+        size = sum(datum.tokens.nbytes + sum(array.nbytes for array in datum.inputs.values()) for datum in call.data)
+        work = Work("forward_backward" if call.backward else "forward", compute, _passed, size=len(redo))
         return await self.requests.submit(tenant, call.model, call.seq, call.digest, work, redo, size=size)
 
-    def _pass_again(self, redo: bytes) -> Any:
+    def _check_passes(self, identity: str, size: int) -> None:
+        """Refuse a pass with whose body the journal would have too much that no step or snapshot ends."""
+        model, most = self.models[identity], self._options.max_step_bytes
+        if model.passes and model.pass_bytes + size > most:
+            raise RequestError(
+                f"{len(model.passes)} forward_backward since the last optim_step have {model.pass_bytes} bytes, and with this "
+                f"one more than {most} (serve.max_step_bytes), the most that a model may have; send optim_step earlier"
+            )
+
+    def _pass_again(self, redo: Content) -> Any:
         """Run in the trainer's thread, where the body is read too."""
-        encoding, _, body = redo.partition(b"\n")
+        encoding, _, body = bytes(redo).partition(b"\n")
         call = read_call(body, encoding.decode(), self.most_bytes)
         return self._worker.trainer.run_pass(call.model, call.data, self.loss_of(call), backward=call.backward)
 
@@ -223,8 +236,7 @@ class ServedModels:
         if not isinstance(params, types.AdamParams):
             sentence = f"optim_params are of {params.type:.40}; they must be AdamParams, as the model's optimizer is adamw"
             return await self.requests.refuse(tenant, asked.model_id, asked.seq_id, digest, sentence)
-        redo = params.model_dump_json().encode()
-        work = self._step_work(asked.model_id, redo)
+        work = self._step_work(asked.model_id, redo := params.model_dump_json().encode())
         return await self.requests.submit(tenant, asked.model_id, asked.seq_id, digest, work, redo)
 
     def _step_work(self, model: str, redo: bytes) -> Work:
@@ -253,8 +265,7 @@ class ServedModels:
     async def _submit_save(self, tenant: Tenant, asked: Any, kind: str) -> dict[str, Any]:
         # a client that sends the request again counts its sampling session anew
         digest = digest_of_json(asked, but={"sampling_session_seq_id"} if kind == "save_weights_for_sampler" else None)
-        redo = asked.model_dump_json().encode()
-        work = self._save_work(tenant, kind, asked, digest)
+        work, redo = self._save_work(tenant, kind, asked, digest), asked.model_dump_json().encode()
         return await self.requests.submit(tenant, asked.model_id, asked.seq_id, digest, work, redo)
 
     def _save_work(self, tenant: Tenant, kind: str, asked: Any, digest: bytes) -> Work:
@@ -331,17 +342,18 @@ class ServedModels:
             RequestError: the request is none.
         """
         if kept.kind in ("forward_backward", "forward"):
-            return Work(kept.kind, partial(self._pass_again, kept.content), _passed)
+            return Work(kept.kind, partial(self._pass_again, kept.content), _passed, size=len(kept.content))
+        content = bytes(kept.content)
         if kept.kind == "optim_step":
-            return self._step_work(model.id, kept.content)
+            return self._step_work(model.id, content)
         if kept.seq == 0:
-            return self._first_work(model, kept.kind, kept.content)
+            return self._first_work(model, kept.kind, content)
         if kept.kind == "load":
-            return self._load_work(model.id, kept.content)
+            return self._load_work(model.id, content)
         if kept.kind in (REFUSED, REFUSED_PASS):
-            return refusal(kept.content.decode(), kept.kind)
+            return refusal(content.decode(), kept.kind)
         if kept.kind in SAVES:
-            asked = read_json(SAVES[kept.kind][0], kept.content)
+            asked = read_json(SAVES[kept.kind][0], content)
             return self._save_work(self._tenants.tenant(model.tenant), kept.kind, asked, kept.digest)
         raise CheckpointError(f"the journal has a request of the kind {kept.kind!r}, which this server does not write")
 
@@ -373,6 +385,8 @@ class ServedModels:
         """Forget a model in the trainer and in the journal, behind what `first` does in the trainer's thread."""
         waiting = model.lane.take_all()
         model.lost, model.used = why, time.monotonic()
+        with suppress(RequestError):  # it was not made
+            self._store.registry.runs.touch(model.tenant, model.id, self._store.clock())
         for job in waiting:
             self._promises.fail(job.promise, why)
 

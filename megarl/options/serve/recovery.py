@@ -87,26 +87,27 @@ async def _bring_back(
     if replay.snapshot is not None:
         await worker.in_thread(partial(worker.trainer.create, model.id, model.choice))
         await worker.in_thread(partial(worker.trainer.load, model.id, replay.snapshot, with_optimizer=True))
-    requests = kept_requests(replay.entries)
+    requests, done = kept_requests(replay.entries)
     if replay.snapshot is None and not any(kept.seq == 0 and kept.kind for kept in requests):
         raise LookupError("the journal does not say how it was made")
-    answered = max((kept.seq for kept in requests if kept.answer is not None), default=-1)
+    done = max([done, *(kept.seq for kept in requests if kept.answer is not None)])
     for kept in requests:
         promise = promises.make(f"{model.id}:{kept.seq}", model.tenant, kept.digest, model=model.id)
         promise.taken.set()
-        if replay.snapshot is not None and kept.seq <= replay.seq:
+        if not kept.kind:  # its effect, if it had one, is in the snapshot
             model.lane.remember(kept.seq, kept.digest)
             promises.settle_again(promise, kept.answer or b"", kept.media, failed=kept.failed)
             continue
-        if model.lane.next < kept.seq <= answered:
-            model.lane.next = kept.seq  # what is missing was given up already
-        work = _done_before(kept) if kept.answer is not None else _done_again(model, kept, models, worker)
+        model.lane.next = max(model.lane.next, min(kept.seq, done + 1))  # what is missing was given up already, or trimmed
+        is_answered = kept.answer is not None and (kept.failed or kept.kind not in STATE_KINDS)
+        work = _done_before(kept) if is_answered else _done_again(model, kept, models, worker)
         models.requests.offer(model, kept.seq, kept.digest, promise, work)
+    model.lane.next = max(model.lane.next, done + 1)
 
 
 def _done_before(kept: KeptRequest) -> Work:
     """The work of a request whose answer is known."""
-    answer: Any = json.loads(kept.answer or b"{}")  # protobuf is of passes, which are computed again
+    answer: Any = json.loads(kept.answer or b"{}")
     if kept.failed:
         kinds = {PASS: REFUSED_PASS, REFUSED_PASS: REFUSED_PASS, STEP: REFUSED_STEP}
         return refusal(str(answer.get("error")), kinds.get(kept.kind, REFUSED))

@@ -36,6 +36,8 @@ class SessionRecord:
     display_name: str | None = None
     status: Mapping[str, Any] | None = None
     last_seen: float = 0.0
+    ended: float = 0.0
+    """When it got its status; 0: it is open."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class SamplerRecord:
     session: str
     base_model: str
     model_path: str | None = None
+    last_used: float = 0.0
+    """When it was sampled from last, up to a day before it was."""
 
 
 R = TypeVar("R", SessionRecord, ServedRun, SamplerRecord)
@@ -162,11 +166,21 @@ class Records(Generic[R]):
         with self._lock:
             touched, self._unwritten = self._unwritten, set()
         for identity in touched:
-            self._write(self._records[identity])
+            if (record := self._records.get(identity)) is not None:
+                self._write(record)
+
+    def remove(self, identity: str) -> None:
+        """Forget a record, on disk too; nothing is done if there is none."""
+        with self._lock:
+            self._records.pop(identity, None)
+            self._unwritten.discard(identity)
+        self._path(identity).unlink(missing_ok=True)
 
     def _write(self, record: R) -> None:
-        path = self._folder / f"{folder_of(record.id)}.json"
-        write_text_atomically(path, json.dumps(asdict(record)))
+        write_text_atomically(self._path(record.id), json.dumps(asdict(record)))
+
+    def _path(self, identity: str) -> Path:
+        return self._folder / f"{folder_of(identity)}.json"
 
 
 class ServerRecords:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tinker import types
 
 from megarl.options.serve.futures import Promises
+from megarl.options.serve.old_records import KEPT_S
 from megarl.options.serve.order import FairSlots
 from megarl.options.serve.places import CheckpointPath
 from megarl.options.serve.registry import SamplerRecord
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 CLONE = 1_000_000_000
 """Numbers of a clone's requests begin with its own number times this."""
+DAY_S = 86_400.0
 _ADAPTER_FILE, _MODEL_FILE = "adapter_config.json", "config.json"
 _NOTE = ".json"
 PASSED = ""
@@ -222,7 +224,8 @@ class ServedSamplers:
             are_open = {session.id for session in registry.sessions.of(tenant) if session.status is None}
             for record in registry.samplers.of(tenant):
                 if record.session in are_open and record.id not in self.sessions and record.model_path != PASSED:
-                    made = SamplingSession(record.id, tenant, record.session, record.base_model, b"", used=now)
+                    used = now - max(0.0, self._store.clock() - max(record.created, record.last_used))
+                    made = SamplingSession(record.id, tenant, record.session, record.base_model, b"", used=used)
                     made.path, made.clones = record.model_path or "", _clones_after_a_restart()
                     self.sessions[made.id] = made
 
@@ -402,9 +405,7 @@ class ServedSamplers:
     def end_session(self, session: str) -> None:
         """End a client's sampling sessions, and let engines forget what only they used."""
         for made in [made for made in self.sessions.values() if made.session == session]:
-            self._end(made)
-            del self.sessions[made.id]
-            self._promises.drop_target(made.id)
+            self._forget(made)
         for key in [key for key in self._newest if key.startswith(f"{session}:")]:
             self._release(self._newest.pop(key))
 
@@ -417,9 +418,18 @@ class ServedSamplers:
     def expire(self) -> None:
         """End sampling sessions that were passed weights which were replaced since, and that nobody has used for long.
 
+        They are forgotten later, when answers of them are, as are all that were not used for as long as records are kept.
         Engines forget the adapters of checkpoints that are gone, too.
         """
-        now = time.monotonic()
+        now, records = time.monotonic(), self._store.registry.samplers
+        for made in [*self.sessions.values()]:
+            if now - made.used > (self._options.sampler_idle_s + self._options.keep_answers_s if made.over else KEPT_S):
+                self._forget(made)
+                records.remove(made.id)
+            elif records.owner(made.id) is not None:
+                record, used = records.get(made.tenant, made.id), self._store.clock() - (now - made.used)
+                if used - max(record.created, record.last_used) > DAY_S:
+                    records.change(made.tenant, made.id, last_used=used)
         newest = {id(adapter) for adapter in self._newest.values()}
         for made in self.sessions.values():
             adapter = made.adapter
@@ -431,6 +441,11 @@ class ServedSamplers:
             if adapter is not None and adapter.path is not None and not self._store.is_there(made.tenant, adapter.path):
                 self._end(made)
                 made.path = adapter.path.text  # who samples hears that it does not exist
+
+    def _forget(self, made: SamplingSession) -> None:
+        self._end(made)
+        del self.sessions[made.id]
+        self._promises.drop_target(made.id)
 
     def _end(self, made: SamplingSession) -> None:
         adapter, made.adapter = made.adapter, None

@@ -52,6 +52,9 @@ class ServeConfig(Section):
     hour. Its models are kept as checkpoints for 30 days, and dropped."""
     max_body_bytes: Positive = 64 * 2**20
     """Largest body of a request in bytes, also once it is decompressed."""
+    max_step_bytes: Positive = 4 * 2**30
+    """Largest number of bytes of `forward_backward` requests of a model, as they came, without an `optim_step`. One more is
+    refused, and the step behind it."""
     max_waiting: Positive = 20_000
     """Largest number of requests that wait at once, of all clients. More are answered with status 429."""
 

@@ -6,11 +6,13 @@ Everything is called in one event loop, after `start` and until `stop`. Tenants 
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tinker import types
@@ -19,6 +21,7 @@ from megarl.options.serve.custom_losses import CustomLosses
 from megarl.options.serve.futures import Promises, Reply
 from megarl.options.serve.idle import IdleState, idle_sentence
 from megarl.options.serve.models import ServedModels, choice_of, with_choice
+from megarl.options.serve.old_records import forget_old
 from megarl.options.serve.places import CheckpointPath
 from megarl.options.serve.recovery import bring_back
 from megarl.options.serve.registry import IDLE, ServedRun, SessionRecord
@@ -33,7 +36,8 @@ from megarl.options.serve.worker import TrainerWorker, TrainingJob, Work
 if TYPE_CHECKING:
     from megarl.options.serve.journal import RequestJournal
 
-WATCH_S = 5.0
+WATCH_S, FORGET_S = 5.0, 3_600.0
+"""Seconds between rounds of the watch, and between those in which it looks for old records."""
 ENDS = ("success", "errored", "interrupted")
 CHUNK_BYTES = 5_000_000
 """Bytes of a pass's request, about, into which clients cut a batch."""
@@ -61,7 +65,14 @@ class Service:
             most_waiting=options.max_waiting,
             most_of_tenant=options.max_waiting * 3 // 4 if tenants.are_several else None,
         )
-        self.worker = TrainerWorker(trainer, self.promises, journal, snapshot_every_s=options.snapshot_every_s, say=options.say)
+        self.worker = TrainerWorker(
+            trainer,
+            self.promises,
+            journal,
+            snapshot_every_s=options.snapshot_every_s,
+            snapshot_bytes=options.max_step_bytes,
+            say=options.say,
+        )
         self.samplers = ServedSamplers(options, sampler, self.promises, store, tenants)
         losses = options.scratch.with_name("losses")
         self.losses = CustomLosses(losses, options.read_graph, self.promises, options.say)
@@ -73,6 +84,7 @@ class Service:
         self._copies: dict[str, tuple[bytes, asyncio.Task[str]]] = {}
         self._watch: asyncio.Task[None] | None = None
         self._stopped = False
+        self._forgot = -math.inf
 
     # life --------------------------------------------------------------------------------------------------------------
 
@@ -126,6 +138,9 @@ class Service:
             try:
                 self.watch()
                 await asyncio.to_thread(self.store.sweep)
+                if time.monotonic() - self._forgot > FORGET_S:
+                    self._forgot = time.monotonic()
+                    await self.forget_old()
             except Exception as error:  # noqa: BLE001 - the next round may do better
                 self.options.say(f"the server's watch failed: {type(error).__name__}: {error}")
 
@@ -145,6 +160,17 @@ class Service:
             if now - max([since, *used]) > self.options.model_idle_s:
                 self._end_idle(session)
         self.models.forget_lost(self.options.keep_answers_s)
+
+    async def forget_old(self) -> None:
+        """Forget records of what is over for long, and what was left of their sessions."""
+        models = [model for model in self.models.models.values() if not model.lost]
+        sessions = {*self._seen, *self._idle, *(model.session for model in models)}
+        live = {"sessions": sessions, "models": {model.id for model in models}, "samplers": {*self.samplers.sessions}}
+        gone = {*await asyncio.to_thread(partial(forget_old, self.store, **live))}
+        for session in gone:
+            self.losses.end_session(session)
+        if gone and self._journal is not None:
+            await self.worker.on_disk(partial(_drop_of_sessions, self._journal, gone))
 
     def tenant_of_model(self, model: str) -> str:
         """The tenant of a model; empty: nobody's."""
@@ -190,7 +216,7 @@ class Service:
         idle_s = time.monotonic() - self._last_used(session)
         status = {"type": IDLE, "detail": idle_sentence(session, idle_s, models)}
         if tenant is not None and sessions.get(tenant, session).status is None:
-            sessions.change(tenant, session, status=status)
+            sessions.change(tenant, session, status=status, ended=self.store.clock())
         self._end(session, status)
 
     def _end(self, session: str, status: Mapping[str, Any]) -> None:
@@ -271,7 +297,8 @@ class Service:
         if record.status is None:
             detail = str(body.get("detail") or "")[:1000] or None
             status = {"type": "client_finished", "reason": {"type": reason["type"]}, "detail": detail}
-            self.store.registry.sessions.change(tenant.name, session, status=status, last_seen=time.time())
+            now = self.store.clock()
+            self.store.registry.sessions.change(tenant.name, session, status=status, last_seen=now, ended=now)
         self._end(session, {"type": "client_finished"})
         return {}
 
@@ -365,3 +392,10 @@ class Service:
     async def _source(self, tenant: Tenant, token: str | None) -> Tenant:
         """The tenant whose checkpoints a request reads: its own, or that of the key in it."""
         return tenant if token is None else await self.tenants.tenant_of(token)
+
+
+def _drop_of_sessions(journal: RequestJournal, sessions: Collection[str]) -> None:
+    """Forget models that could not be brought back, of sessions that are gone."""
+    for model in journal.models():
+        if model.partition(":")[0] in sessions:
+            journal.drop(model)

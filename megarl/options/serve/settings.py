@@ -27,6 +27,8 @@ class ServiceOptions:
     max_waiting: int = 100_000
     """Requests that wait at once; more are asked again later."""
     snapshot_every_s: float = 300.0
+    max_step_bytes: int = 1 << 32
+    """Bytes of a model's passes since its last step, as they came."""
     sampling_slots: int = 256
     """Requests for samples that the sampler has at once; clients share them."""
     poll_s: float = 30.0

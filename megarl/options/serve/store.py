@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,18 @@ class CheckpointStore:
             infos = list(self._infos.values())
         own = (info for info in infos if info.tenant == tenant and run in (None, info.path.run) and not self._is_over(info))
         return sorted(own, key=lambda info: (-info.created, info.path))
+
+    def runs(self) -> set[str]:
+        """Training runs that have checkpoints, also such as are being written or removed."""
+        with self._lock:
+            return {path.run for path in (*self._infos, *self._going, *self._writing)}
+
+    def forget_run(self, run: str) -> None:
+        """Remove the folders of a training run without checkpoints."""
+        folder = self.root / "checkpoints" / folder_of(run)
+        with suppress(OSError):  # there is none, or something is in it
+            for path in (*folder.glob("*"), folder):
+                path.rmdir()
 
     def used_bytes(self, tenant: str | None = None) -> int:
         """Bytes of checkpoints of a tenant (None: of all), with those that are being written."""

@@ -18,14 +18,18 @@ from typing import Any
 
 from megarl.errors import CheckpointError, DeadlineError, WorkerError
 from megarl.options.serve.futures import JSON, Promise, Promises
-from megarl.options.serve.journal import JournalEntry, RequestJournal
+from megarl.options.serve.journal import Content, JournalEntry, RequestJournal
 from megarl.options.serve.order import FairQueue, Lane
 from megarl.options.serve.values import AdapterChoice, RequestError, Trainer
 from megarl.options.serve.wire import PROTOBUF
 
 Settled = Mapping[str, Any] | bytes
-REDO, ANSWER = "redo", "answer"
+REDO, ANSWER, DONE = "redo", "answer", "done"
+"""What a journal's entries are: what a request is made of again, an answer, and that all requests up to a number had their
+turn."""
 PASS, STEP, LOAD = "forward_backward", "optim_step", "load"
+ENTRY_BYTES = 1_024
+"""Bytes that a request takes beside its body, about."""
 REFUSED, REFUSED_PASS, REFUSED_STEP, OVERDUE = "refused", "refused_pass", "refused_step", "overdue"
 """Kinds of a request that only fails, again too: any, a `forward_backward`, an `optim_step`, one that waited in vain."""
 
@@ -46,9 +50,14 @@ class ClientModel:
     """When a request of it came last, or it was lost."""
     done: int = -1
     """Number of the last request that was computed."""
-    has_gradients: bool = False
+    steps: list[int] = field(default_factory=list)
+    """Numbers of the requests since the last snapshot that its weights and moments are made by, the last a step or a load."""
+    passes: list[int] = field(default_factory=list)
+    """Numbers of those that its gradients are made by, since the last step; `pass_bytes`: theirs in the journal."""
+    pass_bytes: int = 0
     spoilt: str = ""
-    """Why gradients since the last step are not all that a client asked for, if they are not."""
+    """Why gradients since the last step are not all that a client asked for, if they are not; `spoilt_by`: the request."""
+    spoilt_by: int = -1
     finishing: int = 0
     """Jobs that are computed and not settled."""
     kept: float = field(default_factory=time.monotonic)
@@ -66,6 +75,8 @@ class Work:
     """Of what `compute` returned, what `finish` will answer, where that must not be computed again after a crash: the journal
     has it before the next job has an effect."""
     at_error: Callable[[str], None] | None = None
+    size: int = 0
+    """Bytes that a pass takes in the journal."""
 
 
 @dataclass
@@ -89,11 +100,12 @@ class TrainerWorker:
         journal: RequestJournal | None,
         *,
         snapshot_every_s: float,
+        snapshot_bytes: int = 1 << 32,
         say: Callable[[str], None],
     ) -> None:
-        """`say` gets warnings."""
+        """`snapshot_bytes`: of a model's journal, at which a snapshot does not wait for its time. `say` gets warnings."""
         self.trainer, self._promises, self._journal = trainer, promises, journal
-        self._every_s, self.say = snapshot_every_s, say
+        self._every_s, self._snapshot_bytes, self.say = snapshot_every_s, snapshot_bytes, say
         self._queue: FairQueue[TrainingJob] = FairQueue()
         self._thread = ThreadPoolExecutor(1, "trainer")
         self._disk = ThreadPoolExecutor(2, "journal")
@@ -115,7 +127,7 @@ class TrainerWorker:
         await self.in_thread(lambda: None)  # the job that runs
         await asyncio.gather(*self._finishing, return_exceptions=True)
         for model in models if not self._is_down else ():
-            await self._snapshot(model)
+            await self._keep(model, at_end=True)
         if self._journal is not None:
             await self.on_disk(self._journal.close)
         self._thread.shutdown(wait=False)
@@ -156,8 +168,7 @@ class TrainerWorker:
                 self._finish_later(job, running)
             if job.work.kind == "load" and running.exception() is None:
                 model.kept = -math.inf  # the checkpoint that it is of may be deleted
-            if time.monotonic() - model.kept > self._every_s:
-                await self._snapshot(model)
+            await self._keep(model)
 
     def _compute(self, job: TrainingJob) -> Any:
         """Run in the thread."""
@@ -183,13 +194,18 @@ class TrainerWorker:
         if job.seq >= 0:
             model.done = max(model.done, job.seq)
         kind = job.work.kind
-        if error is None and kind in (PASS, STEP, LOAD):
-            model.has_gradients, model.spoilt = kind == PASS, model.spoilt if kind == PASS else ""
+        if error is None and kind == PASS:
+            model.passes.append(job.seq)
+            model.pass_bytes += job.work.size + ENTRY_BYTES
+        elif error is None and kind in (STEP, LOAD):
+            model.steps += [*model.passes, job.seq]
+            model.passes, model.pass_bytes, model.spoilt = [], 0, ""
         elif kind in (PASS, REFUSED_PASS, OVERDUE):
             why = str(error) if isinstance(error, RequestError) else "the server failed"
             model.spoilt = why if kind == OVERDUE else f"request {job.seq}, {PASS} since the last {STEP}, failed ({why})"
+            model.spoilt_by = job.seq
         elif kind in (STEP, REFUSED_STEP) and model.spoilt:
-            model.has_gradients, model.spoilt = False, ""
+            model.passes, model.pass_bytes, model.spoilt = [], 0, ""
         model.finishing += 1
         task = asyncio.create_task(self._finish(job, running))
         self._finishing.add(task)
@@ -230,25 +246,58 @@ class TrainerWorker:
         await self.on_disk(partial(journal.append, job.model.id, job.seq, *_answer_entry(answer, job.digest, failed=True)))
         await self.on_disk(journal.flush)
 
-    async def _snapshot(self, model: ClientModel) -> None:
-        """Keep a model as it is, if it has no gradients that wait for a step, and forget the requests before."""
+    async def _keep(self, model: ClientModel, *, at_end: bool = False) -> None:
+        """Make a snapshot or trim the journal, if it is time for it."""
         journal = self._journal
-        if journal is None or model.lost or model.has_gradients or model.spoilt or model.finishing > 1 or model.done < 1:
+        if journal is None or model.lost or model.done < 1:
+            return
+        is_snapshot = bool(model.steps) and not model.passes and not model.spoilt  # it has no gradients
+        is_due = time.monotonic() - model.kept > self._every_s or journal.bytes_of(model.id) > self._snapshot_bytes
+        if not at_end and not (is_due and is_snapshot) and not journal.has_grown(model.id):
             return
         while model.finishing:  # the answer of the last job is one that is carried
             await asyncio.gather(*self._finishing, return_exceptions=True)
+        try:
+            if is_snapshot:
+                await self._snapshot(journal, model)
+            else:
+                await self._trim(journal, model)
+        except Exception as error:  # noqa: BLE001 - the requests since the last snapshot are kept instead
+            self.say(f"no snapshot of model {model.id}, whose journal grows: {error}")
+
+    async def _snapshot(self, journal: RequestJournal, model: ClientModel) -> None:
+        """Keep a model as it is, and forget the requests before."""
+        model.kept = time.monotonic()
+        write = partial(self.trainer.save, model.id)
+        await self.in_thread(partial(journal.snapshot, model.id, model.done, write, self._unsure(model)))
+        model.steps = []
+
+    async def _trim(self, journal: RequestJournal, model: ClientModel) -> None:
+        """Forget requests that are done and that the model's state does not need, and passes behind which there is no step."""
+        done, needed = model.done, {*model.steps, *([model.spoilt_by] if model.spoilt else model.passes)}
+
+        def keep(entry: JournalEntry) -> JournalEntry | None:
+            what, _, rest = entry.kind.partition(":")
+            if entry.seq > done or (what == REDO and entry.seq == 0):
+                return entry
+            if entry.seq not in needed:
+                return None
+            is_failed = model.spoilt and entry.seq == model.spoilt_by and rest.startswith(f"{PASS}:")
+            return replace(entry, body=b"") if is_failed else entry  # it is not computed again
+
+        carried = [entry for entry in self._unsure(model) if entry.seq not in needed]
+        carried.append(JournalEntry(done, DONE, b""))
+        await self.in_thread(partial(journal.trim, model.id, keep, carried))
+
+    def _unsure(self, model: ClientModel) -> list[JournalEntry]:
+        """Answers to what is done that the model's client may not have."""
         carried = []
         for promise in self._promises.unsure(model.id):
             seq = int(promise.id.rpartition(":")[2])
             if 0 <= seq <= model.done:
                 kind = f"{ANSWER}:{promise.media}:{int(promise.failed)}:{promise.digest.hex()}"
                 carried.append(JournalEntry(seq, kind, promise.content))
-        model.kept = time.monotonic()
-        write = partial(self.trainer.save, model.id)
-        try:
-            await self.in_thread(partial(journal.snapshot, model.id, model.done, write, carried))
-        except Exception as error:  # noqa: BLE001 - the requests since the last snapshot are kept instead
-            self.say(f"no snapshot of model {model.id}, whose journal grows: {error}")
+        return carried
 
 
 def _goes_on(last: TrainingJob | None, job: TrainingJob) -> bool | None:
@@ -286,27 +335,35 @@ class KeptRequest:
     seq: int
     digest: bytes
     kind: str = ""
-    content: bytes = b""
+    content: Content = b""
     answer: bytes | None = None
     media: str = JSON
     failed: bool = False
 
 
-def kept_requests(entries: Iterable[JournalEntry]) -> list[KeptRequest]:
-    """The requests that a journal has, by their numbers; of several answers to one the last counts.
+def kept_requests(entries: Iterable[JournalEntry]) -> tuple[list[KeptRequest], int]:
+    """The requests that a journal has, by their numbers, and up to which number it says that all had their turn (−1: none).
+
+    Of several answers to one request the last counts.
 
     Raises:
         CheckpointError: an entry is none of this server.
     """
     found: dict[int, KeptRequest] = {}
+    done = -1
     for entry in entries:
         parts = entry.kind.split(":")
+        if parts == [DONE]:
+            done = max(done, entry.seq)
+            continue
         kept = found.get(entry.seq) or KeptRequest(entry.seq, b"")
         if parts[0] == REDO and len(parts) == 3:
             kept = replace(kept, digest=bytes.fromhex(parts[2]), kind=parts[1], content=entry.body)
         elif parts[0] == ANSWER and len(parts) == 4:
-            kept = replace(kept, digest=bytes.fromhex(parts[3]), answer=entry.body, media=parts[1], failed=parts[2] == "1")
+            kept = replace(
+                kept, digest=bytes.fromhex(parts[3]), answer=bytes(entry.body), media=parts[1], failed=parts[2] == "1"
+            )
         else:
             raise CheckpointError(f"the journal has an entry of the kind {entry.kind!r}, which this server does not write")
         found[entry.seq] = kept
-    return [found[seq] for seq in sorted(found)]
+    return [found[seq] for seq in sorted(found)], done
