@@ -17,6 +17,8 @@ from dataclasses import replace
 from math import exp, log, sqrt
 from pathlib import Path
 
+from pages import put_into
+
 from megarl.config import load_any
 from megarl.planning.efficiencies import Efficiencies
 from megarl.planning.gpus import GpuSpec, gpu_named
@@ -34,13 +36,6 @@ READY = (
     "plan", "layout", "s of a step", "tokens/s of each GPU", "GB by turn", "bound by", "published tokens/s of each GPU",
 )  # fmt: skip
 """Columns of the table of ready plans."""
-
-
-def put_into(page: Path, name: str, text: str) -> None:
-    """Write `text` between the page's marks of this name."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, rest = page.read_text().split(begin)
-    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
 
 
 def compared(row: Measured, constants: Efficiencies | None = None) -> list[Compared]:

@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from measured_code import code_of
+from pages import put_into
 from workload import ROOT, machine, publish, versions
 
 sys.path.insert(0, str(ROOT))
@@ -57,7 +58,6 @@ SIZES = ((128, 1024), (128, 8192), (1280, 8192), (128, 65536), (1280, 65536))
 ROUNDS = 3
 """Times that they are tried; the quickest counts."""
 NEVER = 1e12
-BEGIN, END = "<!-- scheduling: begin -->", "<!-- scheduling: end -->"
 
 
 def token_s(under_way: int) -> float:
@@ -367,7 +367,8 @@ def cpu_seconds(engines: int, groups: int) -> dict[str, float]:
     gc.collect()
     gc.freeze()
     begun = time.process_time()
-    requests = [EngineRequest([[number]], SamplingParams(1), keys=[f"g{number}"]) for number in range(groups)]
+    params = SamplingParams(1)
+    requests = [EngineRequest([[number]], params, keys=[f"g{number}"]) for number in range(groups)]
     thread.run(_ask_all(handles, requests))
     without_s = time.process_time() - begun
     del requests
@@ -410,13 +411,6 @@ def tables(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_tables(page: Path, found: dict[str, Any]) -> None:
-    """Put the tables between their marks on a page."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n{tables(found)}\n{END}{after}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
@@ -447,7 +441,7 @@ def main() -> None:
         found["over_sampling"] = {lengths: over_sampling(lengths) for lengths in LENGTHS}
     publish(found, options.out)
     if options.page is not None:
-        write_tables(options.page, found)
+        put_into(options.page, "scheduling", tables(found))
 
 
 if __name__ == "__main__":

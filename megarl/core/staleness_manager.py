@@ -7,7 +7,6 @@ no clock, no thread and no engine here; whoever drives it says what happened and
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -16,7 +15,7 @@ from typing import Any, Literal
 State = Literal["queued", "in_flight", "finished"]
 
 
-@dataclass
+@dataclass(slots=True)
 class _GroupState:
     """One unconsumed group. `version` is that of the weights it was started under, also of one that is queued to go on from
     what it has (-1: it has nothing); `order` counts finished groups."""
@@ -82,7 +81,7 @@ class StalenessManager:
         self._groups: dict[int, _GroupState] = {}  # unconsumed, by number
         self._places: list[int] = []  # their numbers, ascending: a group's index is its place
         self._queued: list[int] = []  # those of them in this state, as a heap
-        self._counts: Counter[str] = Counter()
+        self._counts: dict[State, int] = {"queued": 0, "in_flight": 0, "finished": 0}
         self._last: int | None = None  # the last number in the window; None: it is counted anew, with what follows
         self._done = 0  # groups in the window that have finished
         self._awaited: set[int] = set()  # those that the batch must have, and that have not
@@ -142,9 +141,10 @@ class StalenessManager:
             if self._consumed_at(bisect_left(self._places, number)) - version > self.staleness:
                 break
             heappop(self._queued)
-            self._put(number, "in_flight")
-            if self._groups[number].version < 0:
-                self._groups[number].version = version
+            group = self._groups[number]
+            self._put(group, "in_flight")
+            if group.version < 0:
+                group.version = version
             started.append(number)
         return started
 
@@ -158,7 +158,7 @@ class StalenessManager:
         group = self._groups[number]
         if group.state != "in_flight":
             raise ValueError(f"group {number} is {group.state}, and cannot finish")
-        self._put(number, "finished")
+        self._put(group, "finished")
         group.order = self._finished
         self._finished += 1
         self._done += self._last is not None and number <= self._last
@@ -174,7 +174,7 @@ class StalenessManager:
         """These groups in flight were stopped, and what there is of their responses is kept; they are queued to go on."""
         for number in numbers:
             self._check_in_flight(number)
-            self._put(number, "queued")
+            self._put(self._groups[number], "queued")
             heappush(self._queued, number)
             self.suspended += 1
 
@@ -206,7 +206,7 @@ class StalenessManager:
         """Continue from `state_dict()`'s answer: every unconsumed group that is not finished is queued; those whose responses
         are `kept` are queued to go on."""
         self._made, self.version, self.due = state["made"], state["version"], 0
-        self._groups, self._places, self._queued, self._counts = {}, [], [], Counter()
+        self._groups, self._places, self._queued, self._counts = {}, [], [], dict.fromkeys(self._counts, 0)
         self._enter(
             {
                 number: _GroupState(deferred=deferred, version=version[0] if number in kept else -1)
@@ -214,8 +214,9 @@ class StalenessManager:
             }
         )
         for number, version, order in state.get("finished", []):
-            self._put(number, "finished")
-            self._groups[number].version, self._groups[number].order = version, order
+            group = self._groups[number]
+            self._put(group, "finished")
+            group.version, group.order = version, order
             self._finished = max(self._finished, order + 1)
         self._queued = [number for number in self._places if self._groups[number].state == "queued"]
 
@@ -262,13 +263,12 @@ class StalenessManager:
         """Back to its old place, as if it had not been started."""
         group = self._groups[number]
         if group.state != "queued":
-            self._put(number, "queued")
+            self._put(group, "queued")
             heappush(self._queued, number)
         group.version, group.order = -1, -1
         self.requeued += 1
 
-    def _put(self, number: int, state: State) -> None:
-        group = self._groups[number]
+    def _put(self, group: _GroupState, state: State) -> None:
         self._counts[group.state] -= 1
         self._counts[state] += 1
         group.state = state

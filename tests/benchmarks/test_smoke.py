@@ -116,7 +116,8 @@ def test_the_page_has_the_figures_of_the_scheduler_as_they_were_measured(
     monkeypatch.syspath_prepend(BENCHMARKS)
     module, page = importlib.import_module("scheduling"), ROOT / "docs/evidence/rollouts.md"
     (tmp_path / "page.md").write_text(page.read_text())
-    module.write_tables(tmp_path / "page.md", read_strictly(BENCHMARKS / "results/scheduling.json"))
+    tables = module.tables(read_strictly(BENCHMARKS / "results/scheduling.json"))
+    module.put_into(tmp_path / "page.md", "scheduling", tables)
     assert (tmp_path / "page.md").read_text() == page.read_text(), "python benchmarks/scheduling.py --parts --out … --page …"
 
 
@@ -481,7 +482,7 @@ RUN_BY = {
 PARTS = {
     "bad_input_cases": "bad_input", "engine_stand_ins": "roofline", "fault_runs": "faults", "fault_trials": "faults",
     "launches": "roofline", "learning_twice": "learning", "live_bytes": "head_memory", "measured_code": "step",
-    "paced_engine": "async_rollouts", "recipe_model": "served_recipes", "recipe_rows": "served_recipes",
+    "paced_engine": "async_rollouts", "pages": "scheduling", "recipe_model": "served_recipes", "recipe_rows": "served_recipes",
     "reference_server": "serve_faults", "serve_fault_runs": "serve_faults", "serve_fault_trials": "serve_faults",
     "served_curves_judge": "served_curves", "served_curves_model": "served_curves", "serving_parts": "serving",
     "serving_rows": "serving", "warm_servers": "serve_faults", "workload": "step",

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 
 from megarl.data.sample import Prompt
 from megarl.errors import DeadlineError, EngineError, WorkerError
@@ -53,17 +53,21 @@ class EngineOrder:
         (`Engine.take_ended`); else a group holds the room of all of its responses until the last one ends, unless they are
         episodes."""
         self._engines, self._has_more_room = engines, has_more_room
-        self._groups, self._samples, self._reports = groups_per_engine, samples_per_group, reports
+        self._most, self._samples, self._reports = groups_per_engine * samples_per_group, samples_per_group, reports
         self._lengths, self._mean_length = 0, 0.0  # of responses
-        self._heaps: dict[int, list[tuple[int, int]]] = {}  # (load, number) by version
-        self._listed: dict[int, tuple[int, int]] = {}  # version and load by number: other entries no longer hold
+        self._heaps: dict[int, list[tuple[int, int, int]]] = {}  # (load, number, version) by version
+        self._listed: dict[int, tuple[int, int, int]] = {}  # the same by number: other entries no longer hold
+        self._changed: dict[int, EngineState] = {}  # by number: listed as they were before
         self._keyed: dict[str, tuple[EngineState, asyncio.Task[None]]] = {}  # who works on the group of a key
 
     # who is next --------------------------------------------------------------------------------------------------
 
     def first(self, newer_than: int = -1) -> EngineState | None:
         """The engine that is next among those with weights of later versions than this one; None: there is none."""
-        first: tuple[int, int] | None = None
+        for engine in self._changed.values():
+            self._list(engine)
+        self._changed.clear()
+        first: tuple[int, int, int] | None = None
         for version in [*self._heaps]:
             if version > newer_than and (top := self._top(version)) is not None and (first is None or top < first):
                 first = top
@@ -71,47 +75,52 @@ class EngineOrder:
 
     def changed(self, engine: EngineState) -> None:
         """Take in that an engine was opened or shut, or has other work, another capacity or other weights."""
-        number, version = engine.number, engine.version
-        if version is None and engine.watch is not None:
+        self._changed[engine.number] = engine
+        if engine.version is None and engine.watch is not None:
             engine.watch.cancel()  # what comes back in its place may not know of it
+
+    def _list(self, engine: EngineState) -> None:
+        number, version = engine.number, engine.version
         if version is None or not engine.is_open.is_set() or not self._has_room(engine):
             self._listed.pop(number, None)
             return
-        entry = version, engine.load
+        entry = engine.load, number, version
         if self._listed.get(number) == entry:
             return
         self._listed[number] = entry
-        heap = self._heaps.setdefault(version, [])
-        heappush(heap, (engine.load, number))
-        if len(heap) > CLUTTER * len(self._engines):
-            heap[:] = [(load, at) for at, (of, load) in self._listed.items() if of == version]
-            heapify(heap)
+        heap = self._heaps.get(version)
+        if heap is None:
+            self._heaps[version] = [entry]
+        elif heap[0][1] == number:
+            heapreplace(heap, entry)
+        else:
+            heappush(heap, entry)
+            if len(heap) > CLUTTER * len(self._engines):
+                self._heaps[version] = _in_order(self._listed.values(), version)
 
-    def _top(self, version: int) -> tuple[int, int] | None:
+    def _top(self, version: int) -> tuple[int, int, int] | None:
         heap = self._heaps[version]
         while heap:
-            load, number = heap[0]
-            if self._listed.get(number) == (version, load):
-                return heap[0]
+            top = heap[0]
+            if self._listed.get(top[1]) == top:
+                return top
             heappop(heap)
         del self._heaps[version]
         return None
 
     def _has_room(self, engine: EngineState) -> bool:
+        if not engine.requests:
+            return True
+        if len(engine.requests) >= CALLS_PER_ENGINE or engine.asked >= self._most:
+            return False
         most, tokens = engine.capacity.responses, engine.capacity.tokens
-        return self.room(engine) > 0 and (
-            not engine.requests
-            or (
-                (most is None or engine.load < most)
-                and (tokens is None or engine.prompt_tokens + engine.load * self._mean_length < tokens)
-            )
+        return (most is None or engine.load < most) and (
+            tokens is None or engine.prompt_tokens + engine.load * self._mean_length < tokens
         )
 
     def room(self, engine: EngineState) -> int:
         """Groups that may be sent beside the requests that the engine works on, whatever it says of its own room."""
-        return (
-            -(-(self._groups * self._samples - engine.asked) // self._samples) if len(engine.requests) < CALLS_PER_ENGINE else 0
-        )
+        return -(-(self._most - engine.asked) // self._samples) if len(engine.requests) < CALLS_PER_ENGINE else 0
 
     # what they work on --------------------------------------------------------------------------------------------
 
@@ -193,3 +202,9 @@ class EngineOrder:
             pass  # whoever waits for its answers sees to it
         finally:
             engine.watch = None
+
+
+def _in_order(entries: Iterable[tuple[int, int, int]], version: int) -> list[tuple[int, int, int]]:
+    heap = [entry for entry in entries if entry[2] == version]
+    heapify(heap)
+    return heap

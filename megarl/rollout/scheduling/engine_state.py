@@ -12,7 +12,7 @@ from megarl.errors import DeadlineError, EngineError, WorkerError
 from megarl.observe.run_state import EngineCondition, EngineStatus
 from megarl.observe.trace import BusySpans
 from megarl.rollout.engines.capacity import UNKNOWN, EngineCapacity
-from megarl.rollout.engines.protocol import EngineRequest
+from megarl.rollout.engines.protocol import Begun, EngineRequest
 from megarl.rollout.engines.stored_turns import SampledTurn
 from megarl.rollout.scheduling.engine_handle import EngineHandle
 from megarl.rollout.scheduling.partial_groups import PartialGroup
@@ -116,15 +116,12 @@ class EngineState:
             return "waiting"
         return "up" if self.is_open.is_set() else "updating"
 
-    async def generate(self, request: EngineRequest) -> list[list[SampledTurn]]:
-        """`Engine.generate`; notes when the engine was busy with it, and how many tokens it sampled."""
-        with self.busy:
-            answers = await self.handle.generate(request)
+    def count_tokens(self, request: EngineRequest, answers: Sequence[Sequence[SampledTurn]]) -> None:
+        """Count the tokens that it sampled for a request."""
         for of_prompt in answers:
             self.sampled_tokens += sum([turn.tokens for turn in of_prompt])
         for begun in request.begun or ():
             self.sampled_tokens -= sum(turn.tokens for turn in begun if turn is not None)
-        return answers
 
     async def wait_until_open(self, deadline_s: float) -> None:
         """Wait while an update keeps requests out."""
@@ -173,8 +170,8 @@ class AskedGroups:
     prompts: Sequence[Prompt]
     partial: Sequence[PartialGroup] | None = None
     is_cut: bool = False
-    under_way: list[EngineRequest] = field(default_factory=list)
-    """Requests that the engine works on now."""
+    under_way: dict[int, EngineRequest] = field(default_factory=dict)
+    """Requests that the engine works on now, by `id`."""
     count_ended: Callable[[int], None] = lambda responses: None
     """Is told how many responses have ended of groups that go on."""
     observe: Callable[..., None] | None = None
@@ -189,10 +186,11 @@ class AskedGroups:
         end with `abort` are gone on with; but where these groups were cut it never returns: what there is has been kept, and
         whoever waits is cancelled.
         """
-        partial, begun, counted = self.partial, list[list[SampledTurn | None]](), 0
+        engine, partial, counted = self.engine, self.partial, 0
+        begun: Begun = ()
         while True:
             if partial is not None:
-                begun = [[partial[g].turn(name) for name in of_group] for g, of_group in zip(groups, names, strict=True)]
+                begun = [[*map(of.turn, turns)] for of, turns in zip(map(partial.__getitem__, groups), names, strict=True)]
                 whole = [
                     [turn for turn in of_group if turn is not None and turn.finish_reason != "abort"] for of_group in begun
                 ]
@@ -200,19 +198,21 @@ class AskedGroups:
                     return whole
                 if request.n > 1 and not counted:
                     self.count_ended(counted := sum(map(len, whole)))
-            if not self.engine.is_open.is_set():
-                await self.engine.wait_until_open(request.deadline_s)
+            if not engine.is_open.is_set():
+                await engine.wait_until_open(request.deadline_s)
             if self.is_cut:
                 await asyncio.get_running_loop().create_future()
             if begun and any(turn is not None for of_group in begun for turn in of_group):
                 request = replace(request, begun=begun)
-            self.under_way.append(request)
+            self.under_way[id(request)] = request
             try:
-                answers = await self.engine.generate(request)
+                with engine.busy:
+                    answers = await engine.handle.generate(request)
             finally:
-                self.under_way = [other for other in self.under_way if other is not request]
+                del self.under_way[id(request)]
+            engine.count_tokens(request, answers)
             if self.observe is not None:
-                self.observe([self.prompts[g] for g in groups], request, answers)
+                self.observe([*map(self.prompts.__getitem__, groups)], request, answers)
             if partial is None:
                 return answers
             for group, of_group, of_prompt in zip(groups, names, answers, strict=True):
@@ -222,7 +222,7 @@ class AskedGroups:
     @property
     def keys_under_way(self) -> list[str]:
         """Keys of the prompts that the engine works on now."""
-        return [key for request in self.under_way for key in request.keys or ()]
+        return [key for request in self.under_way.values() for key in request.keys or ()]
 
 
 def prompt_key(prompt: Prompt) -> str:

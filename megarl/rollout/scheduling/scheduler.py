@@ -309,7 +309,7 @@ class Scheduler:
             numbers = self.manager.start(engine.version, min(self.groups_per_request, self.order.room(engine)))
             if not numbers:
                 return False
-            request = PromptRequest([self._prompts[n] for n in numbers], self.generate_groups, len(numbers), list(numbers))
+            request = PromptRequest([*map(self._prompts.__getitem__, numbers)], self.generate_groups, len(numbers), [*numbers])
             request.partial = [self.partial.of(number) for number in numbers] if self.cuts else None
         self.order.take(engine, self._loop.create_task(self._serve(engine, request)), request)
         return True
