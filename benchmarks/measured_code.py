@@ -43,6 +43,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "serving": ("megarl/options/serve", "megarl/data", "megarl/megatron"),
     "served_recipes": ("megarl/options/serve", "megarl/options/lora"),
     "served_curves": ("megarl/algorithms", "megarl/experience", "megarl/options/lora", "megarl/options/serve"),
+    "served_supervised": ("megarl/algorithms", "megarl/options/lora", "megarl/options/serve", "megarl/trainers/supervised"),
     "soak": ("megarl/core", "megarl/observe", "megarl/rollout", "megarl/runs", "megarl/workers"),
     "speculative": ("megarl/megatron", "megarl/options/prediction", "megarl/rollout"),
     "step": STEP,

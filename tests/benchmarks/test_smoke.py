@@ -471,6 +471,7 @@ RUN_BY = {
     "serving": f"{HERE}::test_serving",
     "served_recipes": "tests/themes/e2e/test_cookbook.py::test_a_recipe_ends_and_learns",
     "served_curves": "tests/benchmarks/test_served_curves.py::test_served_curves",
+    "served_supervised": "tests/benchmarks/test_served_supervised.py::test_served_supervised",
     "soak": f"{OF_RUNS}::test_soak",
     "speculative": f"{OF_RUNS}::test_speculative",
     "step": f"{OF_RUNS}::test_step",
@@ -484,8 +485,9 @@ PARTS = {
     "launches": "roofline", "learning_twice": "learning", "live_bytes": "head_memory", "measured_code": "step",
     "paced_engine": "async_rollouts", "pages": "scheduling", "recipe_model": "served_recipes", "recipe_rows": "served_recipes",
     "reference_server": "serve_faults", "serve_fault_runs": "serve_faults", "serve_fault_trials": "serve_faults",
-    "served_curves_judge": "served_curves", "served_curves_model": "served_curves", "serving_parts": "serving",
-    "serving_rows": "serving", "warm_servers": "serve_faults", "workload": "step",
+    "served_curves_judge": "served_curves", "served_curves_model": "served_curves",
+    "served_supervised_judge": "served_supervised", "serving_parts": "serving", "serving_rows": "serving",
+    "warm_servers": "serve_faults", "workload": "step",
 }  # fmt: skip
 WITHOUT_FIGURES = {"learning_curve": "it draws a picture", "planner": "its tables follow from the planner, not from a machine"}
 
