@@ -98,6 +98,7 @@ def dense_metrics(routers: RecordedRouters) -> dict[str, float]:
     ("layout", "family"),
     [("tp2+sp", "qwen3"), ("pp2", "llama"), ("cp2", "qwen3"), ("ep2", "qwen3_moe"), ("dp2", "qwen3_moe"), ("tp2·pp2", "llama"),
      pytest.param("dp2", "llama", marks=pytest.mark.exhaustive),
+     pytest.param("tp2+sp", "qwen3_moe", marks=pytest.mark.exhaustive),
      pytest.param("tp2·cp2+sp", "qwen3", marks=pytest.mark.exhaustive),
      pytest.param("ep2·tp2+sp", "qwen3_moe", marks=pytest.mark.exhaustive)],
 )  # fmt: skip
@@ -166,15 +167,19 @@ ADAMS = [
 ]
 
 
+SPLIT_EXPERTS = Layout(tp=2, etp=2, sequence_parallel=True)
+
+
 @pytest.mark.parametrize(
-    ("layout", "lora", "dtype"),
-    [(Layout(), adapters.LORA, "float32"), (Layout(dp=2), adapters.LORA, "float32"), (Layout(pp=2), None, "float32")],
-    ids=["adapters", "adapters, dp2", "all weights, pp2"],
-)
-def test_steps_are_those_of_torchs_adamw(world: World, tmp_path: Path, layout: Layout, lora: Lora | None, dtype: str) -> None:
+    ("family", "layout", "lora"),
+    [("llama", Layout(), adapters.LORA), ("llama", Layout(dp=2), adapters.LORA), ("llama", Layout(pp=2), None),
+     pytest.param("qwen3_moe", SPLIT_EXPERTS, adapters.LORA, marks=pytest.mark.exhaustive)],
+    ids=["adapters", "adapters, dp2", "all weights, pp2", "adapters, tp2+sp, experts"],
+)  # fmt: skip
+def test_steps_are_those_of_torchs_adamw(world: World, tmp_path: Path, family: str, layout: Layout, lora: Lora | None) -> None:
     """The third step has no pass before it and counts as one with gradients of 0."""
-    build_folder("llama", tmp_path / "model")
-    answers = world.call(steps_of_adam, tmp_path / "model", layout, lora, dtype, ADAMS, size=layout.world_size)
+    build_folder(family, tmp_path / "model")
+    answers = world.call(steps_of_adam, tmp_path / "model", layout, lora, "float32", ADAMS, size=layout.world_size)
     states = [joined(found[number] for found, _ in answers) for number in range(len(ADAMS) + 1)]
     of_steps = [joined(steps[number][0] or {} for _, steps in answers) for number in range(len(ADAMS))]
     metrics = answers[0][1]
