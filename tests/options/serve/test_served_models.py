@@ -206,6 +206,31 @@ def test_steps_are_those_of_torchs_adamw(world: World, tmp_path: Path, family: s
                 parameter.copy_(states[number + 1][name])
 
 
+@pytest.mark.exhaustive
+def test_adapters_of_split_experts_are_those_of_one_rank_after_two_steps(world: World, tmp_path: Path) -> None:
+    """A step of Adam begins as the learning rate with the gradient's sign, however small that is.
+
+    So elements are compared whose gradients are far from zero; of the others no step is larger than the learning rate.
+    """
+    build_folder("qwen3_moe", tmp_path / "model")
+    adams, runs, far = [AdamParams()] * 2, [], 1e-2
+    for layout in (Layout(), SPLIT_EXPERTS):
+        arguments = (tmp_path / "model", layout, adapters.LORA, "float32", adams)
+        answers = world.call(steps_of_adam, *arguments, size=layout.world_size)
+        of_steps = [joined(steps[number][0] for _, steps in answers) for number in range(len(adams))]
+        runs.append((joined(states[-1] for states, _ in answers), of_steps))
+    (wanted, gradients), (found, others) = runs
+    rate, compared = adams[0].learning_rate, 0
+    for name, tensor in wanted.items():
+        off, is_far = (found[name] - tensor).abs(), torch.ones_like(tensor, dtype=torch.bool)
+        for mine, other in zip(gradients, others, strict=True):
+            is_far &= (mine[name].abs() > far * mine[name].abs().max()) | ((mine[name] == 0) & (other[name] == 0))
+        compared += int(is_far.sum())
+        assert off.max() < 2.01 * rate * len(adams), name
+        assert not is_far.any() or off[is_far].max() < rate * TOLERANCE / far, name
+    assert compared > 0.5 * sum(tensor.numel() for tensor in wanted.values())
+
+
 def test_new_models_are_the_same_in_every_layout_and_add_nothing(world: World, tmp_path: Path) -> None:
     build_folder("qwen3", tmp_path / "model")
     found: list[dict[str, Tensor]] = []
