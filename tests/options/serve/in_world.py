@@ -77,12 +77,17 @@ def trainer_in(
     """A `SessionTrainer` on this rank's part of a role with adapters `lora` (None: all weights are trained).
 
     `media`: a folder for pictures; None: data have none.
+
+    Raises:
+        LayoutError: a config with this layout would be refused, so that what it computes proves nothing.
     """
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
+    from megarl.models.shape import ModelShape
     from megarl.options.serve.trainer import SessionTrainer
 
+    layout.check_model(**ModelShape.read(folder).layout_sizes)
     initialize_layout(layout, seed=1)
     shown = str(media) if media is not None else None
     options = ModelOptions(str(folder), layout, dtype=dtype, lora=lora, logit_chunk_tokens=5, media_folder=shown)

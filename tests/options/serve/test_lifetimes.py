@@ -12,7 +12,7 @@ from megarl.options.serve.futures import PROMISE_BYTES, Promises
 from megarl.options.serve.registry import IDLE
 from megarl.options.serve.tenants import HeldBytes, Tenant
 from megarl.options.serve.values import RequestError
-from tests.options.serve.served import Served, serving
+from tests.options.serve.served import BASE, Served, serving
 from tests.options.serve.test_bad_input import Http
 from tests.options.serve.test_restart import Again
 from tests.options.serve.test_tenants import file_of
@@ -34,6 +34,14 @@ def silence(served: Served, session: str, seconds: float) -> None:
         service.watch()
 
     served.call(change)
+
+
+def await_checkpoint(http: Http, path: str) -> None:
+    """Wait until a client's tenant has a checkpoint."""
+    deadline = time.monotonic() + 60
+    while path not in http._http.get("checkpoints").text:
+        assert time.monotonic() < deadline, f"{path} was not kept"
+        time.sleep(0.02)
 
 
 def test_models_of_a_client_that_was_killed_are_kept_for_a_day_and_then_dropped(tmp_path: Path) -> None:
@@ -72,8 +80,7 @@ def test_a_session_that_a_killed_server_had_ended_is_ended_behind_what_its_model
         answer = again.step(model, 2)
         assert answer.status_code == 410
         path = f"tinker://{model}/weights/idle-000001"
-        while path not in other._http.get("checkpoints").text:
-            pass
+        await_checkpoint(other, path)
         made = other.post("load_weights", session_id=other.session, model_seq_id=0, path=path, optimizer=True)
         loaded = served.trainer.models[other.answer(made)["model_id"]].parameters()
         assert expected.keys() == loaded.keys()
@@ -81,19 +88,27 @@ def test_a_session_that_a_killed_server_had_ended_is_ended_behind_what_its_model
 
 
 def test_a_tenant_s_forgotten_models_make_room_for_new_ones_and_no_others_do(tmp_path: Path) -> None:
+    """Of its idle sessions that of the longest silence ends, what it has learnt is kept, and another tenant's stays."""
     path, keys = file_of(tmp_path, "anna", "ben")
-    path.write_text(path.read_text().replace("anna:\n", "anna:\n  models: 2\n"))
+    path.write_text(path.read_text().replace("anna:\n", "anna:\n  models: 3\n"))
     with serving(tmp_path / "served", tenants=path) as served:
-        first, second, other = Http(served, keys["anna"]), Http(served, keys["anna"]), Http(served, keys["ben"])
-        forgotten, alive, of_ben = first.model(), second.model(), other.model()
-        refused = second.post("create_model", session_id=second.session, model_seq_id=1, base_model="Qwen/Qwen3-0.6B")
-        assert "error" in second.answer(refused)
-        for http in (first, other):
-            silence(served, http.session, 3_600)
-        third = Http(served, keys["anna"])
-        made = third.model()
-        assert first.step(forgotten, 1).status_code == 410
-        for http, model in ((third, made), (second, alive), (other, of_ben)):
+        first, second, third = (Http(served, keys["anna"]) for _ in range(3))
+        other = Http(served, keys["ben"])
+        idle, forgotten, alive, of_ben = first.model(), second.model(), third.model(), other.model()
+        second.answer(second.step(forgotten, 1))
+        lora = {"rank": 2}
+        refused = third.post("create_model", session_id=third.session, model_seq_id=1, base_model=BASE, lora_config=lora)
+        assert "tenant anna has 3 models, and its quota is 3" in third.answer(refused)["error"], "no client is gone"
+        for http, seconds in ((other, 7_200), (second, 3_600), (first, 2_000)):
+            silence(served, http.session, seconds)
+        fourth = Http(served, keys["anna"])
+        made = fourth.model()
+        kept = f"tinker://{forgotten}/weights/idle-000001"
+        answer = second.step(forgotten, 2)
+        assert answer.status_code == 410
+        assert f"its models are kept as {kept}" in answer.json()["error"]
+        await_checkpoint(fourth, kept)
+        for http, model in ((fourth, made), (third, alive), (first, idle), (other, of_ben)):
             assert http.answer(http.step(model, 1))["type"] == "optim_step"
 
 

@@ -116,23 +116,27 @@ def test_places_go_to_the_client_that_has_the_fewest() -> None:
     assert max(place for place, client in enumerate(order) if client == "small") < 40
 
 
-def test_places_that_a_client_had_before_do_not_count_against_it() -> None:
-    async def work() -> list[str]:
+@pytest.mark.parametrize("place", [("tenant", "busy"), ("busy", "client")], ids=["client", "tenant"])
+def test_places_that_one_had_before_do_not_count_against_it(place: tuple[str, str]) -> None:
+    """The first in the line is next, whatever it has done before."""
+    new = ("tenant", "new") if place[0] == "tenant" else ("new", "client")
+
+    async def work() -> list[tuple[str, str]]:
         slots, order = FairSlots(1), []
 
-        async def request(client: str) -> None:
-            async with slots.slot("tenant", client):
-                order.append(client)
+        async def request(tenant: str, client: str) -> None:
+            async with slots.slot(tenant, client):
+                order.append((tenant, client))
 
         for _ in range(10):
-            await request("busy before")
-        async with slots.slot("tenant", "now"):
-            tasks = [asyncio.create_task(request(client)) for client in ("busy before", "new")]
+            await request(*place)
+        async with slots.slot("now", "now"):
+            tasks = [asyncio.create_task(request(*one)) for one in (place, new)]
             await asyncio.sleep(0)
         await asyncio.gather(*tasks)
         return order[10:]
 
-    assert asyncio.run(work()) == ["busy before", "new"]
+    assert asyncio.run(work()) == [place, new]
 
 
 def test_cancelled_requests_leave_no_place_taken() -> None:

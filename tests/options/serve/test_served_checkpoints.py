@@ -44,7 +44,8 @@ def test_training_goes_on_from_a_saved_state(world: World, tmp_path: Path, lora:
     ("family", "written", "read"),
     [("llama", Layout(tp=2, sequence_parallel=True), [(5, Layout(pp=2)), (2, Layout(dp=2))]),
      pytest.param("qwen3_moe", Layout(ep=2, dp=2), [(2, Layout(dp=2)), (5, Layout(ep=2, dp=2))], marks=pytest.mark.exhaustive),
-     pytest.param("qwen3_moe", Layout(), [(5, Layout(ep=2, dp=2)), (2, Layout(pp=2))], marks=pytest.mark.exhaustive)],
+     pytest.param("qwen3_moe", Layout(), [(5, Layout(ep=2, dp=2)), (2, Layout(pp=2))], marks=pytest.mark.exhaustive),
+     pytest.param("qwen3_moe", Layout(), [(5, Layout(tp=2, etp=2, sequence_parallel=True))], marks=pytest.mark.exhaustive)],
 )  # fmt: skip
 def test_a_state_is_loaded_by_a_server_of_another_largest_rank(
     world: World, tmp_path: Path, family: str, written: Layout, read: list[tuple[int, Layout]]

@@ -98,6 +98,7 @@ def dense_metrics(routers: RecordedRouters) -> dict[str, float]:
     ("layout", "family"),
     [("tp2+sp", "qwen3"), ("pp2", "llama"), ("cp2", "qwen3"), ("ep2", "qwen3_moe"), ("dp2", "qwen3_moe"), ("tp2·pp2", "llama"),
      pytest.param("dp2", "llama", marks=pytest.mark.exhaustive),
+     pytest.param("tp2+sp", "qwen3_moe", marks=pytest.mark.exhaustive),
      pytest.param("tp2·cp2+sp", "qwen3", marks=pytest.mark.exhaustive),
      pytest.param("ep2·tp2+sp", "qwen3_moe", marks=pytest.mark.exhaustive)],
 )  # fmt: skip
@@ -166,15 +167,19 @@ ADAMS = [
 ]
 
 
+SPLIT_EXPERTS = Layout(tp=2, etp=2, sequence_parallel=True)
+
+
 @pytest.mark.parametrize(
-    ("layout", "lora", "dtype"),
-    [(Layout(), adapters.LORA, "float32"), (Layout(dp=2), adapters.LORA, "float32"), (Layout(pp=2), None, "float32")],
-    ids=["adapters", "adapters, dp2", "all weights, pp2"],
-)
-def test_steps_are_those_of_torchs_adamw(world: World, tmp_path: Path, layout: Layout, lora: Lora | None, dtype: str) -> None:
+    ("family", "layout", "lora"),
+    [("llama", Layout(), adapters.LORA), ("llama", Layout(dp=2), adapters.LORA), ("llama", Layout(pp=2), None),
+     pytest.param("qwen3_moe", SPLIT_EXPERTS, adapters.LORA, marks=pytest.mark.exhaustive)],
+    ids=["adapters", "adapters, dp2", "all weights, pp2", "adapters, tp2+sp, experts"],
+)  # fmt: skip
+def test_steps_are_those_of_torchs_adamw(world: World, tmp_path: Path, family: str, layout: Layout, lora: Lora | None) -> None:
     """The third step has no pass before it and counts as one with gradients of 0."""
-    build_folder("llama", tmp_path / "model")
-    answers = world.call(steps_of_adam, tmp_path / "model", layout, lora, dtype, ADAMS, size=layout.world_size)
+    build_folder(family, tmp_path / "model")
+    answers = world.call(steps_of_adam, tmp_path / "model", layout, lora, "float32", ADAMS, size=layout.world_size)
     states = [joined(found[number] for found, _ in answers) for number in range(len(ADAMS) + 1)]
     of_steps = [joined(steps[number][0] or {} for _, steps in answers) for number in range(len(ADAMS))]
     metrics = answers[0][1]
@@ -199,6 +204,31 @@ def test_steps_are_those_of_torchs_adamw(world: World, tmp_path: Path, layout: L
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(states[number + 1][name])
+
+
+@pytest.mark.exhaustive
+def test_adapters_of_split_experts_are_those_of_one_rank_after_two_steps(world: World, tmp_path: Path) -> None:
+    """A step of Adam begins as the learning rate with the gradient's sign, however small that is.
+
+    So elements are compared whose gradients are far from zero; of the others no step is larger than the learning rate.
+    """
+    build_folder("qwen3_moe", tmp_path / "model")
+    adams, runs, far = [AdamParams()] * 2, [], 1e-2
+    for layout in (Layout(), SPLIT_EXPERTS):
+        arguments = (tmp_path / "model", layout, adapters.LORA, "float32", adams)
+        answers = world.call(steps_of_adam, *arguments, size=layout.world_size)
+        of_steps = [joined(steps[number][0] for _, steps in answers) for number in range(len(adams))]
+        runs.append((joined(states[-1] for states, _ in answers), of_steps))
+    (wanted, gradients), (found, others) = runs
+    rate, compared = adams[0].learning_rate, 0
+    for name, tensor in wanted.items():
+        off, is_far = (found[name] - tensor).abs(), torch.ones_like(tensor, dtype=torch.bool)
+        for mine, other in zip(gradients, others, strict=True):
+            is_far &= (mine[name].abs() > far * mine[name].abs().max()) | ((mine[name] == 0) & (other[name] == 0))
+        compared += int(is_far.sum())
+        assert off.max() < 2.01 * rate * len(adams), name
+        assert not is_far.any() or off[is_far].max() < rate * TOLERANCE / far, name
+    assert compared > 0.5 * sum(tensor.numel() for tensor in wanted.values())
 
 
 def test_new_models_are_the_same_in_every_layout_and_add_nothing(world: World, tmp_path: Path) -> None:
