@@ -444,5 +444,5 @@ def _places(rule: BoundRule, site: Site, tp_rank: int, tp_size: int) -> tuple[li
 
 def _drawn(rule: BoundRule, seed: int, name: str) -> Tensor:
     shape = rule.hf_shapes[name]
-    generator = torch.Generator().manual_seed(seed << 32 | zlib.crc32(name.encode()))
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # of 32 bits: it reads no others
     return torch.empty(shape).uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=generator)

@@ -248,6 +248,8 @@ def test_new_models_are_the_same_in_every_layout_and_add_nothing(world: World, t
         assert own is None or torch.equal(own, tensor)
     drawn = {name: tensor for name, tensor in found[0].items() if name.startswith("0/") and "lora_A" in name}
     assert len({tensor.flatten()[0].item() for tensor in drawn.values()}) == len(drawn)
+    of_other_seed = {name: found[0][name.replace("0/", "3/", 1)] for name in drawn}
+    assert not any(torch.equal(of_other_seed[name], tensor) for name, tensor in drawn.items())
 
 
 def begun(
