@@ -192,7 +192,7 @@ def _points(served: float | None, trained: float | None) -> str:
 
 
 def curve(found: dict[str, Any]) -> list[str]:
-    """Markdown rows: the mean reward of five steps at a time, over the seeds of a side, and the largest difference of log-probs."""
+    """Markdown rows: the mean reward of five steps at a time over a side's seeds, and the largest difference of log-probs."""
     starts = range(0, found["setup"]["steps"], LAST_STEPS)
     lines = [
         f"| steps | {' | '.join(f'{start + 1}–{start + LAST_STEPS}' for start in starts)} |",

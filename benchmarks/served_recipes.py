@@ -89,7 +89,7 @@ RECIPES = {
     ),
     "preference.shorter": Recipe(
         "preference.shorter.train",
-        f"renderer_name={RENDERER} learning_rate=3e-3 max_tokens=24 max_steps=4 batch_size=4 group_size=4 eval_every=0",
+        f"renderer_name={RENDERER} learning_rate=3e-3 max_tokens=24 max_steps=12 batch_size=8 group_size=8 eval_every=0",
         "env/all/ac_tokens_per_turn",
         moves="down",
     ),
@@ -104,6 +104,7 @@ RECIPES = {
         "multiplayer_rl.guess_number.train",
         f"renderer_name={RENDERER} learning_rate=3e-3 max_tokens=12 max_steps=4 batch_size=4 group_size=4 eval_every=0",
         REWARD,
+        moves="",
     ),
     "rl_numerics_check": Recipe(
         "rl_numerics_check.train",

@@ -257,7 +257,7 @@ class ReferenceSampler:
         self.adapters[adapter] = PeftModel.from_pretrained(copy.deepcopy(self.base), str(folder)).eval()
 
     async def drop(self, adapter: str) -> None:
-        del self.adapters[adapter]
+        self.adapters.pop(adapter, None)
 
     async def sample(self, request: SampleRequest) -> Sampled:
         self.asked.append(request)
