@@ -190,3 +190,14 @@ def test_served_supervised(measured: Callable[..., Any], part: Callable[[str], A
     first = json.loads((tmp_path / "seed-1" / judge.PAIRS / "train.jsonl").read_text().splitlines()[0])
     assert first["chosen"].startswith("\n\nHuman: ")
     assert (tmp_path / "seed-1" / bench.BASE / "config.json").is_file()
+
+
+def test_the_figures_of_the_page_are_within_their_bounds() -> None:
+    """Both sides learn the same: each step's loss to 1e-5 over three seeds, held-out accuracy within 3 points."""
+    found = json.loads((BENCHMARKS / "results/served_supervised.json").read_text())
+    assert {*found["final"]} == {*NAMES}
+    for one in found["final"].values():
+        assert one["seeds"] == 3
+        assert one["step_loss"] < 1e-5
+        assert one["held_out"]["loss"] < 1e-5
+        assert one["held_out"]["accuracy"] < 0.03

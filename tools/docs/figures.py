@@ -345,10 +345,6 @@ def learning(kind: str) -> Callable[[], list[str]]:
     return table
 
 
-def served(part: str) -> Callable[[], list[str]]:
-    return lambda: getattr(__import__("served_curves"), part)(result("served_curves"))
-
-
 def distillation() -> list[str]:
     import distillation
 
@@ -459,10 +455,8 @@ def soak() -> list[str]:
 # --- serve.md ---
 
 
-def served_recipes() -> list[str]:
-    import served_recipes
-
-    return served_recipes.table(result("served_recipes"))
+def served(name: str, part: str = "table") -> Callable[[], list[str]]:
+    return lambda: getattr(__import__(name), part)(result(name))
 
 
 TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
@@ -492,7 +486,13 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "presets": learning("preset"),
     },
     "evidence/plans.md": {"memory": planning_memory},
-    "serve.md": {"served_recipes": served_recipes, "served_curves": served("table"), "served_curve": served("curve")},
+    "serve.md": {
+        "served_recipes": served("served_recipes"),
+        "served_curves": served("served_curves"),
+        "served_curve": served("served_curves", "curve"),
+        "served_supervised": served("served_supervised"),
+        "served_supervised_curve": served("served_supervised", "curve"),
+    },
     "evidence/faults.md": {"faults_mixed": faults_mixed, "faults": faults, "faults_serve": faults_serve, "soak": soak},
 }
 """By page and mark, the table that stands between `<!-- mark: begin -->` and `<!-- mark: end -->`."""
