@@ -51,7 +51,7 @@ from megarl.data.tokenize import load_tokenizer
 
 PROMPTS, SAMPLES, NEW_TOKENS, RANK, STEPS, WARMUP = 4, 8, 32, 32, 3, 1
 """Of a step: prompts, answers to each, and tokens of an answer; rank of the adapters; steps that count, and those before."""
-CLIENTS, DATUMS, DATUM_TOKENS, QUESTIONS, SAMPLED_TOKENS, ROUNDS = 8, 2, 128, 4, 16, 2
+CLIENTS, DATUMS, DATUM_TOKENS, QUESTIONS, SAMPLED_TOKENS, ROUNDS = 8, 2, 128, 4, 64, 3
 """Clients; datums of a pass of each and their tokens; prompts that each asks for an answer of so many tokens; rounds."""
 NAME, KEY = "served/base", "tml-local"
 START_S, ANSWER_S = 300.0, 600.0
