@@ -11,7 +11,6 @@ the driver's CPU, one thread; bytes are those of all arguments, and those of tok
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import pickle
 import platform
@@ -45,6 +44,7 @@ from megarl.experience.step_tokens import count_older_tokens
 from megarl.models.flops import FlopsModel
 from megarl.models.shape import ModelShape
 from megarl.runs.training_side import POLICY, REFERENCE
+from megarl.system.garbage import collect_rarely
 from megarl.workers import roles as roles_module
 from megarl.workers.role_specs import role_specs
 from megarl.workers.roles import Roles
@@ -243,7 +243,7 @@ def main() -> None:
     from workload import machine
 
     torch.set_num_threads(1)
-    gc.freeze()  # as `megarl train` does
+    collect_rarely()  # as `megarl train` does
     report: dict[str, Any] = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": shlex.join(["python", *sys.argv]),

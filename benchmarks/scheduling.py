@@ -45,6 +45,7 @@ from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingP
 from megarl.rollout.scheduling.engine_state import AskedGroups, GenerateGroups, prompt_key
 from megarl.rollout.scheduling.partial_groups import turn_names
 from megarl.rollout.scheduling.scheduler import Scheduler
+from megarl.system.garbage import collect_rarely
 
 T = TypeVar("T")
 ENGINES, SLOTS, GROUPS, SAMPLES, SYNC_S = 16, 64, 128, 8, 3.0
@@ -365,7 +366,7 @@ def cpu_seconds(engines: int, groups: int) -> dict[str, float]:
     lengths, thread, prompts = luck.uniform(10, 100, (2 * groups, 1)).tolist(), VirtualThread(), Prompts()
     handles: Any = [InstantEngine(lengths) for _ in range(engines)]
     gc.collect()
-    gc.freeze()
+    collect_rarely()  # as `megarl train` does
     begun = time.process_time()
     params = SamplingParams(1)
     requests = [EngineRequest([[number]], params, keys=[f"g{number}"]) for number in range(groups)]

@@ -6,7 +6,6 @@ What the user did wrong ends as one sentence on stderr and exit code 2; Ctrl-C a
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import json
 import re
@@ -35,6 +34,7 @@ from megarl.config.evaluated import load_to_evaluate
 from megarl.config.secrets import redacted
 from megarl.errors import ConfigError, MegarlError, RunInterrupted, RunStopped, counted, nearest, written_out
 from megarl.models.from_hub import model_here, models_here
+from megarl.system.garbage import collect_rarely
 from megarl.system.ray_token import want_a_token
 from megarl.system.torchrun import is_leader, is_torchrun
 from megarl.version import __version__
@@ -282,7 +282,7 @@ def _watch(loop: str, config: AnyConfig, arguments: argparse.Namespace) -> int:
         if is_leader():  # libraries, tokenizer and rows take seconds
             _say(f"{config.run_folder}: reading tokenizer and rows")
         module = importlib.import_module(loop)
-        gc.freeze()  # what was imported stays: each collection among a step's samples would walk it
+        collect_rarely()
         module.train(config)
 
     if not arguments.is_watched or is_torchrun():
