@@ -408,6 +408,6 @@ def test_what_unpickles_is_known_and_looked_at_first() -> None:
     found = {str(file.relative_to(package)) for file in package.rglob("*.py") if reads.search(file.read_text())}
     # what the scoring process itself sends, what the ranks of a group send each other, and senders that have a server's token
     own = {"rewards/sandbox/judge_child.py", "platform/peer_memory.py", "weights/intake_ranks.py"}
-    assert found - own == {"convert/logits.py", "megatron/box_reader.py", "megatron/rank_model.py"}
+    assert found - own == {"convert/logits.py", "megatron/box_reader.py", "megatron/role_checkpoint.py"}
     for looks in ("workers/roles.py", "convert/logits.py"):
         assert "check_pickles(" in (package / looks).read_text()
