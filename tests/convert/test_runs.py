@@ -17,7 +17,7 @@ from megarl.config.layout import Layout
 from megarl.convert.sources import open_dist
 from megarl.models.hf_folder import HFFolder
 from tests.convert.conftest import assert_same_tensors, exported, imported, resharded, tensors
-from tests.megatron.saving import save_role
+from tests.megatron.saving import load_role, save_role
 from tests.world import World
 
 LAYOUT = Layout(tp=2, pp=2)
@@ -112,7 +112,6 @@ def load_and_export(rank: int, world_size: int, path: str, checkpoint: str) -> d
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions
     from megarl.megatron.rank_model import RankModel
-    from megarl.megatron.role_checkpoint import load_role
 
     initialize_layout(Layout(), seed=1)
     role = RankModel(ModelOptions(path, Layout(), trainable=False))

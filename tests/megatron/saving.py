@@ -17,6 +17,13 @@ def save_role(role: Any, folder: str) -> None:
     write_parts(copied(shards_of_role(role)), folder)
 
 
+def load_role(role: Any, folder: str) -> None:
+    """Read the role's checkpoint from `folder`; collective over the world."""
+    from megarl.megatron import role_checkpoint
+
+    role_checkpoint.load_role(role, folder)
+
+
 def copied(shards: Shards) -> Shards:
     """What is not changed by what the role does next."""
     return shards.copied_into(host_memory(shards.nbytes))

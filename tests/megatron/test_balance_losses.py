@@ -13,7 +13,7 @@ from megarl.config.layout import Layout
 from megarl.observe.expert_load import EXPERTS
 from tests.families import build_folder, hub_gradients, hub_tensors, hugging_face
 from tests.megatron.routing_reference import RecordedRouters, Routed, dense_policy_loss, policy_loss
-from tests.megatron.saving import save_role
+from tests.megatron.saving import load_role, save_role
 from tests.themes.parallel.worlds import MODES, gradients, micro_batches, units
 from tests.world import World
 
@@ -128,7 +128,6 @@ def moved_biases(rank: int, world_size: int, folder: Path, layout: Layout, rate:
     An update whose loss is no number comes first.
     """
     from megarl.megatron.build import initialize_layout
-    from megarl.megatron.role_checkpoint import load_role
 
     initialize_layout(layout, seed=1)
     role = make_role(folder, layout, "none", {"bias_update_rate": rate}, lr=0.0)

@@ -16,7 +16,7 @@ from megarl.errors import CheckpointError
 from megarl.megatron import scaling_state
 from tests.families import build_folder
 from tests.megatron.moments import role_in
-from tests.megatron.saving import save_role
+from tests.megatron.saving import load_role, save_role
 from tests.world import World
 
 
@@ -51,12 +51,11 @@ def test_only_the_state_of_fp8_scaling_may_be_missing(world: World, tmp_path: Pa
 
 
 def read_without_generators(rank: int, world_size: int, folder: Path, checkpoint: str) -> str:
-    from megarl.megatron import rank_model
-    from megarl.megatron.role_checkpoint import load_role
+    from megarl.megatron import role_checkpoint
 
     role = role_in(Layout(), folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_model, "sharded_rng_state", lambda: _object("something else"))
+        patch.setattr(role_checkpoint, "sharded_rng_state", lambda: _object("something else"))
         save_role(role, checkpoint)
     with pytest.raises(CheckpointError) as error:
         load_role(role, checkpoint)
@@ -78,7 +77,7 @@ def read_another_model(rank: int, world_size: int, folders: list[Path], checkpoi
     save_role(role_in(Layout(), folders[0]), checkpoint)
     parallel_state.destroy_model_parallel()
     with pytest.raises(CheckpointError) as error:
-        role_in(Layout(), folders[1]).load(checkpoint)
+        load_role(role_in(Layout(), folders[1]), checkpoint)
     return str(error.value)
 
 

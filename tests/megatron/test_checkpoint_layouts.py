@@ -17,7 +17,7 @@ from megarl.models.adapters import AdapterSpec
 from tests.algorithms.test_memory import peak_bytes, size
 from tests.families import build_folder
 from tests.megatron.moments import MOMENTS, adams, assert_equal, everything, merged, role_in, trained, update
-from tests.megatron.saving import copied, save_role, write_parts
+from tests.megatron.saving import copied, load_role, save_role, write_parts
 from tests.world import World
 
 UPDATES = 2
@@ -84,7 +84,6 @@ def save(rank: int, world_size: int, move: Move, folder: Path, checkpoint: str, 
 
 
 def load(rank: int, world_size: int, layout: Layout, move: Move, folder: Path, checkpoint: str) -> dict[str, Any]:
-    from megarl.megatron.role_checkpoint import load_role
 
     role = role_in(layout, folder, move.dtype, lora=move.lora)
     load_role(role, checkpoint)
@@ -162,7 +161,6 @@ def save_untrained(rank: int, world_size: int, folder: Path, checkpoint: str) ->
 
 def resume(rank: int, world_size: int, move: Move, folder: Path, checkpoint: str) -> dict[str, int]:
     """Bytes: the most that loading allocates at once, Adam's moments, a bucket of weights, the largest tensor in float32."""
-    from megarl.megatron.role_checkpoint import load_role
 
     role = role_in(move.target, folder, move.dtype)
     peak = peak_bytes(lambda: load_role(role, checkpoint))

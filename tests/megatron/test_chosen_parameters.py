@@ -15,7 +15,7 @@ from megarl.megatron.options import ParameterGroup
 from tests.families import build_folder, hub_gradients, hub_tensors, hugging_face
 from tests.megatron.moments import adams, assert_equal, everything, merged
 from tests.megatron.routing_reference import dense_policy_loss, policy_loss
-from tests.megatron.saving import save_role
+from tests.megatron.saving import load_role, save_role
 from tests.themes.parallel.worlds import MODES, micro_batches, units
 from tests.world import World
 
@@ -55,7 +55,7 @@ def train(
         if number == 0:
             save_role(role, saved)
     resumed = role_of(folder)
-    resumed.load(saved)
+    load_role(resumed, saved)
     update(resumed)
     rules = [(role.weight_map.rule_for(name), tensor) for name, tensor in global_tensors(role.chunks)]
     trained = {name for rule, tensor in rules if hasattr(tensor, "main_grad") for name in rule.hf_names}
@@ -165,7 +165,7 @@ def unfrozen(rank: int, world_size: int, folder: Path, freeze: tuple[str, ...], 
     role.update(micro_batches(MODES["packed"], 1, units())[0], policy_loss)
     save_role(role, saved)
     try:
-        RankModel(ModelOptions(str(folder), Layout()), OptimizerOptions(lr=LR)).load(saved)
+        load_role(RankModel(ModelOptions(str(folder), Layout()), OptimizerOptions(lr=LR)), saved)
     except CheckpointError as error:
         return str(error)
     return "nothing"
@@ -190,7 +190,7 @@ def frozen_later(rank: int, world_size: int, folder: Path, freeze: tuple[str, ..
     save_role(role, saved)
     trained = {name: tensor.clone() for name, tensor in role.export()}
     later = RankModel(ModelOptions(str(folder), Layout(), freeze=freeze), OptimizerOptions(lr=LR))
-    later.load(saved)
+    load_role(later, saved)
     later.update(micro_batches(MODES["packed"], 1, units())[0], policy_loss)
     return {name: float((tensor - trained[name]).abs().max()) for name, tensor in later.export()}
 

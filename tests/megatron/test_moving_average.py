@@ -14,7 +14,7 @@ from megarl.config.layout import Layout
 from megarl.megatron.moving_average import joined_float32, split_float32
 from tests.families import build_folder
 from tests.megatron.moments import merged, role_in, update
-from tests.megatron.saving import save_role
+from tests.megatron.saving import load_role, save_role
 from tests.world import World
 
 SHARE = 0.05
@@ -86,7 +86,6 @@ def follow(rank: int, world_size: int, case: Case, folder: Path, checkpoint: str
 
 
 def resume(rank: int, world_size: int, case: Case, folder: Path, checkpoint: str) -> dict[str, Any]:
-    from megarl.megatron.role_checkpoint import load_role
 
     policy, reference = roles_in(case.then, folder, case.dtype)
     load_role(reference, checkpoint)

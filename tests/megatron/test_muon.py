@@ -14,7 +14,7 @@ from megarl.megatron.options import ParameterGroup
 from tests.families import build_folder, hub_gradients, hub_tensors, hugging_face
 from tests.megatron.moments import adams, assert_equal, merged
 from tests.megatron.routing_reference import dense_policy_loss, policy_loss
-from tests.megatron.saving import save_role
+from tests.megatron.saving import load_role, save_role
 from tests.themes.parallel.worlds import MODES, micro_batches, units
 from tests.world import World
 
@@ -46,14 +46,14 @@ def train(rank: int, world_size: int, folder: Path, layout: Layout, saved: str) 
         if number == 0:
             save_role(role, saved)
     resumed = make_role(folder, layout)
-    resumed.load(saved)
+    load_role(resumed, saved)
     update(resumed)
     seconds = sum("exp_avg_sq" in state for adam in adams(role) for state in adam.optimizer.state.values())
     states = sum(len(adam.optimizer.state) for adam in adams(role))
     weights = [{name: tensor.clone() for name, tensor in one.export()} for one in (role, resumed)]
     refused = ""
     try:
-        make_role(folder, layout, "adamw").load(saved)
+        load_role(make_role(folder, layout, "adamw"), saved)
     except Exception as error:
         refused = str(error)
     return {"weights": weights[0], "resumed": weights[1], "seconds": (seconds, states), "refused": refused}

@@ -17,7 +17,7 @@ import torch
 from megarl.config.layout import Layout
 from tests.families import build_folder
 from tests.megatron.moments import adams, assert_equal, everything, merged, role_in, update
-from tests.megatron.saving import save_role
+from tests.megatron.saving import load_role, save_role
 from tests.world import World
 
 UPDATES = 3
@@ -75,7 +75,6 @@ def train(
     rank: int, world_size: int, layout: Layout, folder: Path, dtype: str, fraction: float, saved: str | None, loaded: str | None
 ) -> dict[str, Any]:
     """Updates from the start or from the checkpoint `loaded`, and perhaps saves; how many elements the host updates, too."""
-    from megarl.megatron.role_checkpoint import load_role
 
     role = offloading_role(layout, folder, dtype, fraction) if fraction else role_in(layout, folder, dtype)
     if loaded is not None:

@@ -11,7 +11,7 @@ import transformers
 
 from megarl.config.layout import Layout
 from megarl.data.stream import Response, Unit, split_shared_prompts
-from tests.megatron.saving import save_role
+from tests.megatron.saving import load_role, save_role
 from tests.world import World
 
 VOCAB = 131
@@ -89,7 +89,6 @@ def run_role(
     from megarl.megatron.gathered_updates import apply_gathered, gather
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
-    from megarl.megatron.role_checkpoint import load_role
 
     initialize_layout(layout, seed=1)
     options = ModelOptions(path, layout, layer_spec=spec, temperature=TEMPERATURE, logit_chunk_tokens=5)

@@ -16,7 +16,7 @@ from megarl.megatron.optimizer import continue_schedule, place_in_schedule, sche
 from megarl.megatron.options import OptimizerOptions
 from tests.families import build_folder
 from tests.megatron.routing_reference import policy_loss
-from tests.megatron.saving import save_role
+from tests.megatron.saving import load_role, save_role
 from tests.themes.parallel.worlds import MODES, micro_batches, units
 from tests.world import World
 
@@ -131,7 +131,7 @@ def changed(rank: int, world_size: int, folder: Path, saved: str) -> dict[str, A
     found = {}
     for name, options in CHANGES.items():
         resumed = role_of(**options)
-        resumed.load(saved)
+        load_role(resumed, saved)
         found[name] = update(resumed)
     return found
 

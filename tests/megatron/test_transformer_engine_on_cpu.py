@@ -21,7 +21,7 @@ from megarl.errors import CheckpointError
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from tests.families import FAMILIES, UNDER_TRANSFORMER_ENGINE, build_folder, hub_tensors, hugging_face
 from tests.megatron.moments import assert_equal, everything, merged
-from tests.megatron.saving import save_role
+from tests.megatron.saving import load_role, save_role
 from tests.world import REPOSITORY, World
 
 pytestmark = pytest.mark.slow
@@ -113,7 +113,6 @@ def saved(rank: int, world_size: int, folder: Path, spec: str, options: dict[str
 
 
 def loaded(rank: int, world_size: int, folder: Path, spec: str, options: dict[str, Any], checkpoint: str) -> Any:
-    from megarl.megatron.role_checkpoint import load_role
     from tests.megatron.engine_on_cpu import a_gpu
 
     with a_gpu():
@@ -214,7 +213,7 @@ def scales_after_resuming(rank: int, world_size: int, folder: Path, checkpoint: 
         for tensor in _scales(first, make=True).values():
             tensor.uniform_(generator=generator)
         save_role(first, checkpoint)
-        second.load(checkpoint)
+        load_role(second, checkpoint)
         return [_scales(role, make=False) for role in (first, second)]
 
 

@@ -12,7 +12,7 @@ from megarl.config.layout import Layout
 from megarl.models.hf_folder import HFFolder
 from tests.families import VOCAB_SIZE
 from tests.megatron.moments import assert_equal, everything, merged, role_in, update
-from tests.megatron.saving import save_role
+from tests.megatron.saving import load_role, save_role
 from tests.predicting import build_predicting
 from tests.themes.parallel.worlds import MODES, micro_batches, objective
 from tests.world import World
@@ -70,7 +70,6 @@ def save(rank: int, world_size: int, layout: Layout, folder: Path, checkpoint: s
 
 
 def load(rank: int, world_size: int, layout: Layout, folder: Path, checkpoint: str) -> dict[str, Any]:
-    from megarl.megatron.role_checkpoint import load_role
 
     role = predicting(layout, folder)
     load_role(role, checkpoint)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.megatron.moments import assert_equal
-from tests.megatron.saving import save_role
+from tests.megatron.saving import load_role, save_role
 from tests.themes.gpu.models import gradients_of, hugging_face, log_probs_of, objective, optimizer_state, role_for, units
 from tests.world import World
 
@@ -59,7 +59,7 @@ def test_offloaded_updates_are_those_on_the_device(
             assert on_host / sum(s["exp_avg"].numel() for s in state.values()) == pytest.approx(fraction, abs=0.2)
             save_role(role, str(tmp_path / "checkpoint"))
             plain = role_for(folder_of("llama"), **options)
-            plain.load(str(tmp_path / "checkpoint"))
+            load_role(plain, str(tmp_path / "checkpoint"))
             assert_equal(optimizer_state(plain), found[share])
     before = dict(hugging_face("llama").named_parameters())
     moved = {

@@ -15,7 +15,7 @@ import torch
 
 from megarl.config.fp8 import RECIPES, device_problem, token_multiple
 from tests.megatron.moments import assert_equal
-from tests.megatron.saving import save_role
+from tests.megatron.saving import load_role, save_role
 from tests.themes.gpu.models import (
     gradients_of,
     hugging_face,
@@ -80,7 +80,7 @@ def test_a_checkpoint_of_the_reference_layers_is_read_by_transformer_engines_and
         first, second = role_for(folder_of("llama"), **source), role_for(folder_of("llama"), **target)
         first.update([units()], objective)
         save_role(first, str(tmp_path / source["layer_spec"]))
-        second.load(str(tmp_path / source["layer_spec"]))
+        load_role(second, str(tmp_path / source["layer_spec"]))
         assert_equal(optimizer_state(second), optimizer_state(first))
 
 
@@ -132,7 +132,6 @@ def test_layers_in_bf16_bring_fp8_nearer_to_bf16(transformer_engine: Any, folder
 def test_weights_in_fp8_start_from_and_are_saved_with_a_full_copy(
     transformer_engine: Any, folder_of: Folders, recipe: str, tmp_path: Path
 ) -> None:
-    from megarl.megatron.role_checkpoint import load_role
 
     options = fp8(recipe, fp8_param=True)
     role = role_for(folder_of("llama"), **options)
