@@ -65,7 +65,7 @@ class Method:
     judged: Callable[..., dict[str, float]]
 
 
-METHODS = {
+COMPARED = {
     "sl_loop": Method(
         "sl_loop", f"lora_rank=32 learning_rate=3e-3 batch_size={ROWS} save_every=0",
         {"loss": "train_mean_nll", "grad_norm": "grad_norm"}, 1,
@@ -101,7 +101,7 @@ def write_inputs(folder: Path, model: Path, number: int, steps: int) -> None:
 
 def serve_recipe(url: str, work: Path, name: str, number: int, steps: int) -> dict[str, Any]:
     """One run of a recipe: its figures by step, the seed of its adapters, and where they are at the end."""
-    method, folder = METHODS[name], work / f"seed-{number}"
+    method, folder = COMPARED[name], work / f"seed-{number}"
     write_inputs(folder, work / "model", number, steps)
     log = folder / "logs" / name
     shutil.rmtree(log, ignore_errors=True)
@@ -121,7 +121,7 @@ def serve_recipe(url: str, work: Path, name: str, number: int, steps: int) -> di
 
 def train_partner(work: Path, name: str, number: int, steps: int, seed: int) -> dict[str, Any]:
     """One run of the partner from the adapters that `seed` draws."""
-    method, folder = METHODS[name], work / f"seed-{number}"
+    method, folder = COMPARED[name], work / f"seed-{number}"
     run, rows = f"{name}-partner", folder / f"{name}.jsonl"
     folder.mkdir(exist_ok=True)
     judge.write_rows(rows, judge.in_order(method.rows(steps * ROWS, number), method.shuffles))
@@ -150,7 +150,7 @@ def compared(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """By recipe, over the seeds of which both sides are there: the largest differences of losses in a step and of what was
     judged, and the sides' means."""
     found: dict[str, Any] = {}
-    for name in METHODS:
+    for name in COMPARED:
         sides = {side: {run["number"]: run for run in runs if (run["recipe"], run["side"]) == (name, side)} for side in SIDES}
         pairs = [(run, sides[TRAINED][number]) for number, run in sides[SERVED].items() if number in sides[TRAINED]]
         if not pairs:
@@ -181,7 +181,7 @@ def table(found: dict[str, Any]) -> list[str]:
         cells = [side and f"{side['held_out']['loss']:.5f}" for side in sides]
         cells += [side and f"{100 * side['held_out']['accuracy']:.1f} %" for side in sides]
         cells.append(None if None in sides else f"{largest(*(side['loss'] for side in sides if side)):.1e}")
-        command = METHODS[name].command
+        command = COMPARED[name].command
         lines.append(f"| `{name}`, `megarl {command}` | {number + 1} | {' | '.join(cell or '–' for cell in cells)} |")
     return lines
 
@@ -193,7 +193,7 @@ def curve(found: dict[str, Any]) -> list[str]:
         f"| steps | {' | '.join(f'{start + 1}–{start + SHOWN_STEPS}' for start in starts)} |",
         "|---" * (len(starts) + 1) + "|",
     ]
-    for name, method in METHODS.items():
+    for name, method in COMPARED.items():
         for side, words in ((SERVED, f"`{name}` by the API"), (TRAINED, f"`megarl {method.command}`")):
             curves = [run["loss"] for run in found["runs"] if (run["recipe"], run["side"]) == (name, side)]
             means = [mean(loss for one in curves for loss in one[start : start + SHOWN_STEPS]) for start in starts if curves]
@@ -214,7 +214,7 @@ class Record:
 
     def add(self, run: dict[str, Any]) -> dict[str, Any]:
         """Add a run, write all and return it."""
-        recipes = [*METHODS]
+        recipes = [*COMPARED]
         self.runs = sorted([*self.runs, run], key=lambda run: (recipes.index(run["recipe"]), run["number"], run["side"]))
         found = self.setup | {"runs": self.runs, "final": compared(self.runs)}
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -227,7 +227,7 @@ def measured(work: Path, side: str, name: str, number: int, kept: Rows, run: Cal
     started = time.monotonic()
     found = run()
     seconds = time.monotonic() - started
-    held_out = METHODS[name].judged(work / "model", Path(found.pop("adapter")), kept)
+    held_out = COMPARED[name].judged(work / "model", Path(found.pop("adapter")), kept)
     print(f"{name} {number} {side}: last loss {found['loss'][-1]:.5f}, held out {held_out}, {seconds:.0f} s", flush=True)
     which = {"recipe": name, "number": number, "side": side, "date": datetime.now(UTC).date().isoformat()}
     return which | {"seconds": seconds, "held_out": held_out} | found
@@ -239,14 +239,14 @@ def setup_of(arguments: argparse.Namespace, model: Path, kept: dict[str, Rows]) 
     start, overrides = "torchrun --nproc-per-node 1 -m megarl", f"run.steps={steps} run.seed=SEED"
     return {
         "command": "python benchmarks/served_supervised.py",
-        "recipes": {name: "python " + " ".join(command_of(method, "FOLDER")) for name, method in METHODS.items()},
-        "partners": {name: f"{start} {one.command} {one.config} {overrides}" for name, one in METHODS.items()},
+        "recipes": {name: "python " + " ".join(command_of(method, "FOLDER")) for name, method in COMPARED.items()},
+        "partners": {name: f"{start} {one.command} {one.config} {overrides}" for name, one in COMPARED.items()},
         "machine": machine(),
         "code": code_of("served_supervised"),
         "versions": versions() | cookbook_versions() | {"peft": version("peft")},
         "model": SMALL,
         "setup": {"steps": steps, "rows": ROWS, "held_out": arguments.kept, "dtype": "float32"},
-        "start": {name: method.judged(model, None, kept[name]) for name, method in METHODS.items()},
+        "start": {name: method.judged(model, None, kept[name]) for name, method in COMPARED.items()},
     }
 
 
@@ -267,9 +267,9 @@ def main() -> None:
         import recipe_model  # torch and transformers, which those who only read the figures need not load
 
         recipe_model.write_model(model)
-    kept = {name: method.rows(arguments.kept, -1, kept=True) for name, method in METHODS.items()}
+    kept = {name: method.rows(arguments.kept, -1, kept=True) for name, method in COMPARED.items()}
     record = Record(arguments.out, setup_of(arguments, model, kept))
-    every = [(name, number) for number in range(arguments.seeds) for name in METHODS]
+    every = [(name, number) for number in range(arguments.seeds) for name in COMPARED]
     if missing := [one for one in every if record.get(SERVED, *one) is None]:
         shutil.rmtree(work / "runs", ignore_errors=True)
         with serving(config_of(model, work), work) as url:

@@ -61,9 +61,9 @@ def test_rows_come_as_the_cookbook_s_data_sets_shuffle_them(part: Callable[[str]
 def test_the_judge_s_tokens_are_those_that_the_partner_trains_on(part: Callable[[str], Any], name: str) -> None:
     judge, bench = part("served_supervised_judge"), part("served_supervised")
     tokenizer = part("recipe_model").make_tokenizer()
-    config: Any = load_any(BENCHMARKS.parent / bench.METHODS[name].config)
+    config: Any = load_any(BENCHMARKS.parent / bench.COMPARED[name].config)
     builder = SupervisedBuilder(tokenizer, kind_of_rows(config.objective.name), SupervisedSettings.of(config.data))
-    rows = bench.METHODS[name].rows(30, 1)
+    rows = bench.COMPARED[name].rows(30, 1)
     samples = builder.build(rows, prefix="train")
     if name == "sl_loop":
         judged = [judge.encoded(tokenizer, row["messages"], last_only=False) for row in rows]
@@ -127,7 +127,7 @@ def test_the_judge_s_losses_are_those_of_formulas(part: Callable[[str], Any], mo
 @pytest.mark.parametrize("name", NAMES)
 def test_the_configs_have_the_recipes_numbers(part: Callable[[str], Any], tmp_path: Path, name: str) -> None:
     bench, recipes, judge = part("served_supervised"), part("served_recipes"), part("served_supervised_judge")
-    method = bench.METHODS[name]
+    method = bench.COMPARED[name]
     partner: Any = load_any(BENCHMARKS.parent / method.config)
     told = dict(argument.split("=") for argument in method.arguments.split())
     assert float(told["learning_rate"]) == partner.policy.optimizer.lr

@@ -3,7 +3,6 @@ resume, and engines that are killed awake and asleep."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from megarl.config import Config
 from megarl.options.lending.turns import LendingRule, LentEngines
 from megarl.rollout.engines.protocol import EngineRequest, Generation
-from megarl.rollout.engines.stored_turns import loaded
+from megarl.rollout.engines.stored_turns import SampledTurn, loaded
 from megarl.rollout.scheduling.engine_state import EngineState
 from megarl.rollout.scheduling.scheduler import Scheduler
 from megarl.runs.training_side import POLICY
@@ -56,15 +55,14 @@ def always_lent(monkeypatch: pytest.MonkeyPatch) -> None:
 def answers_of_lent(monkeypatch: pytest.MonkeyPatch) -> list[Generation]:
     """What lent engines answered."""
     found: list[Generation] = []
-    generate = EngineState.generate
+    count = EngineState.count_tokens
 
-    async def generate_and_tell(engine: EngineState, request: EngineRequest) -> list[list[Generation]]:
-        answers = await generate(engine, request)
+    def count_and_tell(engine: EngineState, request: EngineRequest, answers: Sequence[Sequence[SampledTurn]]) -> None:
+        count(engine, request, answers)
         if engine.is_lent:
-            found.extend([await asyncio.to_thread(loaded, one) for group in answers for one in group])
-        return answers
+            found.extend(loaded(one) for group in answers for one in group)
 
-    monkeypatch.setattr(EngineState, "generate", generate_and_tell)
+    monkeypatch.setattr(EngineState, "count_tokens", count_and_tell)
     return found
 
 
