@@ -1,4 +1,4 @@
-"""What a role's model is told of its adapters when it is loaded."""
+"""Options by which a role's model is loaded with its adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a role's model is told of the pictures of a run when it is loaded."""
+"""Options by which a role's model finds the pictures of a run."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def of_the_draft(model: Any) -> tuple[str, ...]:
 
 @dataclass
 class PolicyAnswer:
-    """What the policy answered of all `boxes`: their digests, "" where they are the draft's, and what is not covered."""
+    """Digests that the policy answered of all `boxes`, "" where they are the draft's, and what is not covered."""
 
     boxes: list[SliceKey]
     digests: list[str]

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -455,16 +455,8 @@ async def _passed(passed: Any) -> Settled:
 
 def made_of(model: ClientModel) -> dict[str, Any]:
     """Return what a checkpoint says of the model that it is of."""
-    choice = model.choice
-    return {
-        "base_model": model.base_model,
-        "rank": choice.rank if choice else None,
-        "seed": choice.seed if choice else None,
-        "train_attn": choice.train_attn if choice else None,
-        "train_mlp": choice.train_mlp if choice else None,
-        "train_unembed": choice.train_unembed if choice else None,
-        "optimizer": {"type": "adamw"},
-    }
+    chosen = {field.name: getattr(model.choice, field.name, None) for field in fields(AdapterChoice)}
+    return {"base_model": model.base_model, **chosen, "optimizer": {"type": "adamw"}}
 
 
 def choice_of(made: Mapping[str, Any]) -> AdapterChoice | None:
@@ -488,13 +480,4 @@ def facts_of(model: ClientModel, digest: bytes) -> dict[str, Any]:
 
 def with_choice(record: ServedRun, choice: AdapterChoice | None) -> ServedRun:
     """The record of a training run with the adapters of its model."""
-    if choice is None:
-        return record
-    return replace(
-        record,
-        rank=choice.rank,
-        seed=choice.seed,
-        train_attn=choice.train_attn,
-        train_mlp=choice.train_mlp,
-        train_unembed=choice.train_unembed,
-    )
+    return record if choice is None else replace(record, **asdict(choice))

@@ -51,14 +51,7 @@ def added_by_sglang(path: str) -> None:
     for name, with_log_probs, passes in (("last", False, None), ("scored", True, None), ("in passes", True, 4)):
         os.environ["SGLANG_ENABLE_LOGPROB_CHUNK"] = "1" if passes else "0"
         os.environ["SGLANG_LOGPROB_CHUNK_SIZE"] = str(passes or 0)
-        mode = SimpleNamespace(
-            is_idle=lambda: False, is_decode=lambda: False, is_extend=lambda: True, is_target_verify=lambda: False,
-            is_draft_extend_v2=lambda: False,
-        )  # fmt: skip
-        batch = SimpleNamespace(
-            forward_mode=mode, batch_size=len(LENGTHS), return_logprob=with_log_probs, extend_seq_lens=torch.tensor(LENGTHS),
-            extend_seq_lens_cpu=LENGTHS, extend_logprob_start_lens_cpu=FROM,
-        )  # fmt: skip
+        batch = batch_of(LENGTHS, FROM, with_log_probs=with_log_probs)
         backend.prepare_lora_batch(batch, OF_REQUEST, RANKS, SCALES, use_cuda_graph=False)
         owners = [
             owner for owner, rows in zip(OF_REQUEST, rows_of(with_log_probs=with_log_probs), strict=True) for _ in range(rows)
@@ -75,17 +68,22 @@ def added_by_sglang(path: str) -> None:
     torch.save(found, path)
 
 
-def added_by_slices(backend: Any, requests: list[int], lengths: list[int], ranks: list[int]) -> dict[str, Any]:
-    """A layer of three products in one, as queries, keys and values are: what SGLang adds to rows of requests by turns."""
-    widths = [6, 4, 4]
+def batch_of(lengths: list[int], first: list[int], *, with_log_probs: bool) -> Any:
+    """A batch of prompts as SGLang describes it; log-probs are asked for from token `first` of each on."""
     mode = SimpleNamespace(
         is_idle=lambda: False, is_decode=lambda: False, is_extend=lambda: True, is_target_verify=lambda: False,
         is_draft_extend_v2=lambda: False,
     )  # fmt: skip
-    batch = SimpleNamespace(
-        forward_mode=mode, batch_size=len(lengths), return_logprob=False, extend_seq_lens=torch.tensor(lengths),
-        extend_seq_lens_cpu=lengths, extend_logprob_start_lens_cpu=lengths,
+    return SimpleNamespace(
+        forward_mode=mode, batch_size=len(lengths), return_logprob=with_log_probs, extend_seq_lens=torch.tensor(lengths),
+        extend_seq_lens_cpu=lengths, extend_logprob_start_lens_cpu=first,
     )  # fmt: skip
+
+
+def added_by_slices(backend: Any, requests: list[int], lengths: list[int], ranks: list[int]) -> dict[str, Any]:
+    """A layer of three products in one, as queries, keys and values are: what SGLang adds to rows of requests by turns."""
+    widths = [6, 4, 4]
+    batch = batch_of(lengths, lengths, with_log_probs=False)
     backend.prepare_lora_batch(batch, requests, ranks, SCALES, use_cuda_graph=False)
     bounds = torch.tensor([0, 6, 10, 14])
     made = {
