@@ -1,4 +1,4 @@
-"""The tiny models of tests/families.py with a layer for multi-token prediction, and what it computes, from transformers' parts.
+"""The tiny models of tests/families with a layer for multi-token prediction, and what it computes, from transformers' parts.
 
 transformers drops these layers, so its own decoder layer, norms and embedding are put together here as the models' papers and
 serving engines do: the layer sees norm(embedding of the next token) and norm(what the decoder gives behind its final norm).
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megarl.data.stream import Unit
 from megarl.models.hf_folder import write_hf_folder
-from tests.families import SPREAD, VARIANTS, by_hub_name, hub_tensors, hugging_face
+from tests.families import VARIANTS, by_hub_name, hub_tensors, hugging_face
+from tests.families.family import SPREAD
 
 FIELDS = {"num_nextn_predict_layers": 1}
 OWN_FIELDS = {"mtp_num_hidden_layers": 1}

@@ -5,7 +5,7 @@
 `units(family)` are four prompts that show its pictures: none, one, two (one of them again), and a video with a picture behind;
 `units_of_turns(family)` are three with pictures between the turns of their responses.
 
-Decoders have the sizes of tests/families.py. Towers have two layers or three, windows of 2 x 2 tokens where there are any, and
+Decoders have the sizes of tests/families. Towers have two layers or three, windows of 2 x 2 tokens where there are any, and
 features added behind two layers where there is deepstack; no picture is square.
 """
 
@@ -31,7 +31,7 @@ from megarl.models.registry import architecture_for
 from megarl.models.vision import Vision
 from megarl.options.pictures.positions import prompt_positions, with_positions
 from tests import families
-from tests.families import SIZES, SPREAD
+from tests.families.family import SIZES, SPREAD
 
 IMAGE, VIDEO, START, END = 120, 121, 122, 123
 QWEN_TOKENS = {

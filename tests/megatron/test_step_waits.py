@@ -26,7 +26,8 @@ from megarl.trainers.supervised.objectives import (
     RewardModelObjective,
     SupervisedObjective,
 )
-from tests.families import VOCAB_SIZE, build_folder
+from tests.families import build_folder
+from tests.families.family import VOCAB_SIZE
 from tests.world import World
 
 WAITS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero", "is_nonzero"}

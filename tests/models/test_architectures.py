@@ -15,7 +15,9 @@ from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import ARCHITECTURES, architecture_for, sequence_classifier
 from megarl.models.rope_frequencies import inverse_frequencies
 from megarl.models.windows import check_windows
-from tests.families import FAMILIES, LLAMA3_ROPE, LONGROPE, SIZES, WIDE_YARN, YARN_ROPE, hugging_face
+from tests.families import FAMILIES, hugging_face
+from tests.families.family import SIZES
+from tests.families.settings import LLAMA3_ROPE, LONGROPE, WIDE_YARN, YARN_ROPE
 
 TINY = Path(__file__).parents[2] / "models" / "tiny-arithmetic"
 WINDOWS = ["sliding_attention", "full_attention"] * 2

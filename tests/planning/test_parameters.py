@@ -12,7 +12,8 @@ from megarl.config.layout import Layout
 from megarl.models.registry import load_hf_config
 from megarl.models.shape import ModelShape, shape_of
 from megarl.planning.parameters import stage_parameters
-from tests.families import FAMILIES, SIZES, VARIANTS
+from tests.families import FAMILIES, VARIANTS
+from tests.families.family import SIZES
 from tests.planning.ranks import Case, meta_counts
 from tests.world import World
 

@@ -22,7 +22,7 @@ from megarl.weights.checksums import EngineLayout, check_model
 from megarl.weights.group_sender import GroupSender
 from megarl.weights.sglang_senders import ServerEndpoint, TensorSender
 from megarl.weights.staging import StagedSlices
-from tests.families import DEEPSEEK
+from tests.families.settings import DEEPSEEK
 from tests.models.test_transformers_names import other_values, take_an_update_in_bfloat16, update
 from tests.rollout.tiny import Weights, largest_difference
 

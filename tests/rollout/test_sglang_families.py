@@ -16,7 +16,8 @@ from megarl.models.deepseek_v3 import READ_BY_SGLANG
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.transformers_names import config_in_transformers
 from megarl.weights.checksums import check_model
-from tests.families import FAMILIES, SIZES, VARIANTS, build_folder, hub_tensors
+from tests.families import FAMILIES, VARIANTS, build_folder, hub_tensors
+from tests.families.family import SIZES
 from tests.models.test_transformers_names import other_values
 from tests.rollout.updates import holds_what_was_sent
 

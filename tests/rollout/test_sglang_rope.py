@@ -14,7 +14,7 @@ import torch
 
 from megarl.models.rope import exact_positions, rope_refusal, rotary_scale
 from megarl.models.rope_frequencies import inverse_frequencies
-from tests.families import LLAMA3_ROPE, LONGROPE, WIDE_YARN, YARN_ROPE
+from tests.families.settings import LLAMA3_ROPE, LONGROPE, WIDE_YARN, YARN_ROPE
 from tests.world import REPOSITORY
 
 HEAD_DIM, POSITIONS = 12, 256

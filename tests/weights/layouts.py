@@ -13,7 +13,8 @@ from megarl.models.registry import architecture_for
 from megarl.models.weight_map import WeightMap
 from megarl.models.weight_tensors import shard_from_hf
 from megarl.weights.sglang_targets import EngineTarget
-from tests.families import FAMILIES, SIZES, VOCAB_SIZE
+from tests.families import FAMILIES
+from tests.families.family import SIZES, VOCAB_SIZE
 
 # of 4 layers; etp is tp where ep is 1, as training needs it
 SOURCES: dict[str, dict[str, int]] = {

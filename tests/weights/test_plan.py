@@ -17,7 +17,8 @@ from megarl.weights.plan import ReshardPlan, Transfer, plan_reshard
 from megarl.weights.sglang_targets import EVERY_RANK, EngineTarget
 from megarl.weights.template import Transfers
 from megarl.weights.verify import verify
-from tests.families import FAMILIES, VOCAB_SIZE
+from tests.families import FAMILIES
+from tests.families.family import VOCAB_SIZE
 from tests.weights.layouts import SOURCES, TARGETS, hf_config, random_tensors, shards_of_ranks, source, target
 
 BUCKET_BYTES = 3000  # several buckets per rank, and the embedding in several pieces

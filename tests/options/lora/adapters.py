@@ -1,4 +1,4 @@
-"""Low-rank adapters by the real `peft` beside the tiny models of `tests/families.py`, under megarl's names of their tensors.
+"""Low-rank adapters by the real `peft` beside the tiny models of `tests/families`, under megarl's names of their tensors.
 
 transformers holds all experts of a layer in two parameters. There peft has one A for gate and up, megarl one for each, as there
 is in folders: the same as peft's with twice the rank, of which half is the gate's and half is up's, and zeros elsewhere.

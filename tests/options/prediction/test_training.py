@@ -10,7 +10,7 @@ import torch
 
 from megarl.config.layout import Layout
 from megarl.models.hf_folder import HFFolder
-from tests.families import VOCAB_SIZE
+from tests.families.family import VOCAB_SIZE
 from tests.megatron.moments import assert_equal, everything, merged, role_in, update
 from tests.megatron.saving import load_role, save_role
 from tests.predicting import build_predicting

@@ -15,7 +15,7 @@ from megarl.data.batch import Batch
 from megarl.data.micro_batches import plan_micro_batches
 from megarl.models.flops import FlopsModel
 from megarl.runs.update_metrics import combine
-from tests.families import VOCAB_SIZE
+from tests.families.family import VOCAB_SIZE
 
 FLOPS = FlopsModel(per_token=30_720, per_logit_row=64 * VOCAB_SIZE, per_pair=256)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.config.layout import Layout
 from megarl.options.lora.weight_map import Lora
 from megarl.options.serve.values import AdamParams, AdapterChoice, Datum, Loss
-from tests.families import VOCAB_SIZE
+from tests.families.family import VOCAB_SIZE
 from tests.options.serve.in_world import trainer_in
 from tests.themes.parallel.worlds import gathered_gradients, put_back
 

@@ -14,7 +14,7 @@ from megarl.config.layout import Layout
 from megarl.data.prefix_tree import LEAST_SHARED
 from megarl.data.stream import MicroBatch, Response, Unit, split_shared_prompts
 from megarl.megatron.options import SamplingLimits
-from tests.families import VOCAB_SIZE
+from tests.families.family import VOCAB_SIZE
 
 LAYOUTS: dict[str, Layout] = {
     "tp2": Layout(tp=2),
@@ -44,7 +44,7 @@ ODD_LAYOUTS: dict[str, Layout] = {
     "ep3": Layout(dp=3, ep=3),
     "tp3·dp2·ep3+sp": Layout(tp=3, dp=2, ep=3, sequence_parallel=True),
 }
-"""For the models in `ODD` of tests/families.py."""
+"""For the models in `ODD` of tests/families."""
 TEMPERATURE = 0.7
 
 
