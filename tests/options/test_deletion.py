@@ -24,8 +24,8 @@ FOR_ALL = ("mirror", "agents", "distillation")
 """The options that `make test` deletes. `make test-all` deletes the others, too."""
 COPIES = 7
 MISSING_IN = dict(zip(OPTIONS, combinations(range(COPIES), 3), strict=False))
-"""By option, the three of seven copies that lack it. No two options are missing in the same three, so for each pair a copy has the
-one and lacks the other: what an option or its tests need of another one is found, in a third of the time of a copy for each."""
+"""By option, the three of seven copies that lack it. No two options are missing in the same three, so for each pair a copy has
+the one and lacks the other: what an option needs of another one is found, in a third of the time that a copy for each takes."""
 TASK = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "operators": ["+"],
         "allow_parentheses": False, "allow_negation": False}  # fmt: skip
 CONFIG: dict[str, Any] = {
