@@ -6,7 +6,7 @@ import gc
 def collect_rarely() -> None:
     """Spare what lives now from all collections, and collect a thirtieth as often as Python does.
 
-    Each collection walks what was made since the last ones: at Python's 700 objects that was more than half of the scheduler's
+    Each collection walks what was made since the last ones: at Python's 700 objects that is most of the scheduler's
     CPU seconds (`benchmarks/scheduling.py`). What is garbage in circles waits for 20,000 objects.
     """
     gc.freeze()
