@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import subprocess
 import sys
@@ -77,6 +78,11 @@ def test_a_function_as_loss_rows_in_parts_and_a_checkpoint(tiny_config: Callable
         groups = session.sample(["1+1=", "2+2="], n=3, max_new_tokens=5, temperature=0.7)
         assert [len(group) for group in groups] == [3, 3]
         assert all(len(sample.response_ids) <= 5 for group in groups for sample in group)
+        (whole,) = session.sample(["1+1="], greedy=True, max_new_tokens=5)[0]
+        (ended,) = session.sample(["1+1="], greedy=True, max_new_tokens=5, stop=whole.response_text[:2])[0]
+        assert ended.response_ids == whole.response_ids[: len(ended.response_ids)]
+        assert ended.finish_reason == "stop"
+        assert len(ended.response_ids) < len(whole.response_ids)
         batch = session.batch(groups)
         before = session.forward(batch)["log_probs"]
         assert before.shape == batch.mask.shape
@@ -157,6 +163,26 @@ def test_train_takes_functions_as_rewards(tiny_config: Callable[..., Config]) ->
     (row,) = (row for row in curve(Path(config.run_folder)) if row["step"])
     assert row["reward/mean"] == pytest.approx(row["response/tokens_mean"])
     assert lengths
+
+
+def test_a_session_leaves_the_temporary_folder_of_its_program_as_it_was(
+    tiny_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    (tmp_path / "config.yaml").write_text(tiny_config().model_dump_json(exclude_unset=True))
+    (tmp_path / "own.py").write_text(
+        "import os, tempfile, megarl\n"
+        "with megarl.open('config.yaml'):\n"
+        "    print(len(os.listdir(tempfile.gettempdir())))\n"
+    )  # fmt: skip
+    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(EXAMPLES.parents[1])}
+    done = subprocess.run(
+        [sys.executable, "own.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert int(done.stdout.split()[-1]) > 0
+    assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
