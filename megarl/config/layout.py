@@ -210,18 +210,14 @@ class Layout:
         attention, None where no layer has any.
 
         Raises:
-            LayoutError: tp does not divide the heads (or the KV heads in either direction) or the feed-forward width, cp is
-                more than 1 with linear attention, the layers do not share among the stages or too few are in the first chunk,
-                ep does not divide the experts, or etp an expert's width.
+            LayoutError: tp does not divide the heads (or the KV heads in either direction) or the feed-forward width, cp the
+                heads of linear attention on a tensor rank, the layers do not share among the stages or too few are in the first
+                chunk, ep does not divide the experts, or etp an expert's width.
         """
 
         def holds(tp: int) -> bool:
             kv_heads_fit = num_kv_heads % tp == 0 or tp % num_kv_heads == 0
             return num_heads % tp == 0 and kv_heads_fit and (ffn_size or tp) % tp == 0 and (linear_heads or tp) % tp == 0
-
-        if linear_heads is not None and self.cp > 1:
-            reason = "splits a sequence, whose states linear attention hands from token to token"
-            raise self._refusal("cp", reason, allowed="1", rule="must be 1 for a model with linear attention")
 
         if not holds(self.tp):
             sizes = [f"{num_heads} attention heads", f"{num_kv_heads} KV heads"]
@@ -230,6 +226,11 @@ class Layout:
             reason = f"does not divide the model's {', '.join(sizes[:-1])} and {sizes[-1]}"
             fit = [n for n in divisors(num_heads) if holds(n)]
             raise self._refusal("tp", reason, fit, rule="does not divide the model's heads and feed-forward width")
+        if linear_heads is not None and linear_heads // self.tp % self.cp:
+            heads = linear_heads // self.tp
+            reason = f"does not divide the {heads} key heads of linear attention that each of {self.tp} tensor ranks has"
+            rule = "does not divide the key heads of linear attention on a tensor rank"
+            raise self._refusal("cp", reason, divisors(heads), rule=rule)
         first_chunk = self.stage_layers(num_layers)[0][0]
         if len(first_chunk) < deepstack:
             uneven, least = self.first_stage_layers is not None, deepstack * (self.vpp or 1)

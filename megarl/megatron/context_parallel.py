@@ -1,10 +1,11 @@
-"""From the parts of a context-parallel group back to the whole stream's scores."""
+"""What the ranks of a context-parallel group exchange: scores of the whole stream, and heads for tokens."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 
 
@@ -29,3 +30,20 @@ def gather_scored(part: Tensor, scored: Tensor, total: int, group: torch.distrib
     of its own part, and the sum of the ranks' gradients of a weight is the gradient.
     """
     return part if group.size() == 1 else _GatherScored.apply(part, scored, total, group)
+
+
+def own_heads_of_all_tokens(heads: Tensor, layout: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """All heads of this rank's tokens, `[S/cp, H, W]`, to this rank's heads of the whole stream in its order, `[S, H/cp, W]`.
+
+    For layers that hand states from token to token: each rank computes some heads from the first token to the last. `layout` is
+    that of `StreamShard`; cp divides H.
+    """
+    for_ranks = heads.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1)
+    of_ranks = all_to_all(group, for_ranks)
+    return torch.empty_like(of_ranks).index_copy(0, layout.flatten(), of_ranks)
+
+
+def all_heads_of_own_tokens(heads: Tensor, layout: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """The way back, `[S, H/cp, W]` to `[S/cp, H, W]`."""
+    of_ranks = all_to_all(group, heads[layout.flatten()])
+    return of_ranks.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)

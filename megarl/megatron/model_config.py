@@ -116,12 +116,15 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
         raise ConfigError.of(f"{options.section}.{name}", overrides[name], reason, allowed="false")
     # Transformer Engine's layers are told when they are built (`build.fuse_gradient_accumulation`).
     overrides.pop("gradient_accumulation_fusion", None)
+    if "experimental_attention_variant" in kwargs:  # megarl's own layers; megatron-core 0.16 asks what its own can do
+        kwargs["context_parallel_size"] = 1
     try:
         config = config_class(**kwargs | overrides)
     except (ValueError, AssertionError, RuntimeError) as error:
         if not overrides:
             raise
         raise refused(options, overrides, error) from error
+    config.context_parallel_size = layout.cp
     if scale != 1.0:
         scale_rotary(config, scale)
     return config

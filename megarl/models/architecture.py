@@ -71,7 +71,11 @@ class LinearAttention(Protocol):
 
     @property
     def heads(self) -> int:
-        """Heads that tensor parallelism must divide."""
+        """Heads that tensor and context parallelism together must divide."""
+
+    @property
+    def exchanged(self) -> int:
+        """Numbers of a token that all ranks of a context-parallel group exchange in a layer's forward pass, for all heads."""
 
     def products(self, hidden: int) -> int:
         """Multiply-adds per token of one layer of a decoder of width `hidden`."""

@@ -183,7 +183,10 @@ def _links(role: PlannedRole, gpu: GpuSpec, itemsize: int, tokens: float, layers
     local = tokens / layout.cp
     tensor = 4 * layers * local * row * (layout.tp - 1) / layout.tp
     width = (2 * shape.key_value if shape.latent is None else shape.heads * (shape.head_dim + shape.value_dim)) / layout.tp
-    context = layers * tokens * width * itemsize * (layout.cp - 1) / layout.cp
+    linear = len(shape.linear.layers) / shape.layers if shape.linear else 0.0  # of the layers
+    gathered = (1 - linear) * tokens * width  # keys and values of all tokens
+    exchanged = linear * local * shape.linear.exchanged / layout.tp if shape.linear else 0.0
+    context = layers * (gathered + exchanged) * itemsize * (layout.cp - 1) / layout.cp
     with_experts = layers * len(shape.expert_layers) / shape.layers
     rows = local / (layout.tp if layout.sequence_parallel else 1)
     of_copy = 2 * with_experts * rows * row

@@ -44,10 +44,9 @@ class Family:
 
     @property
     def kind(self) -> dict[str, bool]:
-        """What the layouts depend on that it can be split by: experts, linear attention, experts with biases."""
+        """What the layouts depend on that it can be split by: experts, and experts with biases."""
         return {
             "experts": self.num_experts is not None,
-            "linear": self.linear,
             "biases": self.class_prefix == "GptOss",
         }
 

@@ -31,4 +31,4 @@ def put_into(layer: ModuleSpec, layer_spec: str) -> None:
 
 def order_of(stream: PackedStream, config: TransformerConfig) -> Recurrence:
     """The order in which the layers run over `stream`, in main memory."""
-    return recurrence_of(stream, config.linear_conv_kernel_dim)
+    return recurrence_of(stream, config.linear_conv_kernel_dim, config.context_parallel_size)

@@ -76,6 +76,11 @@ class DeltaSizes:
         """The key heads: a tensor rank has whole ones, and the value heads that read with them."""
         return self.keys
 
+    @property
+    def exchanged(self) -> int:
+        """The convolution's inputs, write strengths and decays, and what is read."""
+        return self.channels + 2 * self.values + self.values_width
+
     def products(self, hidden: int) -> int:
         """Multiply-adds per token of one layer: projections, convolution, and a state that is read with the key, written to,
         and read with the query, as generation does it; chunks compute more."""

@@ -3,11 +3,14 @@
 megarl's own module, because megatron-core's needs flash-linear-attention also where it is not called, refuses packed sequences
 (0.16.1), cannot begin a sequence from a shared prompt's state, and leaves the gradient of `out_norm` unsummed over tensor ranks
 without sequence parallelism. Each tensor rank has whole key heads, and the value heads that read with them.
+
+Under context parallelism the ranks exchange tokens for heads before the convolution, and back behind the states: a rank
+computes some of the heads over the whole stream, so that no rank waits for the states of another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +29,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from megarl.errors import ModelError
+from megarl.megatron.context_parallel import all_heads_of_own_tokens, own_heads_of_all_tokens
 from megarl.options.linear_attention.delta_rule import gated_delta_rule, unit_length
 from megarl.options.linear_attention.recurrence import Recurrence, Stage
 
@@ -53,10 +57,10 @@ class CausalConvolution(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(channels, 1, width, dtype=dtype))
 
-    def forward(self, channels: Tensor, taps: Tensor) -> Tensor:
-        """`[S, C]` to `[S, C]`; `taps` as in `Recurrence`."""
+    def forward(self, channels: Tensor, taps: Tensor, weight: Tensor) -> Tensor:
+        """`[S, C]` to `[S, C]`; `taps` as in `Recurrence`, `weight` is that of these channels."""
         padded = torch.cat([channels, channels.new_zeros(1, channels.shape[1])])
-        of_taps = (padded[at] * weight for at, weight in zip(taps.unbind(1), self.weight[:, 0].unbind(1), strict=True))
+        of_taps = (padded[at] * tap for at, tap in zip(taps.unbind(1), weight[:, 0].unbind(1), strict=True))
         return F.silu(sum(of_taps, start=torch.zeros_like(channels)))
 
 
@@ -89,7 +93,7 @@ class GatedDeltaNet(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
-        self.tp_group = pg_collection.tp
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         ranks = self.tp_group.size()
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self.heads_per_key = config.linear_num_value_heads // config.linear_num_key_heads
@@ -132,21 +136,44 @@ class GatedDeltaNet(MegatronModule):
         wide = 2 * self.keys_width + self.values_width
         channels, gate, strength, steps = mixed[:, 0].split([wide, self.values_width, self.heads, self.heads], dim=-1)
         widths = [self.keys_width, self.keys_width, self.values_width]
-        query, key, value = self.conv1d(channels, order.taps).split(widths, dim=-1)
+        if self.cp_group.size() > 1:
+            channels, strength, steps, widths = self._of_all_tokens(order, channels.split(widths, dim=-1), strength, steps)
+        weight = self._of_own_heads(*self.conv1d.weight.split([self.keys_width, self.keys_width, self.values_width]))
+        query, key, value = self.conv1d(channels, order.taps, weight).split(widths, dim=-1)
         exact = torch.promote_types(mixed.dtype, torch.float32)
         query, key = (unit_length(t.to(exact).unflatten(-1, (-1, self.key_dim))) for t in (query, key))
         query, key = (t.repeat_interleave(self.heads_per_key, dim=1) for t in (query, key))
         value = value.to(exact).unflatten(-1, (-1, self.value_dim))
-        decay = -self.A_log.to(exact).exp() * F.softplus(steps.to(exact) + self.dt_bias.to(exact))
+        decay, step_bias = self._of_own_heads(self.A_log).to(exact), self._of_own_heads(self.dt_bias).to(exact)
+        decay = -decay.exp() * F.softplus(steps.to(exact) + step_bias)
         read = self._read(order, (query, key, value, decay, strength.to(exact).sigmoid()))
-        normed = self.out_norm(read, gate.unflatten(-1, (-1, self.value_dim)), self.tp_group)
+        if self.cp_group.size() > 1:
+            read = all_heads_of_own_tokens(read, order.layout, self.cp_group)
+        normed = self.out_norm(read.to(exact), gate.unflatten(-1, (-1, self.value_dim)), self.tp_group)
         output, _ = self.out_proj(normed.to(mixed.dtype).flatten(1)[:, None])
         return output, None
+
+    def _of_all_tokens(
+        self, order: Recurrence, channels: Sequence[Tensor], strength: Tensor, steps: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+        """The convolution's inputs, strengths and steps of this rank's heads for the whole stream, in one exchange; and the
+        widths of queries, keys and values among the inputs."""
+        keys = self.keys_width // self.key_dim
+        by_key = [part.unflatten(-1, (keys, -1)) for part in (*channels, strength, steps)]
+        widths = [part.shape[-1] for part in by_key]
+        whole = own_heads_of_all_tokens(torch.cat(by_key, dim=-1), order.layout, self.cp_group)
+        *inputs, strength, steps = (part.flatten(1) for part in whole.split(widths, dim=-1))
+        return torch.cat(inputs, dim=-1), strength, steps, [part.shape[-1] for part in inputs]
+
+    def _of_own_heads(self, *parts: Tensor) -> Tensor:
+        """Of parameters by heads, which a tensor rank has, those of the heads that this context rank computes."""
+        ranks, rank = self.cp_group.size(), self.cp_group.rank()
+        return torch.cat([part.chunk(ranks)[rank] for part in parts]) if len(parts) > 1 else parts[0].chunk(ranks)[rank]
 
     def _read(self, order: Recurrence, tokens: Inputs) -> Tensor:
         """What all tokens of the stream read, `[S, H, V]`."""
         value = tokens[2]
-        states = value.new_zeros(1, self.heads, self.key_dim, self.value_dim)
+        states = value.new_zeros(1, value.shape[1], self.key_dim, self.value_dim)
         places, parts = [], []
         for stage in order.stages:
             runs = len(stage.boundaries) - 1
@@ -154,7 +181,8 @@ class GatedDeltaNet(MegatronModule):
             at, read, states = self.rule(stage, tokens, before)
             places.append(at)
             parts.append(read)
-        return torch.zeros_like(value).index_copy(0, torch.cat(places), torch.cat(parts))
+        of_runs = torch.cat(parts)
+        return of_runs.new_zeros(value.shape).index_copy(0, torch.cat(places), of_runs)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None, **unused: Any
@@ -218,7 +246,7 @@ def fla_rule() -> StateRule:
             output_final_state=True,
             cu_seqlens=stage.boundaries.long(),
         )
-        return stage.tokens, read[0].to(value.dtype), states
+        return stage.tokens, read[0], states
 
     return rule
 

@@ -15,7 +15,7 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
-from megarl.data.stream import PackedStream, Segment
+from megarl.data.stream import PackedStream, Segment, zigzag
 
 
 @dataclass
@@ -54,15 +54,16 @@ class Recurrence:
     """The order of a stream's tokens.
 
     `taps` int64 `[S, W]`: the tokens that a causal convolution of width W sees at each place, the oldest first; S where it
-    would look before the beginning. `stages` are run one after another.
+    would look before the beginning. `stages` are run one after another. `layout` int64 `[cp, S/cp]` is that of `StreamShard`.
     """
 
     taps: Tensor
     stages: tuple[Stage, ...]
+    layout: Tensor
 
 
-def recurrence_of(stream: PackedStream, width: int) -> Recurrence:
-    """The order of `stream`'s tokens for layers whose convolution is `width` wide; its tensors are in main memory."""
+def recurrence_of(stream: PackedStream, width: int, cp: int = 1) -> Recurrence:
+    """The order of `stream`'s tokens, which `cp` ranks share, for layers whose convolution is `width` wide; in main memory."""
     numbers: dict[int, list[int]] = {}
     for number, segment in enumerate(stream.segments):
         numbers.setdefault(len(segment.path), []).append(number)
@@ -71,7 +72,7 @@ def recurrence_of(stream: PackedStream, width: int) -> Recurrence:
         segments = [stream.segments[number] for number in runs]
         row_of = {number: run for run, number in enumerate(numbers.get(depth - 1, []))}
         stages.append(_stage(segments, torch.tensor([row_of[s.path[-1]] for s in segments]) if depth else None))
-    return Recurrence(_taps(stream, width), tuple(stages))
+    return Recurrence(_taps(stream, width), tuple(stages), zigzag(stream.boundaries, cp))
 
 
 def _taps(stream: PackedStream, width: int) -> Tensor:

@@ -178,7 +178,7 @@ def test_the_convolution_sees_the_prompt_and_no_other_sequence(shared: bool) -> 
     layer = CausalConvolution(6, 4, torch.float64)
     torch.nn.init.normal_(layer.weight)
     of_id = torch.randn(50, 6, dtype=torch.float64)
-    found = layer(of_id[stream.token_ids], recurrence_of(stream, 4).taps)[stream.rows]
+    found = layer(of_id[stream.token_ids], recurrence_of(stream, 4).taps, layer.weight)[stream.rows]
     expected = []
     for unit in units():
         for response in unit.responses:

@@ -65,17 +65,13 @@ MODES = {
 }
 
 
-def layout_for(name: str, *, experts: bool, linear: bool = False, biases: bool = False) -> Layout | None:
+def layout_for(name: str, *, experts: bool, biases: bool = False) -> Layout | None:
     """The layout called `name`, None where families with `experts`, or those without, have no cell of their own in that row.
-
-    Context parallelism of `linear` attention is refused.
 
     Experts that are not spread over ranks are split like everything else, and under tensor parallelism megatron-core
     trains them with sequence parallelism only (see Layout). Experts with `biases` are not split.
     """
     layout = (LAYOUTS | ODD_LAYOUTS)[name]
-    if linear and layout.cp > 1:
-        return None
     if not experts:
         return layout if layout.ep == 1 else None
     if name in ("tp2", "tp3"):  # would be tp2+sp
