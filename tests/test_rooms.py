@@ -262,6 +262,8 @@ PLAIN_PATH = {"lines": 10_643, "lines_that_name_an_option": 141}
 """What a reader of a plain step reads, in the files that docs/architecture.md names; both may only fall."""
 
 
+NAMING = {"share": 0.0275, "others": 0.02}
+"""Lines of core rooms that name an option, of all, and without pictures and adapters, whose values the core passes on."""
 LOOP_CLOSURE_LINES = 20_000
 """What the loop imports, with all that this imports, whether in a function or for type checking."""
 CORE = {"lines": 2_000, "lines_that_name_an_option": 0}
@@ -287,6 +289,12 @@ def test_the_plain_path_does_not_grow() -> None:
     figures = house()["plain_path"]
     assert figures["files"] > 30, "docs/architecture.md names the files of a step"
     assert {name: count for name, count in PLAIN_PATH.items() if figures[name] > count} == {}
+
+
+def test_the_core_hardly_names_an_option() -> None:
+    figures = house()["core_lines_that_name_an_option"]
+    assert figures["lines"] > 100, "the core rooms were not found"
+    assert {name: share for name, share in NAMING.items() if figures[name] > share} == {}
 
 
 def test_the_loop_imports_no_more_than_a_run_needs() -> None:
