@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -94,20 +94,11 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
     if "num_moe_experts" in kwargs and kwargs["add_bias_linear"]:
         kwargs["bias_dropout_fusion"] = False  # megatron-core adds the biases of experts inside them
     overrides = fields_for(config_class, options, kind="model")
-    reasons = []
     scale = 1.0
     if config_class is TransformerConfig:  # latent attention scales what it rotates by itself
         scale = rotary_scale(architecture.text_config(hf_config), kwargs["kv_channels"])
-    if architecture.vision(hf_config) is not None:
-        reasons.append("would give the tokens of pictures wrong angles: its kernel counts one position for each token")
-    if kwargs.get("rotary_interleaved"):
-        reasons.append("would rotate the halves of a head against each other, but the pairs of this model are neighbours")
-    if scale != 1.0:
-        reasons.append(f"has no attention factor, but this model's is {scale:g}")
-    if reasons:
-        kwargs |= dict.fromkeys(ROTARY_KERNELS, False)
-        for name in ROTARY_KERNELS & {name for name, value in overrides.items() if value is True}:
-            raise ConfigError.of(f"{options.section}.{name}", True, reasons[0], allowed="false")
+    sees = architecture.vision(hf_config) is not None
+    kwargs |= _without_rotary_kernels(options, overrides, sees=sees, pairs=bool(kwargs.get("rotary_interleaved")), scale=scale)
     if options.replays_routes and overrides.get("moe_router_fusion"):
         reason = "would leave out policy.routing.replay: its kernel chooses the experts itself"
         raise ConfigError.of(f"{options.section}.moe_router_fusion", True, reason, allowed="false")
@@ -128,6 +119,28 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
     if scale != 1.0:
         scale_rotary(config, scale)
     return config
+
+
+def _without_rotary_kernels(
+    options: ModelOptions, overrides: Mapping[str, Any], *, sees: bool, pairs: bool, scale: float
+) -> dict[str, bool]:
+    """The arguments that turn kernels of rotary embeddings off, where the model is one that they would compute wrongly.
+
+    Raises:
+        ConfigError: an override asks for one of them.
+    """
+    reasons = []
+    if sees:
+        reasons.append("would give the tokens of pictures wrong angles: its kernel counts one position for each token")
+    if pairs:
+        reasons.append("would rotate the halves of a head against each other, but the pairs of this model are neighbours")
+    if scale != 1.0:
+        reasons.append(f"has no attention factor, but this model's is {scale:g}")
+    if not reasons:
+        return {}
+    for name in ROTARY_KERNELS & {name for name, value in overrides.items() if value is True}:
+        raise ConfigError.of(f"{options.section}.{name}", True, reasons[0], allowed="false")
+    return dict.fromkeys(ROTARY_KERNELS, False)
 
 
 def scale_rotary(config: Any, scale: float) -> None:
