@@ -163,9 +163,12 @@ def mlp_rules(
     hf_shared: str = "shared_experts.",
     hf_shared_gate: str | None = None,
     expert_bias: bool = False,
+    hf_expert_bias: str = "gate.e_score_correction_bias",
+    expert_bias_is_row: bool = False,
     bias: bool = False,
 ) -> list[Rule]:
     """Norm, router and experts of the layers that have them; `expert_bias` is DeepSeek's, added to pick the experts.
+    `expert_bias_is_row`: the hub has it as a matrix of one row, and so has the router.
 
     `hf_shared` and `hf_shared_gate` are what the shared expert is called, and what scales its output, if anything does.
     `bias`: router and experts have biases (gpt-oss).
@@ -190,8 +193,9 @@ def mlp_rules(
         *gated(block + "experts.local_experts.{expert}.", hf + "experts.{expert}.", moe.expert_ffn_size, grouped),
     ]
     if expert_bias:
-        hf_bias = (hf + "gate.e_score_correction_bias",)
-        rules.append(rule(block + "router.expert_bias", hf_bias, Copy((moe.num_experts,)), dtype="float32"))
+        hf_bias = (hf + hf_expert_bias,)
+        shape = (1, moe.num_experts) if expert_bias_is_row else (moe.num_experts,)
+        rules.append(rule(block + "router.expert_bias", hf_bias, Copy(shape), dtype="float32"))
     if bias:
         rules.append(rule(block + "router.bias", (f"{hf}{hf_router}.bias",), Copy((moe.num_experts,))))
         for name, packing, parts in (("fc1", GateUp(moe.expert_ffn_size, None), (gate, up)), ("fc2", Copy((hidden,)), (down,))):

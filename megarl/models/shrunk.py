@@ -56,12 +56,14 @@ def shrunk_config(
         small |= {"kv_lora_rank": 32, "qk_nope_head_dim": HEAD, "qk_rope_head_dim": HEAD // 2, "v_head_dim": HEAD}
         small |= {"q_lora_rank": 32} if small.get("q_lora_rank") else {}
     elif small.get("head_dim"):
+        if small.get("rotary_dim"):
+            small["rotary_dim"] = HEAD * int(small["rotary_dim"]) // int(small["head_dim"])
         small["head_dim"] = HEAD
         if HIDDEN % int(small["num_attention_heads"]):  # families refuse widths that their heads do not divide
             small["hidden_size"] = HEAD * int(small["num_attention_heads"])
     else:  # the family may know no other head than its share of the residual stream
         small["hidden_size"] = HEAD * int(small["num_attention_heads"])
-    for name, least in (("first_k_dense_replace", 1), ("num_nextn_predict_layers", 0)):
+    for name, least in (("first_k_dense_replace", 1), ("num_nextn_predict_layers", 0), ("num_mtp_modules", 0)):
         if name in small:
             small[name] = min(int(small[name]), least)
     for name in ("num_experts", "n_routed_experts", "num_local_experts"):
