@@ -4,19 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.errors import ModelError
 from megarl.models import dense, hunyuan_v1_dense, moe
 from megarl.models.architecture import HFConfig, SglangFacts
-from megarl.models.hf_fields import size, size_of_all_layers
+from megarl.models.hf_fields import refuse, size, size_of_all_layers
 from megarl.models.text_family import text_family
 from megarl.models.weight_map import WeightMap
+
+OF_EACH_LAYER = ("moe_topk", "num_experts_per_tok", "moe_intermediate_size", "num_shared_expert")
+"""Fields that may be a list of one number for each layer, which must be alike."""
+
+
+def text_config(hf_config: HFConfig) -> HFConfig:
+    """The dense model's, with one number for all layers.
+
+    Raises:
+        ModelError: layers differ, or `alpha` is no number above 0.
+    """
+    filled = hunyuan_v1_dense.text_config(hf_config)
+    return filled | {field: size_of_all_layers(filled, field) for field in OF_EACH_LAYER if field in filled}
 
 
 def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> dict[str, Any]:
     """The dense decoder with `qk_layernorm`, and experts in place of the MLP.
 
     Raises:
-        ModelError: layers that differ, or anything that the dense decoder refuses.
+        ModelError: experts of another width, or anything that the dense decoder refuses.
     """
     hunyuan_v1_dense.refuse_variants(hf_config)
     experts = experts_of(hf_config)
@@ -37,20 +49,21 @@ def weight_map(hf_config: HFConfig, sizes: dense.DenseSizes) -> WeightMap:
 
 
 def experts_of(hf_config: HFConfig) -> moe.MoeSizes:
-    """Experts in all layers, each as wide as the MLP beside them; what may be said for each layer must be the same for all.
+    """Experts in all layers, each as wide as the MLP beside them.
 
     Raises:
-        ModelError: it is not, or a field is missing or contradicts another.
+        ModelError: they are not, or a field is missing or contradicts another.
     """
-    ffn, layers = size(hf_config, "intermediate_size"), range(size(hf_config, "num_hidden_layers"))
-    for field, value in (("moe_intermediate_size", ffn), ("num_shared_expert", 1)):
-        refused = size_of_all_layers(hf_config, field, default=value) != value
-        if refused:
-            raise ModelError(f"config.json: {field} is {hf_config[field]!r:.80}; it must be {value} in all layers")
+    ffn = size(hf_config, "intermediate_size")
+    refuse(hf_config, "moe_intermediate_size", ffn, "transformers makes experts as wide as the MLP beside them")
+    refuse(hf_config, "num_shared_expert", 1, "transformers has one MLP beside the experts")
     per_token = next((name for name in ("moe_topk", "num_experts_per_tok") if hf_config.get(name) is not None), "moe_topk")
-    alike = {"num_experts": size(hf_config, "num_experts"), "num_experts_per_tok": size_of_all_layers(hf_config, per_token, 1)}
     return moe.MoeSizes.from_hf(
-        hf_config | alike, layers, experts_fields=("num_experts",), ffn_field="intermediate_size", shared_experts=1
+        hf_config | {"num_experts_per_tok": size(hf_config, per_token, default=1)},
+        range(size(hf_config, "num_hidden_layers")),
+        experts_fields=("num_experts", "num_local_experts"),
+        ffn_field="intermediate_size",
+        shared_experts=1,
     )
 
 
@@ -66,7 +79,7 @@ ARCHITECTURE = text_family(
     ("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1ForSequenceClassification"),
     transformer_config_kwargs,
     weight_map,
-    text_config=hunyuan_v1_dense.text_config,
+    text_config=text_config,
     sglang=SglangFacts(refusal=_sglang_refusal),
     traits=lambda hf_config: hunyuan_v1_dense.TRAITS,
 )

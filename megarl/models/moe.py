@@ -89,11 +89,17 @@ def in_every_layer(hf_config: dict[str, Any]) -> MoeSizes:
 
 
 def weight_map(
-    sizes: DenseSizes, experts: MoeSizes, attention: Iterable[Rule], of_experts: Iterable[Rule], **more: Any
+    sizes: DenseSizes,
+    experts: MoeSizes,
+    attention: Iterable[Rule],
+    of_experts: Iterable[Rule],
+    *,
+    hf_norm: str = "post_attention_layernorm",
+    **more: Any,
 ) -> WeightMap:
-    """`dense.weight_map` of a family whose layers without experts have a dense MLP."""
+    """`dense.weight_map` of a family whose layers without experts have a dense MLP, behind the norm that the hub calls so."""
     dense_layers = frozenset(range(sizes.num_layers)) - experts.layers
-    mlp = [*dense.mlp_rules(sizes, dense_layers), *of_experts]
+    mlp = [*dense.mlp_rules(sizes, dense_layers, hf_norm=hf_norm), *of_experts]
     return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, **more)
 
 
@@ -157,6 +163,7 @@ def mlp_rules(
     moe: MoeSizes,
     hidden_size: int,
     *,
+    hf_norm: str = "post_attention_layernorm",
     hf_block: str = "mlp.",
     hf_expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     hf_router: str = "gate",
@@ -188,7 +195,7 @@ def mlp_rules(
 
     grouped = (block + "experts.linear_fc1.weight{expert}", block + "experts.linear_fc2.weight{expert}")
     rules = [
-        rule(LAYER + "pre_mlp_layernorm.weight", (HF_LAYER + "post_attention_layernorm.weight",), Copy((hidden,))),
+        rule(LAYER + "pre_mlp_layernorm.weight", (f"{HF_LAYER}{hf_norm}.weight",), Copy((hidden,))),
         rule(block + "router.weight", (f"{hf}{hf_router}.weight",), Copy((moe.num_experts, hidden))),
         *gated(block + "experts.local_experts.{expert}.", hf + "experts.{expert}.", moe.expert_ffn_size, grouped),
     ]

@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.errors import ModelError, nearest
 from megarl.models import (
+    afmoe,
     deepseek_v3,
     ernie4_5,
     ernie4_5_moe,
@@ -44,6 +45,7 @@ _FAMILIES = (
     llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v3, glm4_moe, glm4, olmo2, olmo3, gemma3_text, phi3, smollm3,
     seed_oss, granite, gpt_oss,
     minimax_m2, ernie4_5, ernie4_5_moe, hunyuan_v1_dense, hunyuan_v1_moe, solar_open,
+    afmoe,
 )  # fmt: skip
 ARCHITECTURES: tuple[Architecture, ...] = (
     *(family.ARCHITECTURE for family in _FAMILIES),

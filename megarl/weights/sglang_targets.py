@@ -128,7 +128,7 @@ def _shares(rule: Rule, part: int, length: int, size: int) -> list[Interval]:
     packing = rule.packing
     if isinstance(packing, Vocabulary):
         return [(min(start, length), min(stop, length)) for start, stop in _even(engine_padded_vocab(length, size), size)]
-    if isinstance(packing, GroupedQKV) and part > 0:
+    if isinstance(packing, GroupedQKV) and part in (1, 2):
         return _of_heads(length, packing.num_groups, size)
     return _even(length, size)
 

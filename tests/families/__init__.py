@@ -43,6 +43,10 @@ UNDER_TRANSFORMER_ENGINE = [
 """Families whose layers Transformer Engine can compute; linear attention needs kernels there that need a GPU."""
 
 
+CHOOSES = ("e_score_correction_bias", ".expert_bias")
+"""Ends of names of what is only added to choose experts, and has no gradient."""
+
+
 def hugging_face(family: str) -> Any:
     """The model of `family` (a key of VARIANTS, ODD or WIDE) in float32, for evaluation, with seeded random values."""
     import transformers
@@ -62,14 +66,12 @@ def hugging_face(family: str) -> Any:
     config = getattr(transformers, entry.config_class)(**settings)
     model = getattr(transformers, f"{entry.class_prefix}ForCausalLM")(config).float().eval()
     generator = torch.Generator().manual_seed(7)
-    values = dict(model.named_parameters()) | {
-        name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")
-    }
+    values = dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name.endswith(CHOOSES)}
     with torch.no_grad():
         for name, value in values.items():
             centre = 1.0 if "norm" in name and (not entry.norms_less_one or ".linear_attn." in name) else 0.0
             centre = -3.0 if name.endswith("A_log") else centre  # states that last, as models have them
-            spread = SPREAD / 5 if name.endswith("e_score_correction_bias") else SPREAD  # tokens must still matter
+            spread = SPREAD / 5 if name.endswith(CHOOSES) else SPREAD  # tokens must still matter
             value.copy_(centre + spread * torch.randn(value.shape, generator=generator))
     return model
 

@@ -34,6 +34,17 @@ SOLAR = {
     "routed_scaling_factor": 1.5,
     "rope_parameters": WIDE_YARN | {"partial_rotary_factor": 0.5},
 }
+AFMOE = {
+    "head_dim": 12,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 8,
+    "route_scale": 1.5,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+    "mup_enabled": True,
+}
 FAMILIES: dict[str, Family] = {
     "minimax_m2": Family("MiniMaxM2", MINIMAX_M2, 8),
     "ernie4_5": Family("Ernie4_5", {"head_dim": 12, "rope_parameters": WIDE_YARN, "tie_word_embeddings": True}),
@@ -41,6 +52,7 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_dense": Family("HunYuanDenseV1", HUNYUAN),
     "hunyuan_v1_moe": Family("HunYuanMoEV1", HUNYUAN_MOE, 8),
     "solar_open": Family("SolarOpen", SOLAR, 8),
+    "afmoe": Family("Afmoe", AFMOE, 8),
 }
 VARIANTS: dict[str, Family] = FAMILIES | {
     "minimax_m2-tied": Family(
@@ -71,6 +83,14 @@ VARIANTS: dict[str, Family] = FAMILIES | {
         | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
         8,
     ),
+    "afmoe-tied": Family(
+        "Afmoe",
+        AFMOE
+        | {"num_dense_layers": 2, "num_shared_experts": 2, "layer_types": None, "global_attn_every_n_layers": 2}
+        | {"mup_enabled": False, "tie_word_embeddings": True, "num_key_value_heads": 1, "sliding_window": 256}
+        | {"rope_parameters": WIDE_YARN},
+        8,
+    ),
 }
 ODD: dict[str, Family] = {
     "minimax_m2-odd": Family("MiniMaxM2", MINIMAX_M2 | ODD_SIZES | {"num_local_experts": 6, "intermediate_size": 9}, 6),
@@ -83,4 +103,5 @@ ODD: dict[str, Family] = {
     ),
     "hunyuan_v1_dense-odd": Family("HunYuanDenseV1", HUNYUAN | ODD_SIZES),
     "hunyuan_v1_moe-odd": Family("HunYuanMoEV1", HUNYUAN_MOE | ODD_SIZES | {"num_experts": 6, "intermediate_size": 9}, 6),
+    "afmoe-odd": Family("Afmoe", AFMOE | ODD_SIZES | {"num_experts": 6, "moe_intermediate_size": 9, "layer_types": None}, 6),
 }

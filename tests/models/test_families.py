@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.data.stream import split_shared_prompts
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for
-from tests.families import ODD, VARIANTS, build_folder, hub_gradients, hub_tensors, hugging_face
+from tests.families import CHOOSES, ODD, VARIANTS, build_folder, hub_gradients, hub_tensors, hugging_face
 from tests.models.megatron_models import TEMPERATURE, embedded, facts, load_and_write, megatron_names, units
 from tests.predicting import build_predicting
 from tests.world import World
@@ -89,7 +89,7 @@ def _check_logits(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_gradient_element_equals_that_of_transformers(by_reference: Any, by_transformers: Any, name: str) -> None:
     found, expected = by_reference[name]["gradients"], by_transformers[name]["gradients"]
-    assert found.keys() - expected.keys() == {key for key in found if key.endswith("e_score_correction_bias")}
+    assert found.keys() - expected.keys() == {key for key in found if key.endswith(CHOOSES)}
     for key, gradient in expected.items():
         scale = float(gradient.abs().max())
         torch.testing.assert_close(found[key], gradient, rtol=0, atol=1e-5 * scale, msg=lambda m, k=key: f"{k}: {m}")

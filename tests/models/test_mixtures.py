@@ -9,10 +9,12 @@ import pytest
 import torch
 import transformers
 
+from megarl.config.layout import Layout
 from megarl.errors import LayoutError, ModelError
 from megarl.models.registry import architecture_for
 from megarl.models.rope_frequencies import inverse_frequencies
 from megarl.models.shape import shape_of
+from megarl.models.shrunk import shrunk_config
 from megarl.models.weight_map import WeightMap
 from megarl.weights.sglang_targets import EngineTarget
 from tests.families import hugging_face
@@ -61,11 +63,18 @@ REFUSED = [
     ("hunyuan_v1_moe", {"attention_bias": True}, "attention_bias is True"),
     ("hunyuan_v1_moe", {"moe_topk": [3, 3, 2, 3]}, r"moe_topk is \[3, 3, 2, 3\]; it must be the same for all layers"),
     ("hunyuan_v1_moe", {"num_experts": [8] * 4}, "num_experts is .*; it must be a positive integer"),
-    ("hunyuan_v1_moe", {"num_shared_expert": 2}, "num_shared_expert is 2; it must be 1 in all layers"),
-    ("hunyuan_v1_moe", {"moe_intermediate_size": [8] * 4}, r"moe_intermediate_size is \[8.*; it must be 16 in all layers"),
+    ("hunyuan_v1_moe", {"num_shared_expert": 2}, "num_shared_expert is 2; it must be 1:"),
+    ("hunyuan_v1_moe", {"moe_intermediate_size": [8] * 4}, "moe_intermediate_size is 8; it must be 16:"),
     ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1; it must be 0"),
     ("solar_open", {"use_qk_norm": True}, "use_qk_norm is True; it must be False"),
     ("solar_open", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+    ("afmoe", {"attention_bias": True}, "attention_bias is True"),
+    ("afmoe", {"score_func": "softmax"}, "score_func is 'softmax'; it must be 'sigmoid'"),
+    ("afmoe", {"route_norm": False}, "route_norm is False; it must be True"),
+    ("afmoe", {"n_group": 2}, "n_group is 2; it must be 1"),
+    ("afmoe", {"num_shared_experts": 0}, "num_shared_experts is 0; it must be a positive integer"),
+    ("afmoe", {"num_dense_layers": 4}, "none of the layers has experts"),
+    ("afmoe", {"sliding_window": None}, "layer_types has 'sliding_attention', but sliding_window is None"),
 ]
 
 
@@ -86,6 +95,7 @@ EXPERTS = {
     "hunyuan_v1_dense": {"head_dim": 8},
     "solar_open": {"n_routed_experts": 128, "num_experts_per_tok": 8},
     "ernie4_5_moe": {"moe_num_experts": 64},
+    "afmoe": {"num_experts": 64, "num_experts_per_tok": 6},
 }
 """Which every config says."""
 
@@ -152,6 +162,7 @@ def test_sglang_serves_no_config_that_it_reads_otherwise(configs: Any) -> None:
     assert "must say moe_intermediate_size, use_mixed_mlp_moe" in str(refusal("hunyuan_v1_moe"))
     assert refusal("hunyuan_v1_moe", **PUBLISHED_HUNYUAN_MOE) is None
     assert "no model of this family" in str(refusal("solar_open"))
+    assert "packs experts otherwise" in str(refusal("afmoe"))
 
 
 def test_ranks_of_an_engine_hold_the_norms_of_their_heads(configs: Any) -> None:
@@ -242,6 +253,22 @@ SOLAR_100B = {
     "n_shared_experts": 1,
     "max_position_embeddings": 131072,
 }
+TRINITY_MINI = {
+    "architectures": ["AfmoeForCausalLM"],
+    "vocab_size": 200192,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 1024,
+    "num_hidden_layers": 32,
+    "num_dense_layers": 2,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_shared_experts": 1,
+    "max_position_embeddings": 131072,
+}
 LARGE = {
     "MiniMax-M2": (MINIMAX_M2_230B, "MiniMaxM2", 228.690),
     "ERNIE-4.5-21B-A3B": (ERNIE_21B, "Ernie4_5_Moe", None),
@@ -249,6 +276,7 @@ LARGE = {
     "Hunyuan-7B": (HUNYUAN_7B, "HunYuanDenseV1", 7.505),
     "Hunyuan-A13B": (HUNYUAN_A13B, "HunYuanMoEV1", 80.393),
     "Solar-Open-100B": (SOLAR_100B, "SolarOpen", 102.6),
+    "Trinity-Mini": (TRINITY_MINI, "Afmoe", None),
 }
 """Configs of published models, transformers' classes, and how many billions of parameters are published, where known."""
 
@@ -276,3 +304,25 @@ def test_a_router_that_drops_no_choices_says_so(configs: Any) -> None:
     config: Any = SimpleNamespace(moe_expert_capacity_factor=1.5)
     with pytest.raises(LayoutError, match=r"moe_expert_capacity_factor is 1\.5, but this model's router drops no choices"):
         CorrectedSoftmaxRouter(config, least_sum=1e-12)
+
+
+REHEARSED = {
+    "MiniMax-M2": (2, MINIMAX_M2_230B, {"num_local_experts": 16, "rotary_dim": 8, "num_mtp_modules": 0}),
+    "ERNIE-4.5-21B-A3B": (2, ERNIE_21B | {"moe_layer_end_index": 27}, {"moe_num_experts": 12, "moe_layer_end_index": -1}),
+    "Hunyuan-A13B": (
+        2,
+        HUNYUAN_A13B | {"attention_head_dim": 128, "moe_intermediate_size": [3072] * 32},
+        {"num_experts": 16, "attention_head_dim": 16, "moe_intermediate_size": 64},
+    ),
+    "Trinity-Mini": (2, TRINITY_MINI, {"num_dense_layers": 1, "num_experts": 16}),
+}
+
+
+@pytest.mark.parametrize("name", REHEARSED)
+def test_a_rehearsal_makes_a_small_model_of_the_family(name: str) -> None:
+    tp, config, expected = REHEARSED[name]
+    small = shrunk_config(config, [Layout(tp=tp)], engine_ranks=tp, engine_ep=1, vocab_size=64)
+    assert {field: small[field] for field in expected} == expected
+    shape = shape_of(small)
+    assert shape.layers == 2
+    assert shape.expert_layers
