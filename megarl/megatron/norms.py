@@ -74,9 +74,10 @@ class LateNorm(ReferenceRMSNorm):
 def norm_behind_rotary(model: torch.nn.Module) -> None:
     """Have every core attention whose layer has `LateNorm`s norm the queries and keys that it is given, which are rotated."""
     for module in model.modules():
-        norms = getattr(module, "q_layernorm", None), getattr(module, "k_layernorm", None)
+        norms: Any = getattr(module, "q_layernorm", None), getattr(module, "k_layernorm", None)
+        core: Any = getattr(module, "core_attention", None)
         if isinstance(norms[0], LateNorm):
-            module.core_attention.register_forward_pre_hook(partial(_norm_first_two, norms))  # type: ignore[union-attr,operator]
+            core.register_forward_pre_hook(partial(_norm_first_two, norms))
 
 
 def _norm_first_two(norms: tuple[LateNorm, LateNorm], module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

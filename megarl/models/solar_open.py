@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from megarl.models import dense, glm4_moe
@@ -45,7 +44,6 @@ ARCHITECTURE = text_family(
     ("SolarOpenForCausalLM", "SolarOpenForSequenceClassification"),
     transformer_config_kwargs,
     glm4_moe.weight_map,
-    partial(dense.gpt_kwargs, partial_rotary=True),
     text_config=text_config,
     sglang=NOT_IN_SGLANG,
 )

@@ -32,7 +32,7 @@ SOLAR = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 8,
     "routed_scaling_factor": 1.5,
-    "rope_parameters": WIDE_YARN | {"partial_rotary_factor": 0.5},
+    "rope_parameters": WIDE_YARN,
 }
 AFMOE = {
     "head_dim": 12,

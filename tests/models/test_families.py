@@ -133,7 +133,7 @@ def test_an_update_moves_every_weight_but_not_the_bias_that_picks_experts(by_ref
     before, after = by_reference[name]["exported"], by_reference[name]["after"]
     unmoved = {key for key in before if torch.equal(before[key], after[key])}
     idle = {key for key, gradient in by_reference[name]["gradients"].items() if not gradient.any()}
-    assert unmoved == idle | {key for key in before if key.endswith("e_score_correction_bias")}
+    assert unmoved == idle | {key for key in before if key.endswith(CHOOSES)}
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "gemma3", "olmo3", "phi3-window", "smollm3-window", "gpt_oss"])
@@ -174,7 +174,7 @@ def test_a_layer_for_multi_token_prediction_that_is_not_trained_is_exported_as_i
     assert {*written.names} == {*source.names}
     for name in source.names:
         tensor = source.get_slice(name)[...]
-        kept = name.endswith("e_score_correction_bias")
+        kept = name.endswith(CHOOSES)
         assert torch.equal(written.get_slice(name)[...], tensor if kept else tensor.to(getattr(torch, dtype))), name
     read = hub_tensors(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=getattr(torch, dtype)))
     assert all(torch.equal(tensor, written.get_slice(name)[...]) for name, tensor in read.items())

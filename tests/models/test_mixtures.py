@@ -67,6 +67,7 @@ REFUSED = [
     ("hunyuan_v1_moe", {"moe_intermediate_size": [8] * 4}, "moe_intermediate_size is 8; it must be 16:"),
     ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1; it must be 0"),
     ("solar_open", {"use_qk_norm": True}, "use_qk_norm is True; it must be False"),
+    ("solar_open", {"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor is 0\.5; it must be 1"),
     ("solar_open", {"norm_topk_prob": False}, "norm_topk_prob is False"),
     ("afmoe", {"attention_bias": True}, "attention_bias is True"),
     ("afmoe", {"score_func": "softmax"}, "score_func is 'softmax'; it must be 'sigmoid'"),

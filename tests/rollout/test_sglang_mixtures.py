@@ -16,7 +16,7 @@ from megarl.weights.checksums import check_model
 from tests.families import CHOOSES, VARIANTS, hub_tensors
 from tests.families.family import SIZES
 from tests.models.test_mixtures import PUBLISHED_HUNYUAN_MOE, PUBLISHED_M2
-from tests.models.test_transformers_names import other_values
+from tests.models.test_transformers_names import other_values, take_an_update_in_bfloat16
 from tests.rollout.updates import holds_what_was_sent
 
 WIDTHS: dict[str, dict[str, Any]] = {
@@ -70,6 +70,13 @@ def test_after_an_update_log_probs_are_those_of_transformers_with_these_weights(
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "sent", dtype=torch.float32)
     name = next(name for name, _ in weights if name.endswith("layers.1.self_attn.o_proj.weight"))
     asyncio.run(holds_what_was_sent(folder, tmp_path / "log", weights, after, name, tp, tp=tp, start_timeout_s=500))
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["minimax_m2", "ernie4_5_moe"])
+def test_routers_that_choose_in_float32_beside_bfloat16_are_those_that_were_sent(family: str, tmp_path: Path) -> None:
+    take_an_update_in_bfloat16(served(family, tmp_path / "model"), tmp_path / "log")
 
 
 @pytest.mark.parametrize("family", PUBLISHED)

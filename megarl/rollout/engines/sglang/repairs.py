@@ -118,11 +118,26 @@ def _mend_gemma3_embedding() -> None:
     _after_made(Gemma3TextScaledWordEmbedding, with_a_rounded_multiplier)
 
 
+def _mend_ernie_router() -> None:
+    from sglang.srt.models.ernie4 import MoEGate
+
+    def with_a_float32_bias(gate: Any) -> None:
+        gate.e_score_correction_bias.data = gate.e_score_correction_bias.data.float()
+
+    def in_float32(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        """SGLang scores experts, and corrects the scores, in the model's dtype; transformers and training in float32."""
+        return torch.nn.functional.linear(hidden_states.float(), self.weight.float())
+
+    _after_made(MoEGate, with_a_float32_bias)
+    MoEGate.forward = in_float32
+
+
 _OF_FAMILIES = {
     "Glm4v": _mend_glm4v,
     "Qwen2VL": _mend_limits_of_pictures,
     "DeepseekV3": _mend_latent_norms,
     "GptOss": _mend_sinks,
     "Gemma3For": _mend_gemma3_embedding,
+    "Ernie4_5_Moe": _mend_ernie_router,
 }
 """By the beginning of an architecture's name, what is mended of it."""
