@@ -22,7 +22,7 @@ from tests.rollout.updates import holds_what_was_sent
 WIDTHS: dict[str, dict[str, Any]] = {
     "minimax_m2": {"intermediate_size": 64},
     "ernie4_5": {"intermediate_size": 64},
-    "ernie4_5_moe": {"intermediate_size": 64, "moe_intermediate_size": 32, "moe_norm_min": 1e-12},
+    "ernie4_5_moe": {"intermediate_size": 64, "moe_intermediate_size": 64, "moe_norm_min": 1e-12},
     "hunyuan_v1_dense": {"intermediate_size": 64},
     "hunyuan_v1_moe": {"intermediate_size": 64},
 }

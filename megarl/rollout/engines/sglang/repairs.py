@@ -132,6 +132,25 @@ def _mend_ernie_router() -> None:
     MoEGate.forward = in_float32
 
 
+def _mend_minimax_norms() -> None:
+    if torch.cuda.is_available():
+        return
+    from sglang.srt.models import minimax_m2
+
+    def norm(module: Any, heads: torch.Tensor) -> torch.Tensor:
+        exact = heads.float()
+        squares = exact.square().mean(-1, keepdim=True)
+        if module.attn_tp_size > 1:
+            squares = minimax_m2.attn_tp_all_reduce(squares) / module.attn_tp_size
+        return (exact * torch.rsqrt(squares + module.variance_epsilon) * module.weight).to(heads.dtype)
+
+    def norms(self: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """SGLang norms queries and keys by kernels of CUDA's, or of some CPUs', alone."""
+        return norm(self._q_norm, q), norm(self._k_norm, k)
+
+    minimax_m2.MiniMaxM2QKRMSNorm.forward = norms
+
+
 _OF_FAMILIES = {
     "Glm4v": _mend_glm4v,
     "Qwen2VL": _mend_limits_of_pictures,
@@ -139,5 +158,6 @@ _OF_FAMILIES = {
     "GptOss": _mend_sinks,
     "Gemma3For": _mend_gemma3_embedding,
     "Ernie4_5_Moe": _mend_ernie_router,
+    "MiniMaxM2": _mend_minimax_norms,
 }
 """By the beginning of an architecture's name, what is mended of it."""
