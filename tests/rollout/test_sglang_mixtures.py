@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from megarl.errors import EngineError
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.weights.checksums import check_model
 from tests.families import CHOOSES, VARIANTS, hub_tensors
@@ -32,7 +34,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "ernie4_5": {"architectures": ["Ernie4_5_ForCausalLM"]},
     "ernie4_5_moe": {},
     "hunyuan_v1_dense": {"use_qk_norm": True},
-    "hunyuan_v1_moe": PUBLISHED_HUNYUAN_MOE | {"moe_intermediate_size": [64] * 4},
+    "hunyuan_v1_moe": PUBLISHED_HUNYUAN_MOE | {"moe_intermediate_size": 64, "num_shared_expert": 1},
 }
 """What published folders say and transformers does not read."""
 
@@ -82,3 +84,12 @@ def test_routers_that_choose_in_float32_beside_bfloat16_are_those_that_were_sent
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_folders_as_published_are_served(family: str, tmp_path: Path) -> None:
     check_model(served(family, tmp_path / family))
+
+
+def test_a_width_for_each_layer_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    folder = served("hunyuan_v1_moe", tmp_path / "model")
+    config = HFFolder(folder).config | {"moe_intermediate_size": [64] * 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    check_model(folder, device="cuda")
+    with pytest.raises(EngineError, match="on a CPU it takes moe_intermediate_size for one number"):
+        check_model(folder)

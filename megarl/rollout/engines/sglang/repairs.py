@@ -151,6 +151,16 @@ def _mend_minimax_norms() -> None:
     minimax_m2.MiniMaxM2QKRMSNorm.forward = norms
 
 
+def _mend_hunyuan_queries() -> None:
+    from sglang.srt.models.hunyuan import HunYuanAttention
+
+    def with_a_row_for_each_token(attention: Any) -> None:
+        """SGLang norms queries as rows of one head each, and its attention takes the first of these rows for tokens."""
+        attention.attn.register_forward_pre_hook(lambda module, inputs: (inputs[0].view(-1, attention.q_size), *inputs[1:]))
+
+    _after_made(HunYuanAttention, with_a_row_for_each_token)
+
+
 _OF_FAMILIES = {
     "Glm4v": _mend_glm4v,
     "Qwen2VL": _mend_limits_of_pictures,
@@ -159,5 +169,6 @@ _OF_FAMILIES = {
     "Gemma3For": _mend_gemma3_embedding,
     "Ernie4_5_Moe": _mend_ernie_router,
     "MiniMaxM2": _mend_minimax_norms,
+    "HunYuan": _mend_hunyuan_queries,
 }
 """By the beginning of an architecture's name, what is mended of it."""
