@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -30,8 +31,9 @@ from megarl.megatron.attention import ReferenceAttention, core_attention_called,
 from megarl.megatron.branches import BranchLayer
 from megarl.megatron.latent_attention import LatentSelfAttention
 from megarl.megatron.model_config import has_experts
-from megarl.megatron.norms import KeyNorm, QueryNorm, ReferenceRMSNorm
+from megarl.megatron.norms import KeyNorm, LateNorm, QueryNorm, ReferenceRMSNorm
 from megarl.megatron.rotary import RotarySetSelfAttention
+from megarl.megatron.routers import CorrectedSoftmaxRouter
 from megarl.models.architecture import DecoderTraits
 from megarl.models.deepseek_v3 import LATENT_NORM_EPS
 from megarl.models.layer_ropes import LayerRope
@@ -138,10 +140,10 @@ def block_norm(name: str) -> Any:
 def _check_spec(name: str, config: TransformerConfig, traits: DecoderTraits) -> None:
     """Raise LayoutError if layers of that name cannot run the model, or not under its layout."""
     check_windows(name, windows=config.window_size is not None, cp=config.context_parallel_size)
-    if name == "transformer_engine" and (traits.projection_norms or not traits.pre_norms):
+    if name == "transformer_engine" and not traits.pre_norms:
         raise LayoutError(
-            "model.layer_spec is 'transformer_engine', but this model has no norms before attention and MLP, or norms of all "
-            "heads together, which Transformer Engine's layers cannot compute; it must be 'reference'"
+            "model.layer_spec is 'transformer_engine', but this model has no norms before attention and MLP, which Transformer "
+            "Engine's layers cannot leave out; it must be 'reference'"
         )
     if name == "local" and config.multi_latent_attention:
         raise LayoutError(
@@ -169,6 +171,11 @@ def _with_traits(layer: ModuleSpec, traits: DecoderTraits) -> ModuleSpec:
     if traits.projection_norms:
         attention = parts.self_attention.submodules
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
+    if traits.norms_behind_rotary:
+        attention = parts.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = LateNorm
+    if traits.corrected_softmax is not None and hasattr(parts.mlp.submodules, "router"):
+        parts.mlp.submodules.router = partial(CorrectedSoftmaxRouter, least_sum=traits.corrected_softmax)
     if traits.post_norms or traits.residual_multiplier != 1.0:
         return replace(layer, module=BranchLayer, params={**layer.params, "traits": traits})
     return layer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,6 +54,35 @@ class _RMSNorm(torch.autograd.Function):
         along = (of_weights @ weight).view(scale.shape).div_(len(weight))  # what a token's outputs ask of its scale
         of_input = torch.addcmul(grads[0] * weight, normed, along, value=-1).mul_(scale)
         return of_input, of_weights.sum(0), None
+
+
+class LateNorm(ReferenceRMSNorm):
+    """The norm of each query or key head in a family that norms behind the rotation (Hunyuan).
+
+    megatron-core's attention calls it before, and gets back what it gave; `norm_behind_rotary` has it called again.
+    """
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[..., d]`, unchanged."""
+        return hidden
+
+    def late(self, hidden: Tensor) -> Tensor:
+        """`[..., d]`, rotated, to the same, normed."""
+        return super().forward(hidden)
+
+
+def norm_behind_rotary(model: torch.nn.Module) -> None:
+    """Have every core attention whose layer has `LateNorm`s norm the queries and keys that it is given, which are rotated."""
+    for module in model.modules():
+        norms: Any = getattr(module, "q_layernorm", None), getattr(module, "k_layernorm", None)
+        core: Any = getattr(module, "core_attention", None)
+        if isinstance(norms[0], LateNorm):
+            core.register_forward_pre_hook(partial(_norm_first_two, norms))
+
+
+def _norm_first_two(norms: tuple[LateNorm, LateNorm], module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    query, key, *rest = inputs
+    return norms[0].late(query), norms[1].late(key), *rest
 
 
 class ProjectionNorm(torch.nn.Module):

@@ -38,6 +38,8 @@ class HubNames:
 
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     block: str = "mlp"
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Parts of names in transformers, and what the hub has in their place."""
     alternating: bool = False
     """Whether transformers holds all experts of a layer as the hub stores gpt-oss's (`FusedExperts.alternating`)."""
 
@@ -52,6 +54,11 @@ class DecoderTraits:
     """Whether the outputs of attention and MLP are normed before they are added to the residual stream."""
     projection_norms: bool = False
     """Whether `qk_layernorm` norms all heads of the queries together, and all of the keys, instead of each head."""
+    norms_behind_rotary: bool = False
+    """Whether `qk_layernorm` norms queries and keys after they are rotated, and not before."""
+    corrected_softmax: float | None = None
+    """The least sum that weights of experts are divided by, of a router that scores by a softmax and chooses with a correction
+    bias, which megatron-core does after sigmoids only; None: the router is megatron-core's."""
     embedding_multiplier: float = 1.0
     """Factor of embeddings."""
     rounded_multiplier: bool = False

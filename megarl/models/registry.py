@@ -12,13 +12,19 @@ from typing import Any
 
 from megarl.errors import ModelError, nearest
 from megarl.models import (
+    afmoe,
     deepseek_v3,
+    ernie4_5,
+    ernie4_5_moe,
     gemma3_text,
     glm4,
     glm4_moe,
     gpt_oss,
     granite,
+    hunyuan_v1_dense,
+    hunyuan_v1_moe,
     llama,
+    minimax_m2,
     mistral,
     mixtral,
     olmo2,
@@ -29,6 +35,7 @@ from megarl.models import (
     qwen3_moe,
     seed_oss,
     smollm3,
+    solar_open,
 )
 from megarl.models.architecture import Architecture
 from megarl.option_list import OPTIONS, parts
@@ -37,6 +44,8 @@ from megarl.system.user_code import absolute_name, load_user_object
 _FAMILIES = (
     llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v3, glm4_moe, glm4, olmo2, olmo3, gemma3_text, phi3, smollm3,
     seed_oss, granite, gpt_oss,
+    minimax_m2, ernie4_5, ernie4_5_moe, hunyuan_v1_dense, hunyuan_v1_moe, solar_open,
+    afmoe,
 )  # fmt: skip
 ARCHITECTURES: tuple[Architecture, ...] = (
     *(family.ARCHITECTURE for family in _FAMILIES),

@@ -15,6 +15,16 @@ HEAD, HIDDEN, FFN = 16, 64, 32
 TOWER_HIDDEN = 64
 """Width of a vision tower."""
 
+_AT_MOST = {
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": -1,
+    "num_nextn_predict_layers": 0,
+    "num_mtp_modules": 0,
+}
+"""Fields that say which layers have experts or predict, and what they are at most in the small model."""
+
 
 def shrunk_layout(layout: Layout, layers: int = 1) -> dict[str, Any]:
     """The fields of a layout for a model with so many `layers` in each chunk."""
@@ -56,17 +66,19 @@ def shrunk_config(
         small |= {"kv_lora_rank": 32, "qk_nope_head_dim": HEAD, "qk_rope_head_dim": HEAD // 2, "v_head_dim": HEAD}
         small |= {"q_lora_rank": 32} if small.get("q_lora_rank") else {}
     elif small.get("head_dim"):
-        small["head_dim"] = HEAD
+        if small.get("rotary_dim"):
+            small["rotary_dim"] = HEAD * int(small["rotary_dim"]) // int(small["head_dim"])
+        small |= {name: HEAD for name in ("head_dim", "attention_head_dim") if small.get(name)}
         if HIDDEN % int(small["num_attention_heads"]):  # families refuse widths that their heads do not divide
             small["hidden_size"] = HEAD * int(small["num_attention_heads"])
     else:  # the family may know no other head than its share of the residual stream
         small["hidden_size"] = HEAD * int(small["num_attention_heads"])
-    for name, least in (("first_k_dense_replace", 1), ("num_nextn_predict_layers", 0)):
+    for name, least in _AT_MOST.items():
         if name in small:
             small[name] = min(int(small[name]), least)
-    for name in ("num_experts", "n_routed_experts", "num_local_experts"):
+    for name in ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"):
         if small.get(name):
-            per_token, groups = int(small.get("num_experts_per_tok") or 1), int(small.get("n_group") or 1)
+            per_token, groups = _per_token(small), int(small.get("n_group") or 1)
             unit = math.lcm(engine_ep, 2 * groups, *(layout.ep for layout in layouts))
             small[name] = min(int(small[name]), -(-2 * per_token // unit) * unit)
     if small.get("layer_types"):
@@ -76,9 +88,17 @@ def shrunk_config(
             pairs = int(HEAD * float(small[name].get("partial_rotary_factor", small.get("partial_rotary_factor")) or 1)) // 2
             factors = {of: list(islice(cycle(small[name][of]), pairs)) for of in ("short_factor", "long_factor")}
             small[name] = {**small[name], **factors}
-    if small.get("moe_intermediate_size"):
+    if isinstance(small.get("moe_intermediate_size"), list):  # each layer's, which is that of the MLP
+        small["moe_intermediate_size"] = ffn
+    elif small.get("moe_intermediate_size"):
         small["moe_intermediate_size"] = FFN * math.lcm(engine_ranks, *(layout.etp for layout in layouts))
     return small
+
+
+def _per_token(hf_config: HFConfig) -> int:
+    """Experts that a token uses, by any name of the field."""
+    given = next((hf_config[name] for name in ("num_experts_per_tok", "moe_k", "moe_topk") if hf_config.get(name)), 1)
+    return max(given) if isinstance(given, list) else int(given)
 
 
 def chunk_layers(hf_config: HFConfig) -> int:

@@ -73,6 +73,8 @@ def _as_on_the_hub(name: str, tensor: Tensor, hub: HubNames, fused: FusedRows | 
                 yield part, tensor[place.start : place.stop]
         return
     name = name.replace(".mlp.", f".{hub.block}.")
+    for part, on_the_hub in hub.renamed:
+        name = name.replace(part, on_the_hub)
     gate, up, down = hub.expert
     prefix, _, part = name.rpartition(".experts.")
     stored, _, bias = part.partition("_proj")

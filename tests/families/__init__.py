@@ -21,10 +21,10 @@ from torch import Tensor
 
 from megarl.models.hf_folder import write_hf_folder
 from megarl.option_list import OPTIONS
-from tests.families import settings
+from tests.families import mixtures, settings
 from tests.families.family import SIZES, SPREAD, Family
 
-_LISTS = (settings,)
+_LISTS = (settings, mixtures)
 FAMILIES: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.FAMILIES.items()}
 VARIANTS: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.VARIANTS.items()}
 ODD: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.ODD.items()}
@@ -41,6 +41,10 @@ UNDER_TRANSFORMER_ENGINE = [
     name for name, family in VARIANTS.items() if not family.class_prefix.startswith("Olmo") and not family.linear
 ]
 """Families whose layers Transformer Engine can compute; linear attention needs kernels there that need a GPU."""
+
+
+CHOOSES = ("e_score_correction_bias", ".expert_bias")
+"""Ends of names of what is only added to choose experts, and has no gradient."""
 
 
 def hugging_face(family: str) -> Any:
@@ -62,14 +66,12 @@ def hugging_face(family: str) -> Any:
     config = getattr(transformers, entry.config_class)(**settings)
     model = getattr(transformers, f"{entry.class_prefix}ForCausalLM")(config).float().eval()
     generator = torch.Generator().manual_seed(7)
-    values = dict(model.named_parameters()) | {
-        name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")
-    }
+    values = dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name.endswith(CHOOSES)}
     with torch.no_grad():
         for name, value in values.items():
             centre = 1.0 if "norm" in name and (not entry.norms_less_one or ".linear_attn." in name) else 0.0
             centre = -3.0 if name.endswith("A_log") else centre  # states that last, as models have them
-            spread = SPREAD / 5 if name.endswith("e_score_correction_bias") else SPREAD  # tokens must still matter
+            spread = SPREAD / 5 if name.endswith(CHOOSES) else SPREAD  # tokens must still matter
             value.copy_(centre + spread * torch.randn(value.shape, generator=generator))
     return model
 
@@ -80,9 +82,10 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
     transformers fuses all experts of a layer into one parameter; on disk each expert has its own.
     """
     found: dict[str, Tensor] = {}
-    mixtral, alternating = (model.config.model_type == name for name in ("mixtral", "gpt_oss"))
+    mixtral, alternating = model.config.model_type in ("mixtral", "minimax_m2"), model.config.model_type == "gpt_oss"
     for name, tensor in _apart(model, named):
         name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
+        name = name.replace(".mlp.gate.moe_statics.", ".mlp.moe_statics.")  # ERNIE's
         prefix, fused, part = name.partition(".experts.")
         if not fused:
             found[name] = tensor
@@ -126,7 +129,9 @@ def hub_tensors(model: Any) -> dict[str, Tensor]:
 
 def hub_gradients(model: Any) -> dict[str, Tensor]:
     """Gradients of every parameter after a backward pass, by hub name; an expert no token reached has zeros."""
-    gradients = ((name, torch.zeros_like(p) if p.grad is None else p.grad) for name, p in model.named_parameters())
+    gradients = (
+        (name, torch.zeros_like(p) if p.grad is None else p.grad) for name, p in model.named_parameters() if p.requires_grad
+    )
     return by_hub_name(model, gradients)
 
 

@@ -51,6 +51,31 @@ print(get_processor(sys.argv[-1]).image_processor.size["shortest_edge"])
 """
 
 
+ROUTER = """
+import sys, torch
+from pathlib import Path
+from types import SimpleNamespace
+from megarl.rollout.engines.sglang.on_cpu import stand_ins
+stand_ins.install(Path(sys.prefix) / "sglang-cpu")
+from megarl.rollout.engines.sglang import repairs
+repairs.install(sys.argv[-1])
+from sglang.srt.models.ernie4 import MoEGate
+torch.set_default_dtype(torch.bfloat16)
+gate = MoEGate(SimpleNamespace(moe_num_experts=4, hidden_size=8))
+torch.nn.init.normal_(gate.weight)
+tokens = torch.randn(3, 8)
+exact = torch.equal(gate(tokens), tokens.float() @ gate.weight.float().T)
+print(gate.weight.dtype, gate.e_score_correction_bias.dtype, exact)
+"""
+
+
+def test_ernies_experts_are_scored_in_float32(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Ernie4_5_MoeForCausalLM"]}))
+    ended = subprocess.run([sys.executable, "-c", ROUTER, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "torch.bfloat16 torch.float32 True"
+
+
 def test_pictures_of_qwen2_vl_have_the_limits_of_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served_folder("qwen2_vl", tmp_path / "model", monkeypatch)
     ended = subprocess.run([sys.executable, "-c", LIMITS, str(tmp_path / "model")], capture_output=True, text=True, timeout=300)

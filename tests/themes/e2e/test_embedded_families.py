@@ -24,6 +24,14 @@ pytestmark = pytest.mark.usefixtures("local_ray")
         pytest.param("smollm3", {"tp": 2}, id="smollm3-tp2", marks=pytest.mark.exhaustive),
         pytest.param("seed_oss", {"tp": 2}, id="seed_oss-tp2", marks=pytest.mark.exhaustive),
         pytest.param("gpt_oss", {"dp": 2, "ep": 2}, id="gpt_oss-dp2+ep2"),
+        *(
+            pytest.param(mixture, {"dp": 2, "ep": 2}, id=f"{mixture}-dp2+ep2", marks=pytest.mark.exhaustive)
+            for mixture in ("minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "solar_open", "afmoe")
+        ),
+        *(
+            pytest.param(dense, {"tp": 2}, id=f"{dense}-tp2", marks=pytest.mark.exhaustive)
+            for dense in ("ernie4_5", "hunyuan_v1_dense")
+        ),
     ],
 )
 def test_after_each_sync_the_engine_samples_what_was_trained(
