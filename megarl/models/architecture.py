@@ -38,8 +38,27 @@ class HubNames:
 
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     block: str = "mlp"
+    expert_bias: str = "gate.e_score_correction_bias"
+    """Name in the block of the bias that picks experts; transformers' is the default."""
     alternating: bool = False
     """Whether transformers holds all experts of a layer as the hub stores gpt-oss's (`FusedExperts.alternating`)."""
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """Queries of `layers` (None: of all) are multiplied by 1 + beta · ln(1 + ⌊(p + shift) / span⌋), after they are rotated.
+
+    p is the token's position in its sequence, from 0 on.
+    """
+
+    beta: float
+    span: float
+    shift: int = 0
+    layers: frozenset[int] | None = None
+
+    def is_in(self, layer: int) -> bool:
+        """Return whether it scales the queries of a layer (global, zero-based)."""
+        return self.layers is None or layer in self.layers
 
 
 @dataclass(frozen=True)
@@ -60,6 +79,12 @@ class DecoderTraits:
     """Factor of the outputs of attention and MLP before they are added."""
     logits_divisor: float = 1.0
     """Divisor of logits, before a temperature."""
+    query_scale: QueryScale | None = None
+    """How queries are scaled by their position; None: they are not."""
+    score_cap: float | None = None
+    """A scaled attention score s is score_cap · tanh(s / score_cap), before tokens are hidden; None: s."""
+    logits_cap: float | None = None
+    """The same of logits, before a temperature."""
 
 
 class LinearAttention(Protocol):

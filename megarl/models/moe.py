@@ -17,6 +17,8 @@ from megarl.models.hf_fields import refuse, size
 from megarl.models.packings import Copy, GateUp
 from megarl.models.weight_map import Rule, WeightMap
 
+MLP_KINDS = ("dense", "sparse")
+
 
 @dataclass(frozen=True)
 class MoeSizes:
@@ -80,6 +82,23 @@ def behind_dense_layers(hf_config: dict[str, Any], *, dense_layers: int = 0, sha
         ffn_field="moe_intermediate_size",
         shared_experts=size(hf_config, "n_shared_experts", default=shared_experts, least=0),
     )
+
+
+def listed_layers(hf_config: dict[str, Any], dense_layers: int) -> list[int]:
+    """The layers that `mlp_layer_types` says have experts; without it all but the first `dense_layers`.
+
+    Raises:
+        ModelError: it does not say one of `MLP_KINDS` for each layer.
+    """
+    layers, kinds = size(hf_config, "num_hidden_layers"), hf_config.get("mlp_layer_types")
+    if kinds is None:
+        return [*range(dense_layers, layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in MLP_KINDS for kind in kinds):
+        raise ModelError(
+            f"config.json: mlp_layer_types is {kinds!r:.80}; it must say {' or '.join(map(repr, MLP_KINDS))} for each of the "
+            f"{layers} layers"
+        )
+    return [layer for layer, kind in enumerate(kinds) if kind == MLP_KINDS[1]]
 
 
 def in_every_layer(hf_config: dict[str, Any]) -> MoeSizes:
@@ -163,6 +182,7 @@ def mlp_rules(
     hf_shared: str = "shared_experts.",
     hf_shared_gate: str | None = None,
     expert_bias: bool = False,
+    hf_expert_bias: str = "gate.e_score_correction_bias",
     bias: bool = False,
 ) -> list[Rule]:
     """Norm, router and experts of the layers that have them; `expert_bias` is DeepSeek's, added to pick the experts.
@@ -190,7 +210,7 @@ def mlp_rules(
         *gated(block + "experts.local_experts.{expert}.", hf + "experts.{expert}.", moe.expert_ffn_size, grouped),
     ]
     if expert_bias:
-        hf_bias = (hf + "gate.e_score_correction_bias",)
+        hf_bias = (hf + hf_expert_bias,)
         rules.append(rule(block + "router.expert_bias", hf_bias, Copy((moe.num_experts,)), dtype="float32"))
     if bias:
         rules.append(rule(block + "router.bias", (f"{hf}{hf_router}.bias",), Copy((moe.num_experts,))))

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from megarl.models.hf_folder import write_hf_folder
 from megarl.option_list import OPTIONS
-from tests.families import settings
+from tests.families import positions_and_caps, settings
 from tests.families.family import SIZES, SPREAD, Family
 
-_LISTS = (settings,)
+_LISTS = (settings, positions_and_caps)
 FAMILIES: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.FAMILIES.items()}
 VARIANTS: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.VARIANTS.items()}
 ODD: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.ODD.items()}
@@ -38,7 +38,9 @@ FAMILIES, VARIANTS, ODD = (
 
 
 UNDER_TRANSFORMER_ENGINE = [
-    name for name, family in VARIANTS.items() if not family.class_prefix.startswith("Olmo") and not family.linear
+    name
+    for name, family in VARIANTS.items()
+    if not family.class_prefix.startswith(("Olmo", "Exaone4", "Gemma2")) and not family.linear
 ]
 """Families whose layers Transformer Engine can compute; linear attention needs kernels there that need a GPU."""
 
@@ -83,6 +85,7 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
     mixtral, alternating = (model.config.model_type == name for name in ("mixtral", "gpt_oss"))
     for name, tensor in _apart(model, named):
         name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
+        name = name.replace(".gate.e_score", ".e_score") if model.config.model_type == "exaone_moe" else name
         prefix, fused, part = name.partition(".experts.")
         if not fused:
             found[name] = tensor

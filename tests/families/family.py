@@ -40,7 +40,12 @@ class Family:
     @property
     def norms_less_one(self) -> bool:
         """Whether the weights of norms over the residual stream and over heads are stored less one."""
-        return self.linear or self.class_prefix == "Gemma3"
+        return self.linear or self.class_prefix in ("Gemma2", "Gemma3")
+
+    @property
+    def in_local_layers(self) -> bool:
+        """Whether megatron-core's own layers, which know no positions of a stream, can run its attention."""
+        return not (self.linear or self.num_experts or self.settings.get("sliding_window") or self.class_prefix == "Ministral3")
 
     @property
     def kind(self) -> dict[str, bool]:
