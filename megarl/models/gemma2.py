@@ -53,7 +53,7 @@ def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> d
 
 def weight_map(hf_config: HFConfig, sizes: dense.DenseSizes) -> WeightMap:
     """The common rules and two further norms in every layer."""
-    return gemma_weight_map(sizes, head_norms=False)
+    return gemma_weight_map(sizes)
 
 
 def traits(hf_config: HFConfig) -> DecoderTraits:

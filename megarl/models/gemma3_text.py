@@ -85,15 +85,15 @@ def layer_rope(hf_config: HFConfig) -> LayerRope:
 
 def weight_map(hf_config: HFConfig, sizes: dense.DenseSizes) -> WeightMap:
     """The common rules with norms of heads, and two further norms in every layer."""
-    return gemma_weight_map(sizes, head_norms=True)
+    return gemma_weight_map(sizes, head_norms=True, embedding_whole_in_engines=True)
 
 
-def gemma_weight_map(sizes: dense.DenseSizes, *, head_norms: bool) -> WeightMap:
-    """The common rules, and two further norms in every layer."""
+def gemma_weight_map(sizes: dense.DenseSizes, *, head_norms: bool = False, **more: Any) -> WeightMap:
+    """The common rules, and two further norms in every layer; `more` are `dense.weight_map`'s."""
     attention = dense.attention_rules(sizes, head_norms=head_norms)
     after = dense.post_norm_rules(sizes, "post_attention_layernorm", "post_feedforward_layernorm")
     mlp = dense.mlp_rules(sizes, hf_norm="pre_feedforward_layernorm")
-    return dense.weight_map(sizes, attention, [*after, *mlp], embedding_whole_in_engines=True)
+    return dense.weight_map(sizes, attention, [*after, *mlp], **more)
 
 
 def traits(hf_config: HFConfig) -> DecoderTraits:

@@ -64,6 +64,7 @@ REFUSED = {
     "qwen3_5": _TOWER,
     "qwen3_5_moe": _TOWER,
     "gemma3": _TOWER,
+    "mistral3": _TOWER,
 }
 """By `model_type`, why a family that users ask for is not there."""
 OPTION_OF_FAMILY = {

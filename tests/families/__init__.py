@@ -40,7 +40,7 @@ FAMILIES, VARIANTS, ODD = (
 UNDER_TRANSFORMER_ENGINE = [
     name
     for name, family in VARIANTS.items()
-    if not family.class_prefix.startswith(("Olmo", "Exaone4", "Gemma2")) and not family.linear
+    if not family.class_prefix.startswith(("Olmo", "Exaone4")) and not family.linear and not family.caps_scores
 ]
 """Families whose layers Transformer Engine can compute; linear attention needs kernels there that need a GPU."""
 

@@ -43,9 +43,15 @@ class Family:
         return self.linear or self.class_prefix in ("Gemma2", "Gemma3")
 
     @property
+    def caps_scores(self) -> bool:
+        """Whether attention scores are capped, which only the reference layers do."""
+        return self.class_prefix == "Gemma2"
+
+    @property
     def in_local_layers(self) -> bool:
         """Whether megatron-core's own layers, which know no positions of a stream, can run its attention."""
-        return not (self.linear or self.num_experts or self.settings.get("sliding_window") or self.class_prefix == "Ministral3")
+        other = self.linear or self.caps_scores or self.class_prefix == "Ministral3"
+        return not (other or self.num_experts or self.settings.get("sliding_window"))
 
     @property
     def kind(self) -> dict[str, bool]:

@@ -75,7 +75,7 @@ FAMILIES: dict[str, Family] = {
     "exaone4": Family("Exaone4", EXAONE | {"head_dim": 12}),
     "exaone_moe": Family("ExaoneMoe", EXAONE_MOE, 8),
     "gemma2": Family("Gemma2", GEMMA2),
-    "glm4_moe_lite": Family("Glm4MoeLite", LITE | {"num_nextn_predict_layers": 0}, 8),
+    "glm4_moe_lite": Family("Glm4MoeLite", LITE | {"num_nextn_predict_layers": 0, "rms_norm_eps": 1e-2}, 8),
     "mistral4": Family("Mistral4", MISTRAL4, 8),
 }
 VARIANTS: dict[str, Family] = FAMILIES | {
@@ -96,7 +96,7 @@ VARIANTS: dict[str, Family] = FAMILIES | {
         "Glm4MoeLite",
         LITE
         | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 2, "q_lora_rank": None}
-        | {"mlp_layer_types": ["sparse"] * 4, "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-2},
+        | {"mlp_layer_types": ["sparse"] * 4, "num_nextn_predict_layers": 0},
         8,
     ),
     "mistral4-plain": Family(

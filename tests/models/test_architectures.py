@@ -347,7 +347,12 @@ def test_llama_4_is_refused_with_the_reason() -> None:
 
 
 def test_models_that_see_of_text_families_are_refused_with_what_to_do() -> None:
-    for name, model_type in (("Qwen3_5", "qwen3_5"), ("Qwen3_5Moe", "qwen3_5_moe"), ("Gemma3", "gemma3")):
+    for name, model_type in (
+        ("Qwen3_5", "qwen3_5"),
+        ("Qwen3_5Moe", "qwen3_5_moe"),
+        ("Gemma3", "gemma3"),
+        ("Mistral3", "mistral3"),
+    ):
         hf_config = {"architectures": [f"{name}ForConditionalGeneration"], "model_type": model_type, "vision_config": {}}
         with pytest.raises(ModelError, match=r"vision tower, .* save its text model as a folder of its own \(docs/vision\.md"):
             architecture_for(hf_config)
@@ -356,7 +361,7 @@ def test_models_that_see_of_text_families_are_refused_with_what_to_do() -> None:
 RECIPE = re.compile(r"## Train the text model alone\n.*?```python\n(.*?)```", re.DOTALL)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3", "ministral3", "mistral"])
 def test_the_document_makes_the_text_model_of_a_folder_that_sees(family: str, tmp_path: Path, monkeypatch: Any) -> None:
     text = hugging_face(family).config.to_dict()
     tower = {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "depth": 1}
@@ -365,7 +370,10 @@ def test_the_document_makes_the_text_model_of_a_folder_that_sees(family: str, tm
         tower = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
         tower |= {"image_size": 28, "patch_size": 14}
         more = {"mm_tokens_per_image": 4, "image_token_index": 130, "boi_token_index": 128, "eoi_token_index": 129}
-    prefix = FAMILIES[family].class_prefix
+    if family in ("ministral3", "mistral"):
+        tower = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "head_dim": 8}
+        tower |= {"model_type": "pixtral", "image_size": 28, "patch_size": 14}
+    prefix = "Mistral3" if family in ("ministral3", "mistral") else FAMILIES[family].class_prefix
     config = getattr(transformers, f"{prefix}Config")(text_config=text, vision_config=tower, **more)
     whole = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).float().eval()
     for parameter in whole.parameters():

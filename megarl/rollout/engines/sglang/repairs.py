@@ -122,6 +122,7 @@ _OF_FAMILIES = {
     "Glm4v": _mend_glm4v,
     "Qwen2VL": _mend_limits_of_pictures,
     "DeepseekV3": _mend_latent_norms,
+    "Glm4MoeLite": _mend_latent_norms,
     "GptOss": _mend_sinks,
     "Gemma3For": _mend_gemma3_embedding,
 }
