@@ -92,13 +92,6 @@ VARIANTS: dict[str, Family] = FAMILIES | {
         | {"mlp_layer_types": None, "num_shared_experts": 1, "routed_scaling_factor": 1.3, "num_key_value_heads": 1},
         8,
     ),
-    "glm4_moe_lite-grouped": Family(
-        "Glm4MoeLite",
-        LITE
-        | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 2, "q_lora_rank": None}
-        | {"mlp_layer_types": ["sparse"] * 4, "num_nextn_predict_layers": 0},
-        8,
-    ),
     "mistral4-plain": Family(
         "Mistral4",
         MISTRAL4
