@@ -83,6 +83,12 @@ def core_attention_called(name: str) -> ModuleType:
     return next(module for module in parts("core_attention") if name == module.NAME)
 
 
+class Chunk(int):
+    """A window that does not slide: a token attends to those before it in its own chunk of so many tokens of its sequence."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class QueryRange:
     """Queries at places `first` to `last` (excluded) of their segment; they look at its path and at places below `last`."""
@@ -137,8 +143,8 @@ def window_of(config: TransformerConfig, layer_number: int) -> int | None:
     """Tokens of the window that a layer (counted from 1) attends through, itself included; None: it attends to all."""
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return None
-    before: int = config.window_size[0]
-    return before + 1
+    tokens: int = config.window_size[0] + 1
+    return Chunk(tokens) if getattr(config, "windows_are_chunks", False) else tokens
 
 
 def windows_of(config: TransformerConfig) -> frozenset[int | None]:
@@ -190,7 +196,8 @@ def _call(
         visible = torch.cat([in_prefix[:, None].expand(-1, own_query.shape[1], -1), causal], dim=2)
         if window is not None:
             positions = torch.cat([prefix.expand(len(runs), -1), prefix_lengths + own_key], dim=1)
-            oldest = prefix_lengths + own_query - window
+            own = prefix_lengths + own_query
+            oldest = own - (own % window + 1 if isinstance(window, Chunk) else window)
             # Rows that only fill up see what they did: they must see something, or their gradient is no number.
             visible &= (positions[:, None] > oldest[..., None]) | ~real[..., None]
         # In the queries' type: a bool mask would be converted, and kept for the backward pass, by every layer anew.

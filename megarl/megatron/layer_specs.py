@@ -31,7 +31,7 @@ from megarl.megatron.branches import BranchLayer
 from megarl.megatron.core_traits import with_score_traits
 from megarl.megatron.latent_attention import LatentSelfAttention
 from megarl.megatron.model_config import has_experts
-from megarl.megatron.norms import KeyNorm, QueryNorm, ReferenceRMSNorm
+from megarl.megatron.norms import KeyNorm, QueryNorm, ReferenceRMSNorm, UnitNorm
 from megarl.megatron.rotary import RotarySetSelfAttention
 from megarl.models.architecture import DecoderTraits
 from megarl.models.deepseek_v3 import LATENT_NORM_EPS
@@ -109,16 +109,19 @@ def block_spec(
             variant is not None and bool(has_variant[layer]),
             None if rope is None else int(layer in rope.layers),
             traits.query_scale is not None and traits.query_scale.is_in(layer),
+            not (config.no_rope_freq and config.no_rope_freq[layer]),
         )
         for layer in layers
     ]
 
-    def make(kind: tuple[bool, bool, int | None, bool]) -> ModuleSpec:
+    def make(kind: tuple[bool, bool, int | None, bool, bool]) -> ModuleSpec:
         layer = _layer(name, config, with_experts=kind[0], variant=variant if kind[1] else None, core_attention=core_attention)
         if not kind[1]:
             attention = layer.submodules.self_attention.submodules
             scale = traits.query_scale if kind[3] else None
             attention.core_attention = with_score_traits(attention.core_attention, scale, traits.score_cap)
+            if traits.unit_heads and kind[4]:
+                attention.q_layernorm = attention.k_layernorm = UnitNorm
         return _with_rotary_set(_with_traits(layer, traits), kind[2])
 
     specs = {kind: make(kind) for kind in set(kinds)}
@@ -149,6 +152,9 @@ def _check_spec(name: str, config: TransformerConfig, traits: DecoderTraits, cor
             "model.layer_spec is 'transformer_engine', but this model has no norms before attention and MLP, or norms of all "
             "heads together, which Transformer Engine's layers cannot compute; it must be 'reference'"
         )
+    if traits.chunks and config.window_size is not None and (name != "reference" or core_attention != "spec"):
+        what = "attention by segments" if core_attention != "spec" else f"layers of model.layer_spec = '{name}'"
+        raise LayoutError(f"this model attends within chunks, which {what} do not; model.layer_spec must be 'reference'")
     if traits.score_cap is not None and (name != "reference" or core_attention != "spec"):
         what = "attention by segments" if core_attention != "spec" else f"layers of model.layer_spec = '{name}'"
         raise LayoutError(f"this model caps attention scores, which {what} do not; model.layer_spec must be 'reference'")

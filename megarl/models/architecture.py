@@ -40,6 +40,8 @@ class HubNames:
     block: str = "mlp"
     expert_bias: str = "gate.e_score_correction_bias"
     """Name in the block of the bias that picks experts; transformers' is the default."""
+    transposed: bool = False
+    """Whether transformers holds all experts of a layer transposed, as the hub stores them."""
     alternating: bool = False
     """Whether transformers holds all experts of a layer as the hub stores gpt-oss's (`FusedExperts.alternating`)."""
 
@@ -81,6 +83,10 @@ class DecoderTraits:
     """Divisor of logits, before a temperature."""
     query_scale: QueryScale | None = None
     """How queries are scaled by their position; None: they are not."""
+    chunks: bool = False
+    """Whether windows do not slide: a token attends to those before it in its own chunk of its sequence."""
+    unit_heads: bool = False
+    """Whether heads of queries and keys that rotate are divided by their root mean square."""
     score_cap: float | None = None
     """A scaled attention score s is score_cap · tanh(s / score_cap), before tokens are hidden; None: s."""
     logits_cap: float | None = None

@@ -108,11 +108,16 @@ def in_every_layer(hf_config: dict[str, Any]) -> MoeSizes:
 
 
 def weight_map(
-    sizes: DenseSizes, experts: MoeSizes, attention: Iterable[Rule], of_experts: Iterable[Rule], **more: Any
+    sizes: DenseSizes,
+    experts: MoeSizes,
+    attention: Iterable[Rule],
+    of_experts: Iterable[Rule],
+    hf_block: str = "mlp.",
+    **more: Any,
 ) -> WeightMap:
-    """`dense.weight_map` of a family whose layers without experts have a dense MLP."""
+    """`dense.weight_map` of a family whose layers without experts have a dense MLP, the hub's `hf_block`."""
     dense_layers = frozenset(range(sizes.num_layers)) - experts.layers
-    mlp = [*dense.mlp_rules(sizes, dense_layers), *of_experts]
+    mlp = [*dense.mlp_rules(sizes, dense_layers, hf_block=hf_block), *of_experts]
     return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, **more)
 
 

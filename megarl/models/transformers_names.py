@@ -96,6 +96,7 @@ def _as_on_the_hub(name: str, tensor: Tensor, hub: HubNames, fused: FusedRows | 
     name = name.replace(".mlp.", f".{hub.block}.")
     gate, up, down = hub.expert
     prefix, _, part = name.rpartition(".experts.")
+    tensor = tensor.mT if hub.transposed and prefix and tensor.dim() == 3 else tensor
     stored, _, bias = part.partition("_proj")
     if hub.alternating and prefix:
         kind = bias.removeprefix("_") or "weight"

@@ -40,7 +40,7 @@ FAMILIES, VARIANTS, ODD = (
 UNDER_TRANSFORMER_ENGINE = [
     name
     for name, family in VARIANTS.items()
-    if not family.class_prefix.startswith(("Olmo", "Exaone4")) and not family.linear and not family.caps_scores
+    if not family.class_prefix.startswith(("Olmo", "Exaone4")) and not family.linear and not family.needs_reference
 ]
 """Families whose layers Transformer Engine can compute; linear attention needs kernels there that need a GPU."""
 
@@ -98,6 +98,7 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
                 halves = {"gate_proj": rows[0::2], "up_proj": rows[1::2]} if stored == "gate_up" else {"down_proj": rows}
                 found |= {f"{prefix}.experts.{expert}.{which}.{kind}": half for which, half in halves.items()}
             continue
+        tensor = tensor.mT if model.config.model_type == "llama4_text" else tensor
         gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
         for expert, rows in enumerate(tensor):
             halves = dict(zip((gate, up), rows.chunk(2), strict=True)) if part == "gate_up_proj" else {down: rows}

@@ -70,6 +70,18 @@ MISTRAL4: dict[str, Any] = LITE | {
     "rope_parameters": SCALED_ROPE | {"original_max_position_embeddings": 8, "partial_rotary_factor": 0.4},
 }
 """The table of angles that megatron-core makes has as many as the original positions, which context parallelism must divide."""
+LLAMA4: dict[str, Any] = {
+    "head_dim": 12,
+    "intermediate_size": 16,
+    "intermediate_size_mlp": 24,
+    "num_local_experts": 4,
+    "moe_layers": [1, 3],
+    "attention_chunk_size": 7,
+    "no_rope_layers": [1, 1, 0, 1],
+    "floor_scale": 4,
+    "attn_scale": 0.4,
+    "rope_parameters": LLAMA3_ROPE,
+}
 FAMILIES: dict[str, Family] = {
     "ministral3": Family("Ministral3", {"head_dim": 12, "rope_parameters": SCALED_ROPE}),
     "exaone4": Family("Exaone4", EXAONE | {"head_dim": 12}),
@@ -77,6 +89,7 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family("Gemma2", GEMMA2),
     "glm4_moe_lite": Family("Glm4MoeLite", LITE | {"num_nextn_predict_layers": 0, "rms_norm_eps": 1e-2}, 8),
     "mistral4": Family("Mistral4", MISTRAL4, 8),
+    "llama4": Family("Llama4", LLAMA4, 4),
 }
 VARIANTS: dict[str, Family] = FAMILIES | {
     "ministral3-window": Family(
@@ -105,6 +118,12 @@ VARIANTS: dict[str, Family] = FAMILIES | {
         | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False}
         | {"num_key_value_heads": 1, "layer_types": KINDS, "rope_parameters": {"rope_type": "linear", "factor": 3.0}},
     ),
+    "llama4-plain": Family(
+        "Llama4",
+        {"intermediate_size": 16, "head_dim": 8, "num_local_experts": 4, "use_qk_norm": False, "attn_temperature_tuning": False}
+        | {"no_rope_layer_interval": 2, "attention_chunk_size": 5, "num_key_value_heads": 1, "tie_word_embeddings": True},
+        4,
+    ),
     "exaone4-full": Family("Exaone4", {"sliding_window": None, "layer_types": [FULL] * 4, "tie_word_embeddings": True}),
 }
 ODD: dict[str, Family] = {
@@ -130,6 +149,13 @@ ODD: dict[str, Family] = {
         | {"num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 6, "n_routed_experts": 6}
         | {"moe_intermediate_size": 6}
         | {"rope_parameters": MISTRAL4["rope_parameters"] | {"original_max_position_embeddings": 6}},
+        6,
+    ),
+    "llama4-odd": Family(
+        "Llama4",
+        LLAMA4
+        | {"num_attention_heads": 6, "num_key_value_heads": 3, "num_local_experts": 6, "intermediate_size": 18}
+        | {"attention_chunk_size": 4, "interleave_moe_layer_step": 2, "moe_layers": None},
         6,
     ),
     "gemma2-odd": Family("Gemma2", GEMMA2 | ODD_SIZES),

@@ -336,22 +336,13 @@ def test_layers_with_experts_are_those_of_transformers(configs: Any) -> None:
     assert experts("glm4_moe", first_k_dense_replace=2) == [0, 0, 1, 1]
 
 
-def test_llama_4_is_refused_with_the_reason() -> None:
-    for hf_config in (
-        {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"},
-        {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"},
-        {"model_type": "llama4_text"},
-    ):
-        with pytest.raises(ModelError, match=r"is not supported: Llama 4 .* chunks of attention_chunk_size tokens"):
-            architecture_for(hf_config)
-
-
 def test_models_that_see_of_text_families_are_refused_with_what_to_do() -> None:
     for name, model_type in (
         ("Qwen3_5", "qwen3_5"),
         ("Qwen3_5Moe", "qwen3_5_moe"),
         ("Gemma3", "gemma3"),
         ("Mistral3", "mistral3"),
+        ("Llama4", "llama4"),
     ):
         hf_config = {"architectures": [f"{name}ForConditionalGeneration"], "model_type": model_type, "vision_config": {}}
         with pytest.raises(ModelError, match=r"vision tower, .* save its text model as a folder of its own \(docs/vision\.md"):

@@ -80,7 +80,8 @@ def test_hf_to_ranks_to_hf_is_byte_equal_and_complete(models: Any, name: str, tp
 @pytest.mark.parametrize("name", EXPERT_MODELS)
 def test_an_experts_shard_is_its_own_gate_and_up_rows_and_down_columns(models: Any, name: str, etp: int) -> None:
     _, weight_map, tensors = models[name]
-    layer = "model.layers.3." + ("block_sparse_moe" if name.startswith("mixtral") else "mlp")
+    blocks = {"mixtral": "block_sparse_moe", "llama4": "feed_forward"}
+    layer = "model.layers.3." + blocks.get(name.partition("-")[0], "mlp")
     gate, up, down = ("w1", "w3", "w2") if name.startswith("mixtral") else ("gate_proj", "up_proj", "down_proj")
     for expert in range(weight_map.num_experts):
         prefix = f"decoder.layers.3.mlp.experts.local_experts.{expert}."

@@ -39,6 +39,6 @@ def fits(folder: str, platform: str, dtype: str, megatron: Mapping[str, Any]) ->
     torch's flash attention takes 16-bit types and caps no scores, and megatron-core's latent attention counts positions itself.
     """
     shape = ModelShape.read(folder)
-    if shape.latent or shape.traits.score_cap is not None or (platform == "cuda" and dtype == "float32"):
+    if shape.latent or shape.traits.score_cap is not None or shape.traits.chunks or (platform == "cuda" and dtype == "float32"):
         return False
     return not any(megatron.get(field) for field in FP8_ATTENTION)

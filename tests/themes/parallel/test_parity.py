@@ -126,7 +126,7 @@ BY_SEGMENTS = {
     ("tp2·cp2+sp", "llama"), ("cp2", "deepseek_v3"), ("cp4", "gpt_oss"), ("pp2", "qwen3_next"),
 }  # fmt: skip
 """In every run; the other families and layouts are exhaustive."""
-SEGMENT_CELLS = [(layout, family) for layout, family in CELLS if not FAMILIES[family].caps_scores]
+SEGMENT_CELLS = [(layout, family) for layout, family in CELLS if not FAMILIES[family].needs_reference]
 PACKED = tuple(name for name, mode in MODES.items() if mode.packed)
 
 
