@@ -32,6 +32,7 @@ from megarl.models.weight_formats import tensors_of
 from megarl.option_list import functions, part
 from megarl.rollout.engines.drawing import random_numbers
 from megarl.rollout.engines.embedded_batch import DecodeBatch, OpenResponse, Sight
+from megarl.rollout.engines.embedded_positions import scale_by_position_ids
 from megarl.rollout.engines.embedded_turns import TurnCache, refusal
 from megarl.rollout.engines.protocol import Engine, EnginePlace, EngineRequest, Generation, SamplingParams, check_version
 from megarl.system.hidden_bars import hide_bars
@@ -374,6 +375,7 @@ def _load(folder: str | Path, dtype: str, device: str) -> Any:
     try:
         config = config_in_transformers(folder)
         model = kind.from_pretrained(folder, config=config, dtype=getattr(torch, dtype), trust_remote_code=False)
+        scale_by_position_ids(model)
         return model.to(device).eval().requires_grad_(False)
     except (OSError, ValueError) as error:
         raise EngineError(f"{folder} cannot be loaded as a Hugging Face model: {error}") from error
