@@ -1,4 +1,4 @@
-"""Positions of padded rows for transformers' models that count them by the cache: Llama 4 scales queries by the cache's length."""
+"""Positions of padded rows for models of transformers that count by the cache: Llama 4 scales queries by its length."""
 
 from __future__ import annotations
 
