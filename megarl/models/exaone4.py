@@ -59,9 +59,7 @@ def traits(hf_config: HFConfig) -> DecoderTraits:
 def theta_refusal(hf_config: HFConfig) -> str | None:
     """Why SGLang would rotate by another base than transformers; None: it does not."""
     base = Rope.from_hf(hf_config).base
-    if base == hf_config.get("rope_theta", THETA_IN_SGLANG):
-        return None
-    return f"its config.json must have rope_theta = {base:g} and rope_scaling, as published ones do: SGLang reads no others"
+    return None if base == THETA_IN_SGLANG else f"it rotates by the base {THETA_IN_SGLANG}, whatever rope_theta = {base:g} says"
 
 
 def _sglang_refusal(hf_config: HFConfig) -> str | None:

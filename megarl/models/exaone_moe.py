@@ -71,6 +71,8 @@ def _experts(hf_config: HFConfig) -> moe.MoeSizes:
 def _sglang_refusal(hf_config: HFConfig) -> str | None:
     if "window_size" in attention_kwargs(filled := text_config(hf_config), dense.DenseSizes.from_hf(filled)):
         return "its windows are a token longer in this family"
+    if "is_moe_layer" not in hf_config:
+        return "its config.json must say is_moe_layer, as published ones do: SGLang finds experts by it"
     return moe.tied_refusal(hf_config) or theta_refusal(hf_config)
 
 

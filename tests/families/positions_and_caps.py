@@ -31,7 +31,7 @@ EXAONE: dict[str, Any] = {"rms_norm_eps": 1e-5, "sliding_window": 6, "layer_type
 """Whose third layer has no positions."""
 EXAONE_AS_PUBLISHED: dict[str, Any] = EXAONE | {
     "sliding_window_pattern": "LLG",
-    "rope_theta": 300.0,
+    "rope_theta": 1e6,  # SGLang has no other
     "rope_scaling": {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"},
 }
 EXAONE_MOE: dict[str, Any] = EXAONE | {
@@ -102,7 +102,8 @@ VARIANTS: dict[str, Family] = FAMILIES | {
         "ExaoneMoe",
         EXAONE_MOE
         | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "sliding_window": 300}
-        | {"mlp_layer_types": None, "num_shared_experts": 1, "routed_scaling_factor": 1.3, "num_key_value_heads": 1},
+        | {"mlp_layer_types": None, "num_shared_experts": 1, "routed_scaling_factor": 1.3, "num_key_value_heads": 1}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
         8,
     ),
     "mistral4-plain": Family(

@@ -190,11 +190,13 @@ def test_sglang_serves_no_config_that_it_reads_otherwise(configs: Any) -> None:
     assert refusal("ministral3", original_max_position_embeddings=5) is None
     assert "attends to all tokens" in str(refusal("ministral3", original_max_position_embeddings=5, sliding_window=8))
     assert "must be a string such as 'LLLG'" in str(refusal("exaone4"))
-    assert "must be a string such as 'LLLG'" in str(refusal("exaone4", sliding_window_pattern="LG", rope_theta=1e4))
-    assert "must have rope_theta = 10000" in str(refusal("exaone4", sliding_window_pattern="LLG"))
-    assert refusal("exaone4", sliding_window_pattern="LLG", rope_theta=1e4) is None
-    assert "windows are a token longer" in str(refusal("exaone_moe", rope_theta=1e4))
-    assert refusal("exaone_moe", sliding_window=10**6, rope_theta=1e4) is None
+    assert "must be a string such as 'LLLG'" in str(refusal("exaone4", sliding_window_pattern="LG"))
+    assert "whatever rope_theta = 10000 says" in str(refusal("exaone4", sliding_window_pattern="LLG"))
+    million = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    assert refusal("exaone4", sliding_window_pattern="LLG", **million) is None
+    assert "windows are a token longer" in str(refusal("exaone_moe", **million))
+    assert "must say is_moe_layer" in str(refusal("exaone_moe", sliding_window=10**6, **million))
+    assert refusal("exaone_moe", sliding_window=10**6, is_moe_layer=[False, True, True, False], **million) is None
     assert refusal("gemma2") is None
     assert "gives every other layer a window" in str(refusal("gemma2", layer_types=WINDOWS[::-1]))
     assert "no rotary embedding of type 'linear'" in str(refusal("gemma2", rope_parameters={"type": "linear", "factor": 2.0}))

@@ -28,7 +28,7 @@ WIDTHS: dict[str, Any] = {"intermediate_size": 64, "moe_intermediate_size": 32, 
 
 READ_BESIDE: dict[str, dict[str, Any]] = {
     "Ministral3": {"original_max_position_embeddings": SCALED_ROPE["original_max_position_embeddings"]},
-    "ExaoneMoe": {"rope_theta": 10000.0},
+    "ExaoneMoe": {"is_moe_layer": [False, True, True]},
     "Glm4MoeLite": {"first_k_dense_replace": 1},
 }
 """By family, fields that published folders have for SGLang, and transformers does not write."""
