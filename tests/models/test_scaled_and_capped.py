@@ -64,6 +64,14 @@ REFUSED = [
     ("glm4_moe_lite", {"attention_bias": True}, "attention_bias is True"),
     ("glm4_moe_lite", {"n_shared_experts": 0}, "n_shared_experts is 0; it must be a positive integer"),
     ("glm4_moe_lite", {ROPE: {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor is 0\.5; it must be 1"),
+    ("llama4", {"num_experts_per_tok": 2}, "num_experts_per_tok is 2; it must be 1"),
+    ("llama4", {"layer_types": WINDOWS}, "it must say 'chunked_attention' or 'full_attention' for 4 layers"),
+    ("llama4", {"attention_chunk_size": None}, "attention_chunk_size is None; it must be a positive integer"),
+    ("llama4", {"no_rope_layers": [1, 0]}, r"no_rope_layers is \[1, 0\]"),
+    ("llama4", {"attention_bias": True}, "attention_bias is True"),
+    ("llama4", {"floor_scale": 0}, "floor_scale is 0; it must be a number above 0"),
+    ("llama4", {"moe_layers": []}, "none of the layers has experts"),
+    ("llama4", {ROPE: {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor is 0\.5"),
     ("mistral4", {"n_group": 2}, "n_group is 2; it must be 1"),
     ("mistral4", {"rope_interleave": False}, "rope_interleave is False"),
     ("mistral4", {"attention_bias": True}, "attention_bias is True"),
@@ -84,7 +92,7 @@ def test_what_cannot_be_represented_is_refused_by_field(
         architecture.transformer_config_kwargs(hf_config) | architecture.gpt_kwargs(hf_config)
 
 
-@pytest.mark.parametrize("family", ["exaone_moe", "glm4_moe_lite", "mistral4"])
+@pytest.mark.parametrize("family", ["exaone_moe", "glm4_moe_lite", "mistral4", "llama4"])
 def test_what_a_config_leaves_out_is_what_transformers_fills_in(family: str) -> None:
     sizes = {"vocab_size": 131, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = getattr(transformers, FAMILIES[family].config_class)
@@ -130,6 +138,17 @@ def test_caps_of_the_tiny_model_bend_what_they_cap(field: str, of: str) -> None:
     assert float((model(ids).logits.detach() - logits).abs().max()) > 1e-2
 
 
+def test_chunks_of_the_tiny_model_hide_tokens_and_its_queries_are_scaled() -> None:
+    model, ids = hugging_face("llama4"), torch.arange(30)[None]
+    logits = model(ids).logits.detach()
+    model.config.attention_chunk_size = 40
+    whole = model(ids).logits.detach()
+    assert float((whole - logits).abs().max()) > 1e-2
+    for layer in model.model.layers:
+        layer.self_attn.attn_temperature_tuning = False
+    assert float((model(ids).logits.detach() - whole).abs().max()) > 1e-3
+
+
 def test_layers_without_a_window_do_not_rotate_beside_those_with_one(configs: Any) -> None:
     def no_rope(family: str, **change: Any) -> Any:
         hf_config = configs[family] | change
@@ -165,6 +184,13 @@ def test_layers_that_know_no_positions_or_no_cap_are_refused() -> None:
         context_parallel_size, multi_latent_attention, layernorm_zero_centered_gamma = 1, False, False
 
     scaled, capped = DecoderTraits(query_scale=QueryScale(0.1, 8.0)), DecoderTraits(score_cap=50.0)
+
+    class Chunked(Config):
+        window_size = (7, 0)
+
+    with pytest.raises(LayoutError, match="attends within chunks, which layers of model.layer_spec = 'transformer_engine' do"):
+        _check_spec("transformer_engine", Chunked(), DecoderTraits(chunks=True), "spec")  # type: ignore[arg-type]
+    _check_spec("reference", Chunked(), DecoderTraits(chunks=True), "spec")  # type: ignore[arg-type]
     for name, traits, core, match in (
         ("local", scaled, "spec", "model.layer_spec is 'local', but this model scales queries"),
         ("local", capped, "spec", "caps attention scores, which layers of model.layer_spec = 'local' do not"),
@@ -239,16 +265,22 @@ PUBLISHED = {
     "gemma-2-9b": (of_sizes("Gemma2", 256000, 3584, 14336, 42, 16, 8), 9.241705984),
     "gemma-2-27b": (of_sizes("Gemma2", 256000, 4608, 36864, 46, 32, 16, head_dim=128), 27.227128320),
     "GLM-4.7-Flash": (of_sizes("Glm4MoeLite", 154880, 2048, 10240, 47, 20, 20), 29.943),
+    "Llama-4-Scout-17B-16E": (of_sizes("Llama4Text", 202048, 5120, 8192, 48, 40, 8), 107.770),
+    "Llama-4-Maverick-17B-128E": (
+        of_sizes("Llama4Text", 202048, 5120, 8192, 48, 40, 8, num_local_experts=128, interleave_moe_layer_step=2),
+        400.712,
+    ),
     "Mistral-Small-4-119B": (of_sizes("Mistral4", 131072, 4096, 12288, 36, 32, 32), 118.968),
 }
 """Parameters in billions. Those of Gemma 2 are published; the others are what transformers counts for these sizes, without a
-tower and without layers for multi-token prediction: publishers say 8.4, 3.4, 32, 236, 30 and 119."""
+tower and without layers for multi-token prediction: publishers say 8.4, 3.4, 32, 236, 30, 109, 400 and 119."""
 
 
 @pytest.mark.parametrize(("sizes", "billions"), PUBLISHED.values(), ids=PUBLISHED)
 def test_large_models_have_as_many_parameters_as_published_and_as_transformers_counts(sizes: Any, billions: float) -> None:
     name, fields = sizes
     config = getattr(transformers, f"{name}Config")(**fields)
+    name = name.removesuffix("Text")
     with torch.device("meta"):
         model = getattr(transformers, f"{name}ForCausalLM")(config)
     hf_config = config.to_dict() | {"architectures": [f"{name}ForCausalLM"]}
