@@ -30,6 +30,7 @@ KINDS = [WINDOW, WINDOW, FULL, WINDOW]
 EXAONE: dict[str, Any] = {"rms_norm_eps": 1e-5, "sliding_window": 6, "layer_types": KINDS}
 """Whose third layer has no positions."""
 EXAONE_AS_PUBLISHED: dict[str, Any] = EXAONE | {
+    "head_dim": 12,
     "sliding_window_pattern": "LLG",
     "rope_theta": 1e6,  # SGLang has no other
     "rope_scaling": {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"},
