@@ -266,7 +266,9 @@ def _hf_outputs(source: ConversionSource, dtype: str | None) -> Iterator[_Tensor
             elif isinstance(place, ExpertPlace) and place.start == 0:  # up is beside gate, in the same matrix
                 [part] = parts
                 alternating = part.step < place.step  # not yet in the source
-                together.append(Part(part.source, 0, part.cols, not part.transposed, alternating=alternating))
+                rows = part.cols if fused.transposed else fused.shape(place.stored)[1]
+                transposed = part.transposed != fused.transposed
+                together.append(Part(part.source, 0, rows, transposed, alternating=alternating))
                 if len(together) == fused.experts:
                     yield _Tensor(
                         place.stored, target_dtype, fused.shape(place.stored), tuple(together), rows_of_last_axis=True

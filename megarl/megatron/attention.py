@@ -46,22 +46,22 @@ class AttentionCall:
 class PackedSequences(PackedSeqParams):
     """The value that travels to the attention as megatron-core's `packed_seq_params`, so that a recomputed layer sees the same.
 
-    `order` is for layers with an attention variant: its `order_of` the stream's tokens.
+    `order` is for layers with an attention variant: its `order_of` the stream's tokens. `position_ids` int64 `[S/cp]`, or
+    `[3, S/cp]`, are those of this rank's tokens.
     """
 
     order: Any = None
+    position_ids: Tensor | None = None
 
 
 @dataclass
 class StreamAttention(PackedSequences):
     """The attention of a stream's tokens, for layers that are told who attends to whom.
 
-    `calls` are what the core attention of a layer needs, by its window in tokens (None: it attends to all). `position_ids`
-    int64 `[S/cp]` are those of this rank's tokens.
+    `calls` are what the core attention of a layer needs, by its window in tokens (None: it attends to all).
     """
 
     calls: Mapping[int | None, tuple[Any, ...]] = field(default_factory=dict)
-    position_ids: Tensor | None = None
 
 
 def variant_of(config: TransformerConfig) -> ModuleType | None:
@@ -81,6 +81,12 @@ def core_attention_called(name: str) -> ModuleType:
     `check(device, dtype)` raises ConfigError where it computes something else.
     """
     return next(module for module in parts("core_attention") if name == module.NAME)
+
+
+class Chunk(int):
+    """A window that does not slide: a token attends to those before it in its own chunk of so many tokens of its sequence."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True)
@@ -137,8 +143,8 @@ def window_of(config: TransformerConfig, layer_number: int) -> int | None:
     """Tokens of the window that a layer (counted from 1) attends through, itself included; None: it attends to all."""
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return None
-    before: int = config.window_size[0]
-    return before + 1
+    tokens: int = config.window_size[0] + 1
+    return Chunk(tokens) if getattr(config, "windows_are_chunks", False) else tokens
 
 
 def windows_of(config: TransformerConfig) -> frozenset[int | None]:
@@ -190,7 +196,8 @@ def _call(
         visible = torch.cat([in_prefix[:, None].expand(-1, own_query.shape[1], -1), causal], dim=2)
         if window is not None:
             positions = torch.cat([prefix.expand(len(runs), -1), prefix_lengths + own_key], dim=1)
-            oldest = prefix_lengths + own_query - window
+            own = prefix_lengths + own_query
+            oldest = own - (own % window + 1 if isinstance(window, Chunk) else window)
             # Rows that only fill up see what they did: they must see something, or their gradient is no number.
             visible &= (positions[:, None] > oldest[..., None]) | ~real[..., None]
         # In the queries' type: a bool mask would be converted, and kept for the backward pass, by every layer anew.
@@ -202,6 +209,9 @@ def _call(
 
 class ReferenceAttention(torch.nn.Module):
     """Core attention of the `reference` layer spec; with sinks where the config's `softmax_type` is `learnable`."""
+
+    score_cap: float | None = None
+    """See `DecoderTraits`; `core_traits.capping_scores` sets it."""
 
     def __init__(
         self,
@@ -261,13 +271,13 @@ class ReferenceAttention(torch.nn.Module):
         for call in calls:
             q = query[call.queries].transpose(1, 2)
             k, v = key[call.keys].transpose(1, 2), value[call.keys].transpose(1, 2)
-            if self.softmax_offset is None:
+            if self.softmax_offset is None and self.score_cap is None:
                 out = F.scaled_dot_product_attention(
                     q, k, v, attn_mask=call.bias, is_causal=call.bias is None, scale=self.softmax_scale, enable_gqa=True
                 )
             else:
                 k, v = (t.repeat_interleave(repeat, dim=1) for t in (k, v))
-                out = _attention_with_sinks(q, k, v, call.bias, self.softmax_scale, self.softmax_offset)
+                out = _plain_attention(q, k, v, call.bias, self.softmax_scale, self.softmax_offset, self.score_cap)
             parts.append(out.transpose(1, 2).flatten(0, 1)[call.source])
             targets.append(call.target)
         return result.index_copy(0, torch.cat(targets), torch.cat(parts))
@@ -285,16 +295,26 @@ class ReferenceAttention(torch.nn.Module):
         return sharded
 
 
-def _attention_with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None, sinks: Tensor
+def _plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    scale: float | None,
+    sinks: Tensor | None,
+    cap: float | None,
 ) -> Tensor:
-    """`[B, heads, R, v]`: as scaled_dot_product_attention, with one more key whose value is zero and whose score is the head's
-    sink (gpt-oss)."""
+    """`[B, heads, R, v]`: as scaled_dot_product_attention, with scores below `cap` (Gemma 2), and with one more key whose value
+    is zero and whose score is the head's of `sinks` (gpt-oss)."""
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
     if bias is None:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
     else:
         scores = scores + bias
+    if sinks is None:
+        return scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype) @ value
     of_sinks = sinks[None, :, None, None].expand(*scores.shape[:-1], 1)
     return torch.cat([scores, of_sinks], dim=-1).softmax(dim=-1)[..., :-1] @ value

@@ -185,6 +185,7 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
                 limits=options.sampling_limits,
                 collision=options.collision,
                 overlaps=options.trainable and ddp_config(options).overlap_grad_reduce,
+                cap=traits.logits_cap,
             )
         for add_modules in functions("model_part", "add_modules"):
             add_modules(model, config, options, vp_stage)

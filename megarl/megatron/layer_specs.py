@@ -29,9 +29,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megarl.errors import LayoutError
 from megarl.megatron.attention import ReferenceAttention, core_attention_called, variant_of
 from megarl.megatron.branches import BranchLayer
+from megarl.megatron.core_traits import with_score_traits
 from megarl.megatron.latent_attention import LatentSelfAttention
 from megarl.megatron.model_config import has_experts
-from megarl.megatron.norms import KeyNorm, LateNorm, QueryNorm, ReferenceRMSNorm
+from megarl.megatron.norms import KeyNorm, LateNorm, QueryNorm, ReferenceRMSNorm, UnitNorm
 from megarl.megatron.rotary import RotarySetSelfAttention
 from megarl.megatron.routers import CorrectedSoftmaxRouter
 from megarl.models.architecture import DecoderTraits
@@ -102,19 +103,27 @@ def block_spec(
         LayoutError: the layers of that name cannot run the model, or not under its layout, or features are to be added in
             several chunks.
     """
-    _check_spec(name, config, traits)
+    _check_spec(name, config, traits, core_attention)
     variant, has_variant = variant_of(config), config.linear_attention_freq
     kinds = [
         (
             has_experts(config, layer),
             variant is not None and bool(has_variant[layer]),
             None if rope is None else int(layer in rope.layers),
+            traits.query_scale is not None and traits.query_scale.is_in(layer),
+            not (config.no_rope_freq and config.no_rope_freq[layer]),
         )
         for layer in layers
     ]
 
-    def make(kind: tuple[bool, bool, int | None]) -> ModuleSpec:
+    def make(kind: tuple[bool, bool, int | None, bool, bool]) -> ModuleSpec:
         layer = _layer(name, config, with_experts=kind[0], variant=variant if kind[1] else None, core_attention=core_attention)
+        if not kind[1]:
+            attention = layer.submodules.self_attention.submodules
+            scale = traits.query_scale if kind[3] else None
+            attention.core_attention = with_score_traits(attention.core_attention, scale, traits.score_cap)
+            if traits.unit_heads and kind[4]:
+                attention.q_layernorm = attention.k_layernorm = UnitNorm
         return _with_rotary_set(_with_traits(layer, traits), kind[2])
 
     specs = {kind: make(kind) for kind in set(kinds)}
@@ -137,13 +146,24 @@ def block_norm(name: str) -> Any:
     return ReferenceRMSNorm if name == "reference" else LayerNormImpl
 
 
-def _check_spec(name: str, config: TransformerConfig, traits: DecoderTraits) -> None:
+def _check_spec(name: str, config: TransformerConfig, traits: DecoderTraits, core_attention: str) -> None:
     """Raise LayoutError if layers of that name cannot run the model, or not under its layout."""
     check_windows(name, windows=config.window_size is not None, cp=config.context_parallel_size)
     if name == "transformer_engine" and not traits.pre_norms:
         raise LayoutError(
             "model.layer_spec is 'transformer_engine', but this model has no norms before attention and MLP, which Transformer "
             "Engine's layers cannot leave out; it must be 'reference'"
+        )
+    if traits.chunks and config.window_size is not None and (name != "reference" or core_attention != "spec"):
+        what = "attention by segments" if core_attention != "spec" else f"layers of model.layer_spec = '{name}'"
+        raise LayoutError(f"this model attends within chunks, which {what} do not; model.layer_spec must be 'reference'")
+    if traits.score_cap is not None and (name != "reference" or core_attention != "spec"):
+        what = "attention by segments" if core_attention != "spec" else f"layers of model.layer_spec = '{name}'"
+        raise LayoutError(f"this model caps attention scores, which {what} do not; model.layer_spec must be 'reference'")
+    if name == "local" and core_attention == "spec" and traits.query_scale is not None:
+        raise LayoutError(
+            "model.layer_spec is 'local', but this model scales queries by their positions, which megatron-core's local layers "
+            "are not told; it must be 'reference' or 'transformer_engine'"
         )
     if name == "local" and config.multi_latent_attention:
         raise LayoutError(

@@ -118,6 +118,7 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
     config.context_parallel_size = layout.cp
     if scale != 1.0:
         scale_rotary(config, scale)
+    config.windows_are_chunks = architecture.traits(hf_config).chunks
     return config
 
 

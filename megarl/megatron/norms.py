@@ -29,6 +29,19 @@ class ReferenceRMSNorm(torch.nn.Module):
         return rms_norm(hidden.to(exact), 1.0 + self.weight.to(exact), self.eps).to(hidden.dtype)
 
 
+class UnitNorm(torch.nn.Module):
+    """Division of a head by its root mean square, without a weight; megatron-core builds it as it does a norm of heads."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[..., d]` to `[..., d]`; the statistics are float32 or better."""
+        exact = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        return (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)).to(hidden.dtype)
+
+
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`hidden` `[..., H]` over its root mean square, times `weight` `[H]`; on a CPU torch makes a dozen passes of it."""
     if hidden.device.type != "cpu":

@@ -402,7 +402,8 @@ def attention_inputs(
         return None, on_device(attention, device)
     if options.layer_spec == "local":
         return _dense_mask(stream).to(device), None
-    return None, packed_lengths(stream, device)
+    positions = stream.position_ids[..., share.positions]
+    return None, replace(packed_lengths(stream, device), position_ids=on_device(positions, device))
 
 
 def _dense_mask(stream: PackedStream) -> Tensor:

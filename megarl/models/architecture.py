@@ -40,8 +40,29 @@ class HubNames:
     block: str = "mlp"
     renamed: tuple[tuple[str, str], ...] = ()
     """Parts of names in transformers, and what the hub has in their place."""
+    expert_bias: str = "gate.e_score_correction_bias"
+    """Name in the block of the bias that picks experts; transformers' is the default."""
+    transposed: bool = False
+    """Whether transformers holds all experts of a layer transposed, as the hub stores them."""
     alternating: bool = False
     """Whether transformers holds all experts of a layer as the hub stores gpt-oss's (`FusedExperts.alternating`)."""
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """Queries of `layers` (None: of all) are multiplied by 1 + beta · ln(1 + ⌊(p + shift) / span⌋), after they are rotated.
+
+    p is the token's position in its sequence, from 0 on.
+    """
+
+    beta: float
+    span: float
+    shift: int = 0
+    layers: frozenset[int] | None = None
+
+    def is_in(self, layer: int) -> bool:
+        """Return whether it scales the queries of a layer (global, zero-based)."""
+        return self.layers is None or layer in self.layers
 
 
 @dataclass(frozen=True)
@@ -67,6 +88,16 @@ class DecoderTraits:
     """Factor of the outputs of attention and MLP before they are added."""
     logits_divisor: float = 1.0
     """Divisor of logits, before a temperature."""
+    query_scale: QueryScale | None = None
+    """How queries are scaled by their position; None: they are not."""
+    chunks: bool = False
+    """Whether windows do not slide: a token attends to those before it in its own chunk of its sequence."""
+    unit_heads: bool = False
+    """Whether heads of queries and keys that rotate are divided by their root mean square."""
+    score_cap: float | None = None
+    """A scaled attention score s is score_cap · tanh(s / score_cap), before tokens are hidden; None: s."""
+    logits_cap: float | None = None
+    """The same of logits, before a temperature."""
 
 
 class LinearAttention(Protocol):

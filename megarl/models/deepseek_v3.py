@@ -53,13 +53,22 @@ def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> d
     Raises:
         ModelError: biases, another router than V3's, or anything that the dense decoder refuses.
     """
-    latent, experts = LatentSizes.from_hf(hf_config), _experts(hf_config)
+    experts = _experts(hf_config)
+    return latent_kwargs(hf_config, sizes, experts) | router_kwargs(hf_config, experts)
+
+
+def latent_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes, experts: moe.MoeSizes) -> dict[str, Any]:
+    """Arguments of MLATransformerConfig but for the router's.
+
+    Raises:
+        ModelError: biases, or anything that the dense decoder refuses.
+    """
+    latent = LatentSizes.from_hf(hf_config)
     refuse_biases(hf_config)
     refuse(hf_config, "rope_interleave", True, "megarl rotates neighbouring pairs, as the published checkpoints are laid out")
     return (
         dense.transformer_config_kwargs(hf_config, sizes)
         | moe.transformer_config_kwargs(experts, sizes.num_layers)
-        | _router_kwargs(hf_config, experts)
         | _rope_kwargs(hf_config)
         | {
             "multi_latent_attention": True,
@@ -86,14 +95,22 @@ def gpt_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> dict[str, Any]:
 
 def weight_map(hf_config: HFConfig, sizes: dense.DenseSizes) -> WeightMap:
     """Latent attention, the dense first layers, and experts with their bias and the shared ones."""
-    experts = _experts(hf_config)
-    of_experts = moe.mlp_rules(experts, sizes.hidden_size, expert_bias=True)
-    attention = _attention_rules(sizes, LatentSizes.from_hf(hf_config))
-    more = behind_the_decoder(hf_config, sizes, [*attention, *of_experts])
+    return latent_weight_map(hf_config, sizes, _experts(hf_config))
+
+
+def latent_weight_map(
+    hf_config: HFConfig, sizes: dense.DenseSizes, experts: moe.MoeSizes, *, expert_bias: bool = True, prediction_layers: int = 0
+) -> WeightMap:
+    """The same of other layers of `experts`, with a bias that picks them or without; `prediction_layers` are the family's
+    default number of layers for multi-token prediction."""
+    of_experts = moe.mlp_rules(experts, sizes.hidden_size, expert_bias=expert_bias)
+    attention = latent_attention_rules(sizes, LatentSizes.from_hf(hf_config))
+    more = behind_the_decoder(hf_config, sizes, [*attention, *of_experts], prediction_layers)
     return moe.weight_map(sizes, experts, attention, of_experts, **more)
 
 
-def _attention_rules(sizes: dense.DenseSizes, latent: LatentSizes) -> list[Rule]:
+def latent_attention_rules(sizes: dense.DenseSizes, latent: LatentSizes) -> list[Rule]:
+    """Latent attention behind its norm."""
     hidden, heads, qk_dim = sizes.hidden_size, sizes.num_heads, latent.nope_dim + latent.rope_dim
     prefix, hf = dense.LAYER + "self_attention.", dense.HF_LAYER + "self_attn."
 
@@ -118,7 +135,8 @@ def _attention_rules(sizes: dense.DenseSizes, latent: LatentSizes) -> list[Rule]
     ]
 
 
-def _router_kwargs(hf_config: HFConfig, experts: moe.MoeSizes) -> dict[str, Any]:
+def router_kwargs(hf_config: HFConfig, experts: moe.MoeSizes) -> dict[str, Any]:
+    """The router's arguments. Raises ModelError if the config says another router than V3's."""
     refuse(hf_config, "scoring_func", "sigmoid", "DeepSeek-V3 scores experts so")
     refuse(hf_config, "topk_method", "noaux_tc", "DeepSeek-V3 picks experts so")
     return moe.sigmoid_router_kwargs(hf_config, experts)
@@ -149,7 +167,8 @@ def _rope_kwargs(hf_config: HFConfig) -> dict[str, Any]:
     }
 
 
-def _sizes(hf_config: HFConfig) -> dense.DenseSizes:
+def latent_sizes(hf_config: HFConfig) -> dense.DenseSizes:
+    """The decoder's sizes. Raises ModelError as `DenseSizes.from_hf`."""
     # head_dim says here how many of a head's dimensions rotate, or is absent; num_key_value_heads means nothing.
     overrides = {"head_dim": size(hf_config, "qk_rope_head_dim"), "num_key_value_heads": None}
     return dense.DenseSizes.from_hf(hf_config | overrides)
@@ -179,7 +198,7 @@ ARCHITECTURE = text_family(
     transformer_config_kwargs,
     weight_map,
     gpt_kwargs,
-    sizes_of=_sizes,
+    sizes_of=latent_sizes,
     sglang=SglangFacts(replicates_attention=True, refusal=_sglang_refusal, arguments={"disable_shared_experts_fusion": True}),
     other_types=("kimi_k2",),
 )

@@ -204,14 +204,17 @@ def mlp_rules(
     *,
     pre_norm: bool = True,
     hf_norm: str = "post_attention_layernorm",
+    hf_block: str = "mlp.",
     bias: bool = False,
 ) -> list[Rule]:
-    """The dense MLP, behind its norm (the hub's `hf_norm`) unless `pre_norm` is false, in `layers` (None: all), with biases."""
+    """The dense MLP (the hub's `hf_block`), behind its norm (`hf_norm`) unless `pre_norm` is false, in `layers` (None:
+    all), with biases.
+    """
     hidden, ffn, mlp = sizes.hidden_size, sizes.ffn_size, LAYER + "mlp."
 
     def rule(name: str, parts: Iterable[str], packing: Packing) -> Rule:
         kind = name.rpartition(".")[2]
-        return Rule(mlp + name, tuple(f"{HF_LAYER}mlp.{part}_proj.{kind}" for part in parts), packing, layers=layers)
+        return Rule(mlp + name, tuple(f"{HF_LAYER}{hf_block}{part}_proj.{kind}" for part in parts), packing, layers=layers)
 
     biases = [
         rule("linear_fc1.bias", ("gate", "up"), GateUp(ffn, None)),

@@ -33,6 +33,8 @@ def joined(fused: FusedExperts | FusedRows, tensors: Iterable[tuple[str, Tensor]
         whole, missing = pending[place.stored]
         if isinstance(place, MatrixPlace):
             whole[place.start : place.stop] = tensor
+        elif not fused.transposed:  # type: ignore[union-attr]
+            whole[place.expert, place.start : place.stop] = tensor
         else:
             whole[place.expert, ..., place.start : place.stop : place.step] = tensor.mT if tensor.dim() == 2 else tensor
         missing.discard(name)

@@ -17,6 +17,8 @@ from megarl.models.hf_fields import refuse, size
 from megarl.models.packings import Copy, GateUp
 from megarl.models.weight_map import Rule, WeightMap
 
+MLP_KINDS = ("dense", "sparse")
+
 
 @dataclass(frozen=True)
 class MoeSizes:
@@ -82,6 +84,23 @@ def behind_dense_layers(hf_config: dict[str, Any], *, dense_layers: int = 0, sha
     )
 
 
+def listed_layers(hf_config: dict[str, Any], dense_layers: int) -> list[int]:
+    """The layers that `mlp_layer_types` says have experts; without it all but the first `dense_layers`.
+
+    Raises:
+        ModelError: it does not say one of `MLP_KINDS` for each layer.
+    """
+    layers, kinds = size(hf_config, "num_hidden_layers"), hf_config.get("mlp_layer_types")
+    if kinds is None:
+        return [*range(dense_layers, layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in MLP_KINDS for kind in kinds):
+        raise ModelError(
+            f"config.json: mlp_layer_types is {kinds!r:.80}; it must say {' or '.join(map(repr, MLP_KINDS))} for each of the "
+            f"{layers} layers"
+        )
+    return [layer for layer, kind in enumerate(kinds) if kind == MLP_KINDS[1]]
+
+
 def in_every_layer(hf_config: dict[str, Any]) -> MoeSizes:
     """Experts in all layers, as Mixtral calls the fields. Raises ModelError as `MoeSizes.from_hf`."""
     layers, fields = range(size(hf_config, "num_hidden_layers")), ("num_local_experts", "num_experts")
@@ -95,11 +114,12 @@ def weight_map(
     of_experts: Iterable[Rule],
     *,
     hf_norm: str = "post_attention_layernorm",
+    hf_block: str = "mlp.",
     **more: Any,
 ) -> WeightMap:
-    """`dense.weight_map` of a family whose layers without experts have a dense MLP, behind the norm that the hub calls so."""
+    """`dense.weight_map` of a family whose layers without experts have a dense MLP, the hub's `hf_block`, behind `hf_norm`."""
     dense_layers = frozenset(range(sizes.num_layers)) - experts.layers
-    mlp = [*dense.mlp_rules(sizes, dense_layers, hf_norm=hf_norm), *of_experts]
+    mlp = [*dense.mlp_rules(sizes, dense_layers, hf_norm=hf_norm, hf_block=hf_block), *of_experts]
     return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, **more)
 
 

@@ -16,16 +16,23 @@ from megarl.models import (
     deepseek_v3,
     ernie4_5,
     ernie4_5_moe,
+    exaone4,
+    exaone_moe,
+    gemma2,
     gemma3_text,
     glm4,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     granite,
     hunyuan_v1_dense,
     hunyuan_v1_moe,
     llama,
+    llama4_text,
     minimax_m2,
+    ministral3,
     mistral,
+    mistral4,
     mixtral,
     olmo2,
     olmo3,
@@ -43,31 +50,24 @@ from megarl.system.user_code import absolute_name, load_user_object
 
 _FAMILIES = (
     llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v3, glm4_moe, glm4, olmo2, olmo3, gemma3_text, phi3, smollm3,
-    seed_oss, granite, gpt_oss,
-    minimax_m2, ernie4_5, ernie4_5_moe, hunyuan_v1_dense, hunyuan_v1_moe, solar_open,
-    afmoe,
+    seed_oss, granite, gpt_oss, minimax_m2, ernie4_5, ernie4_5_moe, hunyuan_v1_dense, hunyuan_v1_moe, solar_open, afmoe,
+    ministral3, exaone4, exaone_moe, gemma2, glm4_moe_lite, mistral4, llama4_text,
 )  # fmt: skip
 ARCHITECTURES: tuple[Architecture, ...] = (
     *(family.ARCHITECTURE for family in _FAMILIES),
     *(architecture for module in parts("families") for architecture in module.ARCHITECTURES),
 )
 
-_LLAMA4 = (
-    "Llama 4 attends within chunks of attention_chunk_size tokens, and scales queries by their position in layers without "
-    "rotary embedding, which megarl's attention does not"
-)
 _TOWER = (
     "megarl does not train this family's vision tower, and its folders hold the text model under other names; save its text "
     "model as a folder of its own (docs/vision.md, 'Train the text model alone')"
 )
-_GEMMA2 = "Gemma 2 caps attention scores and logits, which megarl's attention and output layer do not"
 REFUSED = {
-    "llama4": _LLAMA4,
-    "llama4_text": _LLAMA4,
+    "llama4": _TOWER,
     "qwen3_5": _TOWER,
     "qwen3_5_moe": _TOWER,
     "gemma3": _TOWER,
-    "gemma2": _GEMMA2,
+    "mistral3": _TOWER,
 }
 """By `model_type`, why a family that users ask for is not there."""
 OPTION_OF_FAMILY = {

@@ -65,6 +65,8 @@ def shrunk_config(
     if "kv_lora_rank" in small:  # multi-head latent attention
         small |= {"kv_lora_rank": 32, "qk_nope_head_dim": HEAD, "qk_rope_head_dim": HEAD // 2, "v_head_dim": HEAD}
         small |= {"q_lora_rank": 32} if small.get("q_lora_rank") else {}
+        if isinstance(small.get("rope_parameters"), dict):  # which may say the share of a head that rotates
+            small["rope_parameters"] = {k: v for k, v in small["rope_parameters"].items() if k != "partial_rotary_factor"}
     elif small.get("head_dim"):
         if small.get("rotary_dim"):
             small["rotary_dim"] = HEAD * int(small["rotary_dim"]) // int(small["head_dim"])
@@ -81,8 +83,9 @@ def shrunk_config(
             per_token, groups = _per_token(small), int(small.get("n_group") or 1)
             unit = math.lcm(engine_ep, 2 * groups, *(layout.ep for layout in layouts))
             small[name] = min(int(small[name]), -(-2 * per_token // unit) * unit)
-    if small.get("layer_types"):
-        small["layer_types"] = list(islice(cycle(small["layer_types"]), small["num_hidden_layers"]))
+    for name in ("layer_types", "mlp_layer_types"):
+        if small.get(name):
+            small[name] = list(islice(cycle(small[name]), small["num_hidden_layers"]))
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(small.get(name), dict) and "short_factor" in small[name]:  # one for each pair of dimensions that rotates
             pairs = int(HEAD * float(small[name].get("partial_rotary_factor", small.get("partial_rotary_factor")) or 1)) // 2

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from megarl.errors import ModelError
-from megarl.models.architecture import HubNames
+from megarl.models.architecture import HFConfig, HubNames
 from megarl.models.fused_rows import FusedRows
 from megarl.models.registry import architectures, load_hf_config
 
@@ -34,6 +34,25 @@ def config_in_transformers(folder: str | Path) -> Any:
         return None
     fields = {name: value for name, value in config.items() if name not in ("model_type", "auto_map")}
     return AutoConfig.for_model(known_family.name, **fields)
+
+
+def auto_class(hf_config: HFConfig) -> Any:
+    """transformers' class that makes and loads a config's models: also those of text that it lists with models that see."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto as listed
+
+    of_text, of_both = listed.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, listed.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    model_type = hf_config.get("model_type")
+    sees = "vision_config" in hf_config or (model_type in of_both and model_type not in of_text)
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+
+
+def auto_class_of(folder: str | Path) -> Any:
+    """The same of a folder; None: it has no config that can be read."""
+    try:
+        return auto_class(load_hf_config(folder))
+    except ModelError:
+        return None
 
 
 def hub_tensors(model: Any) -> dict[str, Tensor]:
@@ -72,11 +91,14 @@ def _as_on_the_hub(name: str, tensor: Tensor, hub: HubNames, fused: FusedRows | 
             if (place := fused.place(part)) is not None:
                 yield part, tensor[place.start : place.stop]
         return
+    if (block := name.removesuffix(HubNames.expert_bias)) != name:
+        name = block + hub.expert_bias
     name = name.replace(".mlp.", f".{hub.block}.")
     for part, on_the_hub in hub.renamed:
         name = name.replace(part, on_the_hub)
     gate, up, down = hub.expert
     prefix, _, part = name.rpartition(".experts.")
+    tensor = tensor.mT if hub.transposed and prefix and tensor.dim() == 3 else tensor
     stored, _, bias = part.partition("_proj")
     if hub.alternating and prefix:
         kind = bias.removeprefix("_") or "weight"

@@ -141,6 +141,9 @@ def _grouped(
         core = size * (3 * query + 2 * key * keys) + STATISTICS * heads
         if shape.sinks:  # scores of each token and one that it may attend to, keys and values of every head; no output
             core += size * ((heads * mean_length + 2 * (query - key)) * keys - query)
+        elif shape.traits.score_cap is not None:  # scores as capped, and the shares of attention, in float32 and as multiplied
+            of_score = size + 4 + (size if size < 4 else 0)
+            core += (of_score * heads * mean_length + 2 * size * (query - key)) * keys - size * query
         return outside, core, core_inputs
     core = core_inputs + query * size + STATISTICS * heads
     return outside - (0 if precision.fp8 else query * size), core, core_inputs + (0 if precision.fp8 else query * size)

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from megarl.models.hf_folder import write_hf_folder
 from megarl.option_list import OPTIONS
-from tests.families import mixtures, settings
+from tests.families import mixtures, positions_and_caps, settings
 from tests.families.family import SIZES, SPREAD, Family
 
-_LISTS = (settings, mixtures)
+_LISTS = (settings, mixtures, positions_and_caps)
 FAMILIES: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.FAMILIES.items()}
 VARIANTS: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.VARIANTS.items()}
 ODD: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.ODD.items()}
@@ -38,7 +38,9 @@ FAMILIES, VARIANTS, ODD = (
 
 
 UNDER_TRANSFORMER_ENGINE = [
-    name for name, family in VARIANTS.items() if not family.class_prefix.startswith("Olmo") and not family.linear
+    name
+    for name, family in VARIANTS.items()
+    if not family.class_prefix.startswith(("Olmo", "Exaone4")) and not family.linear and not family.needs_reference
 ]
 """Families whose layers Transformer Engine can compute; linear attention needs kernels there that need a GPU."""
 
@@ -86,6 +88,7 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
     for name, tensor in _apart(model, named):
         name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         name = name.replace(".mlp.gate.moe_statics.", ".mlp.moe_statics.")  # ERNIE's
+        name = name.replace(".gate.e_score", ".e_score") if model.config.model_type == "exaone_moe" else name
         prefix, fused, part = name.partition(".experts.")
         if not fused:
             found[name] = tensor
@@ -98,6 +101,7 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
                 halves = {"gate_proj": rows[0::2], "up_proj": rows[1::2]} if stored == "gate_up" else {"down_proj": rows}
                 found |= {f"{prefix}.experts.{expert}.{which}.{kind}": half for which, half in halves.items()}
             continue
+        tensor = tensor.mT if model.config.model_type == "llama4_text" else tensor
         gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
         for expert, rows in enumerate(tensor):
             halves = dict(zip((gate, up), rows.chunk(2), strict=True)) if part == "gate_up_proj" else {down: rows}

@@ -40,7 +40,18 @@ class Family:
     @property
     def norms_less_one(self) -> bool:
         """Whether the weights of norms over the residual stream and over heads are stored less one."""
-        return self.linear or self.class_prefix == "Gemma3"
+        return self.linear or self.class_prefix in ("Gemma2", "Gemma3")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether attention scores are capped, or chunks attended to, which only the reference layers do."""
+        return self.class_prefix in ("Gemma2", "Llama4")
+
+    @property
+    def in_local_layers(self) -> bool:
+        """Whether megatron-core's own layers, which know no positions of a stream, can run its attention."""
+        other = self.linear or self.needs_reference or self.class_prefix == "Ministral3"
+        return not (other or self.num_experts or self.settings.get("sliding_window"))
 
     @property
     def kind(self) -> dict[str, bool]:
@@ -53,4 +64,4 @@ class Family:
     @property
     def config_class(self) -> str:
         """transformers' config class of the text model."""
-        return f"{self.class_prefix}{'Text' if self.class_prefix.startswith(('Qwen3_5', 'Gemma3')) else ''}Config"
+        return f"{self.class_prefix}{'Text' if self.class_prefix.startswith(('Qwen3_5', 'Gemma3', 'Llama4')) else ''}Config"

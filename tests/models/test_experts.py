@@ -82,7 +82,8 @@ def test_an_experts_shard_is_its_own_gate_and_up_rows_and_down_columns(models: A
     _, weight_map, tensors = models[name]
     number = max(n for n in range(4) if any(f".layers.{n}." in each and ".experts.0." in each for each in tensors))
     as_mixtral = name.startswith(("mixtral", "minimax_m2"))
-    layer = f"model.layers.{number}." + ("block_sparse_moe" if as_mixtral else "mlp")
+    block = "block_sparse_moe" if as_mixtral else "feed_forward" if name.startswith("llama4") else "mlp"
+    layer = f"model.layers.{number}.{block}"
     gate, up, down = ("w1", "w3", "w2") if as_mixtral else ("gate_proj", "up_proj", "down_proj")
     for expert in range(weight_map.num_experts):
         prefix = f"decoder.layers.{number}.mlp.experts.local_experts.{expert}."

@@ -19,11 +19,7 @@ from tests.predicting import build_predicting
 from tests.world import World
 
 FAMILIES = VARIANTS | {name: ODD[name] for name in ("mistral-odd", "gemma3-odd", "gpt_oss-odd")}
-LOCAL = [
-    name
-    for name, family in FAMILIES.items()
-    if family.num_experts is None and not family.linear and not family.settings.get("sliding_window")
-]
+LOCAL = [name for name, family in FAMILIES.items() if family.in_local_layers]
 """What megatron-core's own layers can run: dense models without windows."""
 
 

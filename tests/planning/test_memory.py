@@ -73,6 +73,7 @@ MODELS["gemma3"] = {
     "sliding_window_pattern": 2,
     "query_pre_attn_scalar": 32,
 }
+MODELS["gemma2"] = {**MODELS["gemma3"], "architectures": ["Gemma2ForCausalLM"]}
 MODELS["gpt_oss"] = {
     "architectures": ["GptOssForCausalLM"],
     "head_dim": 32,
@@ -136,6 +137,8 @@ CASES = [
     Case("glm4", Layout()),
     Case("gemma3", Layout()),
     Case("gemma3", Layout(**SP), {"dtype": "bfloat16"}),
+    Case("gemma2", Layout()),
+    Case("gemma2", Layout(**SP), {"dtype": "bfloat16"}),
     Case("gpt_oss", Layout()),
     Case("gpt_oss", Layout(dp=2, ep=2), {"dtype": "bfloat16"}),
     Case("qwen3_moe", Layout()),

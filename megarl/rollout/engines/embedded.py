@@ -25,13 +25,14 @@ from megarl.data.stop_finder import ModelTexts, StopFinder
 from megarl.errors import DeadlineError, EngineError
 from megarl.models.adapters import AdapterSpec, adapter_part
 from megarl.models.hf_folder import HFFolder
-from megarl.models.registry import architecture_for, load_hf_config, sees
-from megarl.models.transformers_names import config_in_transformers, hub_tensors
+from megarl.models.registry import architecture_for, load_hf_config
+from megarl.models.transformers_names import auto_class, config_in_transformers, hub_tensors
 from megarl.models.vision import vision_part
 from megarl.models.weight_formats import tensors_of
 from megarl.option_list import functions, part
 from megarl.rollout.engines.drawing import random_numbers
 from megarl.rollout.engines.embedded_batch import DecodeBatch, OpenResponse, Sight
+from megarl.rollout.engines.embedded_positions import scale_by_position_ids
 from megarl.rollout.engines.embedded_turns import TurnCache, refusal
 from megarl.rollout.engines.protocol import Engine, EnginePlace, EngineRequest, Generation, SamplingParams, check_version
 from megarl.system.hidden_bars import hide_bars
@@ -369,13 +370,12 @@ def _sight(folder: str | Path, media_folder: Path | None) -> Sight | None:
 
 def _load(folder: str | Path, dtype: str, device: str) -> Any:
     """The transformers model of a folder, whose own code is never run; raises EngineError if it cannot be loaded."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     hide_bars()
-    kind = AutoModelForImageTextToText if sees(folder) else AutoModelForCausalLM
+    kind = auto_class(load_hf_config(folder))
     try:
         config = config_in_transformers(folder)
         model = kind.from_pretrained(folder, config=config, dtype=getattr(torch, dtype), trust_remote_code=False)
+        scale_by_position_ids(model)
         return model.to(device).eval().requires_grad_(False)
     except (OSError, ValueError) as error:
         raise EngineError(f"{folder} cannot be loaded as a Hugging Face model: {error}") from error

@@ -32,6 +32,15 @@ pytestmark = pytest.mark.usefixtures("local_ray")
             pytest.param(dense, {"tp": 2}, id=f"{dense}-tp2", marks=pytest.mark.exhaustive)
             for dense in ("ernie4_5", "hunyuan_v1_dense")
         ),
+        pytest.param("ministral3", {"cp": 2}, id="ministral3-cp2", marks=pytest.mark.exhaustive),
+        pytest.param("exaone4", {"tp": 2}, id="exaone4-tp2", marks=pytest.mark.exhaustive),
+        pytest.param("exaone_moe", {"dp": 2, "ep": 2}, id="exaone_moe-dp2+ep2", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "llama4", {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, id="llama4", marks=pytest.mark.exhaustive
+        ),
+        pytest.param("gemma2", {"tp": 2}, id="gemma2-tp2", marks=pytest.mark.exhaustive),
+        pytest.param("glm4_moe_lite", {"dp": 2, "ep": 2}, id="glm4_moe_lite-dp2+ep2", marks=pytest.mark.exhaustive),
+        pytest.param("mistral4", {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, id="mistral4-tp2+ep2"),
     ],
 )
 def test_after_each_sync_the_engine_samples_what_was_trained(

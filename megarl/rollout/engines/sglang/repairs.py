@@ -96,6 +96,19 @@ def _mend_latent_norms() -> None:
     _after_made(DeepseekV2AttentionMLA, with_an_epsilon_of_its_own)
 
 
+def _mend_exaone4_heads() -> None:
+    from sglang.srt.models.exaone4 import Exaone4Attention
+
+    make = Exaone4Attention.__init__
+
+    def make_as_the_config_says(self: Any, *, config: Any, **given: Any) -> None:
+        """SGLang's layers norm heads with an epsilon of 1e-6, and have heads that share the hidden size, whatever it says."""
+        said = {"rms_norm_eps": config.rms_norm_eps, "head_dim": getattr(config, "head_dim", None)}
+        make(self, config=config, **given | said)
+
+    Exaone4Attention.__init__ = make_as_the_config_says
+
+
 def _mend_sinks() -> None:
     from sglang.srt.models.gpt_oss import GptOssAttention
 
@@ -165,6 +178,8 @@ _OF_FAMILIES = {
     "Glm4v": _mend_glm4v,
     "Qwen2VL": _mend_limits_of_pictures,
     "DeepseekV3": _mend_latent_norms,
+    "Glm4MoeLite": _mend_latent_norms,
+    "Exaone4": _mend_exaone4_heads,
     "GptOss": _mend_sinks,
     "Gemma3For": _mend_gemma3_embedding,
     "Ernie4_5_Moe": _mend_ernie_router,
