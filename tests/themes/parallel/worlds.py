@@ -65,16 +65,18 @@ MODES = {
 }
 
 
-def layout_for(name: str, *, experts: bool, linear: bool = False, biases: bool = False) -> Layout | None:
+def layout_for(
+    name: str, *, experts: bool, linear: bool = False, biases: bool = False, follows: bool = False
+) -> Layout | None:
     """The layout called `name`, None where families with `experts`, or those without, have no cell of their own in that row.
 
-    Context parallelism of `linear` attention is refused.
+    Context parallelism of `linear` attention is refused, and so are stages of one layer where it `follows` another.
 
     Experts that are not spread over ranks are split like everything else, and under tensor parallelism megatron-core
     trains them with sequence parallelism only (see Layout). Experts with `biases` are not split.
     """
     layout = (LAYOUTS | ODD_LAYOUTS)[name]
-    if linear and layout.cp > 1:
+    if (linear and layout.cp > 1) or (follows and name in ("pp4", "vpp2", "pp2 uneven")):
         return None
     if not experts:
         return layout if layout.ep == 1 else None
@@ -206,8 +208,7 @@ def gathered_gradients(role: Any) -> None:
                 torch.distributed.all_gather_into_tensor(bucket.grad_data, share, group=group)
         with torch.no_grad():
             for parameter in chunk.parameters():
-                if parameter.requires_grad:
-                    parameter.copy_(parameter.main_grad)
+                parameter.copy_(parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter))
 
 
 def put_back(role: Any, weights: list[Tensor]) -> None:
