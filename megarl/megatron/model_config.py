@@ -62,6 +62,7 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
         kwargs["recompute_granularity"] = options.recompute
     if options.recompute == "full":
         kwargs |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    kwargs |= options.variant
     if options.fp8 != "none":
         kwargs |= _fp8_kwargs(options)
     config_class = MLATransformerConfig if kwargs.get("multi_latent_attention") else TransformerConfig

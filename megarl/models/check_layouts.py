@@ -183,7 +183,9 @@ def _check_followed(layout: Layout, model: ModelShape) -> None:
         field = next((name for name in ("vpp", "first_stage_layers", "last_stage_layers") if getattr(layout, name)), "pp")
         reason = f"begins a model chunk with layer {first[0]}, which takes what layer {followed[first[0]]} chooses"
         fit = [pp for pp in divisors(model.layers) if not parted(Layout(pp=pp))]
-        allowed = closest(fit, layout.pp) if field == "pp" else f"such that none does, or null with pp = {closest(fit, layout.pp)}"
+        allowed = (
+            closest(fit, layout.pp) if field == "pp" else f"such that none does, or null with pp = {closest(fit, layout.pp)}"
+        )
         raise LayoutError.of(field, getattr(layout, field), reason, allowed=allowed)
 
 

@@ -1,4 +1,4 @@
-"""Latent attention to chosen keys, for the `reference` layer spec; scores are made in chunks of queries, going backward again."""
+"""Latent attention to chosen keys, for the `reference` layer spec; scores are made in chunks of queries."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor
 
 from megarl.megatron.attention import PackedSequences
+from megarl.megatron.balance_losses import WithLoss
 from megarl.megatron.latent_attention import LatentSelfAttention, Rotation
-from megarl.options.sparse_attention.calls import IndexedCall, IndexedOrder, Rows
+from megarl.options.sparse_attention.calls import IndexedCall, IndexedOrder, Rows, chosen_keys
 from megarl.options.sparse_attention.indexer import Indexer, choose
+from megarl.options.sparse_attention.indexer_loss import Attended, indexer_loss
 from megarl.options.sparse_attention.sparse_family import Indexing
 
 
@@ -32,16 +34,23 @@ class IndexedAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         assert isinstance(config.linear_attention_freq, list)
-        self.softmax_scale, self.tp_group, self.cp_group = softmax_scale, pg_collection.tp, pg_collection.cp
+        self.scale = softmax_scale or 1.0  # latent attention says which; before, megatron-core 0.16.1 builds another one
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         kinds = [Indexing(kind) for kind in config.linear_attention_freq[:layer_number]]
         self.chooser = max(number for number, kind in enumerate(kinds, 1) if Indexing.CHOOSES in kind)
         """The layer, counted from 1, whose choices it takes."""
-        followed = any(Indexing.FOLLOWS in Indexing(kind) for kind in config.linear_attention_freq[self.chooser : self.chooser + 1])
+        self.has_indexer = self.chooser == layer_number
+        followed = any(Indexing.FOLLOWS in Indexing(kind) for kind in config.linear_attention_freq[self.chooser :][:1])
         self.kept_under = self.chooser if followed or config.recompute_granularity == "selective" else 0
         """Where choices are kept: until the micro-batch ends if another layer, or this one, reads them anew going backward."""
-        if self.chooser == layer_number:
+        if self.has_indexer:
             self.indexer = Indexer(config, rotates_pairs=Indexing.PAIRS in kinds[-1], tp_group=self.tp_group)
-            self.indexer.requires_grad_(False)
+            self.indexer.requires_grad_(config.dsa_indexer_loss_coeff is not None)
+        self.loss_coeff, self.loss_is_sparse = config.dsa_indexer_loss_coeff, config.dsa_indexer_use_sparse_loss
+        self.batch_tokens = 1.0
+        """Tokens of the batch over which the loss of its indexer is a mean."""
+        self.losses: list[Tensor] = []
+        """Its values, not yet times `loss_coeff`, of the micro-batches since somebody took them."""
 
     def forward(
         self,
@@ -67,8 +76,7 @@ class IndexedAttention(torch.nn.Module):
             )
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         choices = order.choices[self.kept_under]
-        assert self.softmax_scale is not None, "latent attention says how scores are scaled"
-        return _ToChosenKeys.apply(query, key, value, choices, order.calls, self.softmax_scale).flatten(1)[:, None]
+        return _ToChosenKeys.apply(query, key, value, choices, order.calls, self.scale).flatten(1)[:, None]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -91,13 +99,26 @@ class IndexedLatentAttention(LatentSelfAttention):
         self, query: Tensor, key: Tensor, hidden: Tensor, latent: Tensor | None, rotation: Rotation, packed: PackedSequences
     ) -> Tensor:
         """Keep the choices for the core attention of this layer and of those that follow it."""
-        core = self.core_attention
-        if core.chooser == self.layer_number:
-            assert latent is not None
-            with torch.no_grad():
-                scored = core.indexer(hidden, latent, rotation, core.cp_group)
-            packed.order.choices[core.kept_under] = choose(scored, packed.order, self.config.dsa_indexer_topk, core.tp_group)
-        return query
+        core, order = self.core_attention, packed.order
+        if not core.has_indexer:
+            return query
+        assert latent is not None
+        learns = torch.is_grad_enabled() and core.indexer.linear_wk.weight.requires_grad
+        with torch.set_grad_enabled(learns):
+            scored = core.indexer(hidden.detach(), latent.detach(), rotation, core.cp_group)
+        choices = choose(scored, order, self.config.dsa_indexer_topk, core.tp_group)
+        order.choices[core.kept_under] = choices
+        if not learns:
+            return query
+        keys = key.detach().flatten(0, -3)
+        if core.cp_group.size() > 1:
+            keys = gather_from_sequence_parallel_region(keys, group=core.cp_group)
+        attended = Attended(
+            query.detach().flatten(0, -3), keys, choices if core.loss_is_sparse else None, core.scale, core.tp_group
+        )
+        loss = indexer_loss(scored, attended, order) / core.batch_tokens
+        core.losses.append(loss.detach())
+        return WithLoss.apply(query, loss * core.loss_coeff)
 
 
 class _ToChosenKeys(torch.autograd.Function):
@@ -157,7 +178,5 @@ class _ToChosenKeys(torch.autograd.Function):
 def attention_shares(query: Tensor, key: Tensor, choices: Tensor, call: IndexedCall, rows: Rows, scale: float) -> Tensor:
     """`[B, h, rows, keys]` in float32 or better: how much of each key queries `[B, h, rows, d]` take, none of others than those
     of `choices`. `key` `[B, h, C, d]` are all of the call."""
-    chosen = choices[call.queries[:, rows.first : rows.last]].clamp(max=rows.keys - 1).long()  # a padded query has another's
-    is_chosen = torch.zeros(*chosen.shape[:-1], rows.keys, dtype=torch.bool, device=query.device).scatter_(-1, chosen, True)
     scores = (query @ key[:, :, : rows.keys].mT).to(torch.promote_types(query.dtype, torch.float32)) * scale
-    return scores.masked_fill_(~is_chosen[:, None], -torch.inf).softmax(-1)
+    return scores.masked_fill_(~chosen_keys(choices, call, rows)[:, None], -torch.inf).softmax(-1)

@@ -25,8 +25,8 @@ def put_into(layer: ModuleSpec, layer_spec: str) -> None:
     """
     if layer_spec != "reference":
         raise LayoutError(
-            f"model.layer_spec is '{layer_spec}', but this model attends to keys that an indexer chooses, for which megatron-core "
-            "has no layer that is proven here on packed sequences; it must be 'reference'"
+            f"model.layer_spec is '{layer_spec}', but this model attends to keys that an indexer chooses, which megatron-core "
+            "0.16.1 does not do on packed sequences, and 0.19.2 not as was proven here; it must be 'reference'"
         )
     attention: Any = layer.submodules.self_attention
     attention.module, attention.submodules.core_attention = IndexedLatentAttention, IndexedAttention
@@ -35,4 +35,5 @@ def put_into(layer: ModuleSpec, layer_spec: str) -> None:
 def order_of(stream: PackedStream, config: TransformerConfig) -> IndexedOrder:
     """The calls of this rank's queries of `stream`, in main memory."""
     ranks, rank = config.context_parallel_size, parallel_state.get_context_parallel_rank()
-    return indexed_order(stream, context_parallel_shard(stream, ranks, rank))
+    shard = context_parallel_shard(stream, ranks, rank)
+    return indexed_order(stream, shard, weighted=config.dsa_indexer_loss_coeff is not None)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.data.stream import PackedStream, StreamShard
+from megarl.data.stream_sequences import token_sequences
 from megarl.megatron.attention import QueryRange, gathered_places, query_ranges
 
 CHUNK_ELEMENTS = 2**22
@@ -35,14 +36,16 @@ class IndexedCall:
 
     `queries` int64 `[B, R]` are places among this rank's tokens and `keys` int64 `[B, C]` among the gathered ones (0 where
     padded). A run's keys are `prefix` int64 `[B]` tokens before it, padded to `width`, and those of its segment, of which its
-    query r sees `own[b, r]` and those before. `source` int64 `[M]` are the places in `[B * R]` of real queries, and `target`
-    int64 `[M]` their places among this rank's tokens. `furthest` is the largest of `own[:, 0]`.
+    query r sees `own[b, r]` and those before. `real` bool `[B, R]`: which queries do not only fill a run up; `source` int64
+    `[M]` are their places in `[B * R]`, and `target` int64 `[M]` those among this rank's tokens. `furthest` is the largest of
+    `own[:, 0]`.
     """
 
     queries: Tensor
     keys: Tensor
     prefix: Tensor
     own: Tensor
+    real: Tensor
     source: Tensor
     target: Tensor
     width: int
@@ -68,11 +71,13 @@ class IndexedCall:
 class IndexedOrder:
     """The calls of this rank's queries, and the choices that layers have made for the micro-batch so far.
 
-    `choices`, under `IndexedAttention.kept_under`, are int32 `[n, k]`: of each of this rank's n tokens the columns, in its call's keys, of
-    those that it attends to; if they are fewer than k, the first one again.
+    `weights` float32 `[n]` say how many sequences each of this rank's n tokens belongs to, where indexers are trained.
+    `choices`, under `IndexedAttention.kept_under`, are int32 `[n, k]`: of each token the columns, in its call's keys, of those
+    that it attends to; if they are fewer than k, the first one again.
     """
 
     calls: tuple[IndexedCall, ...]
+    weights: Tensor | None = None
     choices: dict[int, Tensor] = field(default_factory=dict)
 
     def width(self, top_k: int) -> int:
@@ -80,15 +85,27 @@ class IndexedOrder:
         return min(top_k, max((call.keys.shape[1] for call in self.calls), default=1))
 
 
-def indexed_order(stream: PackedStream, share: StreamShard) -> IndexedOrder:
-    """The calls of the tokens that `share` holds of `stream`, in main memory."""
+def chosen_keys(choices: Tensor, call: IndexedCall, rows: Rows) -> Tensor:
+    """bool `[B, rows, keys]`: the keys that queries have chosen, by `IndexedOrder.choices`."""
+    columns = choices[call.queries[:, rows.first : rows.last]].clamp(max=rows.keys - 1).long()  # a padded query has another's
+    is_chosen = torch.zeros(*columns.shape[:-1], rows.keys, dtype=torch.bool, device=choices.device)
+    return is_chosen.scatter_(-1, columns, True)
+
+
+def indexed_order(stream: PackedStream, share: StreamShard, *, weighted: bool) -> IndexedOrder:
+    """The calls of the tokens that `share` holds of `stream`, in main memory, with weights if they are asked for."""
     gathered_index, first_of_rank = gathered_places(share)
+    weights = None
+    if weighted:
+        sequences = token_sequences(stream)
+        weights = sequences.weights[sequences.segment[share.positions]]
     return IndexedOrder(
-        tuple(
+        weights=weights,
+        calls=tuple(
             _call(stream, list(together), gathered_index, first_of_rank)
             for of_chunk in query_ranges(stream, len(share.layout), share.rank)
             for _, together in groupby(sorted(of_chunk, key=_kind), key=_kind)
-        )
+        ),
     )
 
 
@@ -114,6 +131,7 @@ def _call(stream: PackedStream, runs: list[QueryRange], place: Tensor, first_of_
         keys=place[torch.cat([prefix, keys], dim=1)],
         prefix=torch.tensor([len(tokens) for tokens in before]),
         own=own.clamp(max=lasts - 1),
+        real=real,
         source=source,
         target=queries.flatten()[source],
         width=prefix.shape[1],

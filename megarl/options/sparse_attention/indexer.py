@@ -1,7 +1,7 @@
 """The indexer of a layer: scores of all keys that a query may look at, in chunks of queries, and the best of them.
 
-The score of a key is Σ over heads of w · relu(q · k · d^−½) (DeepSeek-V3.2, eq. 1), with w scaled by heads^−½. Among keys of the
-same score the first of the sequence is chosen, whatever the device's top-k would take.
+The score of a key is Σ over heads of w · relu(q · k · d^−½) (DeepSeek-V3.2, eq. 1), with w scaled by heads^−½. Among keys of
+the same score the first of the sequence is chosen, whatever the device's top-k would take.
 """
 
 from __future__ import annotations

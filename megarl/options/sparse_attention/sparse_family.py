@@ -20,7 +20,7 @@ from megarl.models.text_family import text_family
 from megarl.models.weight_map import Rule, WeightMap
 
 VARIANT = "indexed_attention"
-"""In megatron-core's field `experimental_attention_variant`, whose own `dsa` refuses packed sequences or context parallelism."""
+"""Value of megatron-core's field `experimental_attention_variant`; its own `dsa` comes with demands of its own layers."""
 FULL, SHARED = "full", "shared"
 DEFAULTS = {
     "index_topk": 2048,
@@ -77,7 +77,7 @@ class IndexerSizes:
             raise ModelError("config.json: the first layer is to share choices of keys, but there is no layer before it")
         if not shares_choices and SHARED in sizes.kinds:
             raise ModelError(
-                f"config.json: layer {sizes.kinds.index(SHARED)} is to share choices of keys, which layers of this family do not"
+                f"config.json: layer {sizes.kinds.index(SHARED)} is to share choices of keys, as none of this family does"
             )
         return sizes
 

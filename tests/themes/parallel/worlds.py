@@ -65,9 +65,7 @@ MODES = {
 }
 
 
-def layout_for(
-    name: str, *, experts: bool, linear: bool = False, biases: bool = False, follows: bool = False
-) -> Layout | None:
+def layout_for(name: str, *, experts: bool, linear: bool = False, biases: bool = False, follows: bool = False) -> Layout | None:
     """The layout called `name`, None where families with `experts`, or those without, have no cell of their own in that row.
 
     Context parallelism of `linear` attention is refused, and so are stages of one layer where it `follows` another.
