@@ -72,7 +72,8 @@ class _IndexerLoss(torch.autograd.Function):
             of_scores = (log_shares.exp() - target) * of_queries[..., None]
             of_raw = of_scores[:, :, None] * weights[at][..., None] * (raw > 0)
             grads.weights.index_put_((at,), (raw.relu() @ of_scores[..., None])[..., 0], accumulate=True)
-            grads.query.index_put_((at,), of_raw @ key[keys][:, None], accumulate=True)
+            of_query = (of_raw.flatten(1, 2) @ key[keys]).unflatten(1, of_raw.shape[1:3])
+            grads.query.index_put_((at,), of_query, accumulate=True)
             grads.key.index_put_((keys,), of_raw.flatten(1, 2).mT @ query[at].flatten(1, 2), accumulate=True)
         ctx.save_for_backward(*grads)
         return loss

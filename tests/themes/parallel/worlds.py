@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -145,6 +145,7 @@ def run_family(
     limits: SamplingLimits | None = None,
     int4_experts: int = 0,
     core_attention: str = "spec",
+    variant: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """`exported`: the untouched weights; per mode of `names` `values` (log-prob, entropy by response), `gradients` by hub
     name, and `norm`, that of all gradients as the optimizer clips by it.
@@ -170,6 +171,7 @@ def run_family(
             core_attention=core_attention,
             int4_experts=int4_experts,
             media_folder=str(media_folder) if media_folder else None,
+            variant=variant or {},
         )
         role = RankModel(options, OptimizerOptions(lr=1e-3))
         if "exported" not in answer:
