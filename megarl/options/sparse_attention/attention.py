@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.megatron.attention import PackedSequences
 from megarl.megatron.balance_losses import WithLoss
 from megarl.megatron.latent_attention import LatentSelfAttention, Rotation
-from megarl.options.sparse_attention.calls import IndexedCall, IndexedOrder, Rows, chosen_keys
+from megarl.options.sparse_attention.calls import IndexedCall, IndexedOrder, QueryRows, chosen_keys
 from megarl.options.sparse_attention.indexer import Indexer, choose
 from megarl.options.sparse_attention.indexer_loss import Attended, indexer_loss
 from megarl.options.sparse_attention.sparse_family import Indexing
@@ -175,7 +175,7 @@ class _ToChosenKeys(torch.autograd.Function):
         return of_query, of_key, of_value, None, None, None
 
 
-def attention_shares(query: Tensor, key: Tensor, choices: Tensor, call: IndexedCall, rows: Rows, scale: float) -> Tensor:
+def attention_shares(query: Tensor, key: Tensor, choices: Tensor, call: IndexedCall, rows: QueryRows, scale: float) -> Tensor:
     """`[B, h, rows, keys]` in float32 or better: how much of each key queries `[B, h, rows, d]` take, none of others than those
     of `choices`. `key` `[B, h, C, d]` are all of the call."""
     scores = (query @ key[:, :, : rows.keys].mT).to(torch.promote_types(query.dtype, torch.float32)) * scale

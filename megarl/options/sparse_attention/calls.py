@@ -22,7 +22,7 @@ CHUNK_ELEMENTS = 2**22
 
 
 @dataclass(frozen=True)
-class Rows:
+class QueryRows:
     """Queries `first` to `last` (excluded) of each run of a call, which look at no key behind the first `keys` of it."""
 
     first: int
@@ -51,15 +51,15 @@ class IndexedCall:
     width: int
     furthest: int
 
-    def chunks(self, heads: int) -> Iterator[Rows]:
+    def chunks(self, heads: int) -> Iterator[QueryRows]:
         """All queries, as many at once as `CHUNK_ELEMENTS` allow for scores of so many heads."""
         runs, rows = self.queries.shape
         at_once = max(1, CHUNK_ELEMENTS // (runs * heads * self.keys.shape[1]))
         for first in range(0, rows, at_once):
             last = min(rows, first + at_once)
-            yield Rows(first, last, min(self.keys.shape[1], self.width + self.furthest + last))
+            yield QueryRows(first, last, min(self.keys.shape[1], self.width + self.furthest + last))
 
-    def visible(self, rows: Rows) -> Tensor:
+    def visible(self, rows: QueryRows) -> Tensor:
         """bool `[B, rows, keys]`: the keys that queries may look at."""
         column = torch.arange(rows.keys, device=self.keys.device)
         in_prefix = column < self.prefix[:, None]
@@ -85,7 +85,7 @@ class IndexedOrder:
         return min(top_k, max((call.keys.shape[1] for call in self.calls), default=1))
 
 
-def chosen_keys(choices: Tensor, call: IndexedCall, rows: Rows) -> Tensor:
+def chosen_keys(choices: Tensor, call: IndexedCall, rows: QueryRows) -> Tensor:
     """bool `[B, rows, keys]`: the keys that queries have chosen, by `IndexedOrder.choices`."""
     columns = choices[call.queries[:, rows.first : rows.last]].clamp(max=rows.keys - 1).long()  # a padded query has another's
     is_chosen = torch.zeros(*columns.shape[:-1], rows.keys, dtype=torch.bool, device=choices.device)

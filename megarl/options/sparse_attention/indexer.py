@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from megarl.megatron.latent_attention import ReplicatedLinear, Rotation
-from megarl.options.sparse_attention.calls import IndexedCall, IndexedOrder, Rows
+from megarl.options.sparse_attention.calls import IndexedCall, IndexedOrder, QueryRows
 
 KEY_NORM_EPS = 1e-6
 """transformers', whatever `rms_norm_eps` says."""
@@ -29,7 +29,7 @@ class Scored(NamedTuple):
     key: Tensor
     weights: Tensor
 
-    def scores(self, call: IndexedCall, rows: Rows) -> Tensor:
+    def scores(self, call: IndexedCall, rows: QueryRows) -> Tensor:
         """`[B, rows, keys]`, of keys that may not be looked at too."""
         at = call.queries[:, rows.first : rows.last]
         query, weights, key = self.query[at], self.weights[at], self.key[call.keys[:, : rows.keys]]
@@ -37,7 +37,7 @@ class Scored(NamedTuple):
         return (weights[:, :, None] @ of_heads)[:, :, 0]
 
 
-class KeyNorm(torch.nn.Module):
+class IndexKeyNorm(torch.nn.Module):
     """LayerNorm with a bias; under sequence parallelism megatron-core sums the gradients of both."""
 
     def __init__(self, width: int, config: MLATransformerConfig) -> None:
@@ -65,7 +65,7 @@ class Indexer(torch.nn.Module):
         self.rotates_pairs, self.tp_group, self.is_split = rotates_pairs, tp_group, config.sequence_parallel
         self.linear_wq_b = ReplicatedLinear(config.q_lora_rank, self.heads * self.head_dim, config)
         self.linear_wk = ReplicatedLinear(config.hidden_size, self.head_dim, config)
-        self.k_norm = KeyNorm(self.head_dim, config)
+        self.k_norm = IndexKeyNorm(self.head_dim, config)
         self.linear_weights_proj = ReplicatedLinear(config.hidden_size, self.heads, config)
 
     def forward(self, hidden: Tensor, latent: Tensor, rotation: Rotation, cp_group: torch.distributed.ProcessGroup) -> Scored:
@@ -110,7 +110,7 @@ def choose(scored: Scored, order: IndexedOrder, top_k: int, tp_group: torch.dist
     return choices
 
 
-def _chosen(scored: Scored, call: IndexedCall, rows: Rows, top_k: int, width: int) -> Tensor:
+def _chosen(scored: Scored, call: IndexedCall, rows: QueryRows, top_k: int, width: int) -> Tensor:
     """int32 `[B, rows, width]`."""
     visible = call.visible(rows)
     if rows.keys > top_k:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.options.sparse_attention.calls import IndexedCall, IndexedOrder, Rows, chosen_keys
+from megarl.options.sparse_attention.calls import IndexedCall, IndexedOrder, QueryRows, chosen_keys
 from megarl.options.sparse_attention.indexer import Scored
 
 
@@ -30,11 +30,11 @@ class Attended(NamedTuple):
     scale: float
     tp_group: torch.distributed.ProcessGroup
 
-    def compared(self, call: IndexedCall, rows: Rows) -> Tensor:
+    def compared(self, call: IndexedCall, rows: QueryRows) -> Tensor:
         """bool `[B, rows, keys]`."""
         return call.visible(rows) if self.choices is None else chosen_keys(self.choices, call, rows)
 
-    def target(self, call: IndexedCall, rows: Rows, compared: Tensor) -> Tensor:
+    def target(self, call: IndexedCall, rows: QueryRows, compared: Tensor) -> Tensor:
         """p `[B, rows, keys]` over the `compared` ones: the same on all tensor ranks, of which each computes its heads."""
         query = self.query[call.queries[:, rows.first : rows.last]].transpose(1, 2)
         key = self.key[call.keys[:, : rows.keys]].transpose(1, 2)
@@ -83,5 +83,5 @@ class _IndexerLoss(torch.autograd.Function):
         return *(part * grads[0] for part in ctx.saved_tensors), None, None
 
 
-def _all_rows(order: IndexedOrder, heads: int) -> Iterator[tuple[IndexedCall, Rows]]:
+def _all_rows(order: IndexedOrder, heads: int) -> Iterator[tuple[IndexedCall, QueryRows]]:
     return ((call, rows) for call in order.calls for rows in call.chunks(heads))

@@ -13,7 +13,6 @@ from megarl.data.stream_sequences import token_sequences
 from megarl.megatron.options import ModelOptions
 from megarl.megatron.pass_parts import PassPart
 from megarl.options.sparse_attention.attention import IndexedAttention
-from megarl.options.sparse_attention.rank_questions import TakenLosses
 
 
 class IndexerTraining(PassPart):
@@ -38,14 +37,14 @@ class IndexerTraining(PassPart):
             layer.batch_tokens = max(float(tokens), 1.0)
         self._passes += 1
 
-    def take_losses(self) -> TakenLosses:
-        """The losses since the last call; the first tensor rank speaks for the others."""
+    def take_losses(self) -> tuple[dict[int, float], int]:
+        """The losses by layer, and passes, since the last call; the first tensor rank speaks for the others."""
         losses = {layer.chooser: float(sum(layer.losses)) for layer in self._layers if layer.losses}
         for layer in self._layers:
             layer.losses.clear()
         passes, self._passes = self._passes, 0
         speaks = parallel_state.get_tensor_model_parallel_rank() == 0
-        return TakenLosses(losses if speaks else {}, passes)
+        return losses if speaks else {}, passes
 
 
 def take_part(chunks: Sequence[Any], options: ModelOptions) -> IndexerTraining | None:

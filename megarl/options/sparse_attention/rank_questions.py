@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megarl.megatron.rank_model import RankModel
 
 
-class TakenLosses(NamedTuple):
-    """The losses of indexers by layer, summed over so many `passes` with gradients: each is a rank's part of a batch's mean."""
-
-    by_layer: dict[int, float]
-    passes: int
-
-
-def taken_losses(model: RankModel) -> TakenLosses:
-    """This rank's losses since the last call; none on ranks whose losses another one tells."""
+def taken_losses(model: RankModel) -> tuple[dict[int, float], int]:
+    """The losses of this rank's indexers by layer, each its part of a batch's mean, summed over so many passes since the last
+    call; none on ranks whose losses another one tells."""
     from megarl.options.sparse_attention.model_part import IndexerTraining
 
     part = next((part for part in model.parts if isinstance(part, IndexerTraining)), None)
-    return part.take_losses() if part is not None else TakenLosses({}, 0)
+    return part.take_losses() if part is not None else ({}, 0)

@@ -16,10 +16,10 @@ class IndexerPart(StepPart):
     """Says in `indexer/divergence` how far indexers are from attention: the mean KL over layers, updates and tokens."""
 
     def figures(self, roles: TrainingSide, batch: Batch) -> dict[str, float]:
-        losses = [loss for loss in roles.ask(POLICY, taken_losses) if loss.passes]
-        layers = {layer for loss in losses for layer in loss.by_layer}
-        passes = max((loss.passes for loss in losses), default=0)
-        total = sum(value for loss in losses for value in loss.by_layer.values())
+        by_rank = roles.ask(POLICY, taken_losses)
+        layers = {layer for losses, _ in by_rank for layer in losses}
+        passes = max(passes for _, passes in by_rank)
+        total = sum(value for losses, _ in by_rank for value in losses.values())
         return {"indexer/divergence": total / (len(layers) * passes)} if layers else {}
 
 
