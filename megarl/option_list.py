@@ -23,6 +23,7 @@ OPTIONS = (
     "shared_prefixes",
     "few_bits",
     "linear_attention",
+    "sparse_attention",
     "environments",
     "tools",
     "agents",

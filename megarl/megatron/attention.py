@@ -148,8 +148,9 @@ def window_of(config: TransformerConfig, layer_number: int) -> int | None:
 
 
 def windows_of(config: TransformerConfig) -> frozenset[int | None]:
-    """Windows of all layers."""
-    return frozenset(window_of(config, number + 1) for number in range(config.num_layers))
+    """Windows of all layers but those with an attention variant."""
+    freq: Any = config.linear_attention_freq or [0] * config.num_layers
+    return frozenset(window_of(config, number + 1) for number in range(config.num_layers) if not freq[number])
 
 
 def query_ranges(stream: PackedStream, cp: int, rank: int) -> Iterable[list[QueryRange]]:

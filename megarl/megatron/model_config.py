@@ -54,7 +54,7 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
     """
     architecture = architecture_for(hf_config)
     layout = options.layout
-    kwargs = dict(architecture.transformer_config_kwargs(hf_config))
+    kwargs = {**architecture.transformer_config_kwargs(hf_config), **options.variant}
     fast, model_overrides = _is_fast(options), given_to("model", options.megatron)
     kernel = bool(model_overrides.get("bias_activation_fusion", fast) or model_overrides.get("use_te_activation_func"))
     kwargs["activation_func"] = _activation(kwargs.pop("activation"), fast=fast, kernel=kernel)

@@ -162,6 +162,9 @@ class Architecture:
     layer_rope: Callable[[HFConfig], LayerRope | None] = lambda hf_config: None
     """The layers that rotate otherwise than `text_config` says; None: all rotate as it says."""
 
+    followed: Callable[[HFConfig], Mapping[int, int]] = lambda hf_config: {}
+    """By layer, the earlier one that must be in the same model chunk, because the layer reads what that one computes."""
+
     def rows_together(self, hf_config: HFConfig) -> FusedRows | None:
         """`fused_rows` of a model; None: the hub stores each tensor by itself."""
         return self.fused_rows(hf_config) if self.fused_rows is not None else None

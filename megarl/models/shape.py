@@ -26,6 +26,16 @@ class Latent:
     rope: int
 
 
+@dataclass(frozen=True)
+class IndexerShape:
+    """So many `layers` have an indexer of `heads` of width `head_dim`; in all a token attends to `top_k` keys at most."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    top_k: int
+
+
 @dataclass(frozen=True, eq=False)
 class ModelShape:
     """A decoder's sizes. `query` and `key_value` are the widths of all heads' queries and of their keys or values.
@@ -34,6 +44,7 @@ class ModelShape:
     `window_layers` are those whose tokens attend through a window of `window` tokens. `exact_positions` are the tokens of a
     sequence beyond which its rotary frequencies depend on its length, and the field that says so. `biases`: all projections
     have biases. `vision` is the tower in front of it, if it has one; `traits` are what its layers have beside megatron-core's.
+    `indexer` chooses the keys that tokens attend to; None: they attend to all.
     `linear` is the linear attention that some layers have in place of the other; `gated`: a part of the query projection gates
     attention. `sinks`: a score of its own for each head is among those that a token attends by. `predicts`: it has a layer for
     multi-token prediction behind its `layers`. `lora`: its adapters, which alone are trained (`with_lora`).
@@ -63,6 +74,7 @@ class ModelShape:
     vision: Vision | None = None
     traits: DecoderTraits = field(default_factory=DecoderTraits)
     linear: LinearAttention | None = None
+    indexer: IndexerShape | None = None
     gated: bool = False
     sinks: bool = False
     predicts: bool = False
@@ -91,6 +103,8 @@ class ModelShape:
 
     def attended(self, context: float) -> float:
         """Number of tokens that one with `context` tokens, itself included, attends to: the mean over the layers."""
+        if self.indexer is not None:
+            return min(context, self.indexer.top_k)
         share = len(self.window_layers) / self.layers
         return context if not share else (1 - share) * context + share * min(context, self.window)
 
@@ -134,7 +148,8 @@ class ModelShape:
     @property
     def cached(self) -> int:
         """Numbers that one layer's KV cache has for a token, on all ranks together but for replicas."""
-        return self.latent.key_value + self.latent.rope if self.latent else 2 * self.key_value
+        of_indexers = self.indexer.head_dim * self.indexer.layers // self.layers if self.indexer else 0
+        return of_indexers + (self.latent.key_value + self.latent.rope if self.latent else 2 * self.key_value)
 
     @classmethod
     def read(cls, folder: str | Path, *, predicts: bool = False) -> ModelShape:
@@ -165,9 +180,10 @@ def shape_of(hf_config: dict[str, Any]) -> ModelShape:
     frequency = sizes.get("moe_layer_freq", 1)
     has_experts = [bool(n) for n in frequency] if isinstance(frequency, list) else [True] * layers
     experts = sizes.get("num_moe_experts") or 0
+    weight_map = architecture.weight_map(hf_config)
     return ModelShape(
         config=hf_config,
-        weight_map=architecture.weight_map(hf_config),
+        weight_map=weight_map,
         layers=layers,
         hidden=sizes["hidden_size"],
         heads=heads,
@@ -190,9 +206,18 @@ def shape_of(hf_config: dict[str, Any]) -> ModelShape:
         vision=architecture.vision(hf_config),
         traits=architecture.traits(hf_config),
         linear=architecture.linear(hf_config),
+        indexer=_indexer(sizes, weight_map),
         gated=bool(sizes.get("attention_output_gate")),
         sinks=sizes.get("softmax_type") == "learnable",
     )
+
+
+def _indexer(sizes: dict[str, Any], weight_map: WeightMap) -> IndexerShape | None:
+    if "dsa_indexer_topk" not in sizes:
+        return None
+    rule = next(rule for rule in weight_map.rules if rule.megatron_name.endswith(".indexer.linear_wk.weight"))
+    layers = sum(map(rule.has_layer, range(sizes["num_layers"])))
+    return IndexerShape(layers, *(sizes[f"dsa_indexer_{name}"] for name in ("n_heads", "head_dim", "topk")))
 
 
 def _window_layers(sizes: dict[str, Any], layers: int) -> frozenset[int]:

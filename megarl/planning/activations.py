@@ -163,6 +163,9 @@ def _latent(
     outside += latent.rope * size  # cosines and sines
     outside += value * operand  # the output projection's input
     core_inputs = (2 * query + value + heads * latent.nope) * size
+    if shape.indexer is not None:  # scores are computed anew, and choices of keys are kept, as int32
+        choices = 4 * min(shape.indexer.top_k, mean_length) * shape.indexer.layers / shape.layers
+        return outside, core_inputs + choices, core_inputs
     if precision.is_reference:  # widths of keys and values differ, for which torch computes all scores, in float32
         core = 4 * (2 * query + value + heads * mean_length) + size * value
         return outside, core, core_inputs

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from megarl.models.hf_folder import write_hf_folder
 from megarl.option_list import OPTIONS
-from tests.families import mixtures, positions_and_caps, settings
+from tests.families import mixtures, positions_and_caps, settings, sparse
 from tests.families.family import SIZES, SPREAD, Family
 
-_LISTS = (settings, mixtures, positions_and_caps)
+_LISTS = (settings, mixtures, positions_and_caps, sparse)
 FAMILIES: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.FAMILIES.items()}
 VARIANTS: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.VARIANTS.items()}
 ODD: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.ODD.items()}
 WIDE = settings.WIDE
 
-ABSENT = {name for name, family in (VARIANTS | ODD).items() if family.linear and "linear_attention" not in OPTIONS}
+ABSENT = {name for name, family in (VARIANTS | ODD).items() if family.comes_with not in (None, *OPTIONS)}
 """Families of an option that this installation does not have: a test that asks for the model of one is skipped."""
 FAMILIES, VARIANTS, ODD = (
     {name: family for name, family in families.items() if name not in ABSENT} for families in (FAMILIES, VARIANTS, ODD)
@@ -40,9 +40,10 @@ FAMILIES, VARIANTS, ODD = (
 UNDER_TRANSFORMER_ENGINE = [
     name
     for name, family in VARIANTS.items()
-    if not family.class_prefix.startswith(("Olmo", "Exaone4")) and not family.linear and not family.needs_reference
+    if not family.class_prefix.startswith(("Olmo", "Exaone4")) and family.comes_with is None and not family.needs_reference
 ]
-"""Families whose layers Transformer Engine can compute; linear attention needs kernels there that need a GPU."""
+"""Families whose layers Transformer Engine can compute; linear attention needs kernels there that need a GPU, and attention to
+chosen keys has no layers there."""
 
 
 CHOOSES = ("e_score_correction_bias", ".expert_bias")

@@ -36,6 +36,15 @@ class Family:
     model_type: str | None = None
     """What `config.json` calls it, if not as transformers does."""
     linear: bool = False
+    option: str | None = None
+    """The option that brings the family; None: `linear_attention` of a linear one, else the core."""
+    follows: bool = False
+    """Whether some layers must be in the model chunk of the one before."""
+
+    @property
+    def comes_with(self) -> str | None:
+        """The option without which there is no such family."""
+        return self.option or ("linear_attention" if self.linear else None)
 
     @property
     def norms_less_one(self) -> bool:
@@ -55,10 +64,11 @@ class Family:
 
     @property
     def kind(self) -> dict[str, bool]:
-        """What the layouts depend on that it can be split by: experts, and experts with biases."""
+        """What the layouts depend on that it can be split by: experts, experts with biases, layers that follow others."""
         return {
             "experts": self.num_experts is not None,
             "biases": self.class_prefix == "GptOss",
+            "follows": self.follows,
         }
 
     @property

@@ -102,7 +102,7 @@ def _facts(folder: str, layer_spec: str) -> dict[str, Any]:
     forward_backward(again.chunks, options, [units()], objective)
     with torch.no_grad():
         for parameter in again.chunks[0].parameters():
-            parameter.copy_(parameter.main_grad)
+            parameter.copy_(parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter))
     found["gradients"] = {name: tensor.clone() for name, tensor in again.export()}
     return found
 

@@ -18,7 +18,9 @@ from tests.models.megatron_models import TEMPERATURE, embedded, facts, load_and_
 from tests.predicting import build_predicting
 from tests.world import World
 
-FAMILIES = VARIANTS | {name: ODD[name] for name in ("mistral-odd", "gemma3-odd", "gpt_oss-odd")}
+FAMILIES = VARIANTS | {
+    name: ODD[name] for name in ("mistral-odd", "gemma3-odd", "gpt_oss-odd", "glm_moe_dsa-odd") if name in ODD
+}
 LOCAL = [name for name, family in FAMILIES.items() if family.in_local_layers]
 """What megatron-core's own layers can run: dense models without windows."""
 
