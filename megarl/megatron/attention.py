@@ -83,7 +83,7 @@ def core_attention_called(name: str) -> ModuleType:
     return next(module for module in parts("core_attention") if name == module.NAME)
 
 
-class Chunk(int):
+class ChunkWindow(int):
     """A window that does not slide: a token attends to those before it in its own chunk of so many tokens of its sequence."""
 
     __slots__ = ()
@@ -144,7 +144,7 @@ def window_of(config: TransformerConfig, layer_number: int) -> int | None:
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return None
     tokens: int = config.window_size[0] + 1
-    return Chunk(tokens) if getattr(config, "windows_are_chunks", False) else tokens
+    return ChunkWindow(tokens) if getattr(config, "windows_are_chunks", False) else tokens
 
 
 def windows_of(config: TransformerConfig) -> frozenset[int | None]:
@@ -198,7 +198,7 @@ def _call(
         if window is not None:
             positions = torch.cat([prefix.expand(len(runs), -1), prefix_lengths + own_key], dim=1)
             own = prefix_lengths + own_query
-            oldest = own - (own % window + 1 if isinstance(window, Chunk) else window)
+            oldest = own - (own % window + 1 if isinstance(window, ChunkWindow) else window)
             # Rows that only fill up see what they did: they must see something, or their gradient is no number.
             visible &= (positions[:, None] > oldest[..., None]) | ~real[..., None]
         # In the queries' type: a bool mask would be converted, and kept for the backward pass, by every layer anew.

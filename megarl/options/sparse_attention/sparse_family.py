@@ -135,7 +135,7 @@ def sparse_family(
 
     return text_family(
         name,
-        (hf_class,),
+        (hf_class, hf_class.replace("ForCausalLM", "ForSequenceClassification")),
         transformer_config_kwargs,
         weight_map,
         deepseek_v3.gpt_kwargs,
