@@ -91,7 +91,8 @@ def test_every_gradient_element_equals_that_of_transformers(by_reference: Any, b
     for key, gradient in expected.items():
         scale = float(gradient.abs().max())
         torch.testing.assert_close(found[key], gradient, rtol=0, atol=1e-5 * scale, msg=lambda m, k=key: f"{k}: {m}")
-    assert sum(bool(gradient.any()) for gradient in expected.values()) > 0.9 * len(expected)
+    trained = [gradient for key, gradient in expected.items() if ".indexer." not in key]  # transformers freezes indexers
+    assert sum(bool(gradient.any()) for gradient in trained) > 0.9 * len(trained)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
