@@ -18,7 +18,7 @@ from torch import Tensor
 from megarl.checkpoint.format.safe_pickle import check_pickles
 from megarl.convert.sources import ConversionSource, DistSource, HFSource
 from megarl.errors import CheckpointError, DataError
-from megarl.models.transformers_names import auto_class_of, config_in_transformers
+from megarl.models.transformers_names import config_in_transformers, loader_of
 from megarl.system.hidden_bars import hide_bars
 
 TOLERANCE = 1e-3
@@ -110,7 +110,7 @@ def _transformers_logits(folder: str, token_ids: Sequence[list[int]]) -> list[Te
     """`[T, V]` of each prompt."""
     hide_bars()
     config = config_in_transformers(folder)
-    model = auto_class_of(folder).from_pretrained(folder, config=config, dtype=torch.float32, trust_remote_code=False).eval()
+    model = loader_of(folder)(folder, config=config, dtype=torch.float32, trust_remote_code=False).eval()
     with torch.no_grad():
         return [model(torch.tensor([ids])).logits[0].clone() for ids in token_ids]
 

@@ -6,7 +6,8 @@ bias as a buffer; on the hub every expert has tensors of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from megarl.errors import ModelError
 from megarl.models.architecture import HFConfig, HubNames
 from megarl.models.fused_rows import FusedRows
-from megarl.models.registry import architectures, load_hf_config
+from megarl.models.registry import architecture_for, architectures, load_hf_config
 
 
 def config_in_transformers(folder: str | Path) -> Any:
@@ -47,12 +48,15 @@ def auto_class(hf_config: HFConfig) -> Any:
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
-def auto_class_of(folder: str | Path) -> Any:
-    """The same of a folder; None: it has no config that can be read."""
+def loader_of(folder: str | Path) -> Callable[..., Any]:
+    """transformers' function that loads the model of a folder, with the attention that computes all of it: PyTorch's own does
+    not cap scores, and says nothing."""
     try:
-        return auto_class(load_hf_config(folder))
-    except ModelError:
-        return None
+        hf_config = load_hf_config(folder)
+        caps = architecture_for(hf_config).traits(hf_config).score_cap is not None
+    except ModelError:  # transformers says what is wrong with it
+        hf_config, caps = {}, False
+    return partial(auto_class(hf_config).from_pretrained, **({"attn_implementation": "eager"} if caps else {}))
 
 
 def hub_tensors(model: Any) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from megarl.errors import DeadlineError, EngineError
 from megarl.models.adapters import AdapterSpec, adapter_part
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import architecture_for, load_hf_config
-from megarl.models.transformers_names import auto_class, config_in_transformers, hub_tensors
+from megarl.models.transformers_names import config_in_transformers, hub_tensors, loader_of
 from megarl.models.vision import vision_part
 from megarl.models.weight_formats import tensors_of
 from megarl.option_list import functions, part
@@ -371,10 +371,9 @@ def _sight(folder: str | Path, media_folder: Path | None) -> Sight | None:
 def _load(folder: str | Path, dtype: str, device: str) -> Any:
     """The transformers model of a folder, whose own code is never run; raises EngineError if it cannot be loaded."""
     hide_bars()
-    kind = auto_class(load_hf_config(folder))
     try:
         config = config_in_transformers(folder)
-        model = kind.from_pretrained(folder, config=config, dtype=getattr(torch, dtype), trust_remote_code=False)
+        model = loader_of(folder)(folder, config=config, dtype=getattr(torch, dtype), trust_remote_code=False)
         scale_by_position_ids(model)
         return model.to(device).eval().requires_grad_(False)
     except (OSError, ValueError) as error:
