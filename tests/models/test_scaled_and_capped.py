@@ -254,6 +254,10 @@ def of_sizes(name: str, vocab: int, hidden: int, ffn: int, layers: int, heads: i
 LLLG = ["sliding_attention"] * 3 + ["full_attention"]
 K_EXAONE = {"head_dim": 128, "num_experts": 128, "moe_intermediate_size": 2048, "sliding_window": 128, "layer_types": LLLG * 12}
 PUBLISHED = {
+    "Mistral-Small-24B-2501": (
+        of_sizes("Mistral", 131072, 5120, 32768, 40, 32, 8, head_dim=128, sliding_window=None),
+        23.572,
+    ),
     "Ministral-3-8B": (of_sizes("Ministral3", 131072, 4096, 14336, 34, 32, 8), 8.490),
     "Ministral-3-3B": (of_sizes("Ministral3", 131072, 3072, 9216, 26, 32, 8, tie_word_embeddings=True), 3.429),
     "EXAONE-4.0-32B": (
@@ -273,7 +277,7 @@ PUBLISHED = {
     "Mistral-Small-4-119B": (of_sizes("Mistral4", 131072, 4096, 12288, 36, 32, 32), 118.968),
 }
 """Parameters in billions. Those of Gemma 2 are published; the others are what transformers counts for these sizes, without a
-tower and without layers for multi-token prediction: publishers say 8.4, 3.4, 32, 236, 30, 109, 400 and 119."""
+tower and without layers for multi-token prediction: publishers say 23.6, 8.4, 3.4, 32, 236, 30, 109, 400 and 119."""
 
 
 @pytest.mark.parametrize(("sizes", "billions"), PUBLISHED.values(), ids=PUBLISHED)
