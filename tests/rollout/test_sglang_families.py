@@ -74,7 +74,7 @@ def served(family: str, folder: Path) -> Path:
                 ("phi3-mini", 1), ("gpt_oss", 1), ("gpt_oss", 2),
                 ("glm4", 1), ("glm4", 2), ("phi3", 2), ("granite", 1), ("kimi_k2", 1),
                 ("deepseek_v3-moonlight", 1), ("ministral3", 1), ("ministral3", 2), ("exaone4-published", 1),
-                ("exaone4-published", 2), ("exaone_moe-grouped", 1), ("glm4_moe_lite", 1), ("glm4_moe_lite", 2),
+                ("exaone4-published", 2), ("exaone_moe-grouped", 1), ("glm4_moe_lite", 1),
             )
         ),
     ],
