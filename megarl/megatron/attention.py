@@ -19,10 +19,12 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megarl.data.stream import PackedStream, Segment, StreamShard
+from megarl.megatron.layer_windows import ChunkWindow, window_of
+from megarl.megatron.plain_attention import plain_attention
 from megarl.option_list import parts
 
 
@@ -83,12 +85,6 @@ def core_attention_called(name: str) -> ModuleType:
     return next(module for module in parts("core_attention") if name == module.NAME)
 
 
-class ChunkWindow(int):
-    """A window that does not slide: a token attends to those before it in its own chunk of so many tokens of its sequence."""
-
-    __slots__ = ()
-
-
 @dataclass(frozen=True)
 class QueryRange:
     """Queries at places `first` to `last` (excluded) of their segment; they look at its path and at places below `last`."""
@@ -137,20 +133,6 @@ def gathered_places(share: StreamShard) -> tuple[Tensor, int]:
     gathered_index = torch.empty(layout.numel(), dtype=torch.long)
     gathered_index[layout.flatten()] = torch.arange(len(gathered_index))
     return gathered_index, share.rank * layout.shape[1]
-
-
-def window_of(config: TransformerConfig, layer_number: int) -> int | None:
-    """Tokens of the window that a layer (counted from 1) attends through, itself included; None: it attends to all."""
-    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
-        return None
-    tokens: int = config.window_size[0] + 1
-    return ChunkWindow(tokens) if getattr(config, "windows_are_chunks", False) else tokens
-
-
-def windows_of(config: TransformerConfig) -> frozenset[int | None]:
-    """Windows of all layers but those with an attention variant."""
-    freq: Any = config.linear_attention_freq or [0] * config.num_layers
-    return frozenset(window_of(config, number + 1) for number in range(config.num_layers) if not freq[number])
 
 
 def query_ranges(stream: PackedStream, cp: int, rank: int) -> Iterable[list[QueryRange]]:
@@ -278,7 +260,7 @@ class ReferenceAttention(torch.nn.Module):
                 )
             else:
                 k, v = (t.repeat_interleave(repeat, dim=1) for t in (k, v))
-                out = _plain_attention(q, k, v, call.bias, self.softmax_scale, self.softmax_offset, self.score_cap)
+                out = plain_attention(q, k, v, call.bias, self.softmax_scale, self.softmax_offset, self.score_cap)
             parts.append(out.transpose(1, 2).flatten(0, 1)[call.source])
             targets.append(call.target)
         return result.index_copy(0, torch.cat(targets), torch.cat(parts))
@@ -294,28 +276,3 @@ class ReferenceAttention(torch.nn.Module):
             of_rank, prefix, {"softmax_offset": 0}, sharded_offsets, tp_group=self.tp_group, **groups
         )
         return sharded
-
-
-def _plain_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    scale: float | None,
-    sinks: Tensor | None,
-    cap: float | None,
-) -> Tensor:
-    """`[B, heads, R, v]`: as scaled_dot_product_attention, with scores below `cap` (Gemma 2), and with one more key whose value
-    is zero and whose score is the head's of `sinks` (gpt-oss)."""
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if cap is not None:
-        scores = torch.tanh(scores / cap) * cap
-    if bias is None:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    else:
-        scores = scores + bias
-    if sinks is None:
-        return scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype) @ value
-    of_sinks = sinks[None, :, None, None].expand(*scores.shape[:-1], 1)
-    return torch.cat([scores, of_sinks], dim=-1).softmax(dim=-1)[..., :-1] @ value

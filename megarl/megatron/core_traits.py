@@ -1,4 +1,4 @@
-"""What some families do to queries and attention scores, around the core attention of a layer spec."""
+"""Changes that some families make to queries and attention scores, around the core attention of a layer spec."""
 
 from __future__ import annotations
 

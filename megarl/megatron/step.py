@@ -34,9 +34,10 @@ from megarl.data.stream import (
 )
 from megarl.data.stream_sequences import TokenSequences
 from megarl.megatron.asked_rows import AskedRows
-from megarl.megatron.attention import PackedSequences, core_attention_called, stream_attention, variant_of, windows_of
+from megarl.megatron.attention import PackedSequences, core_attention_called, stream_attention, variant_of
 from megarl.megatron.context_parallel import gather_scored
 from megarl.megatron.heads import HeadRequest
+from megarl.megatron.layer_windows import windows_of
 from megarl.megatron.model_config import DTYPES
 from megarl.megatron.options import ModelOptions
 from megarl.megatron.pass_parts import PassParts
