@@ -399,8 +399,7 @@ def attention_inputs(
         attention_of = core_attention_called(options.core_attention).attention_of
         return None, on_device(attention_of(stream, share, windows), device)
     if options.layer_spec == "reference":
-        attention = stream_attention(stream, share, DTYPES[options.dtype], windows)
-        return None, on_device(attention, device)
+        return None, on_device(stream_attention(stream, share, DTYPES[options.dtype], windows), device)
     if options.layer_spec == "local":
         return _dense_mask(stream).to(device), None
     positions = stream.position_ids[..., share.positions]
