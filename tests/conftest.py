@@ -112,6 +112,8 @@ def local_ray(_shared_ray: ExitStack, warm_workers: WarmWorkers) -> None:
 
     if ray.is_initialized():
         return
+    # as for a Ray that a run starts itself: idle workers that no actor of a run could take, and reports that nobody reads
+    os.environ |= {"RAY_prestart_worker_first_driver": "0", "RAY_task_events_report_interval_ms": "0"}
     settings = {"include_dashboard": False, "object_store_memory": 512 * 2**20, "log_to_driver": False}
     ray.init(address="local", num_cpus=8, runtime_env={"py_executable": warm_workers.python}, **settings)
     _shared_ray.callback(ray.shutdown)
