@@ -112,6 +112,10 @@ def local_ray(_shared_ray: ExitStack, warm_workers: WarmWorkers) -> None:
 
     if ray.is_initialized():
         return
+    # as for a Ray that a run starts itself: idle workers that no actor of a run could take, and reports that nobody reads
+    os.environ |= {"RAY_prestart_worker_first_driver": "0", "RAY_task_events_report_interval_ms": "0"}
     settings = {"include_dashboard": False, "object_store_memory": 512 * 2**20, "log_to_driver": False}
-    ray.init(address="local", num_cpus=8, runtime_env={"py_executable": warm_workers.python}, **settings)
+    with pytest.MonkeyPatch.context() as patched:  # an absolute path, which Ray appends to a folder of its own
+        patched.setattr(ray._private.ray_constants, "SETUP_WORKER_FILENAME", str(Path(__file__).with_name("warm_setup.py")))
+        ray.init(address="local", num_cpus=8, runtime_env={"py_executable": warm_workers.python}, **settings)
     _shared_ray.callback(ray.shutdown)
