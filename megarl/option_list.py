@@ -23,6 +23,7 @@ OPTIONS = (
     "shared_prefixes",
     "few_bits",
     "linear_attention",
+    "state_spaces",
     "environments",
     "tools",
     "agents",

@@ -230,6 +230,7 @@ IMPORTS_OF_OPTIONS: dict[str, int] = {
     "shared_prefixes": 0,
     "few_bits": 0,
     "linear_attention": 0,
+    "state_spaces": 0,
     "environments": 0,
     "tools": 0,
     "agents": 0,

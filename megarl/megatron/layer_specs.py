@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -88,13 +87,14 @@ def block_spec(
     deepstack: int = 0,
     traits: DecoderTraits = PLAIN,
     rope: LayerRope | None = None,
+    linear: Any = None,
     *,
     core_attention: str = "spec",
 ) -> TransformerBlockSubmodules:
     """The spec of a model chunk that holds `layers` (global, zero-based) under the layer spec called `name`.
 
     Their core attention is the spec's, or the one that is called `core_attention`. Behind the model's first `deepstack` layers
-    features of a vision tower are added. The layers of `rope` rotate as it says.
+    features of a vision tower are added. The layers of `rope` rotate as it says. `linear`: the sizes of linear attention.
 
     Raises:
         LayoutError: the layers of that name cannot run the model, or not under its layout, or features are to be added in
@@ -107,13 +107,16 @@ def block_spec(
             has_experts(config, layer),
             variant is not None and bool(has_variant[layer]),
             None if rope is None else int(layer in rope.layers),
+            (layer not in traits.mlp_alone, layer not in traits.attention_alone),
         )
         for layer in layers
     ]
 
-    def make(kind: tuple[bool, bool, int | None]) -> ModuleSpec:
-        layer = _layer(name, config, with_experts=kind[0], variant=variant if kind[1] else None, core_attention=core_attention)
-        return _with_rotary_set(_with_traits(layer, traits), kind[2])
+    def make(kind: tuple[bool, bool, int | None, tuple[bool, bool]]) -> ModuleSpec:
+        layer = _layer(name, config, with_experts=kind[0], core_attention=core_attention)
+        if variant is not None and kind[1]:
+            variant.put_into(layer, name, linear)
+        return _only(_with_rotary_set(_with_traits(layer, traits), kind[2]), *kind[3])
 
     specs = {kind: make(kind) for kind in set(kinds)}
     of_layers = [specs[kind] for kind in kinds]
@@ -127,7 +130,7 @@ def block_spec(
 
 def prediction_spec(name: str, config: TransformerConfig, *, core_attention: str = "spec") -> ModuleSpec:
     """The spec of the layer in a layer for multi-token prediction: full attention, and experts if the model has any."""
-    return _layer(name, config, with_experts=True, variant=None, core_attention=core_attention)
+    return _layer(name, config, with_experts=True, core_attention=core_attention)
 
 
 def block_norm(name: str) -> Any:
@@ -150,8 +153,8 @@ def _check_spec(name: str, config: TransformerConfig, traits: DecoderTraits) -> 
         )
     if name == "local" and config.experimental_attention_variant is not None:
         raise LayoutError(
-            "model.layer_spec is 'local', but this model has linear attention, which megatron-core's local layers do not have; "
-            "it must be 'reference' or 'transformer_engine'"
+            "model.layer_spec is 'local', but this model has linear attention or state spaces, which megatron-core's local "
+            "layers do not have; it must be 'reference' or, with linear attention, 'transformer_engine'"
         )
     if name == "local" and config.layernorm_zero_centered_gamma:
         raise LayoutError(
@@ -179,6 +182,16 @@ def _with_rotary_set(layer: ModuleSpec, number: int | None) -> ModuleSpec:
     if number is not None:
         attention = layer.submodules.self_attention
         attention.module, attention.params = RotarySetSelfAttention, {**attention.params, "rotary_set": number}
+    return layer
+
+
+def _only(layer: ModuleSpec, attends: bool, has_mlp: bool) -> ModuleSpec:
+    """The layer without its attention, or without its MLP."""
+    parts = layer.submodules
+    if not attends:
+        parts.input_layernorm, parts.self_attention, parts.self_attn_bda = IdentityOp, IdentityOp, IdentityFuncOp
+    if not has_mlp:
+        parts.pre_mlp_layernorm, parts.mlp, parts.mlp_bda = IdentityOp, IdentityOp, IdentityFuncOp
     return layer
 
 
@@ -242,15 +255,10 @@ _MAKE: dict[str, Callable[[TransformerConfig, int | None], ModuleSpec]] = {
 }
 
 
-def _layer(
-    name: str, config: TransformerConfig, *, with_experts: bool, variant: ModuleType | None, core_attention: str
-) -> ModuleSpec:
-    """A layer of the spec called `name`, with experts if the model has any; its attention is that of `variant`, or full."""
+def _layer(name: str, config: TransformerConfig, *, with_experts: bool, core_attention: str) -> ModuleSpec:
+    """A layer of the spec called `name` with full attention, and experts if the model has any."""
     layer = _MAKE[name](config, config.num_moe_experts if with_experts else None)
     attention = layer.submodules.self_attention
-    if variant is not None:
-        variant.put_into(layer, name)
-        return layer
     if config.attention_output_gate:
         attention.module = GatedSelfAttention
     if core_attention != "spec":

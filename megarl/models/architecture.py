@@ -40,6 +40,8 @@ class HubNames:
     block: str = "mlp"
     alternating: bool = False
     """Whether transformers holds all experts of a layer as the hub stores gpt-oss's (`FusedExperts.alternating`)."""
+    ends: tuple[tuple[str, str], ...] = ()
+    """Ends of names that transformers gives, and what they are on the hub."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,10 @@ class DecoderTraits:
     """Factor of the outputs of attention and MLP before they are added."""
     logits_divisor: float = 1.0
     """Divisor of logits, before a temperature."""
+    mlp_alone: frozenset[int] = frozenset()
+    """The layers, counted from 0, that are an MLP or a mixture alone, with no attention."""
+    attention_alone: frozenset[int] = frozenset()
+    """The layers that are attention, or what stands in its place, alone, with no MLP."""
 
 
 class LinearAttention(Protocol):
@@ -109,7 +115,7 @@ class Architecture:
     """Further values of `model_type`, of models whose config differs in that alone."""
     other_names: tuple[tuple[str, str], ...] = ()
     """Beginnings of names of tensors in folders that the hub does not have, and in those of the hub; the first one counts."""
-    fused_experts: Callable[[HFConfig], FusedExperts] | None = None
+    fused_experts: Callable[[HFConfig], FusedExperts | FusedRows] | None = None
     """How the hub stores experts, where it does not store each one's tensors as the weight map calls them."""
     fused_rows: Callable[[HFConfig], FusedRows] | None = None
     """Which tensors the hub stores one below another, where the weight map calls each by a name of its own."""

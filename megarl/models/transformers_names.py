@@ -73,6 +73,8 @@ def _as_on_the_hub(name: str, tensor: Tensor, hub: HubNames, fused: FusedRows | 
                 yield part, tensor[place.start : place.stop]
         return
     name = name.replace(".mlp.", f".{hub.block}.")
+    for end, on_the_hub in hub.ends:
+        name = name.removesuffix(end) + on_the_hub if name.endswith(end) else name
     gate, up, down = hub.expert
     prefix, _, part = name.rpartition(".experts.")
     stored, _, bias = part.partition("_proj")
@@ -87,8 +89,8 @@ def _as_on_the_hub(name: str, tensor: Tensor, hub: HubNames, fused: FusedRows | 
         for expert, rows in enumerate(tensor):
             for projection, half in zip((gate, up), rows.chunk(2), strict=True):
                 yield f"{prefix}.experts.{expert}.{projection}.weight", half
-    elif part == "down_proj":
+    elif part in ("up_proj", "down_proj"):
         for expert, rows in enumerate(tensor):
-            yield f"{prefix}.experts.{expert}.{down}.weight", rows
+            yield f"{prefix}.experts.{expert}.{up if part == 'up_proj' else down}.weight", rows
     else:
         yield name, tensor

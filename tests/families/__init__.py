@@ -21,16 +21,16 @@ from torch import Tensor
 
 from megarl.models.hf_folder import write_hf_folder
 from megarl.option_list import OPTIONS
-from tests.families import settings
+from tests.families import settings, state_spaces
 from tests.families.family import SIZES, SPREAD, Family
 
-_LISTS = (settings,)
+_LISTS = (settings, state_spaces)
 FAMILIES: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.FAMILIES.items()}
 VARIANTS: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.VARIANTS.items()}
 ODD: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.ODD.items()}
 WIDE = settings.WIDE
 
-ABSENT = {name for name, family in (VARIANTS | ODD).items() if family.linear and "linear_attention" not in OPTIONS}
+ABSENT = {name for name, family in (VARIANTS | ODD).items() if family.option is not None and family.option not in OPTIONS}
 """Families of an option that this installation does not have: a test that asks for the model of one is skipped."""
 FAMILIES, VARIANTS, ODD = (
     {name: family for name, family in families.items() if name not in ABSENT} for families in (FAMILIES, VARIANTS, ODD)
@@ -83,6 +83,7 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
     mixtral, alternating = (model.config.model_type == name for name in ("mixtral", "gpt_oss"))
     for name, tensor in _apart(model, named):
         name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
+        name = state_spaces.hub_name(model.config.model_type, name)
         prefix, fused, part = name.partition(".experts.")
         if not fused:
             found[name] = tensor
@@ -97,7 +98,8 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
             continue
         gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
         for expert, rows in enumerate(tensor):
-            halves = dict(zip((gate, up), rows.chunk(2), strict=True)) if part == "gate_up_proj" else {down: rows}
+            alone = up if part == "up_proj" else down
+            halves = dict(zip((gate, up), rows.chunk(2), strict=True)) if part == "gate_up_proj" else {alone: rows}
             found |= {f"{prefix}.experts.{expert}.{which}.weight": half for which, half in halves.items()}
     return found
 
@@ -110,6 +112,9 @@ def _apart(model: Any, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[st
             rows = (query, (len(tensor) - query) // 2, (len(tensor) - query) // 2)
             for which, part in zip("qkv", tensor.split(rows), strict=True):
                 yield name.replace("qkv_proj", f"{which}_proj"), part
+        elif name.endswith(".shared_mlp.input_linear.weight"):
+            for which, part in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                yield name.replace("input_linear", f"{which}_proj"), part
         elif name.endswith(".mlp.gate_up_proj.weight"):
             for which, part in zip(("gate", "up"), tensor.chunk(2), strict=True):
                 yield name.replace("gate_up_proj", f"{which}_proj"), part

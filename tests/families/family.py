@@ -40,7 +40,13 @@ class Family:
     @property
     def norms_less_one(self) -> bool:
         """Whether the weights of norms over the residual stream and over heads are stored less one."""
-        return self.linear or self.class_prefix == "Gemma3"
+        return self.option == "linear_attention" or self.class_prefix == "Gemma3"
+
+    @property
+    def option(self) -> str | None:
+        """The option that brings the family, if one does and it is no tower."""
+        spaces = self.class_prefix in ("GraniteMoeHybrid", "NemotronH")
+        return "state_spaces" if spaces else "linear_attention" if self.linear else None
 
     @property
     def kind(self) -> dict[str, bool]:
