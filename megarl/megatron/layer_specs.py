@@ -28,6 +28,7 @@ from megarl.errors import LayoutError
 from megarl.megatron.attention import ReferenceAttention, core_attention_called, variant_of
 from megarl.megatron.branches import BranchLayer
 from megarl.megatron.latent_attention import LatentSelfAttention
+from megarl.megatron.latent_experts import latent_mixture
 from megarl.megatron.model_config import has_experts
 from megarl.megatron.norms import KeyNorm, QueryNorm, ReferenceRMSNorm
 from megarl.megatron.rotary import RotarySetSelfAttention
@@ -261,6 +262,8 @@ def _layer(name: str, config: TransformerConfig, *, with_experts: bool, core_att
     attention = layer.submodules.self_attention
     if config.attention_output_gate:
         attention.module = GatedSelfAttention
+    if with_experts and config.moe_latent_size is not None:
+        layer.submodules.mlp = latent_mixture(layer.submodules.mlp, config.moe_latent_size)
     if core_attention != "spec":
         attention.submodules.core_attention = core_attention_called(core_attention).MODULE
     return layer

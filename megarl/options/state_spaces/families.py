@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from megarl.options.state_spaces import granitemoehybrid
+from megarl.options.state_spaces import granitemoehybrid, nemotron_h
 
-ARCHITECTURES = (granitemoehybrid.ARCHITECTURE,)
+ARCHITECTURES = (granitemoehybrid.ARCHITECTURE, nemotron_h.ARCHITECTURE)
