@@ -206,8 +206,8 @@ class Layout:
         """Refuse a layout that cannot hold a model of these sizes, naming the nearest sizes that can.
 
         `ffn_size` is the width of dense layers and shared experts, None where there are none. Behind the first `deepstack`
-        layers features of a vision tower are added, which is on the first stage. `linear_heads` are the key heads of linear
-        attention, None where no layer has any.
+        layers features of a vision tower are added, which is on the first stage. `linear_heads` are the heads of
+        layers with states (linear attention, state spaces), None where no layer has any.
 
         Raises:
             LayoutError: tp does not divide the heads (or the KV heads in either direction) or the feed-forward width, cp is
@@ -225,7 +225,7 @@ class Layout:
 
         if not holds(self.tp):
             sizes = [f"{num_heads} attention heads", f"{num_kv_heads} KV heads"]
-            sizes += [f"{linear_heads} key heads of linear attention"] if linear_heads else []
+            sizes += [f"{linear_heads} heads of layers with states"] if linear_heads else []
             sizes += [f"feed-forward width of {ffn_size}"] if ffn_size else []
             reason = f"does not divide the model's {', '.join(sizes[:-1])} and {sizes[-1]}"
             fit = [n for n in divisors(num_heads) if holds(n)]

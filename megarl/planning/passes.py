@@ -114,7 +114,8 @@ def _products(role: PlannedRole, gpu: GpuSpec, precision: Precision, lengths: Le
     prompt, response = _rounded(lengths)
     whole = flops.cost(prompt, [response])
     rows = flops.per_logit_row * response
-    of_experts = 6 * shape.hidden * shape.expert_ffn * shape.top_k * len(shape.expert_layers) * (prompt + response)
+    of_expert = 2 * shape.mlp_matrices * (shape.expert_latent or shape.hidden) * shape.expert_ffn
+    of_experts = of_expert * shape.top_k * len(shape.expert_layers) * (prompt + response)
     of_layers = flops.per_token * (prompt + response) - of_experts
     peak = peak_flops(gpu, precision)
     rest = whole - rows - of_experts - of_layers + (0 if role.value_head else rows)

@@ -24,29 +24,45 @@ GRANITE: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 DENSE = {"num_local_experts": 0, "num_experts_per_tok": 0, "position_embedding_type": "rope", "tie_word_embeddings": False}
-LATENT = {"moe_latent_size": 20, "layers_block_type": ["moe", MAMBA, MAMBA, ATTENTION], "n_groups": 4, "time_step_min": 0.001}
 NEMOTRON: dict[str, Any] = {
-    "layers_block_type": [MAMBA, "moe", ATTENTION, "mlp"],
+    "layers_block_type": ["moe", MAMBA, ATTENTION, "mlp"],
     "head_dim": 12,
     "ssm_state_size": 12,
     "mamba_num_heads": 8,
     "mamba_head_dim": 6,
     "n_groups": 2,
-    "time_step_min": 0.7,  # so that some are clamped
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 8,
+    "moe_latent_size": 20,
     "moe_shared_expert_intermediate_size": 12,
     "routed_scaling_factor": 2.5,
 }
 FAMILIES: dict[str, Family] = {
     "granite_hybrid": Family("GraniteMoeHybrid", GRANITE, 4, linear=True),
-    "granite_hybrid-dense": Family("GraniteMoeHybrid", GRANITE | DENSE | {"mamba_n_groups": 2}, linear=True),
     "nemotron_h": Family("NemotronH", NEMOTRON, 8, linear=True),
-    "nemotron_h-latent": Family("NemotronH", NEMOTRON | LATENT, 8, linear=True),
 }
-VARIANTS: dict[str, Family] = FAMILIES
-ODD: dict[str, Family] = {}
+VARIANTS: dict[str, Family] = FAMILIES | {
+    "granite_hybrid-dense": Family("GraniteMoeHybrid", GRANITE | DENSE | {"mamba_n_groups": 2}, linear=True),
+    "nemotron_h-plain": Family(
+        "NemotronH",
+        NEMOTRON
+        | {"layers_block_type": [MAMBA, "mlp", MAMBA, ATTENTION], "n_groups": 4, "time_step_min": 0.7}
+        | {"use_conv_bias": False, "num_key_value_heads": 4},  # and so many steps are clamped
+        linear=True,
+    ),
+    "nemotron_h-direct": Family("NemotronH", NEMOTRON | {"moe_latent_size": None, "n_groups": 8}, 8, linear=True),
+}
+ODD: dict[str, Family] = {
+    "nemotron_h-odd": Family(
+        "NemotronH",
+        NEMOTRON
+        | {"num_attention_heads": 6, "num_key_value_heads": 3, "mamba_num_heads": 6, "n_routed_experts": 6}
+        | {"moe_intermediate_size": 9},
+        6,
+        linear=True,
+    ),
+}
 
 
 def hub_name(model_type: str, name: str) -> str:

@@ -37,7 +37,7 @@ REFUSED = [
 @pytest.fixture(scope="module")
 def configs() -> dict[str, dict[str, Any]]:
     """config.json of each family's tiny model."""
-    models = {name: hugging_face(name) for name, family in FAMILIES.items() if family.linear}
+    models = {name: hugging_face(name) for name, family in FAMILIES.items() if family.option == "linear_attention"}
     return {name: model.config.to_dict() | {"architectures": [type(model).__name__]} for name, model in models.items()}
 
 
@@ -55,7 +55,7 @@ def test_linear_attention_has_no_context_parallelism_and_is_split_by_key_heads(c
     shape = shape_of(configs[family])
     with pytest.raises(ConfigError, match=r"policy\.layout\.cp is 2, which splits a sequence, whose states linear attention"):
         _check_layout("policy.layout", Layout(cp=2), shape)
-    with pytest.raises(ConfigError, match=r"tp is 8, which does not divide .* 4 key heads of linear attention"):
+    with pytest.raises(ConfigError, match=r"tp is 8, which does not divide .* 4 heads of layers with states"):
         _check_layout("policy.layout", Layout(tp=8, sequence_parallel=True), replace(shape, heads=8, kv_heads=8))
     _check_layout("policy.layout", Layout(pp=2), shape)
 
