@@ -6,6 +6,8 @@ Each head has a state S `[P, N]`. A token with input x, step d, write direction 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,10 +39,7 @@ def chunked_scan(
     written = _of_heads(_in_chunks(inputs * steps.unsqueeze(-1), chunk), groups)  # [B, n, G, R, C, P]
     writes, reads = (_in_chunks(t, chunk).transpose(2, 3) for t in (writes, reads))  # [B, n, G, C, N]
     total, to_end = exact.to(steps.dtype).exp(), (exact[..., -1:] - exact).to(steps.dtype).exp()
-    between = (exact.unsqueeze(-1) - exact.unsqueeze(-2)).to(steps.dtype)
-    later = torch.ones(chunk, chunk, dtype=torch.bool, device=inputs.device).triu(1)
-    between = between.masked_fill(later, -torch.inf).exp()  # [..., i, j]: what token i finds of what token j wrote
-    within = ((reads @ writes.mT).unsqueeze(3) * between) @ written
+    within = ((reads @ writes.mT).unsqueeze(3) * _Kept.apply(exact, steps.dtype)) @ written
     added = (written * to_end.unsqueeze(-1)).mT.flatten(3, 4) @ writes  # [B, n, G, R * P, N]
     added = added.view(batch, -1, heads, width, size)
     kept = total[..., -1].flatten(2)[..., None, None]  # [B, n, H, 1, 1]
@@ -52,6 +51,27 @@ def chunked_scan(
     carried = (reads @ carried.mT).unflatten(-1, (-1, width)).transpose(3, 4)  # [B, n, G, R, C, P]
     found = within + carried * total.unsqueeze(-1)
     return found.permute(0, 1, 4, 2, 3, 5).reshape(batch, -1, heads, width)[:, :length], state
+
+
+class _Kept(torch.autograd.Function):
+    """`[..., C]`, sums of the logs of what each token keeps, to `[..., i, j]`: what token i finds of what token j wrote.
+
+    Keeps its result alone, and computes no gradient of each difference in float64.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, exact: Tensor, dtype: torch.dtype) -> Tensor:
+        kept = (exact.unsqueeze(-1) - exact.unsqueeze(-2)).to(dtype)
+        later = torch.ones(kept.shape[-2:], dtype=torch.bool, device=exact.device).triu(1)
+        kept = kept.masked_fill_(later, -torch.inf).exp_()
+        ctx.save_for_backward(kept)
+        return kept
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        [kept] = ctx.saved_tensors
+        of_differences = grads[0] * kept
+        return (of_differences.sum(-1) - of_differences.sum(-2)).double(), None
 
 
 def _in_chunks(tokens: Tensor, chunk: int) -> Tensor:
