@@ -32,7 +32,9 @@ class LatentMixture(MoELayer):
 
     parts: Any
 
-    def __init__(self, config: TransformerConfig, layer_number: int | None = None, pg_collection: Any = None, **more: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, layer_number: int | None = None, pg_collection: Any = None, **more: Any
+    ) -> None:
         of_hidden = copy.copy(config)
         of_hidden.moe_latent_size = None
         named = {"name": more["name"]} if more.get("name") is not None else {}

@@ -117,7 +117,8 @@ def block_spec(
         layer = _layer(name, config, with_experts=kind[0], core_attention=core_attention)
         if variant is not None and kind[1]:
             variant.put_into(layer, name, linear)
-        return _only(_with_rotary_set(_with_traits(layer, traits), kind[2]), *kind[3])
+        attends, has_mlp = kind[3]
+        return _only(_with_rotary_set(_with_traits(layer, traits), kind[2]), attends=attends, has_mlp=has_mlp)
 
     specs = {kind: make(kind) for kind in set(kinds)}
     of_layers = [specs[kind] for kind in kinds]
@@ -186,7 +187,7 @@ def _with_rotary_set(layer: ModuleSpec, number: int | None) -> ModuleSpec:
     return layer
 
 
-def _only(layer: ModuleSpec, attends: bool, has_mlp: bool) -> ModuleSpec:
+def _only(layer: ModuleSpec, *, attends: bool, has_mlp: bool) -> ModuleSpec:
     """The layer without its attention, or without its MLP."""
     parts = layer.submodules
     if not attends:

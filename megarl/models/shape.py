@@ -36,8 +36,8 @@ class ModelShape:
     have biases. `vision` is the tower in front of it, if it has one; `traits` are what its layers have beside megatron-core's.
     `linear` is the linear attention that some layers have in place of the other; `gated`: a part of the query projection gates
     attention. `sinks`: a score of its own for each head is among those that a token attends by. `predicts`: it has a layer for
-    multi-token prediction behind its `layers`. `lora`: its adapters, which alone are trained (`with_lora`). `gated_mlp`: MLPs and
-    experts have a gate. `expert_latent`: width of what experts work in, 0 if that is the residual stream.
+    multi-token prediction behind its `layers`. `lora`: its adapters, which alone are trained (`with_lora`). `gated_mlp`: MLPs
+    and experts have a gate. `expert_latent`: width of what experts work in, 0 if that is the residual stream.
     """
 
     config: dict[str, Any]

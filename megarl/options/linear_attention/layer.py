@@ -24,10 +24,10 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
+from megarl.data.recurrence import Recurrence, Stage
 from megarl.errors import ModelError
 from megarl.megatron.sections import in_sections
 from megarl.options.linear_attention.delta_rule import gated_delta_rule, unit_length
-from megarl.data.recurrence import Recurrence, Stage
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Query, key, value, log decay and strength of all tokens of the stream, `[S, H, ...]`."""

@@ -23,8 +23,8 @@ def put_into(layer: ModuleSpec, layer_spec: str, sizes: Any) -> None:
     """
     if layer_spec != "reference":
         raise ModelError(
-            f"this model has Mamba-2 layers, which megarl computes on plain torch alone, but model.layer_spec is '{layer_spec}'; "
-            "it must be 'reference'"
+            f"this model has Mamba-2 layers, which megarl computes on plain torch alone, but model.layer_spec is "
+            f"'{layer_spec}'; it must be 'reference'"
         )
     parts: Any = layer.submodules
     replaced = parts.self_attention.submodules

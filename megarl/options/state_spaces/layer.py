@@ -188,7 +188,7 @@ class Mamba2(MegatronModule):
         return tokens.new_zeros(len(tokens), *shape).index_copy(0, torch.cat(places), torch.cat(parts))
 
     def _run(self, stage: Stage, tokens: Tensor, before: Tensor, places: list[Tensor], parts: list[Tensor]) -> Tensor:
-        """The states `[R, H, P, N]` behind the runs of a stage; where its tokens are, and what they read, is added to the lists.
+        """The states `[R, H, P, N]` behind the runs of a stage; where its tokens are, and what they read, joins the lists.
 
         Runs of similar length are computed together.
         """

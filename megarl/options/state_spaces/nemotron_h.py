@@ -150,9 +150,7 @@ def experts_of(hf_config: HFConfig) -> moe.MoeSizes | None:
     layers = MixerLayers.of(hf_config).moe
     if not layers:
         return None
-    found = moe.MoeSizes.from_hf(
-        hf_config, layers, experts_fields=("n_routed_experts",), ffn_field="moe_intermediate_size"
-    )
+    found = moe.MoeSizes.from_hf(hf_config, layers, experts_fields=("n_routed_experts",), ffn_field="moe_intermediate_size")
     return replace(found, shared_ffn_size=size(hf_config, "moe_shared_expert_intermediate_size"))
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from megarl.options.state_spaces.mamba import CHUNK
 
 
-
 def chunked_scan(
     inputs: Tensor, steps: Tensor, rates: Tensor, writes: Tensor, reads: Tensor, state: Tensor, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
@@ -44,9 +43,9 @@ def chunked_scan(
     added = added.view(batch, -1, heads, width, size)
     kept = total[..., -1].flatten(2)[..., None, None]  # [B, n, H, 1, 1]
     before = []
-    for n in range(added.shape[1]):
+    for added_by_chunk, kept_by_chunk in zip(added.unbind(1), kept.unbind(1), strict=True):
         before.append(state)
-        state = torch.addcmul(added[:, n], kept[:, n], state)
+        state = torch.addcmul(added_by_chunk, kept_by_chunk, state)
     carried = torch.stack(before, dim=1).view(batch, -1, groups, heads // groups * width, size)
     carried = (reads @ carried.mT).unflatten(-1, (-1, width)).transpose(3, 4)  # [B, n, G, R, C, P]
     found = within + carried * total.unsqueeze(-1)

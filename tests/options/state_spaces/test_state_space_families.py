@@ -224,5 +224,7 @@ def test_the_sentence_for_an_installation_without_the_option_knows_its_families(
 def test_other_layers_are_refused(tmp_path: Path) -> None:
     from megarl.options.state_spaces.attention_variant import put_into
 
-    with pytest.raises(ModelError, match=r"Mamba-2 layers, .* model\.layer_spec is 'transformer_engine'; it must be 'reference'"):
+    with pytest.raises(
+        ModelError, match=r"Mamba-2 layers, .* model\.layer_spec is 'transformer_engine'; it must be 'reference'"
+    ):
         put_into(None, "transformer_engine", None)  # type: ignore[arg-type]
