@@ -163,7 +163,7 @@ def stored_together(hf_config: HFConfig) -> FusedRows:
 
 ARCHITECTURE = text_family(
     "granitemoehybrid",
-    ("GraniteMoeHybridForCausalLM",),
+    ("GraniteMoeHybridForCausalLM", "GraniteMoeHybridForSequenceClassification"),
     transformer_config_kwargs,
     weight_map,
     text_config=text_config,

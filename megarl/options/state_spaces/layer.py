@@ -180,7 +180,8 @@ class Mamba2(MegatronModule):
         """What all tokens of the stream read, and their own input by D, `[S, H, P]`; `tokens` have inputs, B and C, steps."""
         shape = (self.heads, self.sizes.head_dim)
         states = tokens.new_zeros(1, *shape, self.sizes.state)
-        places, parts = [], []
+        places: list[Tensor] = []
+        parts: list[Tensor] = []
         for stage in order.stages:
             runs = len(stage.boundaries) - 1
             before = states.expand(runs, -1, -1, -1) if stage.prefix is None else states[stage.prefix]

@@ -101,10 +101,17 @@ def step_limits(value: Any, field: str) -> tuple[float, float]:
     """
     if value is None:
         return 0.0, math.inf
-    pair = [float(v) if isinstance(v, (int, float, str)) else math.nan for v in value] if isinstance(value, Sequence) else []
+    pair = [_number(v) for v in value] if isinstance(value, (list, tuple)) else []
     if len(pair) != 2 or not 0 <= pair[0] < pair[1]:
         raise ModelError(f"config.json: {field} is {value!r}; it must be two numbers, the first at least 0 and the smaller one")
     return pair[0], pair[1]
+
+
+def _number(value: Any) -> float:
+    """A number as JSON has it, or as transformers 5 writes one that JSON has not: `{"__float__": "Infinity"}`; else no number."""
+    if isinstance(value, dict):
+        value = math.inf if value == {"__float__": "Infinity"} else math.nan
+    return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 def layer_kinds(hf_config: dict[str, Any], field: str, kinds: Sequence[str]) -> list[str]:

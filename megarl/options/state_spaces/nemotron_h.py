@@ -255,7 +255,7 @@ def _expert_rules(experts: moe.MoeSizes, hidden: int, latent: int | None) -> lis
 
 ARCHITECTURE = text_family(
     "nemotron_h",
-    ("NemotronHForCausalLM",),
+    ("NemotronHForCausalLM", "NemotronHForSequenceClassification"),
     transformer_config_kwargs,
     weight_map,
     text_config=text_config,

@@ -35,6 +35,7 @@ REFUSED = [
     (GRANITE, {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'; it must be null, 'nope' or 'rope'"),
     (GRANITE, {"normalization_function": "layernorm"}, "normalization_function is 'layernorm'; it must be 'rmsnorm'"),
     (GRANITE, {"time_step_limit": [0.1, 0.1]}, "time_step_limit is .* the first at least 0 and the smaller one"),
+    (GRANITE, {"time_step_limit": [0, {"__float__": "NaN"}]}, "time_step_limit is .* two numbers"),
     (GRANITE, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     (GRANITE, {"num_local_experts": -1}, "num_local_experts is -1; it must be an integer of at least 0"),
     (GRANITE, {"logits_scaling": 0}, "logits_scaling is 0; it must be a number above 0"),
@@ -212,6 +213,7 @@ def test_steps_are_limited_as_transformers_limits_them(configs: Any) -> None:
 
     assert limits(GRANITE, time_step_limit=None) == limits(GRANITE, time_step_limit=[0.0, inf]) == (0.0, inf)
     assert limits(GRANITE, time_step_limit=[0.1, 2]) == (0.1, 2.0)
+    assert limits(GRANITE, time_step_limit=[0.0, {"__float__": "Infinity"}]) == (0.0, inf)
     assert limits(NEMOTRON, time_step_limit=[0.5, 0.6], time_step_min=0.25) == (0.25, inf)
 
 
