@@ -108,7 +108,7 @@ def step_limits(value: Any, field: str) -> tuple[float, float]:
 
 
 def _number(value: Any) -> float:
-    """A number as JSON has it, or as transformers 5 writes one that JSON has not: `{"__float__": "Infinity"}`; else no number."""
+    """A number as JSON has it, or as transformers 5 writes what JSON lacks, `{"__float__": "Infinity"}`; else no number."""
     if isinstance(value, dict):
         value = math.inf if value == {"__float__": "Infinity"} else math.nan
     return float(value) if isinstance(value, (int, float)) else math.nan
