@@ -24,6 +24,7 @@ OPTIONS = (
     "few_bits",
     "linear_attention",
     "sparse_attention",
+    "state_spaces",
     "environments",
     "tools",
     "agents",

@@ -231,6 +231,7 @@ IMPORTS_OF_OPTIONS: dict[str, int] = {
     "few_bits": 0,
     "linear_attention": 0,
     "sparse_attention": 0,
+    "state_spaces": 0,
     "environments": 0,
     "tools": 0,
     "agents": 0,

@@ -260,8 +260,10 @@ def _hf_outputs(source: ConversionSource, dtype: str | None) -> Iterator[_Tensor
                 yield from (_Tensor(output_name, target_dtype, shape, parts) for output_name in (name, *copies.get(name, ())))
             elif isinstance(fused, FusedRows):
                 together += parts
-                if place.stop == fused.shape(place.stored)[0]:
-                    yield _Tensor(place.stored, target_dtype, fused.shape(place.stored), tuple(together))
+                if place.stop == fused.rows(place.stored):
+                    stack = fused.is_stack(place.stored)
+                    shape = fused.shape(place.stored)
+                    yield _Tensor(place.stored, target_dtype, shape, tuple(together), rows_of_last_axis=stack)
                     together = []
             elif isinstance(place, ExpertPlace) and place.start == 0:  # up is beside gate, in the same matrix
                 [part] = parts

@@ -156,7 +156,14 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
     kwargs |= {
         "config": config,
         "transformer_layer_spec": layer_specs.block_spec(
-            options.layer_spec, config, layers, deepstack, traits, rope, core_attention=options.core_attention
+            options.layer_spec,
+            config,
+            layers,
+            deepstack,
+            traits,
+            rope,
+            architecture.linear(folder.config),
+            core_attention=options.core_attention,
         ),
         "vocab_size": padded_vocab(vocab_size, layout.tp),
         "pre_process": pre_process,

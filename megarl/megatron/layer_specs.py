@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -31,6 +30,7 @@ from megarl.megatron.attention import ReferenceAttention, core_attention_called,
 from megarl.megatron.branches import BranchLayer
 from megarl.megatron.core_traits import with_score_traits
 from megarl.megatron.latent_attention import LatentSelfAttention
+from megarl.megatron.latent_experts import latent_mixture
 from megarl.megatron.model_config import has_experts
 from megarl.megatron.norms import KeyNorm, LateNorm, QueryNorm, ReferenceRMSNorm, UnitNorm
 from megarl.megatron.rotary import RotarySetSelfAttention
@@ -91,13 +91,14 @@ def block_spec(
     deepstack: int = 0,
     traits: DecoderTraits = PLAIN,
     rope: LayerRope | None = None,
+    linear: Any = None,
     *,
     core_attention: str = "spec",
 ) -> TransformerBlockSubmodules:
     """The spec of a model chunk that holds `layers` (global, zero-based) under the layer spec called `name`.
 
     Their core attention is the spec's, or the one that is called `core_attention`. Behind the model's first `deepstack` layers
-    features of a vision tower are added. The layers of `rope` rotate as it says.
+    features of a vision tower are added. The layers of `rope` rotate as it says. `linear`: the sizes of linear attention.
 
     Raises:
         LayoutError: the layers of that name cannot run the model, or not under its layout, or features are to be added in
@@ -112,19 +113,23 @@ def block_spec(
             None if rope is None else int(layer in rope.layers),
             traits.query_scale is not None and traits.query_scale.is_in(layer),
             not (config.no_rope_freq and config.no_rope_freq[layer]),
+            (layer not in traits.mlp_alone, layer not in traits.attention_alone),
         )
         for layer in layers
     ]
 
-    def make(kind: tuple[bool, bool, int | None, bool, bool]) -> ModuleSpec:
-        layer = _layer(name, config, with_experts=kind[0], variant=variant if kind[1] else None, core_attention=core_attention)
-        if not kind[1]:
+    def make(kind: tuple[bool, bool, int | None, bool, bool, tuple[bool, bool]]) -> ModuleSpec:
+        layer = _layer(name, config, with_experts=kind[0], core_attention=core_attention)
+        if variant is not None and kind[1]:
+            variant.put_into(layer, name, linear)
+        else:
             attention = layer.submodules.self_attention.submodules
             scale = traits.query_scale if kind[3] else None
             attention.core_attention = with_score_traits(attention.core_attention, scale, traits.score_cap)
             if traits.unit_heads and kind[4]:
                 attention.q_layernorm = attention.k_layernorm = UnitNorm
-        return _with_rotary_set(_with_traits(layer, traits), kind[2])
+        attends, has_mlp = kind[5]
+        return _only(_with_rotary_set(_with_traits(layer, traits), kind[2]), attends=attends, has_mlp=has_mlp)
 
     specs = {kind: make(kind) for kind in set(kinds)}
     of_layers = [specs[kind] for kind in kinds]
@@ -138,7 +143,7 @@ def block_spec(
 
 def prediction_spec(name: str, config: TransformerConfig, *, core_attention: str = "spec") -> ModuleSpec:
     """The spec of the layer in a layer for multi-token prediction: full attention, and experts if the model has any."""
-    return _layer(name, config, with_experts=True, variant=None, core_attention=core_attention)
+    return _layer(name, config, with_experts=True, core_attention=core_attention)
 
 
 def block_norm(name: str) -> Any:
@@ -172,8 +177,8 @@ def _check_spec(name: str, config: TransformerConfig, traits: DecoderTraits, cor
         )
     if name == "local" and config.experimental_attention_variant is not None:
         raise LayoutError(
-            "model.layer_spec is 'local', but this model has linear attention, which megatron-core's local layers do not have; "
-            "it must be 'reference' or 'transformer_engine'"
+            "model.layer_spec is 'local', but this model has linear attention or state spaces, which megatron-core's local "
+            "layers do not have; it must be 'reference' or, with linear attention, 'transformer_engine'"
         )
     if name == "local" and config.layernorm_zero_centered_gamma:
         raise LayoutError(
@@ -206,6 +211,16 @@ def _with_rotary_set(layer: ModuleSpec, number: int | None) -> ModuleSpec:
     if number is not None:
         attention = layer.submodules.self_attention
         attention.module, attention.params = RotarySetSelfAttention, {**attention.params, "rotary_set": number}
+    return layer
+
+
+def _only(layer: ModuleSpec, *, attends: bool, has_mlp: bool) -> ModuleSpec:
+    """The layer without its attention, or without its MLP."""
+    parts = layer.submodules
+    if not attends:
+        parts.input_layernorm, parts.self_attention, parts.self_attn_bda = IdentityOp, IdentityOp, IdentityFuncOp
+    if not has_mlp:
+        parts.pre_mlp_layernorm, parts.mlp, parts.mlp_bda = IdentityOp, IdentityOp, IdentityFuncOp
     return layer
 
 
@@ -269,17 +284,14 @@ _MAKE: dict[str, Callable[[TransformerConfig, int | None], ModuleSpec]] = {
 }
 
 
-def _layer(
-    name: str, config: TransformerConfig, *, with_experts: bool, variant: ModuleType | None, core_attention: str
-) -> ModuleSpec:
-    """A layer of the spec called `name`, with experts if the model has any; its attention is that of `variant`, or full."""
+def _layer(name: str, config: TransformerConfig, *, with_experts: bool, core_attention: str) -> ModuleSpec:
+    """A layer of the spec called `name` with full attention, and experts if the model has any."""
     layer = _MAKE[name](config, config.num_moe_experts if with_experts else None)
     attention = layer.submodules.self_attention
-    if variant is not None:
-        variant.put_into(layer, name)
-        return layer
     if config.attention_output_gate:
         attention.module = GatedSelfAttention
+    if with_experts and config.moe_latent_size is not None:
+        layer.submodules.mlp = latent_mixture(layer.submodules.mlp, config.moe_latent_size)
     if core_attention != "spec":
         attention.submodules.core_attention = core_attention_called(core_attention).MODULE
     return layer

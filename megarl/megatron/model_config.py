@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from megatron.core.activations import squared_relu as fused_squared_relu
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_geglu import quick_gelu as fused_quick_gelu
 from megatron.core.transformer.enums import AttnBackend
@@ -35,12 +36,18 @@ def gelu_tanh(gate: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.gelu(gate, approximate="tanh")
 
 
+def squared_relu(hidden: torch.Tensor) -> torch.Tensor:
+    """megatron-core's, which it compiles."""
+    return torch.nn.functional.relu(hidden).square()
+
+
 def _activation(name: str, *, fast: bool, kernel: bool) -> Any:
     """megatron-core picks its `kernel` by the function itself; torch's GELU names that of the approximation by tanh."""
     functions = {
         "silu": torch.nn.functional.silu,
         "quick_gelu": fused_quick_gelu if fast else quick_gelu,
         "gelu_tanh": torch.nn.functional.gelu if kernel else gelu_tanh,
+        "squared_relu": fused_squared_relu if fast else squared_relu,
     }
     return functions[name]
 

@@ -46,6 +46,8 @@ class HubNames:
     """Whether transformers holds all experts of a layer transposed, as the hub stores them."""
     alternating: bool = False
     """Whether transformers holds all experts of a layer as the hub stores gpt-oss's (`FusedExperts.alternating`)."""
+    ends: tuple[tuple[str, str], ...] = ()
+    """Ends of names that transformers gives, and what they are on the hub."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,10 @@ class DecoderTraits:
     """A scaled attention score s is score_cap · tanh(s / score_cap), before tokens are hidden; None: s."""
     logits_cap: float | None = None
     """The same of logits, before a temperature."""
+    mlp_alone: frozenset[int] = frozenset()
+    """The layers, counted from 0, that are an MLP or a mixture alone, with no attention."""
+    attention_alone: frozenset[int] = frozenset()
+    """The layers that are attention, or what stands in its place, alone, with no MLP."""
 
 
 class LinearAttention(Protocol):
@@ -112,8 +118,9 @@ class LinearAttention(Protocol):
         """Heads that tensor and context parallelism together must divide."""
 
     @property
-    def exchanged(self) -> int:
-        """Numbers of a token that all ranks of a context-parallel group exchange in a layer's forward pass, for all heads."""
+    def exchanged(self) -> int | None:
+        """Numbers of a token that all ranks of a context-parallel group exchange in a layer's forward pass, for all heads; None:
+        these layers have no context parallelism."""
 
     def products(self, hidden: int) -> int:
         """Multiply-adds per token of one layer of a decoder of width `hidden`."""
@@ -151,7 +158,7 @@ class Architecture:
     """Further values of `model_type`, of models whose config differs in that alone."""
     other_names: tuple[tuple[str, str], ...] = ()
     """Beginnings of names of tensors in folders that the hub does not have, and in those of the hub; the first one counts."""
-    fused_experts: Callable[[HFConfig], FusedExperts] | None = None
+    fused_experts: Callable[[HFConfig], FusedExperts | FusedRows] | None = None
     """How the hub stores experts, where it does not store each one's tensors as the weight map calls them."""
     fused_rows: Callable[[HFConfig], FusedRows] | None = None
     """Which tensors the hub stores one below another, where the weight map calls each by a name of its own."""

@@ -153,10 +153,11 @@ def _indexer_products(shape: ModelShape, indexer: IndexerShape) -> tuple[int, in
 
 
 def _mlp_products(shape: ModelShape) -> int:
-    """Multiply-adds per token of all layers' gated MLPs, and of the routers and experts that a token uses."""
-    hidden, with_experts = shape.hidden, len(shape.expert_layers)
-    of_experts = hidden * shape.experts + 3 * hidden * (shape.top_k * shape.expert_ffn + shape.shared_ffn)
-    return with_experts * of_experts + (shape.layers - with_experts) * 3 * hidden * shape.ffn
+    """Multiply-adds per token of all layers' MLPs, and of the routers and experts that a token uses."""
+    hidden, matrices, latent = shape.hidden, shape.mlp_matrices, shape.expert_latent
+    of_experts = matrices * (shape.top_k * (latent or hidden) * shape.expert_ffn + hidden * shape.shared_ffn)
+    of_experts += hidden * (shape.experts + 2 * latent)
+    return len(shape.expert_layers) * of_experts + shape.dense_layers * matrices * hidden * shape.ffn
 
 
 def _adapter_products(shape: ModelShape, *, per_row: bool) -> int:

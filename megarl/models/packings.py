@@ -155,13 +155,15 @@ class GateUp:
 @dataclass(frozen=True)
 class HeadSection:
     """Rows that are alike: `rows` for each unit, the first unit's from row `first` of the `part`-th tensor on, the next one's
-    `stride` rows further. `name` is what megatron-core's checkpoints add to the parameter's key."""
+    `stride` rows further. `name` is what megatron-core's checkpoints add to the parameter's key. `units`: None means as many
+    as the other sections have."""
 
     name: str
     part: int
     first: int
     rows: int
     stride: int
+    units: int | None = None
 
 
 @dataclass(frozen=True)
@@ -176,9 +178,9 @@ class Sections:
 
     def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
         """The rank's units of every section."""
-        share = _share(self.units, tp_size, "the heads of linear attention")
         row_ranges: list[RowRange] = []
         for section in self.sections:
+            share = _share(section.units or self.units, tp_size, "the heads of linear attention")
             first, last = tp_rank * share, (tp_rank + 1) * share
             if section.stride == section.rows:  # next to each other
                 row_ranges.append((section.part, section.first + first * section.rows, section.first + last * section.rows))

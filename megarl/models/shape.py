@@ -47,7 +47,8 @@ class ModelShape:
     `indexer` chooses the keys that tokens attend to; None: they attend to all.
     `linear` is the linear attention that some layers have in place of the other; `gated`: a part of the query projection gates
     attention. `sinks`: a score of its own for each head is among those that a token attends by. `predicts`: it has a layer for
-    multi-token prediction behind its `layers`. `lora`: its adapters, which alone are trained (`with_lora`).
+    multi-token prediction behind its `layers`. `lora`: its adapters, which alone are trained (`with_lora`). `gated_mlp`: MLPs
+    and experts have a gate. `expert_latent`: width of what experts work in, 0 if that is the residual stream.
     """
 
     config: dict[str, Any]
@@ -79,6 +80,8 @@ class ModelShape:
     sinks: bool = False
     predicts: bool = False
     lora: AdapterSpec | None = None
+    gated_mlp: bool = True
+    expert_latent: int = 0
 
     @cached_property
     def with_prediction(self) -> ModelShape:
@@ -99,7 +102,17 @@ class ModelShape:
     @property
     def attention_layers(self) -> int:
         """Layers that keep keys and values, or latents, of every token."""
-        return self.layers - (len(self.linear.layers) if self.linear else 0)
+        return self.layers - len(self.traits.mlp_alone) - (len(self.linear.layers) if self.linear else 0)
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers with an MLP in place of experts."""
+        return self.layers - len(self.traits.attention_alone) - len(self.expert_layers)
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Matrices of an MLP or an expert."""
+        return 3 if self.gated_mlp else 2
 
     def attended(self, context: float) -> float:
         """Number of tokens that one with `context` tokens, itself included, attends to: the mean over the layers."""
@@ -127,7 +140,7 @@ class ModelShape:
     def divided_ffn(self) -> int | None:
         """Widths that tensor parallelism must divide of the feed-forward layers outside experts: the dense layers' width and
         that of the shared experts. None: there are neither."""
-        widths = [self.ffn] if len(self.expert_layers) < self.layers else []
+        widths = [self.ffn] if self.dense_layers else []
         widths += [self.shared_ffn] if self.shared_ffn else []
         return math.gcd(*widths) if widths else None
 
@@ -143,6 +156,7 @@ class ModelShape:
             "expert_ffn_size": self.expert_ffn or None,
             "deepstack": len(self.vision.deepstack) if self.vision else 0,
             "linear_heads": self.linear.heads if self.linear else None,
+            "linear_exchanges": self.linear is None or self.linear.exchanged is not None,
         }
 
     @property
@@ -209,6 +223,8 @@ def shape_of(hf_config: dict[str, Any]) -> ModelShape:
         indexer=_indexer(sizes, weight_map),
         gated=bool(sizes.get("attention_output_gate")),
         sinks=sizes.get("softmax_type") == "learnable",
+        gated_mlp=bool(sizes["gated_linear_unit"]),
+        expert_latent=sizes.get("moe_latent_size") or 0,
     )
 
 

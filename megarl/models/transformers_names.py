@@ -100,6 +100,8 @@ def _as_on_the_hub(name: str, tensor: Tensor, hub: HubNames, fused: FusedRows | 
     name = name.replace(".mlp.", f".{hub.block}.")
     for part, on_the_hub in hub.renamed:
         name = name.replace(part, on_the_hub)
+    for end, on_the_hub in hub.ends:
+        name = name.removesuffix(end) + on_the_hub if name.endswith(end) else name
     gate, up, down = hub.expert
     prefix, _, part = name.rpartition(".experts.")
     tensor = tensor.mT if hub.transposed and prefix and tensor.dim() == 3 else tensor
@@ -115,8 +117,8 @@ def _as_on_the_hub(name: str, tensor: Tensor, hub: HubNames, fused: FusedRows | 
         for expert, rows in enumerate(tensor):
             for projection, half in zip((gate, up), rows.chunk(2), strict=True):
                 yield f"{prefix}.experts.{expert}.{projection}.weight", half
-    elif part == "down_proj":
+    elif part in ("up_proj", "down_proj"):
         for expert, rows in enumerate(tensor):
-            yield f"{prefix}.experts.{expert}.{down}.weight", rows
+            yield f"{prefix}.experts.{expert}.{up if part == 'up_proj' else down}.weight", rows
     else:
         yield name, tensor

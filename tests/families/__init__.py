@@ -21,10 +21,10 @@ from torch import Tensor
 
 from megarl.models.hf_folder import write_hf_folder
 from megarl.option_list import OPTIONS
-from tests.families import mixtures, positions_and_caps, settings, sparse
+from tests.families import mixtures, positions_and_caps, settings, sparse, state_spaces
 from tests.families.family import SIZES, SPREAD, Family
 
-_LISTS = (settings, mixtures, positions_and_caps, sparse)
+_LISTS = (settings, mixtures, positions_and_caps, sparse, state_spaces)
 FAMILIES: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.FAMILIES.items()}
 VARIANTS: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.VARIANTS.items()}
 ODD: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.ODD.items()}
@@ -90,6 +90,7 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
         name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         name = name.replace(".mlp.gate.moe_statics.", ".mlp.moe_statics.")  # ERNIE's
         name = name.replace(".gate.e_score", ".e_score") if model.config.model_type == "exaone_moe" else name
+        name = state_spaces.hub_name(model.config.model_type, name)
         prefix, fused, part = name.partition(".experts.")
         if not fused:
             found[name] = tensor
@@ -105,7 +106,8 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
         tensor = tensor.mT if model.config.model_type == "llama4_text" else tensor
         gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
         for expert, rows in enumerate(tensor):
-            halves = dict(zip((gate, up), rows.chunk(2), strict=True)) if part == "gate_up_proj" else {down: rows}
+            alone = up if part == "up_proj" else down
+            halves = dict(zip((gate, up), rows.chunk(2), strict=True)) if part == "gate_up_proj" else {alone: rows}
             found |= {f"{prefix}.experts.{expert}.{which}.weight": half for which, half in halves.items()}
     return found
 
@@ -118,6 +120,9 @@ def _apart(model: Any, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[st
             rows = (query, (len(tensor) - query) // 2, (len(tensor) - query) // 2)
             for which, part in zip("qkv", tensor.split(rows), strict=True):
                 yield name.replace("qkv_proj", f"{which}_proj"), part
+        elif name.endswith(".shared_mlp.input_linear.weight"):
+            for which, part in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                yield name.replace("input_linear", f"{which}_proj"), part
         elif name.endswith(".mlp.gate_up_proj.weight"):
             for which, part in zip(("gate", "up"), tensor.chunk(2), strict=True):
                 yield name.replace("gate_up_proj", f"{which}_proj"), part

@@ -49,7 +49,7 @@ class Family:
     @property
     def norms_less_one(self) -> bool:
         """Whether the weights of norms over the residual stream and over heads are stored less one."""
-        return self.linear or self.class_prefix in ("Gemma2", "Gemma3")
+        return self.comes_with == "linear_attention" or self.class_prefix in ("Gemma2", "Gemma3")
 
     @property
     def needs_reference(self) -> bool:
@@ -69,6 +69,7 @@ class Family:
             "experts": self.num_experts is not None,
             "biases": self.class_prefix == "GptOss",
             "follows": self.follows,
+            "one_context_rank": self.comes_with == "state_spaces",
         }
 
     @property

@@ -7,15 +7,17 @@ from typing import Any
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.data.recurrence import Recurrence, recurrence_of
 from megarl.data.stream import PackedStream
 from megarl.options.linear_attention.layer import GatedDeltaNet, GatedDeltaNetSubmodules, fla_rule, plain_rule
-from megarl.options.linear_attention.recurrence import Recurrence, recurrence_of
 
 NAME = "gated_delta_net"
 
 
-def put_into(layer: ModuleSpec, layer_spec: str) -> None:
+def put_into(layer: ModuleSpec, layer_spec: str, sizes: Any) -> None:
     """Put linear attention in the place of the self-attention of a layer of `layer_spec`, of whose linear layers it is made.
+
+    `sizes` are in the config, too.
 
     Raises:
         ModelError: the kernels that Transformer Engine's layers take are not installed.

@@ -17,8 +17,8 @@ from megarl.options.sparse_attention.sparse_family import VARIANT
 NAME = VARIANT
 
 
-def put_into(layer: ModuleSpec, layer_spec: str) -> None:
-    """Have the latent attention of a `reference` layer attend to chosen keys.
+def put_into(layer: ModuleSpec, layer_spec: str, sizes: Any) -> None:
+    """Have the latent attention of a `reference` layer attend to chosen keys; `sizes` are for linear attention.
 
     Raises:
         LayoutError: the layer is Transformer Engine's.

@@ -132,6 +132,8 @@ CANNOT = {
     "gpt_oss": "store several weights as one tensor",
     "qwen3_5": "has linear attention",
     "qwen3_next": "has linear attention",
+    "granite_hybrid": "has linear attention",
+    "nemotron_h": "has linear attention",
 }
 
 
