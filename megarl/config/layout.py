@@ -208,8 +208,8 @@ class Layout:
 
         `ffn_size` is the width of dense layers and shared experts, None where there are none. Behind the first `deepstack`
         layers features of a vision tower are added, which is on the first stage. `linear_heads` are the heads of
-        layers with states (linear attention, state spaces), None where no layer has any; `linear_exchanges`: context ranks share
-        these heads out.
+        layers with states (linear attention, state spaces), None where no layer has any, which context ranks share out if
+        `linear_exchanges`.
 
         Raises:
             LayoutError: tp does not divide the heads (or the KV heads in either direction) or the feed-forward width, cp the

@@ -119,7 +119,7 @@ class LinearAttention(Protocol):
 
     @property
     def exchanged(self) -> int | None:
-        """Numbers of a token that all ranks of a context-parallel group exchange in a layer's forward pass, for all heads; None:
+        """Numbers of a token that the ranks of a context-parallel group exchange in a layer's forward pass, for all heads; None:
         these layers have no context parallelism."""
 
     def products(self, hidden: int) -> int:

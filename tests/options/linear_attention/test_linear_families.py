@@ -37,7 +37,7 @@ REFUSED = [
 @pytest.fixture(scope="module")
 def configs() -> dict[str, dict[str, Any]]:
     """config.json of each family's tiny model."""
-    models = {name: hugging_face(name) for name, family in FAMILIES.items() if family.option == "linear_attention"}
+    models = {name: hugging_face(name) for name, family in FAMILIES.items() if family.comes_with == "linear_attention"}
     return {name: model.config.to_dict() | {"architectures": [type(model).__name__]} for name, model in models.items()}
 
 

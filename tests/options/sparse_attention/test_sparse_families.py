@@ -93,7 +93,7 @@ def test_layers_that_share_choices_are_on_one_stage(configs: Any) -> None:
 
 def test_layers_that_are_not_the_reference_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"model\.layer_spec is 'transformer_engine', but .*; it must be 'reference'"):
-        put_into(None, "transformer_engine")  # type: ignore[arg-type]
+        put_into(None, "transformer_engine", None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "billions"), [("DeepseekV32", 671.03 + 0.85), ("GlmMoeDsa", 744.0)])
