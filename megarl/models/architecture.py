@@ -119,8 +119,8 @@ class LinearAttention(Protocol):
 
     @property
     def exchanged(self) -> int | None:
-        """Numbers of a token that the ranks of a context-parallel group exchange in a layer's forward pass, for all heads; None:
-        these layers have no context parallelism."""
+        """Numbers of a token that context-parallel ranks exchange in a layer's forward pass, for all heads; None: they cannot
+        share these layers out."""
 
     def products(self, hidden: int) -> int:
         """Multiply-adds per token of one layer of a decoder of width `hidden`."""
