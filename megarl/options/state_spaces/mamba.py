@@ -65,7 +65,7 @@ class MambaSizes:
 
     @property
     def heads(self) -> int:
-        """What tensor parallelism must divide: a tensor rank has whole heads, and as many rows of B and C as the others."""
+        """A number that tensor parallelism must divide: a tensor rank has whole heads, and as many rows of B and C as the others."""
         return math.gcd(self.num_heads, self.shared)
 
     def products(self, hidden: int) -> int:
