@@ -51,7 +51,7 @@ def latent_mixture(mixture: Any, latent: int) -> type[LatentMixture]:
     experts = parts.experts
 
     class Experts:
-        """What makes the experts, of the latent's width."""
+        """A maker of the experts, of the latent's width."""
 
         def __new__(cls, number: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> torch.nn.Module:  # type: ignore[misc]
             of_latent = copy.copy(config)

@@ -177,7 +177,7 @@ class Mamba2(MegatronModule):
         return whole.unflatten(0, (sizes.groups, -1))[groups].permute(3, 2, 0, 1).flatten(1)
 
     def _read(self, order: ScanOrder, tokens: Tensor) -> Tensor:
-        """What all tokens of the stream read, and their own input by D, `[S, H, P]`; `tokens` have inputs, B and C, steps."""
+        """Reads of all tokens of the stream, and their own input by D, `[S, H, P]`; `tokens` have inputs, B and C, steps."""
         shape = (self.heads, self.sizes.head_dim)
         states = tokens.new_zeros(1, *shape, self.sizes.state)
         places: list[Tensor] = []

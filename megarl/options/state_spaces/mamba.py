@@ -65,7 +65,7 @@ class MambaSizes:
 
     @property
     def heads(self) -> int:
-        """What tensor parallelism must divide: a tensor rank has whole heads, and as many rows of B and C as the others."""
+        """A number that tensor parallelism must divide: a rank has whole heads, and as many rows of B and C as the others."""
         return math.gcd(self.num_heads, self.shared)
 
     @property
@@ -87,11 +87,12 @@ class MambaSizes:
         heads, inner, shared = self.num_heads / tp, self.inner / tp, self.shared
         chunk = min(CHUNK, mean_length)
         total = itemsize * 2 * self.channels / tp  # inputs of the convolution, and of SiLU
-        total += itemsize * inner + 4 * 3 * inner  # gates; what is gated, its norm and the sigmoid
+        total += itemsize * (self.inner + self.channels + self.num_heads) / tp  # gates, with all that was projected
+        total += 4 * 4 * inner  # what is gated, its gate, the norm before and after its scale
         total += inner * operand  # the output projection's input
         pairs = heads * chunk * 2 + self.groups * chunk  # within a chunk: decays, scores by decay, scores
         states = inner * self.state / chunk * 2  # before each chunk, twice
-        return total + 4 * (pairs + states + 4 * inner + 4 * shared + 6 * heads)
+        return total + 4 * (pairs + states + 5 * inner + 4 * shared + 6 * heads)
 
     def state_bytes(self, itemsize: int) -> int:
         """Bytes that an engine keeps of a sequence for a layer: states in float32, and the convolution's last inputs."""

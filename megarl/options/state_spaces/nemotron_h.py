@@ -185,7 +185,7 @@ def _latent(hf_config: HFConfig) -> int | None:
 
 
 def traits(hf_config: HFConfig) -> DecoderTraits:
-    """Which half of a layer each layer is."""
+    """The half of a layer that each layer is."""
     layers = MixerLayers.of(text_config(hf_config))
     return DecoderTraits(mlp_alone=layers.mlp | layers.moe, attention_alone=layers.mamba | layers.attention)
 

@@ -1,4 +1,4 @@
-"""What Mamba-2 layers must know of a packed stream: in which order its tokens follow, and which see beyond their neighbours."""
+"""The order of a packed stream for Mamba-2 layers: which tokens follow which, and which see beyond their neighbours."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from megarl.options.state_spaces.mamba import CHUNK
 def chunked_scan(
     inputs: Tensor, steps: Tensor, rates: Tensor, writes: Tensor, reads: Tensor, state: Tensor, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """What each token reads `[B, T, H, P]`, and the states `[B, H, P, N]` behind the last tokens.
+    """Reads of each token `[B, T, H, P]`, and the states `[B, H, P, N]` behind the last tokens.
 
     Args:
         inputs: x `[B, T, H, P]`.
@@ -38,7 +38,7 @@ def chunked_scan(
     written = _of_heads(_in_chunks(inputs * steps.unsqueeze(-1), chunk), groups)  # [B, n, G, R, C, P]
     writes, reads = (_in_chunks(t, chunk).transpose(2, 3) for t in (writes, reads))  # [B, n, G, C, N]
     total, to_end = exact.to(steps.dtype).exp(), (exact[..., -1:] - exact).to(steps.dtype).exp()
-    within = ((reads @ writes.mT).unsqueeze(3) * _Kept.apply(exact, steps.dtype)) @ written
+    within = ((reads @ writes.mT).unsqueeze(3) * _KeptShares.apply(exact, steps.dtype)) @ written
     added = (written * to_end.unsqueeze(-1)).mT.flatten(3, 4) @ writes  # [B, n, G, R * P, N]
     added = added.view(batch, -1, heads, width, size)
     kept = total[..., -1].flatten(2)[..., None, None]  # [B, n, H, 1, 1]
@@ -52,7 +52,7 @@ def chunked_scan(
     return found.permute(0, 1, 4, 2, 3, 5).reshape(batch, -1, heads, width)[:, :length], state
 
 
-class _Kept(torch.autograd.Function):
+class _KeptShares(torch.autograd.Function):
     """`[..., C]`, sums of the logs of what each token keeps, to `[..., i, j]`: what token i finds of what token j wrote.
 
     Keeps its result alone, and computes no gradient of each difference in float64.
