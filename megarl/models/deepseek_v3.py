@@ -185,6 +185,11 @@ def _sglang_refusal(hf_config: HFConfig) -> str | None:
         return f"its config.json must say {', '.join(missing)}, as published checkpoints do, because SGLang has no defaults"
     if not hf_config.get("n_shared_experts"):
         return "n_shared_experts is 0, but SGLang computes shared experts in any case"
+    return fp8_refusal(hf_config)
+
+
+def fp8_refusal(hf_config: HFConfig) -> str | None:
+    """Why SGLang cannot hold the latents' projections of a model in FP8; None: it can, or it is not in FP8."""
     q_rank = hf_config.get("q_lora_rank")
     in_fp8 = (hf_config.get("quantization_config") or {}).get("quant_method") == "fp8"
     if in_fp8 and q_rank is not None and q_rank % FP8_BLOCK:

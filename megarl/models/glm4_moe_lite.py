@@ -68,7 +68,7 @@ def _experts(hf_config: HFConfig) -> moe.MoeSizes:
 def _sglang_refusal(hf_config: HFConfig) -> str | None:
     if "first_k_dense_replace" not in hf_config or not isinstance(hf_config.get("n_routed_experts"), int):
         return "its config.json must say first_k_dense_replace and n_routed_experts, as published ones do"
-    return moe.tied_refusal(hf_config)
+    return moe.tied_refusal(hf_config) or deepseek_v3.fp8_refusal(hf_config)
 
 
 ARCHITECTURE = text_family(

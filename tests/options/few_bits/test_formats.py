@@ -130,6 +130,8 @@ CANNOT = {
     "glm4": "store several weights as one tensor",
     "phi3": "store several weights as one tensor",
     "gpt_oss": "store several weights as one tensor",
+    "mistral4": "store several weights as one tensor",
+    "llama4": "store several weights as one tensor",
     "qwen3_5": "has linear attention",
     "qwen3_next": "has linear attention",
     "granite_hybrid": "has linear attention",
