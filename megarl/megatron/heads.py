@@ -21,6 +21,7 @@ from megarl.megatron.logit_passes import logits_to_gradient, row_sums
 from megarl.megatron.options import SamplingLimits, default_chunk_tokens
 from megarl.megatron.parameter_gradients import add_product, given_to_autograd, sum_of_gradients
 from megarl.megatron.row_gradients import RowGradients
+from megarl.megatron.slice_sums import largest_of_all, relative_to_all
 
 LIMITED_BUFFERS = 4
 """How many times as many buffers of logits sampling limits need."""
@@ -232,23 +233,6 @@ def _chunk_forward(logits: Tensor, vocabulary: VocabularySlice, targets: Tensor,
         ids, values = top
         results += [ids.t().float(), (values - peak[:, None]).t() - log_total]
     return torch.cat(results)
-
-
-def relative_to_all(sums: Tensor, group: torch.distributed.ProcessGroup) -> list[Tensor]:
-    """The largest logit of each row over all slices, and the further `row_sums` of this rank's slice relative to it."""
-    if group.size() == 1:
-        return [*sums]
-    peak = largest_of_all(sums[0].clone(), group)
-    lower = torch.where(sums[0] == -torch.inf, 0.0, sums[0] - peak)  # a slice of padding alone has sums of 0
-    factor = lower.exp()
-    return [peak, factor * sums[1], factor * (sums[2] + lower * sums[1]), *(factor.square() * more for more in sums[3:])]
-
-
-def largest_of_all(peak: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """`peak` of all ranks, in its place."""
-    if group.size() > 1:
-        torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX, group=group)
-    return peak
 
 
 def _chunk_backward(
