@@ -72,6 +72,13 @@ def pytest_runtest_call() -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests that need an option which this installation does not have."""
+    needed = {name for marker in item.iter_markers("needs_option") for name in marker.args}
+    if missing := needed - {*OPTIONS}:
+        pytest.skip(f"needs the option {min(missing)}, which this installation does not have")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Complete the marks that `make test-quick` and `make test` choose by (pyproject.toml says what they mean)."""
     for item in items:
