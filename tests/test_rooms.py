@@ -318,7 +318,7 @@ def test_a_name_of_a_class_stands_for_one_thing() -> None:
                         homes[name].append(module)
     shared = {name: modules for name, modules in homes.items() if len(modules) > 1}
     assert {name: modules for name, modules in shared.items() if name not in TWO_CLASSES} == {}
-    if OPTIONS == (*IMPORTS_OF_OPTIONS,):  # all are there
+    if (*IMPORTS_OF_OPTIONS,) == OPTIONS:  # all are there
         assert TWO_CLASSES.keys() - shared.keys() == set(), "exceptions that nothing needs any more"
 
 
