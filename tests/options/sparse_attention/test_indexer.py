@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.data.stream import Response, StreamShard, Unit, context_parallel_shard, pack
+from megarl.megatron.latent_attention import Rotation
 from megarl.options.sparse_attention import calls
 from megarl.options.sparse_attention.attention import _ToChosenKeys
 from megarl.options.sparse_attention.calls import IndexedOrder, indexed_order
-from megarl.options.sparse_attention.indexer import Scored, best, choose, columns_of
+from megarl.options.sparse_attention.indexer import Indexer, Scored, best, choose, columns_of
 from megarl.options.sparse_attention.indexer_loss import Attended, indexer_loss
+from tests.families import hugging_face
 
 HEADS, INDEX_HEADS, DIM, VALUE, TOP_K = 3, 4, 5, 6, 4
 SCALE = 0.6
@@ -161,6 +164,36 @@ def test_the_indexers_loss_is_the_divergence_of_its_scores_from_attention(
     found.backward()
     for name in names:
         torch.testing.assert_close(given[name].grad, wanted[name], rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_an_indexer_chooses_what_that_of_transformers_does(family: str) -> None:
+    model, length = hugging_face(family), 24
+    config, theirs = model.config, model.model.layers[0].self_attn.indexer
+    sizes = {"dsa_indexer_n_heads": config.index_n_heads, "dsa_indexer_head_dim": config.index_head_dim}
+    kept = {"params_dtype": torch.float32, "sequence_parallel": False}
+    ours_config: Any = SimpleNamespace(q_lora_rank=config.q_lora_rank, hidden_size=config.hidden_size, **sizes, **kept)
+    ours = Indexer(ours_config, rotates_pairs=family == "glm_moe_dsa", tp_group=Alone())
+    names = {"wq_b": "linear_wq_b", "wk": "linear_wk", "k_norm": "k_norm", "weights_proj": "linear_weights_proj"}
+    for name, own in names.items():
+        getattr(ours, own).load_state_dict(getattr(theirs, name).state_dict())
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.randn(length, config.hidden_size, generator=generator)
+    latent = torch.randn(length, config.q_lora_rank, generator=generator)
+    cos, sin = model.model.rotary_emb(hidden[None], torch.arange(length)[None])
+    mask = torch.full((length, length), -torch.inf).triu(1)[None]
+    expected = theirs(hidden[None], latent[None], (cos, sin), mask, None)[0].long()
+
+    half = config.qk_rope_head_dim // 2
+    rotation = Rotation(*(wave[0, :, None, None, :half] for wave in (cos, sin)))
+    responses = [Response(0, torch.arange(length), torch.ones(length, dtype=torch.bool))]
+    stream = pack([Unit(torch.arange(1), responses)])
+    order = indexed_order(stream, context_parallel_shard(stream, 1, 0), weighted=False)
+    scored = ours(hidden[:, None], latent[:, None], rotation, Alone())
+    found = choose(scored, order, config.index_topk, Alone()).long()
+    for query in range(length):  # those of the prompt, and of the response behind it, whose first column is the prompt's token
+        visible = {key for key in expected[query].tolist() if key <= query}
+        assert {*found[query].tolist()} == visible, query
 
 
 def test_of_equal_scores_the_first_keys_are_chosen() -> None:
