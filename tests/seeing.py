@@ -274,6 +274,19 @@ def vision_of(family: str) -> Vision:
     return found
 
 
+def tower_modules(model: Any) -> list[Any]:
+    """The tower of transformers' model, and its projector where that is a module of its own."""
+    own = model.model
+    return [own.visual] if hasattr(own, "visual") else [own.vision_tower, own.mm_projector]
+
+
+def seen_by(model: Any, patches: Tensor, grids: Tensor) -> Any:
+    """What transformers' tower and projector make of pictures."""
+    if hasattr(model.model, "visual"):
+        return model.model.visual(patches, grid_thw=grids)
+    return model.model.get_image_features(patches, image_grid_thw=grids, return_dict=True)
+
+
 GRIDS = {"wide": (4, 6), "high": (8, 4), "flat": (2, 4), **{f"frame{number}": (4, 6) for number in range(4)}}
 """Height and width in patches of the pictures in a media folder."""
 

@@ -120,6 +120,12 @@ class Vision:
         """Numbers of a patch."""
         return self.channels * self.temporal * self.patch**2
 
+    @property
+    def patch_shape(self) -> tuple[int, ...]:
+        """Shape of a patch as the tower takes it: in a row, or the square that its embedding is over."""
+        embedding = self.shapes["patch_embed.proj.weight"]
+        return embedding[1:] if len(embedding) == 4 else (self.patch_width,)
+
 
 def vision_part(place: str) -> ModuleType:
     """The file of this name in the option pictures, for models that have a tower."""
