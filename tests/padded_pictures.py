@@ -29,7 +29,7 @@ def navit_resize() -> Callable[..., tuple[tuple[int, int], tuple[int, int]]]:
         part for part in ast.parse(file.read_text()).body if isinstance(part, ast.FunctionDef) and part.name == "navit_resize"
     )
     names: dict[str, Any] = {"math": math}
-    exec(compile(ast.Module([found], []), str(file), "exec"), names)  # noqa: S102 - a function of an installed package
+    exec(compile(ast.Module([found], []), str(file), "exec"), names)
     return names["navit_resize"]
 
 
@@ -45,7 +45,9 @@ def padded_inputs(
         filled[: size[0], : size[1]] = np.asarray(shrunk)
         values = (filled / 255 - MEAN) / STD
         rows, columns = height // patch, width // patch
-        cut = [values[patch * r : patch * r + patch, patch * c : patch * c + patch] for r in range(rows) for c in range(columns)]
+        cut = [
+            values[patch * r : patch * r + patch, patch * c : patch * c + patch] for r in range(rows) for c in range(columns)
+        ]
         pixels.append(np.stack(cut).transpose(0, 3, 1, 2))
         grids.append([1, rows, columns])
     if not pictures:

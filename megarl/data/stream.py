@@ -57,8 +57,8 @@ class Response:
     `index` is its row in the global batch: results come back under it. `token_ids` is int64 `[L]`, `mask` bool `[L]`
     (True where the policy sampled the token; only these get log-probs and loss). `columns` holds float `[L]` or
     `[L, k]` tensors by name (advantages, old log-probs, loss weights …). `media` are the pictures told between its turns, their
-    places counted from its first token. `positions` int64 `[3, L]` or `[L]` are those of its tokens; None: they follow the prompt's one
-    by one. `extra` `[L, ...]` are the token columns of options by name (`data/columns.py`).
+    places counted from its first token. `positions` int64 `[3, L]` or `[L]` are those of its tokens; None: they follow the
+    prompt's one by one. `extra` `[L, ...]` are the token columns of options by name (`data/columns.py`).
     """
 
     index: int
@@ -74,8 +74,8 @@ class Response:
 class Unit:
     """A prompt (`prompt_ids` int64 `[P]`) and the responses computed with it.
 
-    `media` are the pictures in it. `positions` int64 `[3, P]` are those of its tokens in time, height and width, or `[P]`, which
-    responses continue behind the largest if they have none of their own; None: each token's is its place. `extra`
+    `media` are the pictures in it. `positions` int64 `[3, P]` are those of its tokens in time, height and width, or `[P]`,
+    which responses continue behind the largest if they have none of their own; None: each token's is its place. `extra`
     `[P, ...]` are the token columns of options.
     """
 

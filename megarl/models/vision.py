@@ -69,10 +69,11 @@ class Vision:
     that positions are looked up in, if there is one: no product is computed with it, and `position_bytes` are what the
     backward pass needs of each patch's place in it. `embedding_norms` follow the embedding of patches. A projector
     is a norm and two linear layers; with a `projector_ffn` it is a convolution behind the last layer's norm, a linear layer,
-    a LayerNorm, and a gated MLP of this width. Where the tower's class has none, `projector` is its own class in the same file,
-    which is made of the whole config: it is the tower's `merger`, behind the last layer's norm, a norm of its own and two linear
-    layers. `mrope` None: the decoder's tokens have one position. `qkv` is what the hub calls the one matrix of queries, keys
-    and values of a layer whose module has three, with pairs of dimensions that rotate together side by side: the tower has it so.
+    a LayerNorm, and a gated MLP of this width. Where the tower's class has none, `projector` is its own class in the same
+    file, which is made of the whole config: it is the tower's `merger`, behind the last layer's norm, a norm of its own and two
+    linear layers. `mrope` None: the decoder's tokens have one position. `qkv` is what the hub calls the one matrix of queries,
+    keys and values of a layer whose module has three, with pairs of dimensions that rotate together side by side: the tower
+    has it so.
     """
 
     tower: str

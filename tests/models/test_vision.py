@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
@@ -102,6 +103,7 @@ def qwen3_vl(text: dict[str, Any], tower: dict[str, Any], *, moe: str = "") -> d
     }
 
 
+EXAMPLES = Path(__file__).parents[2] / "examples/models"
 OF_8B = {
     "hidden_size": 4096,
     "intermediate_size": 12288,
@@ -130,6 +132,7 @@ PUBLISHED = {
     "Qwen2.5-VL-72B": (qwen2_5_vl(8192, 29568, 80, 64, 8, 152064, 3456), 73_410_777_344),
     "Qwen3-VL-8B": (qwen3_vl(OF_8B, {"out_hidden_size": 4096}), 8_767_123_696),
     "Qwen3-VL-30B-A3B": (qwen3_vl(OF_30B, {"out_hidden_size": 2048}, moe="Moe"), 31_070_754_032),
+    "Kimi-K2.5": (json.loads((EXAMPLES / "kimi-k2.5/config.json").read_text()), 1_026_879_376_368),
 }
 """The hub's configs, and how many parameters its pages say the checkpoints have."""
 
@@ -190,6 +193,19 @@ def test_the_map_of_a_full_size_glm_names_what_transformers_has() -> None:
     assert weight_map.hf_shapes() == expected
     assert weight_map.leaves_out("model.language_model.layers.46.eh_proj.weight")
     assert not weight_map.leaves_out("model.language_model.layers.45.mlp.gate.weight")
+
+
+def test_a_full_size_kimi_has_as_many_parameters_as_transformers_makes_of_its_config() -> None:
+    import transformers
+
+    config, published = PUBLISHED["Kimi-K2.5"]
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.for_model(**copy.deepcopy(config)))
+    picks = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert sum(tensor.numel() for tensor in (*model.parameters(), *picks)) == published
+    vision = architecture_for(config).vision(config)
+    assert vision is not None
+    assert vision.parameters == sum(p.numel() for module in tower_modules(model) for p in module.parameters()) == 471_143_920
 
 
 FULL_SIZE = {name: config for name, (config, _) in PUBLISHED.items()} | {"GLM-4.5V": glm_4_5v()}
@@ -334,19 +350,34 @@ def test_experts_that_are_missing_or_of_another_shape_are_refused(tmp_path: Path
 
 
 REFUSED = [
-    *(("kimi_k25", *refused) for refused in (
-        ({"vision_config": {"hidden_size": 18}}, "num_attention_heads is 2; it must divide hidden_size = 18 into heads of a mul"),
-        ({"projection_hidden_size": 32}, "projection_hidden_size is 32; it must be 16: the projector's norm is over a patch's fea"),
-        ({"projection_hidden_size": None}, "hidden_size is 16; it must be 1152: projection_hidden_size has this default"),
-        ({"vision_config": {"pos_emb_width": 6}}, "pos_emb_width is 6; it must be 5: transformers looks positions up in a square"),
-        ({"vision_config": {"merge_kernel_size": [2, 1]}}, r"merge_kernel_size is \[2, 1\]; it must be two equal numbers"),
-        ({"vision_config": {"vt_hidden_size": 32}}, "vt_hidden_size is 32; it must be 16: transformers reads hidden_size alone"),
-        ({"vision_config": {"merge_type": "sum"}}, "merge_type is 'sum'; it must be 'sd2_tpool'"),
-        ({"vision_config": {"projector_ln_eps": 1e-6}}, "projector_ln_eps is 1e-06; it must be 1e-05"),
-        ({"media_placeholder_token_id": 7}, "media_placeholder_token_id is 7; it must be 120: transformers reads image_token_id"),
-        ({"text_config": {"model_type": "llama"}}, "model_type is 'llama'; it must be 'deepseek_v3'"),
-        ({"text_config": {"rope_interleave": False}}, "rope_interleave is False; it must be True"),
-    )),  # fmt: skip
+    *(
+        ("kimi_k25", *refused)
+        for refused in (
+            ({"vision_config": {"num_attention_heads": 3}}, "num_attention_heads is 3; it must divide hidden_size = 16 into"),
+            (
+                {"projection_hidden_size": 32},
+                "projection_hidden_size is 32; it must be 16: the projector's norm is over a patch's fea",
+            ),
+            ({"projection_hidden_size": None}, "hidden_size is 16; it must be 1152: projection_hidden_size has this default"),
+            (
+                {"vision_config": {"pos_emb_width": 6}},
+                "pos_emb_width is 6; it must be 5: transformers looks positions up in a square",
+            ),
+            ({"vision_config": {"merge_kernel_size": [2, 1]}}, r"merge_kernel_size is \[2, 1\]; it must be two equal numbers"),
+            (
+                {"vision_config": {"vt_hidden_size": 32}},
+                "vt_hidden_size is 32; it must be 16: transformers reads hidden_size alone",
+            ),
+            ({"vision_config": {"merge_type": "sum"}}, "merge_type is 'sum'; it must be 'sd2_tpool'"),
+            ({"vision_config": {"projector_ln_eps": 1e-6}}, "projector_ln_eps is 1e-06; it must be 1e-05"),
+            (
+                {"media_placeholder_token_id": 7},
+                "media_placeholder_token_id is 7; it must be 120: transformers reads image_token_id",
+            ),
+            ({"text_config": {"model_type": "llama"}}, "model_type is 'llama'; it must be 'deepseek_v3'"),
+            ({"text_config": {"rope_interleave": False}}, "rope_interleave is False; it must be True"),
+        )
+    ),
     (
         "qwen2_vl",
         {"vision_config": {"hidden_size": 64}},

@@ -34,7 +34,12 @@ def config_of(family: str) -> dict[str, Any]:
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
     config = config | {"architectures": [f"{SEEING[family].class_prefix}ForConditionalGeneration"]}
     if family == "kimi_k25":
-        config["vision_config"] |= {"num_hidden_layers": 6, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 100}
+        config["vision_config"] |= {
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "hidden_size": 64,
+            "intermediate_size": 100,
+        }
         config["text_config"] |= sizes | {"head_dim": 4, "num_key_value_heads": 4}
         return config | {"projection_hidden_size": 64}
     rope = config["text_config"]["rope_parameters"]

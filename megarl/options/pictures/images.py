@@ -138,7 +138,7 @@ def final_size(width: int, height: int, rules: PictureRules) -> tuple[int, int]:
 
 
 def shrunk_size(width: int, height: int, rules: PictureRules) -> tuple[int, int]:
-    """(width, height) that a picture has before it is filled up, by the rule of Kimi's processor (transformers, `navit_resize`).
+    """(width, height) that a picture has before it is filled up, by Kimi's rule (transformers, `navit_resize`).
 
     A picture that has at most `rules.max_pixels` of whole patches, and no longer side, keeps its size.
     """

@@ -46,8 +46,10 @@ DEFAULTS = {
     "intermediate_size": 4304,
     "hidden_act": "gelu_pytorch_tanh",
     "merge_kernel_size": (2, 2),
+    "in_channels": 3,
 }
 CHANNELS = 3
+"""Colours of transformers' patches, whatever the config says."""
 HUB_FIELDS = {
     "vt_hidden_size": "hidden_size",
     "vt_intermediate_size": "intermediate_size",
@@ -182,7 +184,7 @@ def _tower_config(hf_config: HFConfig) -> HFConfig:
     config = vision_config(hf_config, DEFAULTS)
     for field, name in HUB_FIELDS.items():
         refuse(config, field, config[name], f"transformers reads {name} alone")
-    for field, value in ONLY.items():
+    for field, value in (*ONLY.items(), ("in_channels", CHANNELS)):
         refuse(config, field, value, "transformers computes nothing else")
     refuse(config, "pos_emb_width", config["pos_emb_height"], "transformers looks positions up in a square")
     refuse(hf_config, "projection_hidden_size", config["hidden_size"], "the projector's norm is over a patch's features")
@@ -209,7 +211,9 @@ OF_ALL = seeing(
     vision,
     prefixes=("", "language_model.model."),
     tower_name=lambda tensor: hub_name(
-        f"model.mm_projector.{tensor.removeprefix('merger.')}" if tensor.startswith("merger.") else f"model.vision_tower.{tensor}"
+        f"model.mm_projector.{tensor.removeprefix('merger.')}"
+        if tensor.startswith("merger.")
+        else f"model.vision_tower.{tensor}"
     ),
     output="language_model.lm_head.",
 )

@@ -79,7 +79,8 @@ class PictureRules:
 class PictureTokens:
     """The texts of the special tokens around a picture in a prompt, and the ids of those that are repeated.
 
-    A picture is `start`, `inside`, `image` once for each of its tokens, `end`; two frames of a native video have `video` instead.
+    A picture is `start`, `inside`, `image` once for each of its tokens, `end`; two frames of a native video have `video` in
+    place of `image`.
     `others` are the marks around videos where they are others, and a token in `inside`.
     """
 
@@ -203,13 +204,15 @@ def padding_rules(settings: dict[str, Any], max_pixels: int | None = None) -> Pi
 
 def _checked_padding(folder: str | Path, rules: PictureRules, min_pixels: int | None) -> PictureRules:
     if min_pixels is not None:
-        raise ModelError(f"data.min_pixels is {min_pixels}; it must be null: the image processor of '{folder}' enlarges no picture")
+        raise ModelError(
+            f"data.min_pixels is {min_pixels}; it must be null: the image processor of '{folder}' enlarges no picture"
+        )
     tower = _config(folder).get("vision_config") or {}
     kernel = tower.get("merge_kernel_size") or [rules.merge] * 2
     if tower.get("patch_size", rules.patch) != rules.patch or list(kernel) != [rules.merge] * 2:
         raise ModelError(
-            f"'{folder}': its image processor has patches of {rules.patch} pixels, {rules.merge} by {rules.merge} of them a token, "
-            f"but config.json's tower has patch_size {tower.get('patch_size')} and merge_kernel_size {kernel}"
+            f"'{folder}': its image processor has patches of {rules.patch} pixels, {rules.merge} by {rules.merge} of them a "
+            f"token, but config.json's tower has patch_size {tower.get('patch_size')} and merge_kernel_size {kernel}"
         )
     return rules
 

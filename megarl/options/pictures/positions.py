@@ -20,8 +20,8 @@ from megarl.models.vision import Vision
 
 
 def prompt_positions(length: int, media: Sequence[Media], vision: Vision) -> Tensor:
-    """Positions of `length` ids, of a prompt or of it and a response, in which `media` have their places: int64 `[3, length]`, or
-    `[length]` where the decoder's tokens have one.
+    """Positions of `length` ids, of a prompt or of it and a response, in which `media` have their places: int64
+    `[3, length]`, or `[length]` where the decoder's tokens have one.
 
     The frames of one video follow each other in time, by the seconds between them where the model counts these. A model that
     tells frames apart by text between them (Qwen3-VL) has each pair of frames as one of the `media`.

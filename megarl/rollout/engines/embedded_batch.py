@@ -30,7 +30,7 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True)
 class SeenPrompt:
-    """A prompt's pictures, and the positions int64 `[3, P]` or `[P]` of its tokens, which a response continues behind the largest."""
+    """A prompt's pictures, and the positions int64 `[3, P]` or `[P]` of its tokens; a response goes on behind the largest."""
 
     media: tuple[Media, ...]
     positions: torch.Tensor

@@ -54,7 +54,10 @@ def test_kimis_settings_as_the_hub_writes_them_and_those_that_are_refused(tmp_pa
         (own | {"resample": 2}, "resample is 2; it must be 3"),
         (own | {"size": {"max_height": 24, "max_width": 12}}, "must be equal max_height and max_width"),
         (own | {"max_patches": 0}, "max_patches is 0; it must be a positive integer"),
-        (own | {"patch_size": 16}, "has patches of 16 pixels, 2 by 2 of them a token, but config.json's tower has patch_size 14"),
+        (
+            own | {"patch_size": 16},
+            "has patches of 16 pixels, 2 by 2 of them a token, but config.json's tower has patch_size 14",
+        ),
     ):
         (folder / "config.json").write_text(json.dumps({"vision_config": {"patch_size": 14}}))
         file.write_text(json.dumps(settings))

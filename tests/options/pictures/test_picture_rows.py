@@ -256,9 +256,9 @@ def test_without_a_template_a_word_stands_inside_of_kimis_pictures_and_its_token
     for token in ("media_begin", "media_content", "media_pad", "media_end", "kimi_k25_video_placeholder"):
         with pytest.raises(PictureError, match=rf"has the text '<\|{token}\|>' in the user's turn, which stands for a"):
             _prompts(tmp_path, [{"problem": f"a <|{token}|> b"}], **fields)
-    with pytest.raises(ModelError, match="data.min_pixels is 100; it must be null: .* enlarges no picture"):
+    with pytest.raises(ModelError, match=r"data\.min_pixels is 100; it must be null: .* enlarges no picture"):
         _prompts(tmp_path, [{"images": [PICTURES[0]], "problem": "<image>"}], min_pixels=100, **fields)
-    with pytest.raises(ModelError, match="data.video is 'native', which .* has not in megarl"):
+    with pytest.raises(ModelError, match=r"data\.video is 'native', which .* has not in megarl"):
         _prompts(tmp_path, [{"images": [PICTURES[0]], "problem": "<image>"}], video="native", **fields)
     [prompt] = _prompts(tmp_path, [{"images": [PICTURES[2]], "problem": "<image>"}], max_pixels=14 * 14 * 40, **fields)
     assert prompt.media[0].grid == (1, 6, 8)
