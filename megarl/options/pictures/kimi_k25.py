@@ -34,6 +34,7 @@ DECODER_DEFAULTS = {
     "first_k_dense_replace": 3,
     "norm_topk_prob": True,
     "max_position_embeddings": 4096,
+    "num_nextn_predict_layers": 1,
     "rms_norm_eps": 1e-6,
 }
 DEFAULTS = {
