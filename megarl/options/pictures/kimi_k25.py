@@ -71,8 +71,8 @@ ONLY = {
 """Fields of the hub's config that transformers does not read, with the only values that it computes."""
 TAPS = 16
 """Rows of the table of positions that make up a patch's one: bicubic."""
-POSITION_BYTES = TAPS * (8 + 4)
-"""Each an int64 with a float32 weight."""
+POSITION_BYTES = TAPS * (8 + 2) + 2 * 8
+"""Each an int64 with a bfloat16 weight; where they begin, and how many they are."""
 NAMES = (
     (r"^model\.vision_tower\.layers\.(\d+)\.norm1\.", r"vision_tower.encoder.blocks.\1.norm0."),
     (r"^model\.vision_tower\.layers\.(\d+)\.norm2\.", r"vision_tower.encoder.blocks.\1.norm1."),
