@@ -158,6 +158,8 @@ class Architecture:
     """Further values of `model_type`, of models whose config differs in that alone."""
     other_names: tuple[tuple[str, str], ...] = ()
     """Beginnings of names of tensors in folders that the hub does not have, and in those of the hub; the first one counts."""
+    hub_name: Callable[[str], str] = lambda name: name
+    """The hub's name of a tensor of transformers' module, where more of it than its beginning (`other_names`) differs."""
     fused_experts: Callable[[HFConfig], FusedExperts | FusedRows] | None = None
     """How the hub stores experts, where it does not store each one's tensors as the weight map calls them."""
     fused_rows: Callable[[HFConfig], FusedRows] | None = None

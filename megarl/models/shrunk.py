@@ -118,12 +118,14 @@ def _shrunk_seeing(hf_config: HFConfig, layouts: list[Layout], **sizes: int) -> 
     small["num_hidden_layers"] *= added
     head = int(small.get("head_dim") or HEAD)
     for name in ("rope_scaling", "rope_parameters"):
-        if isinstance(small.get(name), dict):
+        if isinstance(small.get(name), dict) and "kv_lora_rank" not in small:  # whose tokens have one position
             share = small[name].get("partial_rotary_factor", small.get("partial_rotary_factor")) or 1
             pairs = int(head * share) // 2  # of a head's dimensions, by three positions
             small[name] = {**small[name], "mrope_section": [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]}
     tower = dict(hf_config["vision_config"])
     tower |= {"depth": max(2, added), "num_heads": TOWER_HIDDEN // HEAD, "intermediate_size": 2 * TOWER_HIDDEN}
+    if "merge_kernel_size" in tower:
+        return {**hf_config, "text_config": small, "vision_config": _shrunk_kimi(tower), "projection_hidden_size": TOWER_HIDDEN}
     tower |= {"fullatt_block_indexes": [1]} if "fullatt_block_indexes" in tower else {}
     tower |= {"deepstack_visual_indexes": [*range(added)]} if "deepstack_visual_indexes" in tower else {}
     # Qwen2-VL calls the tower's width otherwise, and by this name that of the features.
@@ -132,3 +134,10 @@ def _shrunk_seeing(hf_config: HFConfig, layouts: list[Layout], **sizes: int) -> 
         widths = {"embed_dim": TOWER_HIDDEN, "hidden_size": small["hidden_size"]}
     vision_fields = {"vision_config": tower | widths}
     return {**small, **vision_fields} if nested is None else {**hf_config, "text_config": small, **vision_fields}
+
+
+def _shrunk_kimi(tower: HFConfig) -> HFConfig:
+    """Kimi-K2.5's tower, whose fields have other names; those of the hub, which only repeat them, are left out."""
+    left_out = ("depth", "num_heads", "mm_hidden_size", "text_hidden_size")
+    kept = {name: value for name, value in tower.items() if name not in left_out and not name.startswith("vt_")}
+    return kept | {"num_hidden_layers": 2, "num_attention_heads": TOWER_HIDDEN // HEAD, "hidden_size": TOWER_HIDDEN}

@@ -67,12 +67,13 @@ def hub_tensors(model: Any) -> dict[str, Tensor]:
     names = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
     family = next((family for family in architectures() if family.name == model.config.model_type), None)
     hub, others = (family.hub, family.other_names) if family is not None else (HubNames(), ())
+    on_the_hub = family.hub_name if family is not None else str
     fused = family.rows_together(model.config.to_dict()) if family is not None else None
     return {
         hub_name: view
         for name, tensor in model.state_dict().items()
         if name in names
-        for hub_name, view in _as_on_the_hub(with_prefix(name, others), tensor, hub, fused)
+        for hub_name, view in _as_on_the_hub(with_prefix(on_the_hub(name), others), tensor, hub, fused)
     }
 
 
