@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megarl.models import qwen2
 from megarl.models.architecture import HFConfig
 from megarl.models.dense import DenseSizes
