@@ -182,9 +182,10 @@ def padding_rules(settings: dict[str, Any], max_pixels: int | None = None) -> Pi
     if given is of_hub:
         found = {name: found[hub] for hub, name in HUB_SETTINGS.items() if hub in found}
     elif "size" in found:
-        found["longest_side"] = found["size"].get("max_height")
-        if found["size"] != {"max_height": found["longest_side"], "max_width": found["longest_side"]}:
-            raise ModelError(f"preprocessor_config.json: size is {found['size']}; it must be equal max_height and max_width")
+        size = {name: value for name, value in dict(found["size"]).items() if value is not None}
+        found["longest_side"] = size.get("max_height")
+        if size != {"max_height": found["longest_side"], "max_width": found["longest_side"]}:
+            raise ModelError(f"preprocessor_config.json: size is {size}; it must be equal max_height and max_width")
     sizes = {name: found.get(name, default) for name, default in PADDING_DEFAULTS.items()}
     for name, value in sizes.items():
         if not isinstance(value, int) or value < 1:
