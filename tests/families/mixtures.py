@@ -21,7 +21,7 @@ ERNIE_MOE: dict[str, Any] = {
     "moe_num_shared_experts": 2,
     "moe_layer_start_index": 1,
     "moe_layer_end_index": 2,
-    "moe_norm_min": 0.3,  # more than some sums of scores, as in no published model
+    "moe_norm_min": 0.55,  # more than some sums of scores, as in no published model
 }
 ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
 HUNYUAN = {"head_dim": 12, "rope_parameters": ALPHA}
