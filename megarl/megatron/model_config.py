@@ -100,6 +100,8 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
     }
     if "num_moe_experts" in kwargs and kwargs["add_bias_linear"]:
         kwargs["bias_dropout_fusion"] = False  # megatron-core adds the biases of experts inside them
+    if not kwargs["gated_linear_unit"]:
+        kwargs["bias_activation_fusion"] = False  # it has no such kernel of a squared ReLU
     overrides = fields_for(config_class, options, kind="model")
     scale = 1.0
     if config_class is TransformerConfig:  # latent attention scales what it rotates by itself

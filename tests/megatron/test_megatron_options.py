@@ -75,7 +75,7 @@ def test_kernels_that_count_one_position_are_never_used_by_models_that_see(world
     )
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", [name for name in MODELS if name not in ("granite_hybrid", "nemotron_h")])  # refused there
 def test_transformer_engine_fuses_and_overlaps_what_it_can(world: World, family: str) -> None:
     hf_config = COMMON | MODELS[family]
     transformer, ddp, _ = world.call(configs, options(recompute="selective"), hf_config, size=1)[0]
