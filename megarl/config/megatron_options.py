@@ -29,7 +29,8 @@ _REASONS = {
         moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_router_dtype moe_router_topk_limited_devices
         softmax_scale softmax_type no_rope_freq qk_l2_norm activation_func_clamp_value glu_linear_offset
         attention_output_gate experimental_attention_variant linear_attention_freq linear_conv_kernel_dim
-        linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads is_hybrid_model heterogeneous_block_specs moe_latent_size
+        linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads is_hybrid_model
+        heterogeneous_block_specs moe_latent_size
         apply_residual_connection_post_layernorm
     """,
     "megarl sets from the role's layout": """
