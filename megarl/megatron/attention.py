@@ -67,8 +67,8 @@ class StreamAttention(PackedSequences):
 def variant_of(config: TransformerConfig) -> ModuleType | None:
     """The attention that some layers have in place of the other: an option's `attention_variant.py`; None: no layer has any.
 
-    Its `NAME` is megatron-core's `experimental_attention_variant`, `put_into(layer, layer_spec)` puts it into the spec of a
-    layer, and `order_of(stream, config)` is what its layers must know of a stream.
+    Its `NAME` is megatron-core's `experimental_attention_variant`, `put_into(layer, layer_spec, sizes)` puts it into the spec
+    of a layer, and `order_of(stream, config)` is what its layers must know of a stream.
     """
     name = config.experimental_attention_variant
     return None if name is None else next(module for module in parts("attention_variant") if name == module.NAME)

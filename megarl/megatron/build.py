@@ -78,6 +78,7 @@ def build_model(options: ModelOptions, folder: HFFolder, switch: Any = None) -> 
         )
         if config.multi_latent_attention:
             layer_specs.set_latent_norm_epsilon(chunk)
+            layer_specs.stop_rotation(chunk)
         chunk.to(device=torch.cuda.current_device())
         if config.num_moe_experts is not None and config.add_bias_linear:
             layer_specs.prepare_biased_experts(chunk)
@@ -154,7 +155,14 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
     kwargs |= {
         "config": config,
         "transformer_layer_spec": layer_specs.block_spec(
-            options.layer_spec, config, layers, deepstack, traits, rope, core_attention=options.core_attention
+            options.layer_spec,
+            config,
+            layers,
+            deepstack,
+            traits,
+            rope,
+            architecture.linear(folder.config),
+            core_attention=options.core_attention,
         ),
         "vocab_size": padded_vocab(vocab_size, layout.tp),
         "pre_process": pre_process,

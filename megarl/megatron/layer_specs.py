@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megarl.errors import LayoutError
 from megarl.megatron.attention import ReferenceAttention, core_attention_called, variant_of
 from megarl.megatron.branches import BranchLayer
-from megarl.megatron.latent_attention import LatentSelfAttention
+from megarl.megatron.latent_attention import LatentSelfAttention, has_no_positions
 from megarl.megatron.model_config import has_experts
 from megarl.megatron.norms import KeyNorm, QueryNorm, ReferenceRMSNorm
 from megarl.megatron.rotary import RotarySetSelfAttention
@@ -88,13 +87,14 @@ def block_spec(
     deepstack: int = 0,
     traits: DecoderTraits = PLAIN,
     rope: LayerRope | None = None,
+    linear: Any = None,
     *,
     core_attention: str = "spec",
 ) -> TransformerBlockSubmodules:
     """The spec of a model chunk that holds `layers` (global, zero-based) under the layer spec called `name`.
 
     Their core attention is the spec's, or the one that is called `core_attention`. Behind the model's first `deepstack` layers
-    features of a vision tower are added. The layers of `rope` rotate as it says.
+    features of a vision tower are added. The layers of `rope` rotate as it says. `linear`: the sizes of linear attention.
 
     Raises:
         LayoutError: the layers of that name cannot run the model, or not under its layout, or features are to be added in
@@ -112,8 +112,11 @@ def block_spec(
     ]
 
     def make(kind: tuple[bool, bool, int | None]) -> ModuleSpec:
-        layer = _layer(name, config, with_experts=kind[0], variant=variant if kind[1] else None, core_attention=core_attention)
-        return _with_rotary_set(_with_traits(layer, traits), kind[2])
+        layer = _layer(name, config, with_experts=kind[0], core_attention=core_attention)
+        if variant is not None and kind[1]:
+            variant.put_into(layer, name, linear)
+        of_layer = traits if traits.of_variant is None or not kind[1] else traits.of_variant
+        return _with_rotary_set(_with_traits(layer, of_layer), kind[2])
 
     specs = {kind: make(kind) for kind in set(kinds)}
     of_layers = [specs[kind] for kind in kinds]
@@ -127,7 +130,7 @@ def block_spec(
 
 def prediction_spec(name: str, config: TransformerConfig, *, core_attention: str = "spec") -> ModuleSpec:
     """The spec of the layer in a layer for multi-token prediction: full attention, and experts if the model has any."""
-    return _layer(name, config, with_experts=True, variant=None, core_attention=core_attention)
+    return _layer(name, config, with_experts=True, core_attention=core_attention)
 
 
 def block_norm(name: str) -> Any:
@@ -194,6 +197,14 @@ def set_latent_norm_epsilon(model: Any) -> None:
                 module.eps = LATENT_NORM_EPS
 
 
+def stop_rotation(model: Any) -> None:
+    """Have latent attention rotate by no angle in layers without positions, which megatron-core knows of other attention."""
+    for layer in (module for module in model.modules() if isinstance(module, TransformerLayer)):
+        rotary: Any = getattr(layer.self_attention, "rotary_pos_emb", None)
+        if rotary is not None and has_no_positions(layer.config, layer.layer_number):
+            rotary.inv_freq = torch.zeros_like(rotary.inv_freq)
+
+
 def _transformer_engine(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts,
@@ -242,15 +253,10 @@ _MAKE: dict[str, Callable[[TransformerConfig, int | None], ModuleSpec]] = {
 }
 
 
-def _layer(
-    name: str, config: TransformerConfig, *, with_experts: bool, variant: ModuleType | None, core_attention: str
-) -> ModuleSpec:
-    """A layer of the spec called `name`, with experts if the model has any; its attention is that of `variant`, or full."""
+def _layer(name: str, config: TransformerConfig, *, with_experts: bool, core_attention: str) -> ModuleSpec:
+    """A layer of the spec called `name` with full attention, and experts if the model has any."""
     layer = _MAKE[name](config, config.num_moe_experts if with_experts else None)
     attention = layer.submodules.self_attention
-    if variant is not None:
-        variant.put_into(layer, name)
-        return layer
     if config.attention_output_gate:
         attention.module = GatedSelfAttention
     if core_attention != "spec":

@@ -88,12 +88,13 @@ def weight_map(hf_config: HFConfig, sizes: dense.DenseSizes) -> WeightMap:
     """Latent attention, the dense first layers, and experts with their bias and the shared ones."""
     experts = _experts(hf_config)
     of_experts = moe.mlp_rules(experts, sizes.hidden_size, expert_bias=True)
-    attention = _attention_rules(sizes, LatentSizes.from_hf(hf_config))
+    attention = latent_attention_rules(sizes, LatentSizes.from_hf(hf_config))
     more = behind_the_decoder(hf_config, sizes, [*attention, *of_experts])
     return moe.weight_map(sizes, experts, attention, of_experts, **more)
 
 
-def _attention_rules(sizes: dense.DenseSizes, latent: LatentSizes) -> list[Rule]:
+def latent_attention_rules(sizes: dense.DenseSizes, latent: LatentSizes) -> list[Rule]:
+    """Latent attention behind its norm."""
     hidden, heads, qk_dim = sizes.hidden_size, sizes.num_heads, latent.nope_dim + latent.rope_dim
     prefix, hf = dense.LAYER + "self_attention.", dense.HF_LAYER + "self_attn."
 
@@ -149,7 +150,8 @@ def _rope_kwargs(hf_config: HFConfig) -> dict[str, Any]:
     }
 
 
-def _sizes(hf_config: HFConfig) -> dense.DenseSizes:
+def latent_sizes(hf_config: HFConfig) -> dense.DenseSizes:
+    """The decoder's sizes. Raises ModelError as `DenseSizes.from_hf`."""
     # head_dim says here how many of a head's dimensions rotate, or is absent; num_key_value_heads means nothing.
     overrides = {"head_dim": size(hf_config, "qk_rope_head_dim"), "num_key_value_heads": None}
     return dense.DenseSizes.from_hf(hf_config | overrides)
@@ -179,7 +181,7 @@ ARCHITECTURE = text_family(
     transformer_config_kwargs,
     weight_map,
     gpt_kwargs,
-    sizes_of=_sizes,
+    sizes_of=latent_sizes,
     sglang=SglangFacts(replicates_attention=True, refusal=_sglang_refusal, arguments={"disable_shared_experts_fusion": True}),
     other_types=("kimi_k2",),
 )

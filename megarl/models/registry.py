@@ -63,6 +63,7 @@ REFUSED = {
 """By `model_type`, why a family that users ask for is not there."""
 OPTION_OF_FAMILY = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "linear_attention"),
+    **dict.fromkeys(("kimi_linear", "olmo_hybrid"), "linear_attention"),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe"), "pictures"),
 }
 """The option that brings a family, also where an installation lacks it: for the sentence that says so."""

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from megarl.errors import ModelError
-from megarl.models.architecture import HubNames
+from megarl.models.architecture import Architecture, HFConfig, HubNames
 from megarl.models.fused_rows import FusedRows
 from megarl.models.registry import architectures, load_hf_config
 
@@ -44,13 +44,18 @@ def hub_tensors(model: Any) -> dict[str, Tensor]:
     names = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
     family = next((family for family in architectures() if family.name == model.config.model_type), None)
     hub, others = (family.hub, family.other_names) if family is not None else (HubNames(), ())
-    fused = family.rows_together(model.config.to_dict()) if family is not None else None
+    fused = _together(family, model.config.to_dict()) if family is not None else None
     return {
         hub_name: view
         for name, tensor in model.state_dict().items()
         if name in names
         for hub_name, view in _as_on_the_hub(with_prefix(name, others), tensor, hub, fused)
     }
+
+
+def _together(family: Architecture, hf_config: HFConfig) -> FusedRows | None:
+    """What transformers holds in one parameter; None: nothing but experts."""
+    return family.in_transformers(hf_config) if family.in_transformers is not None else family.rows_together(hf_config)
 
 
 def with_prefix(name: str, others: Iterable[tuple[str, str]]) -> str:
@@ -73,6 +78,8 @@ def _as_on_the_hub(name: str, tensor: Tensor, hub: HubNames, fused: FusedRows | 
                 yield part, tensor[place.start : place.stop]
         return
     name = name.replace(".mlp.", f".{hub.block}.")
+    for part, on_the_hub in hub.renamed:
+        name = name.replace(part, on_the_hub)
     gate, up, down = hub.expert
     prefix, _, part = name.rpartition(".experts.")
     stored, _, bias = part.partition("_proj")

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from megarl.models.hf_folder import write_hf_folder
 from megarl.option_list import OPTIONS
-from tests.families import settings
+from tests.families import linear, settings
 from tests.families.family import SIZES, SPREAD, Family
 
-_LISTS = (settings,)
+_LISTS = (settings, linear)
 FAMILIES: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.FAMILIES.items()}
 VARIANTS: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.VARIANTS.items()}
 ODD: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.ODD.items()}
@@ -81,7 +81,8 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
     """
     found: dict[str, Tensor] = {}
     mixtral, alternating = (model.config.model_type == name for name in ("mixtral", "gpt_oss"))
-    for name, tensor in _apart(model, named):
+    renamed = (pair for name, tensor in _apart(model, named) for pair in linear.on_the_hub(model.config, name, tensor))
+    for name, tensor in renamed:
         name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         prefix, fused, part = name.partition(".experts.")
         if not fused:
@@ -95,7 +96,7 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
                 halves = {"gate_proj": rows[0::2], "up_proj": rows[1::2]} if stored == "gate_up" else {"down_proj": rows}
                 found |= {f"{prefix}.experts.{expert}.{which}.{kind}": half for which, half in halves.items()}
             continue
-        gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        gate, up, down = ("w1", "w3", "w2") if ".block_sparse_moe" in prefix else ("gate_proj", "up_proj", "down_proj")
         for expert, rows in enumerate(tensor):
             halves = dict(zip((gate, up), rows.chunk(2), strict=True)) if part == "gate_up_proj" else {down: rows}
             found |= {f"{prefix}.experts.{expert}.{which}.weight": half for which, half in halves.items()}

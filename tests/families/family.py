@@ -40,7 +40,7 @@ class Family:
     @property
     def norms_less_one(self) -> bool:
         """Whether the weights of norms over the residual stream and over heads are stored less one."""
-        return self.linear or self.class_prefix == "Gemma3"
+        return self.class_prefix.startswith(("Qwen3Next", "Qwen3_5", "Gemma3"))
 
     @property
     def kind(self) -> dict[str, bool]:
