@@ -76,6 +76,29 @@ ODD: dict[str, Family] = {
 }
 
 
+RENAMED = {
+    ".self_attn.f_a_proj": ".self_attn.forget_gate.f_a_proj",
+    ".self_attn.f_b_proj": ".self_attn.forget_gate.f_b_proj",
+    ".block_sparse_moe.shared_experts.": ".mlp.shared_experts.",
+    ".block_sparse_moe.experts": ".mlp.experts",
+}
+"""Parts of the hub's names of Kimi-Linear's linear layers, and transformers'."""
+
+
+def in_transformers(model_type: str, layer: str) -> str:
+    """What transformers calls a linear layer of these families, which the hub calls `layer`; others as they are."""
+    for on_hub, theirs in RENAMED.items() if model_type == "kimi_linear" else ():
+        layer = layer.replace(on_hub, theirs)
+    return layer
+
+
+def hub_layer(model_type: str, layer: str) -> str:
+    """The way back."""
+    for on_hub, theirs in RENAMED.items() if model_type == "kimi_linear" else ():
+        layer = layer.replace(theirs, on_hub)
+    return layer
+
+
 def on_the_hub(config: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors on the hub of a tensor of these families, whose experts are still together; others as they are."""
     if config.model_type == "kimi_linear":

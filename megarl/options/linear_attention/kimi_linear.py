@@ -50,7 +50,10 @@ OF_LINEAR = {"linear_head_dim": "head_dim", "linear_num_heads": "num_heads", "li
 """Fields of `linear_attn_config`, which count more, by what transformers calls them."""
 LISTS = {"kda_layers": LINEAR, "full_attn_layers": FULL}
 """Lists of layers, counted from 1, in `linear_attn_config`."""
-UNKNOWN = ("gate_lower_bound", "use_full_rank_gate", "attn_res_block_size", "latent_moe_use_norm", "mla_use_output_gate")
+UNKNOWN = (
+    "gate_lower_bound", "use_full_rank_gate", "attn_res_block_size", "latent_moe_use_norm", "mla_use_output_gate",
+    "routed_expert_hidden_size",
+)  # fmt: skip
 """Fields of Kimi K3's layers, which differ."""
 ONLY = {"moe_router_activation_func": "sigmoid", "mla_use_nope": True, "num_nextn_predict_layers": 0, "moe_layer_freq": 1}
 BLOCK_NAMES = tuple((f".mlp.{part}.", f".block_sparse_moe.{part}.") for part in ("experts", "gate", "shared_experts"))
