@@ -70,6 +70,7 @@ def hugging_face(family: str) -> Any:
             centre = 1.0 if "norm" in name and (not entry.norms_less_one or ".linear_attn." in name) else 0.0
             centre = -3.0 if name.endswith("A_log") else centre  # states that last, as models have them
             spread = SPREAD / 5 if name.endswith("e_score_correction_bias") else SPREAD  # tokens must still matter
+            spread = spread / 10 if entry.small is not None and entry.small in name else spread
             value.copy_(centre + spread * torch.randn(value.shape, generator=generator))
     return model
 

@@ -36,6 +36,8 @@ class Family:
     model_type: str | None = None
     """What `config.json` calls it, if not as transformers does."""
     linear: bool = False
+    small: str | None = None
+    """A part of the names of parameters whose random values are a tenth as large."""
 
     @property
     def norms_less_one(self) -> bool:
