@@ -46,6 +46,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "served_supervised": ("megarl/algorithms", "megarl/options/lora", "megarl/options/serve", "megarl/trainers/supervised"),
     "soak": ("megarl/core", "megarl/observe", "megarl/rollout", "megarl/runs", "megarl/workers"),
     "speculative": ("megarl/megatron", "megarl/options/prediction", "megarl/rollout"),
+    "state_spaces": ("megarl/options/state_spaces",),
     "step": STEP,
     "tokenising": ("megarl/data",),
     "update_checks": ("megarl/weights", "megarl/workers"),

@@ -23,6 +23,8 @@ OPTIONS = (
     "shared_prefixes",
     "few_bits",
     "linear_attention",
+    "sparse_attention",
+    "state_spaces",
     "environments",
     "tools",
     "agents",

@@ -72,6 +72,13 @@ def pytest_runtest_call() -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests that need an option which this installation does not have."""
+    needed = {name for marker in item.iter_markers("needs_option") for name in marker.args}
+    if missing := needed - {*OPTIONS}:
+        pytest.skip(f"needs the option {min(missing)}, which this installation does not have")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Complete the marks that `make test-quick` and `make test` choose by (pyproject.toml says what they mean)."""
     for item in items:
@@ -112,6 +119,10 @@ def local_ray(_shared_ray: ExitStack, warm_workers: WarmWorkers) -> None:
 
     if ray.is_initialized():
         return
+    # as for a Ray that a run starts itself: idle workers that no actor of a run could take, and reports that nobody reads
+    os.environ |= {"RAY_prestart_worker_first_driver": "0", "RAY_task_events_report_interval_ms": "0"}
     settings = {"include_dashboard": False, "object_store_memory": 512 * 2**20, "log_to_driver": False}
-    ray.init(address="local", num_cpus=8, runtime_env={"py_executable": warm_workers.python}, **settings)
+    with pytest.MonkeyPatch.context() as patched:  # an absolute path, which Ray appends to a folder of its own
+        patched.setattr(ray._private.ray_constants, "SETUP_WORKER_FILENAME", str(Path(__file__).with_name("warm_setup.py")))
+        ray.init(address="local", num_cpus=8, runtime_env={"py_executable": warm_workers.python}, **settings)
     _shared_ray.callback(ray.shutdown)

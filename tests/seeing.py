@@ -22,16 +22,21 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.data.media import Media
 from megarl.data.micro_batches import Grid
 from megarl.data.stream import Response, Unit
 from megarl.models.hf_folder import write_hf_folder
 from megarl.models.registry import architecture_for
+from megarl.models.transformers_names import with_prefix
 from megarl.models.vision import Vision
+from megarl.options.pictures.picture_rules import PADDING
 from megarl.options.pictures.positions import prompt_positions, with_positions
 from tests import families
 from tests.families.family import SIZES, SPREAD
+from tests.families.settings import KIMI
+from tests.padded_pictures import padded_inputs
 
 IMAGE, VIDEO, START, END = 120, 121, 122, 123
 QWEN_TOKENS = {
@@ -47,6 +52,12 @@ GLM_TOKENS = {
     "image_end_token_id": "<|end_of_image|>",
     "video_start_token_id": "<|begin_of_video|>",
     "video_end_token_id": "<|end_of_video|>",
+}
+KIMI_TOKENS = {
+    "image_token_id": "<|media_pad|>",
+    "video_token_id": "<|kimi_k25_video_placeholder|>",
+    "vision_start_token_id": "<|media_begin|>",
+    "vision_end_token_id": "<|media_end|>",
 }
 """Special tokens, from `IMAGE` on in this order, by what config.json calls their ids."""
 TEXT_IDS = 120
@@ -70,6 +81,8 @@ class SeeingFamily:
     """Whether transformers computes a video beside pictures; where not, its frames are shown as pictures."""
     tokens: dict[str, str] = field(default_factory=lambda: QWEN_TOKENS)
     image_processor: str = "Qwen2VLImageProcessor"
+    more: dict[str, Any] = field(default_factory=dict)
+    """Fields beside the two configs."""
 
 
 def _rope(sections: list[int], **more: Any) -> dict[str, Any]:
@@ -147,6 +160,23 @@ SEEING: dict[str, SeeingFamily] = {
         tokens=GLM_TOKENS,
         image_processor="Glm4vImageProcessor",
     ),
+    "kimi_k25": SeeingFamily(
+        "Kimi_K25",
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 16,
+            "num_attention_heads": 2,
+            "intermediate_size": 20,
+            "pos_emb_height": 5,  # no picture's grid
+            "pos_emb_width": 5,
+        },
+        KIMI | {"model_type": "kimi_k2"},
+        num_experts=8,
+        videos=False,
+        tokens=KIMI_TOKENS,
+        image_processor=PADDING,
+        more={"projection_hidden_size": 16},
+    ),
 }
 
 
@@ -166,6 +196,7 @@ def hf_config(family: str) -> Any:
         vision_config={"patch_size": entry.patch} | entry.vision,
         **{name: IMAGE + number for number, name in enumerate(entry.tokens)},
         tie_word_embeddings=entry.tied,
+        **entry.more,
         attn_implementation="eager",
         experts_implementation="eager",
     )
@@ -187,8 +218,19 @@ def hugging_face(family: str) -> Any:
     return model
 
 
+SAVED_OTHERWISE = (
+    ("language_model.model.blocks.", "language_model.model.layers."),
+    ("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed."),
+    ("model.mm_projector.", "mm_projector."),
+)
+"""Beginnings of names that transformers 5.19 saves Kimi-K2.5 with, and those of the hub, which it also loads."""
+
+
 def by_hub_name(family: str, model: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors named as the module's parameters (values or gradients), as a hub checkpoint has them."""
+    if family == "kimi_k25":
+        saved = revert_weight_conversion(model, dict(named))
+        return {with_prefix(name, SAVED_OTHERWISE): tensor.clone() for name, tensor in saved.items()}
     if family == "glm4v_moe":
         return families.by_hub_name(model, iter(named.items()))
     if family in ("qwen2_vl", "qwen2_5_vl"):
@@ -219,6 +261,8 @@ def build_seeing_folder(family: str, path: Path) -> None:
     patch, kind = SEEING[family].patch, SEEING[family].image_processor
     settings: dict[str, Any] = {"image_processor_type": kind, "patch_size": patch, "temporal_patch_size": 2, "merge_size": 2}
     settings["size"] = {"shortest_edge": patch**2 * 4, "longest_edge": 10**6}
+    if kind == PADDING:
+        settings |= {"size": {"max_height": 512, "max_width": 512}, "max_patches": 16384}
     (path / "preprocessor_config.json").write_text(json.dumps(settings))
 
 
@@ -228,6 +272,19 @@ def vision_of(family: str) -> Vision:
     found = architecture_for(config).vision(config)
     assert found is not None
     return found
+
+
+def tower_modules(model: Any) -> list[Any]:
+    """The tower of transformers' model, and its projector where that is a module of its own."""
+    own = model.model
+    return [own.visual] if hasattr(own, "visual") else [own.vision_tower, own.mm_projector]
+
+
+def seen_by(model: Any, patches: Tensor, grids: Tensor) -> Any:
+    """What transformers' tower and projector make of pictures."""
+    if hasattr(model.model, "visual"):
+        return model.model.visual(patches, grid_thw=grids)
+    return model.model.get_image_features(patches, image_grid_thw=grids, return_dict=True)
 
 
 GRIDS = {"wide": (4, 6), "high": (8, 4), "flat": (2, 4), **{f"frame{number}": (4, 6) for number in range(4)}}
@@ -333,10 +390,12 @@ def conversations(family: str) -> list[Unit]:
 
 def inputs(family: str, folder: Path, shown: Sequence[Media]) -> dict[str, Any]:
     """What transformers takes beside ids: pixels by its own processor, and grids."""
-    patch, processor = SEEING[family].patch, image_processor(family)
+    patch, processor = SEEING[family].patch, image_processor(family) if SEEING[family].image_processor != PADDING else None
     found: dict[str, Any] = {}
     images = [media for media in shown if media.kind == "image"]
     videos = [media for media in shown if media.kind == "video"]
+    if SEEING[family].image_processor == PADDING:
+        return padded_inputs([Image.open(file) for media in images for file in media.files(folder)])
     if images:
         read = processor([Image.open(file) for media in images for file in media.files(folder)], return_tensors="pt")
         found |= {"pixel_values": read["pixel_values"], "image_grid_thw": read["image_grid_thw"]}
@@ -380,7 +439,8 @@ def by_hugging_face(family: str, folder: Path, temperature: float, given: Sequen
             media = [*unit.media, *(shown.moved(start) for shown in response.media)]
             read = inputs(family, folder, media)
             ids = torch.cat([unit.prompt_ids, response.token_ids])[None]
-            more = {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()} if media else {}
+            kinds = {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
+            more = kinds if media and vision_of(family).mrope is not None else {}
             if "video_grid_thw" in read:
                 more["position_ids"] = positions_with(unit, response.token_ids)
             logits = model(ids, **read, **more).logits[0, len(unit.prompt_ids) - 1 : -1].double() / temperature

@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
 _MODULES = (
     "advantages", "token_advantages", "group_advantages", "subset_advantages", "token_baseline", "turn_advantages",
-    "aggregation", "entropy", "kl", "off_policy", "policy_losses", "preference", "registry", "reward_model",
-    "shaping", "shard", "token_choice", "token_losses",
+    "aggregation", "entropy", "kl", "off_policy", "policy_losses", "clipping_variants", "preference", "registry",
+    "reward_model", "shaping", "shard", "token_choice", "token_losses",
 )  # fmt: skip
 
 __all__ = [

@@ -276,7 +276,7 @@ def _roles_of(samples: Sequence[Mapping[str, Any]], role: str | None) -> str:
 
 def _chat(arguments: argparse.Namespace) -> int:
     from megarl.config.stop_checks import check_stops
-    from megarl.models.transformers_names import config_in_transformers
+    from megarl.models.transformers_names import config_in_transformers, loader_of
     from megarl.observe.chat import chat
 
     console = make_console()
@@ -295,6 +295,7 @@ def _chat(arguments: argparse.Namespace) -> int:
             folder,
             console,
             config=config_in_transformers(folder),
+            load=loader_of(folder),
             system_prompt=system,
             chat_template=arguments.chat_template,
             template_args=template_args(arguments),

@@ -202,12 +202,14 @@ class Layout:
         expert_ffn_size: int | None = None,
         deepstack: int = 0,
         linear_heads: int | None = None,
+        linear_exchanges: bool = True,
     ) -> None:
         """Refuse a layout that cannot hold a model of these sizes, naming the nearest sizes that can.
 
         `ffn_size` is the width of dense layers and shared experts, None where there are none. Behind the first `deepstack`
-        layers features of a vision tower are added, which is on the first stage. `linear_heads` are the key heads of linear
-        attention, None where no layer has any.
+        layers features of a vision tower are added, which is on the first stage. `linear_heads` are the heads of
+        layers with states (linear attention, state spaces), None where no layer has any, which context ranks share out if
+        `linear_exchanges`.
 
         Raises:
             LayoutError: tp does not divide the heads (or the KV heads in either direction) or the feed-forward width, cp the
@@ -221,11 +223,14 @@ class Layout:
 
         if not holds(self.tp):
             sizes = [f"{num_heads} attention heads", f"{num_kv_heads} KV heads"]
-            sizes += [f"{linear_heads} key heads of linear attention"] if linear_heads else []
+            sizes += [f"{linear_heads} heads of layers with states"] if linear_heads else []
             sizes += [f"feed-forward width of {ffn_size}"] if ffn_size else []
             reason = f"does not divide the model's {', '.join(sizes[:-1])} and {sizes[-1]}"
             fit = [n for n in divisors(num_heads) if holds(n)]
             raise self._refusal("tp", reason, fit, rule="does not divide the model's heads and feed-forward width")
+        if linear_heads is not None and self.cp > 1 and not linear_exchanges:
+            reason = "splits a sequence, whose states the layers of this model hand from token to token"
+            raise self._refusal("cp", reason, allowed="1", rule="must be 1 for a model with state spaces")
         if linear_heads is not None and linear_heads // self.tp % self.cp:
             heads = linear_heads // self.tp
             reason = f"does not divide the {heads} key heads of linear attention that each of {self.tp} tensor ranks has"

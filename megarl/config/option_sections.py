@@ -16,6 +16,7 @@ OPTION_OF_FIELD = {
     "algorithm.distillation": "distillation",
     "critic.lora": "lora",
     "data.curriculum": "curriculum",
+    "policy.indexer": "sparse_attention",
     "policy.lora": "lora",
     "policy.mtp": "prediction",
     "policy.routing": "routing_replay",

@@ -18,7 +18,7 @@ from torch import Tensor
 from megarl.checkpoint.format.safe_pickle import check_pickles
 from megarl.convert.sources import ConversionSource, DistSource, HFSource
 from megarl.errors import CheckpointError, DataError
-from megarl.models.transformers_names import config_in_transformers
+from megarl.models.transformers_names import config_in_transformers, loader_of
 from megarl.system.hidden_bars import hide_bars
 
 TOLERANCE = 1e-3
@@ -108,11 +108,9 @@ def _ids_of_json(line: str) -> list[int] | None:
 
 def _transformers_logits(folder: str, token_ids: Sequence[list[int]]) -> list[Tensor]:
     """`[T, V]` of each prompt."""
-    from transformers import AutoModelForCausalLM
-
     hide_bars()
     config = config_in_transformers(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, trust_remote_code=False).eval()
+    model = loader_of(folder)(folder, config=config, dtype=torch.float32, trust_remote_code=False).eval()
     with torch.no_grad():
         return [model(torch.tensor([ids])).logits[0].clone() for ids in token_ids]
 
@@ -146,8 +144,10 @@ def _megatron_logits(config_folder: str, checkpoint: str | None, token_ids: Sequ
             # `compare_logits` has looked at its pickles
             state = dist_checkpointing.load({"model": model.sharded_state_dict()}, checkpoint)
             model.load_state_dict(state["model"], strict=True)
-        divisor = architecture.traits(folder.config).logits_divisor
-        logits = [_logits(model, options, ids) / divisor for ids in token_ids]
+        traits = architecture.traits(folder.config)
+        logits = [_logits(model, options, ids) / traits.logits_divisor for ids in token_ids]
+        if (cap := traits.logits_cap) is not None:
+            logits = [(of_ids / cap).tanh() * cap for of_ids in logits]
         torch.distributed.destroy_process_group()
     return logits
 

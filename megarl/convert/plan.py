@@ -260,13 +260,17 @@ def _hf_outputs(source: ConversionSource, dtype: str | None) -> Iterator[_Tensor
                 yield from (_Tensor(output_name, target_dtype, shape, parts) for output_name in (name, *copies.get(name, ())))
             elif isinstance(fused, FusedRows):
                 together += parts
-                if place.stop == fused.shape(place.stored)[0]:
-                    yield _Tensor(place.stored, target_dtype, fused.shape(place.stored), tuple(together))
+                if place.stop == fused.rows(place.stored):
+                    stack = fused.is_stack(place.stored)
+                    shape = fused.shape(place.stored)
+                    yield _Tensor(place.stored, target_dtype, shape, tuple(together), rows_of_last_axis=stack)
                     together = []
             elif isinstance(place, ExpertPlace) and place.start == 0:  # up is beside gate, in the same matrix
                 [part] = parts
                 alternating = part.step < place.step  # not yet in the source
-                together.append(Part(part.source, 0, part.cols, not part.transposed, alternating=alternating))
+                rows = part.cols if fused.transposed else fused.shape(place.stored)[1]
+                transposed = part.transposed != fused.transposed
+                together.append(Part(part.source, 0, rows, transposed, alternating=alternating))
                 if len(together) == fused.experts:
                     yield _Tensor(
                         place.stored, target_dtype, fused.shape(place.stored), tuple(together), rows_of_last_axis=True

@@ -374,7 +374,8 @@ def _matrices_of_folder(
     matrices: dict[str, Matrix] = {}
     entries = folder.entries()
     for name, (file, entry) in entries.items():
-        rows, cols = rows_and_cols(entry.shape)
+        stacked = isinstance(folder.fused, FusedRows) and folder.fused.is_stack(name)  # of matrices, whose rows are counted
+        rows, cols = (prod(entry.shape[:-1]), entry.shape[-1]) if stacked else rows_and_cols(entry.shape)
         matrices[name] = Matrix(name, entry.dtype, rows, cols, (Extent(file, entry.offset, 0, rows, 0, cols),))
     shapes = {name: entry.shape for name, (_, entry) in entries.items()}
     quantised: dict[str, Matrix] = {}

@@ -57,8 +57,8 @@ class Response:
     `index` is its row in the global batch: results come back under it. `token_ids` is int64 `[L]`, `mask` bool `[L]`
     (True where the policy sampled the token; only these get log-probs and loss). `columns` holds float `[L]` or
     `[L, k]` tensors by name (advantages, old log-probs, loss weights …). `media` are the pictures told between its turns, their
-    places counted from its first token. `positions` int64 `[3, L]` are those of its tokens; None: they follow the prompt's one
-    by one. `extra` `[L, ...]` are the token columns of options by name (`data/columns.py`).
+    places counted from its first token. `positions` int64 `[3, L]` or `[L]` are those of its tokens; None: they follow the
+    prompt's one by one. `extra` `[L, ...]` are the token columns of options by name (`data/columns.py`).
     """
 
     index: int
@@ -74,8 +74,8 @@ class Response:
 class Unit:
     """A prompt (`prompt_ids` int64 `[P]`) and the responses computed with it.
 
-    `media` are the pictures in it. `positions` int64 `[3, P]` are those of its tokens in time, height and width, which
-    responses continue behind the largest if they have none of their own; None: each token's is its place. `extra`
+    `media` are the pictures in it. `positions` int64 `[3, P]` are those of its tokens in time, height and width, or `[P]`,
+    which responses continue behind the largest if they have none of their own; None: each token's is its place. `extra`
     `[P, ...]` are the token columns of options.
     """
 
@@ -312,17 +312,18 @@ def _positions_behind(first: int, response: Response, fed: int) -> Tensor:
     """`[fed]` or `[3, fed]`: those of a response's first `fed` tokens, the prompt's ending before `first`."""
     if response.positions is None:
         if response.media:
-            raise ValueError(f"response {response.index} shows pictures, but has no positions on three axes")
+            raise ValueError(f"response {response.index} shows pictures, but has no positions")
         return torch.arange(first, first + fed)
     _check_positions(response.positions, "response", len(response.token_ids))
     if any(shown.place + shown.tokens > fed for shown in response.media):
         raise ValueError(f"response {response.index} ends with a picture; its last token must be one that was sampled")
-    return response.positions[:, :fed]
+    return response.positions[..., :fed]
 
 
 def _check_positions(positions: Tensor, what: str, length: int) -> None:
-    if positions.shape != (3, length):
-        raise ValueError(f"a {what} of {length} tokens has positions {list(positions.shape)}; they must be [3, {length}]")
+    if positions.shape not in ((3, length), (length,)):
+        allowed = f"[3, {length}] or [{length}]"
+        raise ValueError(f"a {what} of {length} tokens has positions {list(positions.shape)}; they must be {allowed}")
 
 
 def _fed(response: Response, position: ScorePosition) -> int:
@@ -340,7 +341,7 @@ def _shareable(response: Response, first: int, *, share_turns: bool) -> npt.NDAr
     count = max(len(response.token_ids) - 1, 0) if share_turns and not response.extra else 0
     count = min([count, *(media.place for media in response.media)])
     if response.positions is not None:
-        follows = (response.positions[:, :count] == torch.arange(first, first + count)).all(0)
+        follows = (torch.atleast_2d(response.positions)[:, :count] == torch.arange(first, first + count)).all(0)
         count = int(follows.long().cumprod(0).sum())
     return response.token_ids[:count].numpy()
 

@@ -16,6 +16,7 @@ from megarl.config.load import parse_supervised_config
 from megarl.models.architecture import HFConfig
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.shrunk import chunk_layers, shrunk_config, shrunk_layout
+from megarl.models.transformers_names import auto_class
 from megarl.option_list import functions
 from megarl.system.hidden_bars import hide_bars
 from megarl.weights.run_plan import engine_target
@@ -135,7 +136,7 @@ def _write_model(folder: Path, hf_config: HFConfig) -> None:
     """A model with random weights and a tokenizer of words and digits."""
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
+    from transformers import AutoConfig, PreTrainedTokenizerFast
 
     words = {word: number for number, word in enumerate((*WORDS, *MARKS.values()))}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
@@ -147,9 +148,8 @@ def _write_model(folder: Path, hf_config: HFConfig) -> None:
         tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS.values()])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>")
     torch.manual_seed(0)
-    kind = AutoModelForCausalLM if tower is None else AutoModelForImageTextToText
     named = {**hf_config, "model_type": architecture_for(hf_config).name}  # transformers has no other names of a family
-    model = kind.from_config(AutoConfig.for_model(**named), dtype=torch.float32)
+    model = auto_class(named).from_config(AutoConfig.for_model(**named), dtype=torch.float32)
     hide_bars()
     model.save_pretrained(folder)
     if tower is not None:

@@ -19,10 +19,12 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megarl.data.stream import PackedStream, Segment, StreamShard
+from megarl.megatron.layer_windows import ChunkWindow, window_of
+from megarl.megatron.plain_attention import plain_attention
 from megarl.option_list import parts
 
 
@@ -46,22 +48,22 @@ class AttentionCall:
 class PackedSequences(PackedSeqParams):
     """The value that travels to the attention as megatron-core's `packed_seq_params`, so that a recomputed layer sees the same.
 
-    `order` is for layers with an attention variant: its `order_of` the stream's tokens.
+    `order` is for layers with an attention variant: its `order_of` the stream's tokens. `position_ids` int64 `[S/cp]`, or
+    `[3, S/cp]`, are those of this rank's tokens.
     """
 
     order: Any = None
+    position_ids: Tensor | None = None
 
 
 @dataclass
 class StreamAttention(PackedSequences):
     """The attention of a stream's tokens, for layers that are told who attends to whom.
 
-    `calls` are what the core attention of a layer needs, by its window in tokens (None: it attends to all). `position_ids`
-    int64 `[S/cp]` are those of this rank's tokens.
+    `calls` are what the core attention of a layer needs, by its window in tokens (None: it attends to all).
     """
 
     calls: Mapping[int | None, tuple[Any, ...]] = field(default_factory=dict)
-    position_ids: Tensor | None = None
 
 
 def variant_of(config: TransformerConfig) -> ModuleType | None:
@@ -133,19 +135,6 @@ def gathered_places(share: StreamShard) -> tuple[Tensor, int]:
     return gathered_index, share.rank * layout.shape[1]
 
 
-def window_of(config: TransformerConfig, layer_number: int) -> int | None:
-    """Tokens of the window that a layer (counted from 1) attends through, itself included; None: it attends to all."""
-    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
-        return None
-    before: int = config.window_size[0]
-    return before + 1
-
-
-def windows_of(config: TransformerConfig) -> frozenset[int | None]:
-    """Windows of all layers."""
-    return frozenset(window_of(config, number + 1) for number in range(config.num_layers))
-
-
 def query_ranges(stream: PackedStream, cp: int, rank: int) -> Iterable[list[QueryRange]]:
     """The runs of real queries that `rank` holds, its early chunks apart from its late ones, which look at more keys."""
     chunks, chunk_places = (1, [0]) if cp == 1 else (2 * cp, [rank, 2 * cp - 1 - rank])
@@ -190,7 +179,8 @@ def _call(
         visible = torch.cat([in_prefix[:, None].expand(-1, own_query.shape[1], -1), causal], dim=2)
         if window is not None:
             positions = torch.cat([prefix.expand(len(runs), -1), prefix_lengths + own_key], dim=1)
-            oldest = prefix_lengths + own_query - window
+            own = prefix_lengths + own_query
+            oldest = own - (own % window + 1 if isinstance(window, ChunkWindow) else window)
             # Rows that only fill up see what they did: they must see something, or their gradient is no number.
             visible &= (positions[:, None] > oldest[..., None]) | ~real[..., None]
         # In the queries' type: a bool mask would be converted, and kept for the backward pass, by every layer anew.
@@ -202,6 +192,9 @@ def _call(
 
 class ReferenceAttention(torch.nn.Module):
     """Core attention of the `reference` layer spec; with sinks where the config's `softmax_type` is `learnable`."""
+
+    score_cap: float | None = None
+    """See `DecoderTraits`; `core_traits.capping_scores` sets it."""
 
     def __init__(
         self,
@@ -261,13 +254,13 @@ class ReferenceAttention(torch.nn.Module):
         for call in calls:
             q = query[call.queries].transpose(1, 2)
             k, v = key[call.keys].transpose(1, 2), value[call.keys].transpose(1, 2)
-            if self.softmax_offset is None:
+            if self.softmax_offset is None and self.score_cap is None:
                 out = F.scaled_dot_product_attention(
                     q, k, v, attn_mask=call.bias, is_causal=call.bias is None, scale=self.softmax_scale, enable_gqa=True
                 )
             else:
                 k, v = (t.repeat_interleave(repeat, dim=1) for t in (k, v))
-                out = _attention_with_sinks(q, k, v, call.bias, self.softmax_scale, self.softmax_offset)
+                out = plain_attention(q, k, v, call.bias, self.softmax_scale, self.softmax_offset, self.score_cap)
             parts.append(out.transpose(1, 2).flatten(0, 1)[call.source])
             targets.append(call.target)
         return result.index_copy(0, torch.cat(targets), torch.cat(parts))
@@ -283,18 +276,3 @@ class ReferenceAttention(torch.nn.Module):
             of_rank, prefix, {"softmax_offset": 0}, sharded_offsets, tp_group=self.tp_group, **groups
         )
         return sharded
-
-
-def _attention_with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None, sinks: Tensor
-) -> Tensor:
-    """`[B, heads, R, v]`: as scaled_dot_product_attention, with one more key whose value is zero and whose score is the head's
-    sink (gpt-oss)."""
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if bias is None:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    else:
-        scores = scores + bias
-    of_sinks = sinks[None, :, None, None].expand(*scores.shape[:-1], 1)
-    return torch.cat([scores, of_sinks], dim=-1).softmax(dim=-1)[..., :-1] @ value

@@ -17,6 +17,7 @@ from megarl.megatron.attention import core_attention_called
 from megarl.megatron.chosen_parameters import freeze
 from megarl.megatron.heads import LogProbHead
 from megarl.megatron.model_config import DTYPES, ddp_config, fuses_gradient_accumulation, refused, transformer_config
+from megarl.megatron.norms import norm_behind_rotary
 from megarl.megatron.options import ModelOptions
 from megarl.megatron.rotary import set_rotary_embedding
 from megarl.megatron.value_head import ValueHead
@@ -79,6 +80,7 @@ def build_model(options: ModelOptions, folder: HFFolder, switch: Any = None) -> 
         if config.multi_latent_attention:
             layer_specs.set_latent_norm_epsilon(chunk)
             layer_specs.stop_rotation(chunk)
+        norm_behind_rotary(chunk)
         chunk.to(device=torch.cuda.current_device())
         if config.num_moe_experts is not None and config.add_bias_linear:
             layer_specs.prepare_biased_experts(chunk)
@@ -191,6 +193,7 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
                 limits=options.sampling_limits,
                 collision=options.collision,
                 overlaps=options.trainable and ddp_config(options).overlap_grad_reduce,
+                cap=traits.logits_cap,
             )
         for add_modules in functions("model_part", "add_modules"):
             add_modules(model, config, options, vp_stage)

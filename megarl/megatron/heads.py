@@ -21,6 +21,7 @@ from megarl.megatron.logit_passes import logits_to_gradient, row_sums
 from megarl.megatron.options import SamplingLimits, default_chunk_tokens
 from megarl.megatron.parameter_gradients import add_product, given_to_autograd, sum_of_gradients
 from megarl.megatron.row_gradients import RowGradients
+from megarl.megatron.slice_sums import largest_of_all, relative_to_all
 
 LIMITED_BUFFERS = 4
 """How many times as many buffers of logits sampling limits need."""
@@ -48,6 +49,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
         overlaps: bool = False,
         low: Tensor | None = None,
         added: Tensor | None = None,
+        cap: float | None = None,
     ) -> tuple[Tensor, ...]:
         """`hidden` `[N, H]`, `weight` `[V/tp, H]`, `targets` int64 `[N]` or `[N, M]` → float32 log-probs in the shape of
         `targets`, entropy `[N]`, in nats.
@@ -60,9 +62,9 @@ class VocabParallelLogProbs(torch.autograd.Function):
         if reductions of gradients overlap with the backward pass (`overlaps`) it gets zeros, which set off its reduction.
 
         `low` `[N, R]` and `added` `[W, R]`: logits of the first W ids of the slice have `low` @ `added`ᵀ added to them. `added`
-        is a parameter as the weight is; `low` gets this rank's part of its gradient.
+        is a parameter as the weight is; `low` gets this rank's part of its gradient. `cap`: see `VocabularySlice`.
         """
-        vocabulary = VocabularySlice(weight, vocab_start, vocab_size, temperature, group, added)
+        vocabulary = VocabularySlice(weight, vocab_start, vocab_size, temperature, group, added, cap)
         extra_outputs = Asked(limits=limits)
         results, of_first_chunk = _forward(hidden, vocabulary, targets, chunk_tokens, extra_outputs, low)
         log_z, entropy, log_probs = results[0], results[1], results[2 + extra_outputs.further :].t().view_as(targets)
@@ -79,7 +81,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
         hidden, weight, targets, log_z, entropy, low, added, *least = ctx.saved_tensors
         vocabulary, chunk_tokens, overlaps = ctx.settings
         to_hidden, to_weight, *_ = ctx.needs_input_grad
-        to_low, to_added = ctx.needs_input_grad[10:] or (False, False)
+        to_low, to_added = ctx.needs_input_grad[10:12] or (False, False)
         grad_hidden, grad_low = (
             torch.empty_like(rows) if wanted else None for rows, wanted in ((hidden, to_hidden), (low, to_low))
         )
@@ -107,7 +109,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
             given_to_autograd(parameter, total, overlaps=overlaps)
             for parameter, total in ((weight, of_weight), (added, of_added))
         )
-        return grad_hidden, grad_weight, *[None] * 8, grad_low, grad_added
+        return grad_hidden, grad_weight, *[None] * 8, grad_low, grad_added, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +117,7 @@ class VocabularySlice:
     """A rank's part of the output layer, `weight` `[V/tp, H]`, and what its logits are divided by.
 
     `added` `[W, R]`: B of an adapter beside it, of the slice's first W ids; rows are then given with their products with A.
+    `cap`: a logit is cap · tanh(product / cap), before the temperature (Gemma 2); None: the product itself.
     """
 
     weight: Tensor
@@ -123,6 +126,7 @@ class VocabularySlice:
     temperature: float
     group: torch.distributed.ProcessGroup
     added: Tensor | None = None
+    cap: float | None = None
 
     @property
     def real(self) -> int:
@@ -135,7 +139,11 @@ class VocabularySlice:
         if self.added is not None:
             assert low is not None, "rows come with their products with A"
             logits[:, : len(self.added)].addmm_(low, self.added.t())
-        return logits
+        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """Derivatives of `logits` `[n, V/tp]`, before they are divided by the temperature, by what was capped; None: no cap."""
+        return None if self.cap is None else 1 - (logits / self.cap).square_()
 
     def logits(self, hidden: Tensor, low: Tensor | None = None) -> Tensor:
         """float32 `[n, V/tp]`; those of padding are −∞. `low` as in `product`."""
@@ -227,23 +235,6 @@ def _chunk_forward(logits: Tensor, vocabulary: VocabularySlice, targets: Tensor,
     return torch.cat(results)
 
 
-def relative_to_all(sums: Tensor, group: torch.distributed.ProcessGroup) -> list[Tensor]:
-    """The largest logit of each row over all slices, and the further `row_sums` of this rank's slice relative to it."""
-    if group.size() == 1:
-        return [*sums]
-    peak = largest_of_all(sums[0].clone(), group)
-    lower = torch.where(sums[0] == -torch.inf, 0.0, sums[0] - peak)  # a slice of padding alone has sums of 0
-    factor = lower.exp()
-    return [peak, factor * sums[1], factor * (sums[2] + lower * sums[1]), *(factor.square() * more for more in sums[3:])]
-
-
-def largest_of_all(peak: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """`peak` of all ranks, in its place."""
-    if group.size() > 1:
-        torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX, group=group)
-    return peak
-
-
 def _chunk_backward(
     hidden: Tensor,
     vocabulary: VocabularySlice,
@@ -258,11 +249,15 @@ def _chunk_backward(
     """
     if least is None:
         logits = vocabulary.product(hidden, low) if logits is None else logits
-        return logits_to_gradient(logits, vocabulary.real, vocabulary.temperature, given)
-    from megarl.megatron.kept_tokens import gradient_of_kept
+        slope = vocabulary.slope(logits)
+        gradient = logits_to_gradient(logits, vocabulary.real, vocabulary.temperature, given)
+    else:
+        from megarl.megatron.kept_tokens import gradient_of_kept
 
-    gradient = gradient_of_kept(vocabulary.logits(hidden, low), vocabulary.real, given, least)
-    return gradient.div_(vocabulary.temperature).to(vocabulary.weight.dtype)
+        slope = vocabulary.slope(vocabulary.product(hidden, low)) if vocabulary.cap is not None else None
+        gradient = gradient_of_kept(vocabulary.logits(hidden, low), vocabulary.real, given, least)
+        gradient = gradient.div_(vocabulary.temperature).to(vocabulary.weight.dtype)
+    return gradient if slope is None else gradient.mul_(slope)
 
 
 def _as_columns(values: Tensor) -> Tensor:
@@ -305,14 +300,16 @@ class LogProbHead(torch.nn.Module):
         limits: SamplingLimits | None = None,
         collision: bool = False,
         overlaps: bool = False,
+        cap: float | None = None,
     ) -> None:
         """`vocab_size` without padding; `temperature` and `limits` of sampling; `chunk_tokens` rows of logits held at a time
-        (None: as many as fit in `options.LOGIT_CHUNK_BYTES`); `overlaps`: gradients are reduced during the backward pass."""
+        (None: as many as fit in `options.LOGIT_CHUNK_BYTES`); `overlaps`: gradients are reduced in the backward pass; `cap` of
+        logits."""
         super().__init__()
         self.weight = output_layer.weight
         self.config, self.tp_group = output_layer.config, output_layer.tp_group
         self.vocab_size, self.temperature, self.chunk_tokens = vocab_size, temperature, chunk_tokens
-        self.limits, self.collision, self.overlaps = limits, collision, overlaps
+        self.limits, self.collision, self.overlaps, self.cap = limits, collision, overlaps, cap
         self.request: HeadRequest | None = None
         self.beside: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None
         """Of an adapter beside the layer: by hidden states, what A makes of the whole stream `[S, 1, R]`, and B `[W, R]`."""
@@ -324,14 +321,14 @@ class LogProbHead(torch.nn.Module):
         assert self.request is not None, "set request before the forward pass"
         rows, targets, top_k = self.request
         weight = self.weight if weight is None else weight
-        buffers = 1 if self.limits is None else LIMITED_BUFFERS
+        buffers = (1 if self.limits is None else LIMITED_BUFFERS) + (self.cap is not None)
         chunk_tokens = self.chunk_tokens or default_chunk_tokens(weight.device.type, buffers * weight.shape[0])
         scored = enter_tensor_parallel_region(hidden, self.config, self.tp_group)[:, 0].index_select(0, rows)
         low, added = (self.beside(hidden) if self.beside is not None else None) or (None, None)
         low = low[:, 0].index_select(0, rows) if low is not None else None
         start = self.tp_group.rank() * weight.shape[0]
         if not torch.is_grad_enabled():
-            vocabulary = VocabularySlice(weight, start, self.vocab_size, self.temperature, self.tp_group, added)
+            vocabulary = VocabularySlice(weight, start, self.vocab_size, self.temperature, self.tp_group, added, self.cap)
             extra_outputs = Asked(self.limits, top_k, self.collision)
             _, entropy, *others = _forward(scored, vocabulary, targets, chunk_tokens, extra_outputs, low)[0]
             if self.limits is not None:
@@ -341,7 +338,7 @@ class LogProbHead(torch.nn.Module):
         assert top_k is None, "the likeliest tokens are asked for without gradients"
         log_probs, entropy, *kept_columns = VocabParallelLogProbs.apply(
             scored, weight, targets, start, self.vocab_size, self.temperature, chunk_tokens, self.tp_group, self.limits,
-            self.overlaps, low, added,
+            self.overlaps, low, added, self.cap,
         )  # fmt: skip
         log_probs = _as_columns(log_probs)
         of_row = [log_probs[:, :1], entropy[:, None], *(column[:, None] for column in kept_columns), log_probs[:, 1:]]

@@ -6,7 +6,7 @@ the gradient of the shared rotary key over tensor parallelism. Here the down pro
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
@@ -31,6 +31,30 @@ class ReplicatedLinear(torch.nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """`[..., input]` to `[..., output]`."""
         return torch.nn.functional.linear(hidden, self.weight)
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines `[S/cp, 1, 1, d / 2]` of this rank's tokens, with the scale of the model's rotary embedding."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @property
+    def width(self) -> int:
+        """Dimensions that rotate."""
+        return 2 * self.cos.shape[-1]
+
+    def pairs(self, heads: Tensor) -> Tensor:
+        """Rotate neighbouring dimensions of `[S/cp, ..., d]`; the pairs' first halves come first in the result."""
+        return self._rotated(heads, heads[..., 0::2], heads[..., 1::2])
+
+    def halves(self, heads: Tensor) -> Tensor:
+        """Rotate the first half of the dimensions of `[S/cp, ..., d]` against the second."""
+        return self._rotated(heads, *heads.chunk(2, dim=-1))
+
+    def _rotated(self, heads: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        cos, sin = (wave.view(len(wave), *[1] * (heads.dim() - 2), -1) for wave in self)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def has_no_positions(config: TransformerConfig, layer_number: int) -> bool:
@@ -109,10 +133,12 @@ class LatentSelfAttention(MultiLatentAttention):
         assert packed_seq_params is not None, "the reference attention runs packed streams only"
         assert packed_seq_params.position_ids is not None
         config, heads = self.config, self.num_attention_heads_per_partition
+        of_query = None
         if config.q_lora_rank is None:
             query, _ = self.linear_q_proj(hidden_states)
         else:
-            query, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)))
+            of_query = self.q_layernorm(self.linear_q_down_proj(hidden_states))
+            query, _ = self.linear_q_up_proj(of_query)
         query = query.unflatten(-1, (heads, self.q_head_dim))
         latent, key_rope = self.linear_kv_down_proj(hidden_states).split(
             [config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1
@@ -127,13 +153,17 @@ class LatentSelfAttention(MultiLatentAttention):
         query_nope, query_rope = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
         key_nope, value = key_value.split([config.qk_head_dim, config.v_head_dim], dim=-1)
         angles = packed_seq_params.position_ids[:, None, None, None] * self.frequencies
-        cos, sin = ((wave * self.rotary_scale).to(query.dtype) for wave in (angles.cos(), angles.sin()))
-        query = torch.cat([query_nope, _rotated(query_rope, cos, sin)], dim=-1)
-        key_rope = _rotated(key_rope[:, :, None], cos, sin).expand(*key_nope.shape[:-1], -1)
-        return query, torch.cat([key_nope, key_rope], dim=-1), value, None, None
+        rotation = Rotation(*((wave * self.rotary_scale).to(query.dtype) for wave in (angles.cos(), angles.sin())))
+        query = torch.cat([query_nope, rotation.pairs(query_rope)], dim=-1)
+        key_rope = rotation.pairs(key_rope[:, :, None]).expand(*key_nope.shape[:-1], -1)
+        key = torch.cat([key_nope, key_rope], dim=-1)
+        return self.prepared(query, key, hidden_states, of_query, rotation, packed_seq_params), key, value, None, None
 
+    def prepared(
+        self, query: Tensor, key: Tensor, hidden: Tensor, latent: Tensor | None, rotation: Rotation, packed: StreamAttention
+    ) -> Tensor:
+        """For layers that do more before their core attention: the query, which goes there next.
 
-def _rotated(pairs: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Neighbouring dimensions `[..., d]` rotated as pairs; the pairs' first halves come first in the result."""
-    first, second = pairs[..., 0::2], pairs[..., 1::2]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        `hidden` and the normed `latent` of the queries, None where they have none, are split under sequence parallelism.
+        """
+        return query

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -27,10 +28,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megarl.errors import LayoutError
 from megarl.megatron.attention import ReferenceAttention, core_attention_called, variant_of
 from megarl.megatron.branches import BranchLayer
+from megarl.megatron.core_traits import with_score_traits
 from megarl.megatron.latent_attention import LatentSelfAttention, has_no_positions
+from megarl.megatron.latent_experts import latent_mixture
 from megarl.megatron.model_config import has_experts
-from megarl.megatron.norms import KeyNorm, QueryNorm, ReferenceRMSNorm
+from megarl.megatron.norms import KeyNorm, LateNorm, QueryNorm, ReferenceRMSNorm, UnitNorm
 from megarl.megatron.rotary import RotarySetSelfAttention
+from megarl.megatron.routers import CorrectedSoftmaxRouter
 from megarl.models.architecture import DecoderTraits
 from megarl.models.deepseek_v3 import LATENT_NORM_EPS
 from megarl.models.layer_ropes import LayerRope
@@ -100,23 +104,33 @@ def block_spec(
         LayoutError: the layers of that name cannot run the model, or not under its layout, or features are to be added in
             several chunks.
     """
-    _check_spec(name, config, traits)
+    _check_spec(name, config, traits, core_attention)
     variant, has_variant = variant_of(config), config.linear_attention_freq
     kinds = [
         (
             has_experts(config, layer),
             variant is not None and bool(has_variant[layer]),
             None if rope is None else int(layer in rope.layers),
+            traits.query_scale is not None and traits.query_scale.is_in(layer),
+            not (config.no_rope_freq and config.no_rope_freq[layer]),
+            (layer not in traits.mlp_alone, layer not in traits.attention_alone),
         )
         for layer in layers
     ]
 
-    def make(kind: tuple[bool, bool, int | None]) -> ModuleSpec:
+    def make(kind: tuple[bool, bool, int | None, bool, bool, tuple[bool, bool]]) -> ModuleSpec:
         layer = _layer(name, config, with_experts=kind[0], core_attention=core_attention)
         if variant is not None and kind[1]:
             variant.put_into(layer, name, linear)
+        else:
+            attention = layer.submodules.self_attention.submodules
+            scale = traits.query_scale if kind[3] else None
+            attention.core_attention = with_score_traits(attention.core_attention, scale, traits.score_cap)
+            if traits.unit_heads and kind[4]:
+                attention.q_layernorm = attention.k_layernorm = UnitNorm
+        attends, has_mlp = kind[5]
         of_layer = traits if traits.of_variant is None or not kind[1] else traits.of_variant
-        return _with_rotary_set(_with_traits(layer, of_layer), kind[2])
+        return _only(_with_rotary_set(_with_traits(layer, of_layer), kind[2]), attends=attends, has_mlp=has_mlp)
 
     specs = {kind: make(kind) for kind in set(kinds)}
     of_layers = [specs[kind] for kind in kinds]
@@ -138,13 +152,24 @@ def block_norm(name: str) -> Any:
     return ReferenceRMSNorm if name == "reference" else LayerNormImpl
 
 
-def _check_spec(name: str, config: TransformerConfig, traits: DecoderTraits) -> None:
+def _check_spec(name: str, config: TransformerConfig, traits: DecoderTraits, core_attention: str) -> None:
     """Raise LayoutError if layers of that name cannot run the model, or not under its layout."""
     check_windows(name, windows=config.window_size is not None, cp=config.context_parallel_size)
-    if name == "transformer_engine" and (traits.projection_norms or not traits.pre_norms):
+    if name == "transformer_engine" and not traits.pre_norms:
         raise LayoutError(
-            "model.layer_spec is 'transformer_engine', but this model has no norms before attention and MLP, or norms of all "
-            "heads together, which Transformer Engine's layers cannot compute; it must be 'reference'"
+            "model.layer_spec is 'transformer_engine', but this model has no norms before attention and MLP, which Transformer "
+            "Engine's layers cannot leave out; it must be 'reference'"
+        )
+    if traits.chunks and config.window_size is not None and (name != "reference" or core_attention != "spec"):
+        what = "attention by segments" if core_attention != "spec" else f"layers of model.layer_spec = '{name}'"
+        raise LayoutError(f"this model attends within chunks, which {what} do not; model.layer_spec must be 'reference'")
+    if traits.score_cap is not None and (name != "reference" or core_attention != "spec"):
+        what = "attention by segments" if core_attention != "spec" else f"layers of model.layer_spec = '{name}'"
+        raise LayoutError(f"this model caps attention scores, which {what} do not; model.layer_spec must be 'reference'")
+    if name == "local" and core_attention == "spec" and traits.query_scale is not None:
+        raise LayoutError(
+            "model.layer_spec is 'local', but this model scales queries by their positions, which megatron-core's local layers "
+            "are not told; it must be 'reference' or 'transformer_engine'"
         )
     if name == "local" and config.multi_latent_attention:
         raise LayoutError(
@@ -153,8 +178,8 @@ def _check_spec(name: str, config: TransformerConfig, traits: DecoderTraits) -> 
         )
     if name == "local" and config.experimental_attention_variant is not None:
         raise LayoutError(
-            "model.layer_spec is 'local', but this model has linear attention, which megatron-core's local layers do not have; "
-            "it must be 'reference' or 'transformer_engine'"
+            "model.layer_spec is 'local', but this model has linear attention or state spaces, which megatron-core's local "
+            "layers do not have; it must be 'reference' or, with linear attention, 'transformer_engine'"
         )
     if name == "local" and config.layernorm_zero_centered_gamma:
         raise LayoutError(
@@ -172,6 +197,11 @@ def _with_traits(layer: ModuleSpec, traits: DecoderTraits) -> ModuleSpec:
     if traits.projection_norms:
         attention = parts.self_attention.submodules
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
+    if traits.norms_behind_rotary:
+        attention = parts.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = LateNorm
+    if traits.corrected_softmax is not None and hasattr(parts.mlp.submodules, "router"):
+        parts.mlp.submodules.router = partial(CorrectedSoftmaxRouter, least_sum=traits.corrected_softmax)
     if traits.post_norms or traits.residual_multiplier != 1.0:
         return replace(layer, module=BranchLayer, params={**layer.params, "traits": traits})
     return layer
@@ -182,6 +212,16 @@ def _with_rotary_set(layer: ModuleSpec, number: int | None) -> ModuleSpec:
     if number is not None:
         attention = layer.submodules.self_attention
         attention.module, attention.params = RotarySetSelfAttention, {**attention.params, "rotary_set": number}
+    return layer
+
+
+def _only(layer: ModuleSpec, *, attends: bool, has_mlp: bool) -> ModuleSpec:
+    """The layer without its attention, or without its MLP."""
+    parts = layer.submodules
+    if not attends:
+        parts.input_layernorm, parts.self_attention, parts.self_attn_bda = IdentityOp, IdentityOp, IdentityFuncOp
+    if not has_mlp:
+        parts.pre_mlp_layernorm, parts.mlp, parts.mlp_bda = IdentityOp, IdentityOp, IdentityFuncOp
     return layer
 
 
@@ -259,6 +299,8 @@ def _layer(name: str, config: TransformerConfig, *, with_experts: bool, core_att
     attention = layer.submodules.self_attention
     if config.attention_output_gate:
         attention.module = GatedSelfAttention
+    if with_experts and config.moe_latent_size is not None:
+        layer.submodules.mlp = latent_mixture(layer.submodules.mlp, config.moe_latent_size)
     if core_attention != "spec":
         attention.submodules.core_attention = core_attention_called(core_attention).MODULE
     return layer

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from megatron.core.activations import squared_relu as fused_squared_relu
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_geglu import quick_gelu as fused_quick_gelu
 from megatron.core.transformer.enums import AttnBackend
@@ -35,12 +36,18 @@ def gelu_tanh(gate: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.gelu(gate, approximate="tanh")
 
 
+def squared_relu(hidden: torch.Tensor) -> torch.Tensor:
+    """megatron-core's, which it compiles."""
+    return torch.nn.functional.relu(hidden).square()
+
+
 def _activation(name: str, *, fast: bool, kernel: bool) -> Any:
     """megatron-core picks its `kernel` by the function itself; torch's GELU names that of the approximation by tanh."""
     functions = {
         "silu": torch.nn.functional.silu,
         "quick_gelu": fused_quick_gelu if fast else quick_gelu,
         "gelu_tanh": torch.nn.functional.gelu if kernel else gelu_tanh,
+        "squared_relu": fused_squared_relu if fast else squared_relu,
     }
     return functions[name]
 
@@ -54,7 +61,7 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
     """
     architecture = architecture_for(hf_config)
     layout = options.layout
-    kwargs = dict(architecture.transformer_config_kwargs(hf_config))
+    kwargs = {**architecture.transformer_config_kwargs(hf_config), **options.variant}
     fast, model_overrides = _is_fast(options), given_to("model", options.megatron)
     kernel = bool(model_overrides.get("bias_activation_fusion", fast) or model_overrides.get("use_te_activation_func"))
     kwargs["activation_func"] = _activation(kwargs.pop("activation"), fast=fast, kernel=kernel)
@@ -118,6 +125,7 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
     config.context_parallel_size = layout.cp
     if scale != 1.0:
         scale_rotary(config, scale)
+    config.windows_are_chunks = architecture.traits(hf_config).chunks
     return config
 
 

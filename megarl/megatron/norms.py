@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,19 @@ class ReferenceRMSNorm(torch.nn.Module):
             return rms_norm(hidden, self.weight, self.eps)
         exact = torch.promote_types(hidden.dtype, torch.float32)
         return rms_norm(hidden.to(exact), 1.0 + self.weight.to(exact), self.eps).to(hidden.dtype)
+
+
+class UnitNorm(torch.nn.Module):
+    """Division of a head by its root mean square, without a weight; megatron-core builds it as it does a norm of heads."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[..., d]` to `[..., d]`; the statistics are float32 or better."""
+        exact = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        return (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)).to(hidden.dtype)
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -53,6 +67,35 @@ class _RMSNorm(torch.autograd.Function):
         along = (of_weights @ weight).view(scale.shape).div_(len(weight))  # what a token's outputs ask of its scale
         of_input = torch.addcmul(grads[0] * weight, normed, along, value=-1).mul_(scale)
         return of_input, of_weights.sum(0), None
+
+
+class LateNorm(ReferenceRMSNorm):
+    """The norm of each query or key head in a family that norms behind the rotation (Hunyuan).
+
+    megatron-core's attention calls it before, and gets back what it gave; `norm_behind_rotary` has it called again.
+    """
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[..., d]`, unchanged."""
+        return hidden
+
+    def late(self, hidden: Tensor) -> Tensor:
+        """`[..., d]`, rotated, to the same, normed."""
+        return super().forward(hidden)
+
+
+def norm_behind_rotary(model: torch.nn.Module) -> None:
+    """Have every core attention whose layer has `LateNorm`s norm the queries and keys that it is given, which are rotated."""
+    for module in model.modules():
+        norms: Any = getattr(module, "q_layernorm", None), getattr(module, "k_layernorm", None)
+        core: Any = getattr(module, "core_attention", None)
+        if isinstance(norms[0], LateNorm):
+            core.register_forward_pre_hook(partial(_norm_first_two, norms))
+
+
+def _norm_first_two(norms: tuple[LateNorm, LateNorm], module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    query, key, *rest = inputs
+    return norms[0].late(query), norms[1].late(key), *rest
 
 
 class ProjectionNorm(torch.nn.Module):

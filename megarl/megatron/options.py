@@ -86,6 +86,7 @@ class ModelOptions:
     `begins`: the role is what this one, which has adapters, was before training; it has no weights of its own.
     `sends_adapters`: engines are sent these alone.
     `prediction`: how the layer for multi-token prediction is trained; None: the model is built without it.
+    `variant`: fields of megatron-core's config that say how an attention variant is trained.
     `megatron`: fields of megatron-core's configs by their names, checked when the config was read; `section` has them there.
     """
 
@@ -121,6 +122,7 @@ class ModelOptions:
     lora_seed: int = 0
     begins: str | None = None
     sends_adapters: bool = False
+    variant: Mapping[str, Any] = field(default_factory=dict)
     megatron: Mapping[str, Any] = field(default_factory=dict)
     section: str = "policy.megatron"
 

@@ -34,9 +34,10 @@ from megarl.data.stream import (
 )
 from megarl.data.stream_sequences import TokenSequences
 from megarl.megatron.asked_rows import AskedRows
-from megarl.megatron.attention import PackedSequences, core_attention_called, stream_attention, variant_of, windows_of
+from megarl.megatron.attention import PackedSequences, core_attention_called, stream_attention, variant_of
 from megarl.megatron.context_parallel import gather_scored
 from megarl.megatron.heads import HeadRequest
+from megarl.megatron.layer_windows import windows_of
 from megarl.megatron.model_config import DTYPES
 from megarl.megatron.options import ModelOptions
 from megarl.megatron.pass_parts import PassParts
@@ -398,11 +399,11 @@ def attention_inputs(
         attention_of = core_attention_called(options.core_attention).attention_of
         return None, on_device(attention_of(stream, share, windows), device)
     if options.layer_spec == "reference":
-        attention = stream_attention(stream, share, DTYPES[options.dtype], windows)
-        return None, on_device(attention, device)
+        return None, on_device(stream_attention(stream, share, DTYPES[options.dtype], windows), device)
     if options.layer_spec == "local":
         return _dense_mask(stream).to(device), None
-    return None, packed_lengths(stream, device)
+    positions = stream.position_ids[..., share.positions]
+    return None, replace(packed_lengths(stream, device), position_ids=on_device(positions, device))
 
 
 def _dense_mask(stream: PackedStream) -> Tensor:

@@ -40,8 +40,31 @@ class HubNames:
     block: str = "mlp"
     renamed: tuple[tuple[str, str], ...] = ()
     """Parts of names in transformers, and what the hub has in their place."""
+    expert_bias: str = "gate.e_score_correction_bias"
+    """Name in the block of the bias that picks experts; transformers' is the default."""
+    transposed: bool = False
+    """Whether transformers holds all experts of a layer transposed, as the hub stores them."""
     alternating: bool = False
     """Whether transformers holds all experts of a layer as the hub stores gpt-oss's (`FusedExperts.alternating`)."""
+    ends: tuple[tuple[str, str], ...] = ()
+    """Ends of names that transformers gives, and what they are on the hub."""
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """Queries of `layers` (None: of all) are multiplied by 1 + beta · ln(1 + ⌊(p + shift) / span⌋), after they are rotated.
+
+    p is the token's position in its sequence, from 0 on.
+    """
+
+    beta: float
+    span: float
+    shift: int = 0
+    layers: frozenset[int] | None = None
+
+    def is_in(self, layer: int) -> bool:
+        """Return whether it scales the queries of a layer (global, zero-based)."""
+        return self.layers is None or layer in self.layers
 
 
 @dataclass(frozen=True)
@@ -54,6 +77,11 @@ class DecoderTraits:
     """Whether the outputs of attention and MLP are normed before they are added to the residual stream."""
     projection_norms: bool = False
     """Whether `qk_layernorm` norms all heads of the queries together, and all of the keys, instead of each head."""
+    norms_behind_rotary: bool = False
+    """Whether `qk_layernorm` norms queries and keys after they are rotated, and not before."""
+    corrected_softmax: float | None = None
+    """The least sum that weights of experts are divided by, of a router that scores by a softmax and chooses with a correction
+    bias, which megatron-core does after sigmoids only; None: the router is megatron-core's."""
     embedding_multiplier: float = 1.0
     """Factor of embeddings."""
     rounded_multiplier: bool = False
@@ -64,6 +92,20 @@ class DecoderTraits:
     """Divisor of logits, before a temperature."""
     of_variant: DecoderTraits | None = None
     """Norms and multiplier of the layers that have something in place of attention; None: as the others."""
+    query_scale: QueryScale | None = None
+    """How queries are scaled by their position; None: they are not."""
+    chunks: bool = False
+    """Whether windows do not slide: a token attends to those before it in its own chunk of its sequence."""
+    unit_heads: bool = False
+    """Whether heads of queries and keys that rotate are divided by their root mean square."""
+    score_cap: float | None = None
+    """A scaled attention score s is score_cap · tanh(s / score_cap), before tokens are hidden; None: s."""
+    logits_cap: float | None = None
+    """The same of logits, before a temperature."""
+    mlp_alone: frozenset[int] = frozenset()
+    """The layers, counted from 0, that are an MLP or a mixture alone, with no attention."""
+    attention_alone: frozenset[int] = frozenset()
+    """The layers that are attention, or what stands in its place, alone, with no MLP."""
 
 
 class LinearAttention(Protocol):
@@ -78,8 +120,9 @@ class LinearAttention(Protocol):
         """Heads that tensor and context parallelism together must divide."""
 
     @property
-    def exchanged(self) -> int:
-        """Numbers of a token that all ranks of a context-parallel group exchange in a layer's forward pass, for all heads."""
+    def exchanged(self) -> int | None:
+        """Numbers of a token that context-parallel ranks exchange in a layer's forward pass, for all heads; None: they cannot
+        share these layers out."""
 
     def products(self, hidden: int) -> int:
         """Multiply-adds per token of one layer of a decoder of width `hidden`."""
@@ -117,7 +160,9 @@ class Architecture:
     """Further values of `model_type`, of models whose config differs in that alone."""
     other_names: tuple[tuple[str, str], ...] = ()
     """Beginnings of names of tensors in folders that the hub does not have, and in those of the hub; the first one counts."""
-    fused_experts: Callable[[HFConfig], FusedExperts] | None = None
+    hub_name: Callable[[str], str] = lambda name: name
+    """The hub's name of a tensor of transformers' module, where more of it than its beginning (`other_names`) differs."""
+    fused_experts: Callable[[HFConfig], FusedExperts | FusedRows] | None = None
     """How the hub stores experts, where it does not store each one's tensors as the weight map calls them."""
     fused_rows: Callable[[HFConfig], FusedRows] | None = None
     """Which tensors the hub stores one below another, where the weight map calls each by a name of its own."""
@@ -129,6 +174,9 @@ class Architecture:
     """The linear attention of some of the layers; None: all attend to keys and values."""
     layer_rope: Callable[[HFConfig], LayerRope | None] = lambda hf_config: None
     """The layers that rotate otherwise than `text_config` says; None: all rotate as it says."""
+
+    followed: Callable[[HFConfig], Mapping[int, int]] = lambda hf_config: {}
+    """By layer, the earlier one that must be in the same model chunk, because the layer reads what that one computes."""
 
     def rows_together(self, hf_config: HFConfig) -> FusedRows | None:
         """`fused_rows` of a model; None: the hub stores each tensor by itself."""

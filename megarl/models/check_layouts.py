@@ -166,8 +166,27 @@ def _check_layout(field: str, layout: Layout, model: ModelShape, layer_spec: str
         if model.latent is not None:
             _check_table_of_angles(layout, model.config)
         layout.check_model(**model.layout_sizes)
+        _check_followed(layout, model)
     except LayoutError as error:
         raise error.under(field, ConfigError) from None
+
+
+def _check_followed(layout: Layout, model: ModelShape) -> None:
+    """Layers that read what an earlier one computes must be in its model chunk."""
+    followed = architecture_for(model.config).followed(model.config)
+
+    def parted(other: Layout) -> list[int]:
+        chunks = [layers for stage in other.stage_layers(model.layers) for layers in stage] if followed else []
+        return [layers[0] for layers in chunks if followed.get(layers[0], layers[0]) < layers[0]]
+
+    if first := parted(layout):
+        field = next((name for name in ("vpp", "first_stage_layers", "last_stage_layers") if getattr(layout, name)), "pp")
+        reason = f"begins a model chunk with layer {first[0]}, which takes what layer {followed[first[0]]} chooses"
+        fit = [pp for pp in divisors(model.layers) if not parted(Layout(pp=pp))]
+        allowed = (
+            closest(fit, layout.pp) if field == "pp" else f"such that none does, or null with pp = {closest(fit, layout.pp)}"
+        )
+        raise LayoutError.of(field, getattr(layout, field), reason, allowed=allowed)
 
 
 def _check_table_of_angles(layout: Layout, config: dict[str, Any]) -> None:

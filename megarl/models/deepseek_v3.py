@@ -53,13 +53,22 @@ def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> d
     Raises:
         ModelError: biases, another router than V3's, or anything that the dense decoder refuses.
     """
-    latent, experts = LatentSizes.from_hf(hf_config), _experts(hf_config)
+    experts = _experts(hf_config)
+    return latent_kwargs(hf_config, sizes, experts) | router_kwargs(hf_config, experts)
+
+
+def latent_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes, experts: moe.MoeSizes) -> dict[str, Any]:
+    """Arguments of MLATransformerConfig but for the router's.
+
+    Raises:
+        ModelError: biases, or anything that the dense decoder refuses.
+    """
+    latent = LatentSizes.from_hf(hf_config)
     refuse_biases(hf_config)
     refuse(hf_config, "rope_interleave", True, "megarl rotates neighbouring pairs, as the published checkpoints are laid out")
     return (
         dense.transformer_config_kwargs(hf_config, sizes)
         | moe.transformer_config_kwargs(experts, sizes.num_layers)
-        | _router_kwargs(hf_config, experts)
         | _rope_kwargs(hf_config)
         | {
             "multi_latent_attention": True,
@@ -86,10 +95,17 @@ def gpt_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> dict[str, Any]:
 
 def weight_map(hf_config: HFConfig, sizes: dense.DenseSizes) -> WeightMap:
     """Latent attention, the dense first layers, and experts with their bias and the shared ones."""
-    experts = _experts(hf_config)
-    of_experts = moe.mlp_rules(experts, sizes.hidden_size, expert_bias=True)
+    return latent_weight_map(hf_config, sizes, _experts(hf_config))
+
+
+def latent_weight_map(
+    hf_config: HFConfig, sizes: dense.DenseSizes, experts: moe.MoeSizes, *, expert_bias: bool = True, prediction_layers: int = 0
+) -> WeightMap:
+    """The same of other layers of `experts`, with a bias that picks them or without; `prediction_layers` are the family's
+    default number of layers for multi-token prediction."""
+    of_experts = moe.mlp_rules(experts, sizes.hidden_size, expert_bias=expert_bias)
     attention = latent_attention_rules(sizes, LatentSizes.from_hf(hf_config))
-    more = behind_the_decoder(hf_config, sizes, [*attention, *of_experts])
+    more = behind_the_decoder(hf_config, sizes, [*attention, *of_experts], prediction_layers)
     return moe.weight_map(sizes, experts, attention, of_experts, **more)
 
 
@@ -119,7 +135,8 @@ def latent_attention_rules(sizes: dense.DenseSizes, latent: LatentSizes) -> list
     ]
 
 
-def _router_kwargs(hf_config: HFConfig, experts: moe.MoeSizes) -> dict[str, Any]:
+def router_kwargs(hf_config: HFConfig, experts: moe.MoeSizes) -> dict[str, Any]:
+    """The router's arguments. Raises ModelError if the config says another router than V3's."""
     refuse(hf_config, "scoring_func", "sigmoid", "DeepSeek-V3 scores experts so")
     refuse(hf_config, "topk_method", "noaux_tc", "DeepSeek-V3 picks experts so")
     return moe.sigmoid_router_kwargs(hf_config, experts)
@@ -168,6 +185,11 @@ def _sglang_refusal(hf_config: HFConfig) -> str | None:
         return f"its config.json must say {', '.join(missing)}, as published checkpoints do, because SGLang has no defaults"
     if not hf_config.get("n_shared_experts"):
         return "n_shared_experts is 0, but SGLang computes shared experts in any case"
+    return fp8_refusal(hf_config)
+
+
+def fp8_refusal(hf_config: HFConfig) -> str | None:
+    """Why SGLang cannot hold the latents' projections of a model in FP8; None: it can, or it is not in FP8."""
     q_rank = hf_config.get("q_lora_rank")
     in_fp8 = (hf_config.get("quantization_config") or {}).get("quant_method") == "fp8"
     if in_fp8 and q_rank is not None and q_rank % FP8_BLOCK:

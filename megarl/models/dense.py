@@ -150,16 +150,19 @@ def attention_rules(
     bias: bool = False,
     output_bias: bool = False,
     head_norms: bool = False,
+    hf_norms: tuple[str, str] = ("q_norm", "k_norm"),
     projection_norms: bool = False,
     pre_norm: bool = True,
     gated: bool = False,
+    hf_gate: str | None = None,
     layers: frozenset[int] | None = None,
 ) -> list[Rule]:
     """Grouped attention behind its norm (`pre_norm`), with biases on q, k and v, with a bias on o, and with norms of every q
-    and k head.
+    and k head, which the hub calls `hf_norms`.
 
     With `projection_norms` one norm is of all heads of q together, and one of all heads of k. `gated`: a part of q gates the
-    output. `layers` are those that have it, None for all.
+    output; `hf_gate` is what the hub calls the gate where it is a projection of its own. `layers` are those that have it, None
+    for all.
     """
     hidden, width = sizes.hidden_size, sizes.num_heads * sizes.head_dim
     prefix, hf = LAYER + "self_attention.", HF_LAYER + "self_attn."
@@ -170,11 +173,13 @@ def attention_rules(
     rules = [input_norm_rule(hidden, te_name=prefix + "linear_qkv.layer_norm_weight", layers=layers)] if pre_norm else []
     for kind in ("weight", "bias") if bias else ("weight",):
         columns = hidden if kind == "weight" else None
-        packing = GroupedQKV(sizes.num_heads, sizes.num_groups, sizes.head_dim, columns, gated)
-        rules.append(rule(f"linear_qkv.{kind}", [f"{part}_proj.{kind}" for part in "qkv"], packing))
-    for which, heads in (("q", sizes.num_heads), ("k", sizes.num_groups)) if head_norms or projection_norms else ():
+        packing = GroupedQKV(sizes.num_heads, sizes.num_groups, sizes.head_dim, columns, gated, hf_gate is not None)
+        parts = [*(f"{part}_proj" for part in "qkv"), *([hf_gate] if hf_gate else ())]
+        rules.append(rule(f"linear_qkv.{kind}", [f"{part}.{kind}" for part in parts], packing))
+    of_heads = zip("qk", hf_norms, (sizes.num_heads, sizes.num_groups), strict=True)
+    for which, hf_norm, heads in of_heads if head_norms or projection_norms else ():
         normed = heads * sizes.head_dim if projection_norms else sizes.head_dim
-        rules.append(rule(f"{which}_layernorm.weight", [f"{which}_norm.weight"], Copy((normed,))))
+        rules.append(rule(f"{which}_layernorm.weight", [f"{hf_norm}.weight"], Copy((normed,))))
     rules.append(rule("linear_proj.weight", ["o_proj.weight"], Copy((hidden, width), axis=1)))
     return [*rules, rule("linear_proj.bias", ["o_proj.bias"], Copy((hidden,)))] if output_bias else rules
 
@@ -199,14 +204,17 @@ def mlp_rules(
     *,
     pre_norm: bool = True,
     hf_norm: str = "post_attention_layernorm",
+    hf_block: str = "mlp.",
     bias: bool = False,
 ) -> list[Rule]:
-    """The dense MLP, behind its norm (the hub's `hf_norm`) unless `pre_norm` is false, in `layers` (None: all), with biases."""
+    """The dense MLP (the hub's `hf_block`), behind its norm (`hf_norm`) unless `pre_norm` is false, in `layers` (None:
+    all), with biases.
+    """
     hidden, ffn, mlp = sizes.hidden_size, sizes.ffn_size, LAYER + "mlp."
 
     def rule(name: str, parts: Iterable[str], packing: Packing) -> Rule:
         kind = name.rpartition(".")[2]
-        return Rule(mlp + name, tuple(f"{HF_LAYER}mlp.{part}_proj.{kind}" for part in parts), packing, layers=layers)
+        return Rule(mlp + name, tuple(f"{HF_LAYER}{hf_block}{part}_proj.{kind}" for part in parts), packing, layers=layers)
 
     biases = [
         rule("linear_fc1.bias", ("gate", "up"), GateUp(ffn, None)),

@@ -32,7 +32,9 @@ def joined(fused: FusedExperts | FusedRows, tensors: Iterable[tuple[str, Tensor]
             pending[place.stored] = whole, set(fused.names_of(place.stored))
         whole, missing = pending[place.stored]
         if isinstance(place, MatrixPlace):
-            whole[place.start : place.stop] = tensor
+            whole.flatten(0, -2)[place.start : place.stop] = tensor
+        elif not fused.transposed:  # type: ignore[union-attr]
+            whole[place.expert, place.start : place.stop] = tensor
         else:
             whole[place.expert, ..., place.start : place.stop : place.step] = tensor.mT if tensor.dim() == 2 else tensor
         missing.discard(name)
@@ -78,14 +80,19 @@ class RowSlice:
 
     def get_shape(self) -> list[int]:
         """Rows and columns."""
-        return [self.place.stop - self.place.start, *self.source.get_shape()[1:]]
+        return [self.place.stop - self.place.start, self.source.get_shape()[-1]]
 
     def __getitem__(self, key: Any) -> Tensor:
         """`[a:b]`, `[:, a:b]`, `[:]` or `[...]`."""
         rows, columns = _rows_and_columns(key)
         first, last, _ = rows.indices(self.place.stop - self.place.start)
-        block: Tensor = self.source[self.place.start + first : self.place.start + last, columns]
-        return block
+        start, last = self.place.start + first, self.place.start + last
+        if len(shape := self.source.get_shape()) == 3:  # a stack of matrices, of which this is part of one
+            matrix, start, last = start // shape[1], start % shape[1], start % shape[1] + last - start
+            block: Tensor = self.source[matrix, start:last, columns]
+            return block
+        rows_of_one: Tensor = self.source[start:last, columns]
+        return rows_of_one
 
 
 def _rows_and_columns(key: Any) -> list[Any]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from megarl.data.micro_batches import Grid
 from megarl.models.adapters import is_adapter
-from megarl.models.shape import ModelShape
+from megarl.models.shape import IndexerShape, ModelShape
 from megarl.models.vision import Vision
 
 Length = TypeVar("Length", int, npt.NDArray[np.int64])
@@ -28,7 +28,8 @@ class FlopsModel:
 
     `per_token`: all layers' matrices, per token. `per_logit_row`: the output head, computed for response tokens only.
     `per_pair`: attention scores and values of the layers without a window, per pair of a token and one it attends to;
-    `per_window_pair`: of those whose tokens attend to the last `window`. `vision` is the tower of a model that sees.
+    `per_window_pair`: of those whose tokens attend to `window` others, the last ones or those that an indexer chooses, whose
+    scores are of all pairs. `vision` is the tower of a model that sees.
     `prediction` is the layer for multi-token prediction, which updates alone compute. `frozen_per_token` are those of
     `per_token` whose weights have no gradient, beside adapters, and `frozen_per_row` those of `per_logit_row`.
     """
@@ -53,13 +54,19 @@ class FlopsModel:
         per_token, per_pair = _attention_products(shape)
         of_linear = len(shape.linear.layers) * shape.linear.products(shape.hidden) if shape.linear else 0
         whole = 2 * (shape.attention_layers * per_token + of_linear + _mlp_products(shape))
+        of_all, in_window = shape.attention_layers - len(shape.window_layers), len(shape.window_layers)
+        indexer_pair = 0
+        if shape.indexer is not None:
+            indexer_token, indexer_pair = _indexer_products(shape, shape.indexer)
+            whole += 2 * indexer_token
+            of_all, in_window = 0, of_all
         return cls(
             per_token=whole + 2 * _adapter_products(shape, per_row=False),
             per_logit_row=2 * shape.hidden * shape.vocab + 2 * _adapter_products(shape, per_row=True),
-            per_pair=2 * (shape.attention_layers - len(shape.window_layers)) * per_pair,
+            per_pair=2 * (of_all * per_pair + indexer_pair),
             vision=shape.vision,
-            per_window_pair=2 * len(shape.window_layers) * per_pair,
-            window=shape.window,
+            per_window_pair=2 * in_window * per_pair,
+            window=shape.window if shape.indexer is None else shape.indexer.top_k,
             prediction=cls._of_prediction(shape) if shape.predicts else None,
             frozen_per_token=whole if shape.lora is not None else 0,
             frozen_per_row=2 * shape.hidden * shape.vocab if shape.lora is not None else 0,
@@ -137,11 +144,20 @@ def _attention_products(shape: ModelShape) -> tuple[int, int]:
     return of_queries + of_keys_and_values + heads * value * hidden, heads * (shape.head_dim + value)
 
 
+def _indexer_products(shape: ModelShape, indexer: IndexerShape) -> tuple[int, int]:
+    """Multiply-adds of all layers' indexers: (per token in their matrices, per pair of a token and a key that is scored)."""
+    width = indexer.heads * indexer.head_dim
+    of_queries = (shape.latent.query or 0) * width if shape.latent else 0
+    per_token = of_queries + shape.hidden * (indexer.head_dim + indexer.heads)
+    return indexer.layers * per_token, indexer.layers * (width + indexer.heads)
+
+
 def _mlp_products(shape: ModelShape) -> int:
-    """Multiply-adds per token of all layers' gated MLPs, and of the routers and experts that a token uses."""
-    hidden, with_experts = shape.hidden, len(shape.expert_layers)
-    of_experts = hidden * shape.experts + 3 * hidden * (shape.top_k * shape.expert_ffn + shape.shared_ffn)
-    return with_experts * of_experts + (shape.layers - with_experts) * 3 * hidden * shape.ffn
+    """Multiply-adds per token of all layers' MLPs, and of the routers and experts that a token uses."""
+    hidden, matrices, latent = shape.hidden, shape.mlp_matrices, shape.expert_latent
+    of_experts = matrices * (shape.top_k * (latent or hidden) * shape.expert_ffn + hidden * shape.shared_ffn)
+    of_experts += hidden * (shape.experts + 2 * latent)
+    return len(shape.expert_layers) * of_experts + shape.dense_layers * matrices * hidden * shape.ffn
 
 
 def _adapter_products(shape: ModelShape, *, per_row: bool) -> int:

@@ -13,10 +13,14 @@ from dataclasses import dataclass
 
 from megarl.errors import ModelError
 
-_OF_EXPERT = re.compile(r"(?P<block>.*\.mlp\.experts\.)(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.(?P<kind>weight|bias)")
+_OF_EXPERT = re.compile(
+    r"(?P<block>.*\.(?:mlp|feed_forward)\.experts\.)(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.(?P<kind>weight|bias)"
+)
 BLOCKS, SCALES = "_blocks", "_scales"
 """The ends of the names of MXFP4 numbers and of their exponents, which are stored in the place of a tensor of experts."""
-_STORED = re.compile(r"(?P<block>.*\.mlp\.experts\.)(?P<part>gate_up|down)_proj(?P<kind>|_bias|_blocks|_scales)")
+_STORED = re.compile(
+    r"(?P<block>.*\.(?:mlp|feed_forward)\.experts\.)(?P<part>gate_up|down)_proj(?P<kind>|_bias|_blocks|_scales)"
+)
 _KINDS = {"": "weight", BLOCKS: "weight", "_bias": "bias"}
 """Names of an expert's tensors, by the end of the stored one's; scales are a part of blocks."""
 
@@ -46,13 +50,15 @@ class ExpertPlace:
 class FusedExperts:
     """`experts` of hidden size `hidden` and width `ffn`, in every block that has any.
 
-    `alternating`: as gpt-oss has them, a column of the gate before each column of up, with biases, and perhaps as MXFP4.
+    `alternating`: as gpt-oss has them, a column of the gate before each column of up, with biases, and perhaps as MXFP4. If
+    not `transposed`, the hub has them as transformers 5 writes them, and a place says rows in place of columns.
     """
 
     experts: int
     hidden: int
     ffn: int
     alternating: bool = False
+    transposed: bool = True
 
     def names_of(self, stored: str) -> list[str]:
         """The experts' tensors in a stored one, expert after expert; any other tensor is itself."""
@@ -84,18 +90,19 @@ class FusedExperts:
         if stored.endswith("_bias"):
             return (self.experts, self.hidden if stored.endswith("down_proj_bias") else 2 * self.ffn)
         down = stored.endswith("down_proj")
-        return (self.experts, self.ffn, self.hidden) if down else (self.experts, self.hidden, 2 * self.ffn)
+        rows, columns = (self.hidden, self.ffn) if down else (2 * self.ffn, self.hidden)
+        return (self.experts, columns, rows) if self.transposed else (self.experts, rows, columns)
 
     def check(self, stored: str, shape: tuple[int, ...]) -> bool:
-        """Return whether a stored tensor of this shape is as the hub has it; False: as transformers 5 writes it.
+        """Return whether the experts in a stored tensor of this shape are transposed, as the hub mostly has them.
 
         Raises:
             ModelError: it is neither.
         """
         experts, *matrix = expected = self.shape(stored)
         if shape == expected:
-            return True
-        if self.alternating:  # which transformers 5 writes as the hub has them
+            return self.transposed
+        if self.alternating or not self.transposed:  # which transformers 5 writes as the hub has them
             raise ModelError(f"tensor '{stored}' has shape {list(shape)}, but config.json implies {list(expected)}")
         if shape != (experts, *reversed(matrix)):
             raise ModelError(

@@ -55,15 +55,23 @@ def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> d
         ModelError: biases, capped logits, attention in both directions, another gate, or anything that the dense decoder
             refuses.
     """
-    refuse(hf_config, "attention_bias", False, "megatron-core has no bias on q, k, v and o without one on the MLP")
-    refuse(hf_config, "hidden_activation", "gelu_pytorch_tanh", "the MLP is built with this gate")
-    refuse(hf_config, "use_bidirectional_attention", False, "attention is causal")
     for field in ("attn_logit_softcapping", "final_logit_softcapping"):
         if hf_config.get(field) is not None:
             raise ModelError(f"config.json: {field} is {hf_config[field]!r}; it must be null: logits are not capped")
+    return gemma_kwargs(hf_config, sizes) | {"qk_layernorm": True}
+
+
+def gemma_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> dict[str, Any]:
+    """The common part of Gemma 2 and 3.
+
+    Raises:
+        ModelError: biases, attention in both directions, another gate, or anything that the dense decoder refuses.
+    """
+    refuse(hf_config, "attention_bias", False, "megatron-core has no bias on q, k, v and o without one on the MLP")
+    refuse(hf_config, "hidden_activation", "gelu_pytorch_tanh", "the MLP is built with this gate")
+    refuse(hf_config, "use_bidirectional_attention", False, "attention is causal")
     scale = positive(hf_config, "query_pre_attn_scalar") ** -0.5
     return dense.transformer_config_kwargs(hf_config, sizes, sliding_layers(hf_config)) | {
-        "qk_layernorm": True,
         "layernorm_zero_centered_gamma": True,
         "softmax_scale": scale,
         "activation": "gelu_tanh",
@@ -77,10 +85,15 @@ def layer_rope(hf_config: HFConfig) -> LayerRope:
 
 def weight_map(hf_config: HFConfig, sizes: dense.DenseSizes) -> WeightMap:
     """The common rules with norms of heads, and two further norms in every layer."""
-    attention = dense.attention_rules(sizes, head_norms=True)
+    return gemma_weight_map(sizes, head_norms=True, embedding_whole_in_engines=True)
+
+
+def gemma_weight_map(sizes: dense.DenseSizes, *, head_norms: bool = False, **more: Any) -> WeightMap:
+    """The common rules, and two further norms in every layer; `more` are `dense.weight_map`'s."""
+    attention = dense.attention_rules(sizes, head_norms=head_norms)
     after = dense.post_norm_rules(sizes, "post_attention_layernorm", "post_feedforward_layernorm")
     mlp = dense.mlp_rules(sizes, hf_norm="pre_feedforward_layernorm")
-    return dense.weight_map(sizes, attention, [*after, *mlp], embedding_whole_in_engines=True)
+    return dense.weight_map(sizes, attention, [*after, *mlp], **more)
 
 
 def traits(hf_config: HFConfig) -> DecoderTraits:

@@ -23,6 +23,20 @@ def size(hf_config: dict[str, Any], field: str, default: int | None = None, *, l
     return value
 
 
+def size_of_all_layers(hf_config: dict[str, Any], field: str, default: int | None = None) -> int:
+    """A positive integer field that may also be a list of one for each layer, all alike; `default` as in `size`.
+
+    Raises:
+        ModelError: layers differ, or it is no such integer.
+    """
+    value = hf_config.get(field)
+    if isinstance(value, list) and value:
+        if any(of_layer != value[0] for of_layer in value):
+            raise ModelError(f"config.json: {field} is {value!r:.80}; it must be the same for all layers")
+        value = value[0]
+    return size(hf_config | {field: value}, field, default)
+
+
 def positive(hf_config: dict[str, Any], field: str, default: float | None = None) -> float:
     """A field that must be a number above 0, `default` where it is absent. Raises ModelError if it is not."""
     value = hf_config.get(field, default)
@@ -48,7 +62,7 @@ def without_prediction_layers(hf_config: dict[str, Any]) -> dict[str, Any]:
 
     A model that sees has the field among those of its decoder.
     """
-    fields = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    fields = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
     config = hf_config | {field: 0 for field in fields if hf_config.get(field)}
     if isinstance(config.get("text_config"), dict):
         config["text_config"] = without_prediction_layers(config["text_config"])

@@ -17,6 +17,8 @@ from megarl.models.hf_fields import refuse, size
 from megarl.models.packings import Copy, GateUp
 from megarl.models.weight_map import Rule, WeightMap
 
+MLP_KINDS = ("dense", "sparse")
+
 
 @dataclass(frozen=True)
 class MoeSizes:
@@ -82,6 +84,23 @@ def behind_dense_layers(hf_config: dict[str, Any], *, dense_layers: int = 0, sha
     )
 
 
+def listed_layers(hf_config: dict[str, Any], dense_layers: int) -> list[int]:
+    """The layers that `mlp_layer_types` says have experts; without it all but the first `dense_layers`.
+
+    Raises:
+        ModelError: it does not say one of `MLP_KINDS` for each layer.
+    """
+    layers, kinds = size(hf_config, "num_hidden_layers"), hf_config.get("mlp_layer_types")
+    if kinds is None:
+        return [*range(dense_layers, layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in MLP_KINDS for kind in kinds):
+        raise ModelError(
+            f"config.json: mlp_layer_types is {kinds!r:.80}; it must say {' or '.join(map(repr, MLP_KINDS))} for each of the "
+            f"{layers} layers"
+        )
+    return [layer for layer, kind in enumerate(kinds) if kind == MLP_KINDS[1]]
+
+
 def in_every_layer(hf_config: dict[str, Any]) -> MoeSizes:
     """Experts in all layers, as Mixtral calls the fields. Raises ModelError as `MoeSizes.from_hf`."""
     layers, fields = range(size(hf_config, "num_hidden_layers")), ("num_local_experts", "num_experts")
@@ -89,11 +108,18 @@ def in_every_layer(hf_config: dict[str, Any]) -> MoeSizes:
 
 
 def weight_map(
-    sizes: DenseSizes, experts: MoeSizes, attention: Iterable[Rule], of_experts: Iterable[Rule], **more: Any
+    sizes: DenseSizes,
+    experts: MoeSizes,
+    attention: Iterable[Rule],
+    of_experts: Iterable[Rule],
+    *,
+    hf_norm: str = "post_attention_layernorm",
+    hf_block: str = "mlp.",
+    **more: Any,
 ) -> WeightMap:
-    """`dense.weight_map` of a family whose layers without experts have a dense MLP."""
+    """`dense.weight_map` of a family whose layers without experts have a dense MLP, the hub's `hf_block`, behind `hf_norm`."""
     dense_layers = frozenset(range(sizes.num_layers)) - experts.layers
-    mlp = [*dense.mlp_rules(sizes, dense_layers), *of_experts]
+    mlp = [*dense.mlp_rules(sizes, dense_layers, hf_norm=hf_norm, hf_block=hf_block), *of_experts]
     return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, **more)
 
 
@@ -157,6 +183,7 @@ def mlp_rules(
     moe: MoeSizes,
     hidden_size: int,
     *,
+    hf_norm: str = "post_attention_layernorm",
     hf_block: str = "mlp.",
     hf_expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     hf_router: str = "gate",
@@ -164,9 +191,12 @@ def mlp_rules(
     hf_shared_parts: tuple[str, str, str] | None = None,
     hf_shared_gate: str | None = None,
     expert_bias: bool = False,
+    hf_expert_bias: str = "gate.e_score_correction_bias",
+    expert_bias_is_row: bool = False,
     bias: bool = False,
 ) -> list[Rule]:
     """Norm, router and experts of the layers that have them; `expert_bias` is DeepSeek's, added to pick the experts.
+    `expert_bias_is_row`: the hub has it as a matrix of one row, and so has the router.
 
     `hf_shared` and `hf_shared_gate` are what the shared expert is called, and what scales its output, if anything does;
     `hf_shared_parts` its projections, None: as those of the others.
@@ -190,13 +220,14 @@ def mlp_rules(
 
     grouped = (block + "experts.linear_fc1.weight{expert}", block + "experts.linear_fc2.weight{expert}")
     rules = [
-        rule(LAYER + "pre_mlp_layernorm.weight", (HF_LAYER + "post_attention_layernorm.weight",), Copy((hidden,))),
+        rule(LAYER + "pre_mlp_layernorm.weight", (f"{HF_LAYER}{hf_norm}.weight",), Copy((hidden,))),
         rule(block + "router.weight", (f"{hf}{hf_router}.weight",), Copy((moe.num_experts, hidden))),
         *gated(block + "experts.local_experts.{expert}.", hf + "experts.{expert}.", moe.expert_ffn_size, grouped),
     ]
     if expert_bias:
-        hf_bias = (hf + "gate.e_score_correction_bias",)
-        rules.append(rule(block + "router.expert_bias", hf_bias, Copy((moe.num_experts,)), dtype="float32"))
+        hf_bias = (hf + hf_expert_bias,)
+        shape = (1, moe.num_experts) if expert_bias_is_row else (moe.num_experts,)
+        rules.append(rule(block + "router.expert_bias", hf_bias, Copy(shape), dtype="float32"))
     if bias:
         rules.append(rule(block + "router.bias", (f"{hf}{hf_router}.bias",), Copy((moe.num_experts,))))
         for name, packing, parts in (("fc1", GateUp(moe.expert_ffn_size, None), (gate, up)), ("fc2", Copy((hidden,)), (down,))):

@@ -82,7 +82,7 @@ class GroupedQKV:
     A rank holds an even, contiguous share of that order. With more ranks than groups the share is a part of a group:
     megatron-core keeps no replica of k and v, it gathers the projection's output and picks its heads from it.
     `hidden_size` is None for the biases. `gated`: behind each head of q are as many rows of its gate, which a rank holds
-    behind the q heads of the group.
+    behind the q heads of the group. `gate_apart`: the gates are a tensor of their own instead, the fourth.
     """
 
     num_heads: int
@@ -90,14 +90,17 @@ class GroupedQKV:
     head_dim: int
     hidden_size: int | None
     gated: bool = False
+    gate_apart: bool = False
     tp_axis: ClassVar[int] = 0
 
     @property
     def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of q, k and v."""
+        """Shapes of q, k and v, and of the gates where they are apart."""
         columns = () if self.hidden_size is None else (self.hidden_size,)
-        rows_of_kv = self.num_groups * self.head_dim
-        return ((self.num_heads * self._of_head * self.head_dim, *columns), (rows_of_kv, *columns), (rows_of_kv, *columns))
+        rows_of_kv, rows_of_q = self.num_groups * self.head_dim, self.num_heads * self.head_dim
+        if self.gate_apart:
+            return ((rows_of_q, *columns), (rows_of_kv, *columns), (rows_of_kv, *columns), (rows_of_q, *columns))
+        return ((rows_of_q * self._of_head, *columns), (rows_of_kv, *columns), (rows_of_kv, *columns))
 
     def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
         """The rank's window of the interleaved order."""
@@ -117,10 +120,12 @@ class GroupedQKV:
 
     @property
     def _of_head(self) -> int:
-        return 2 if self.gated else 1
+        return 2 if self.gated or self.gate_apart else 1
 
     def _queries(self, first: int, heads: int) -> Iterable[RowRange]:
         """The q heads from `first` on, then their gates."""
+        if self.gate_apart:
+            return [(part, first * self.head_dim, (first + heads) * self.head_dim) for part in (0, 3)]
         if not self.gated:
             return [(0, first * self.head_dim, (first + heads) * self.head_dim)]
         starts = [(2 * head + gate) * self.head_dim for gate in (0, 1) for head in range(first, first + heads)]
@@ -150,13 +155,15 @@ class GateUp:
 @dataclass(frozen=True)
 class HeadSection:
     """Rows that are alike: `rows` for each unit, the first unit's from row `first` of the `part`-th tensor on, the next one's
-    `stride` rows further. `name` is what megatron-core's checkpoints add to the parameter's key."""
+    `stride` rows further. `name` is what megatron-core's checkpoints add to the parameter's key. `units`: None means as many
+    as the other sections have."""
 
     name: str
     part: int
     first: int
     rows: int
     stride: int
+    units: int | None = None
 
 
 @dataclass(frozen=True)
@@ -171,9 +178,9 @@ class Sections:
 
     def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
         """The rank's units of every section."""
-        share = _share(self.units, tp_size, "the heads of linear attention")
         row_ranges: list[RowRange] = []
         for section in self.sections:
+            share = _share(section.units or self.units, tp_size, "the heads of linear attention")
             first, last = tp_rank * share, (tp_rank + 1) * share
             if section.stride == section.rows:  # next to each other
                 row_ranges.append((section.part, section.first + first * section.rows, section.first + last * section.rows))

@@ -12,14 +12,27 @@ from typing import Any
 
 from megarl.errors import ModelError, nearest
 from megarl.models import (
+    afmoe,
     deepseek_v3,
+    ernie4_5,
+    ernie4_5_moe,
+    exaone4,
+    exaone_moe,
+    gemma2,
     gemma3_text,
     glm4,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     granite,
+    hunyuan_v1_dense,
+    hunyuan_v1_moe,
     llama,
+    llama4_text,
+    minimax_m2,
+    ministral3,
     mistral,
+    mistral4,
     mixtral,
     olmo2,
     olmo3,
@@ -29,6 +42,7 @@ from megarl.models import (
     qwen3_moe,
     seed_oss,
     smollm3,
+    solar_open,
 )
 from megarl.models.architecture import Architecture
 from megarl.option_list import OPTIONS, parts
@@ -36,35 +50,32 @@ from megarl.system.user_code import absolute_name, load_user_object
 
 _FAMILIES = (
     llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v3, glm4_moe, glm4, olmo2, olmo3, gemma3_text, phi3, smollm3,
-    seed_oss, granite, gpt_oss,
+    seed_oss, granite, gpt_oss, minimax_m2, ernie4_5, ernie4_5_moe, hunyuan_v1_dense, hunyuan_v1_moe, solar_open, afmoe,
+    ministral3, exaone4, exaone_moe, gemma2, glm4_moe_lite, mistral4, llama4_text,
 )  # fmt: skip
 ARCHITECTURES: tuple[Architecture, ...] = (
     *(family.ARCHITECTURE for family in _FAMILIES),
     *(architecture for module in parts("families") for architecture in module.ARCHITECTURES),
 )
 
-_LLAMA4 = (
-    "Llama 4 attends within chunks of attention_chunk_size tokens, and scales queries by their position in layers without "
-    "rotary embedding, which megarl's attention does not"
-)
 _TOWER = (
     "megarl does not train this family's vision tower, and its folders hold the text model under other names; save its text "
     "model as a folder of its own (docs/vision.md, 'Train the text model alone')"
 )
-_GEMMA2 = "Gemma 2 caps attention scores and logits, which megarl's attention and output layer do not"
 REFUSED = {
-    "llama4": _LLAMA4,
-    "llama4_text": _LLAMA4,
+    "llama4": _TOWER,
     "qwen3_5": _TOWER,
     "qwen3_5_moe": _TOWER,
     "gemma3": _TOWER,
-    "gemma2": _GEMMA2,
+    "mistral3": _TOWER,
 }
 """By `model_type`, why a family that users ask for is not there."""
 OPTION_OF_FAMILY = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "linear_attention"),
     **dict.fromkeys(("kimi_linear", "olmo_hybrid"), "linear_attention"),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe"), "pictures"),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "sparse_attention"),
+    **dict.fromkeys(("granitemoehybrid", "nemotron_h"), "state_spaces"),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "kimi_k25"), "pictures"),
 }
 """The option that brings a family, also where an installation lacks it: for the sentence that says so."""
 REFUSED |= {

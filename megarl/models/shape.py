@@ -26,6 +26,16 @@ class Latent:
     rope: int
 
 
+@dataclass(frozen=True)
+class IndexerShape:
+    """So many `layers` have an indexer of `heads` of width `head_dim`; in all a token attends to `top_k` keys at most."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    top_k: int
+
+
 @dataclass(frozen=True, eq=False)
 class ModelShape:
     """A decoder's sizes. `query` and `key_value` are the widths of all heads' queries and of their keys or values.
@@ -34,9 +44,11 @@ class ModelShape:
     `window_layers` are those whose tokens attend through a window of `window` tokens. `exact_positions` are the tokens of a
     sequence beyond which its rotary frequencies depend on its length, and the field that says so. `biases`: all projections
     have biases. `vision` is the tower in front of it, if it has one; `traits` are what its layers have beside megatron-core's.
+    `indexer` chooses the keys that tokens attend to; None: they attend to all.
     `linear` is the linear attention that some layers have in place of the other; `gated`: a part of the query projection gates
     attention. `sinks`: a score of its own for each head is among those that a token attends by. `predicts`: it has a layer for
-    multi-token prediction behind its `layers`. `lora`: its adapters, which alone are trained (`with_lora`).
+    multi-token prediction behind its `layers`. `lora`: its adapters, which alone are trained (`with_lora`). `gated_mlp`: MLPs
+    and experts have a gate. `expert_latent`: width of what experts work in, 0 if that is the residual stream.
     """
 
     config: dict[str, Any]
@@ -63,10 +75,13 @@ class ModelShape:
     vision: Vision | None = None
     traits: DecoderTraits = field(default_factory=DecoderTraits)
     linear: LinearAttention | None = None
+    indexer: IndexerShape | None = None
     gated: bool = False
     sinks: bool = False
     predicts: bool = False
     lora: AdapterSpec | None = None
+    gated_mlp: bool = True
+    expert_latent: int = 0
 
     @cached_property
     def with_prediction(self) -> ModelShape:
@@ -87,10 +102,22 @@ class ModelShape:
     @property
     def attention_layers(self) -> int:
         """Layers that keep keys and values, or latents, of every token."""
-        return self.layers - (len(self.linear.layers) if self.linear else 0)
+        return self.layers - len(self.traits.mlp_alone) - (len(self.linear.layers) if self.linear else 0)
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers with an MLP in place of experts."""
+        return self.layers - len(self.traits.attention_alone) - len(self.expert_layers)
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Matrices of an MLP or an expert."""
+        return 3 if self.gated_mlp else 2
 
     def attended(self, context: float) -> float:
         """Number of tokens that one with `context` tokens, itself included, attends to: the mean over the layers."""
+        if self.indexer is not None:
+            return min(context, self.indexer.top_k)
         share = len(self.window_layers) / self.layers
         return context if not share else (1 - share) * context + share * min(context, self.window)
 
@@ -113,7 +140,7 @@ class ModelShape:
     def divided_ffn(self) -> int | None:
         """Widths that tensor parallelism must divide of the feed-forward layers outside experts: the dense layers' width and
         that of the shared experts. None: there are neither."""
-        widths = [self.ffn] if len(self.expert_layers) < self.layers else []
+        widths = [self.ffn] if self.dense_layers else []
         widths += [self.shared_ffn] if self.shared_ffn else []
         return math.gcd(*widths) if widths else None
 
@@ -129,12 +156,14 @@ class ModelShape:
             "expert_ffn_size": self.expert_ffn or None,
             "deepstack": len(self.vision.deepstack) if self.vision else 0,
             "linear_heads": self.linear.heads if self.linear else None,
+            "linear_exchanges": self.linear is None or self.linear.exchanged is not None,
         }
 
     @property
     def cached(self) -> int:
         """Numbers that one layer's KV cache has for a token, on all ranks together but for replicas."""
-        return self.latent.key_value + self.latent.rope if self.latent else 2 * self.key_value
+        of_indexers = self.indexer.head_dim * self.indexer.layers // self.layers if self.indexer else 0
+        return of_indexers + (self.latent.key_value + self.latent.rope if self.latent else 2 * self.key_value)
 
     @classmethod
     def read(cls, folder: str | Path, *, predicts: bool = False) -> ModelShape:
@@ -165,9 +194,10 @@ def shape_of(hf_config: dict[str, Any]) -> ModelShape:
     frequency = sizes.get("moe_layer_freq", 1)
     has_experts = [bool(n) for n in frequency] if isinstance(frequency, list) else [True] * layers
     experts = sizes.get("num_moe_experts") or 0
+    weight_map = architecture.weight_map(hf_config)
     return ModelShape(
         config=hf_config,
-        weight_map=architecture.weight_map(hf_config),
+        weight_map=weight_map,
         layers=layers,
         hidden=sizes["hidden_size"],
         heads=heads,
@@ -190,9 +220,20 @@ def shape_of(hf_config: dict[str, Any]) -> ModelShape:
         vision=architecture.vision(hf_config),
         traits=architecture.traits(hf_config),
         linear=architecture.linear(hf_config),
+        indexer=_indexer(sizes, weight_map),
         gated=bool(sizes.get("attention_output_gate")),
         sinks=sizes.get("softmax_type") == "learnable",
+        gated_mlp=bool(sizes["gated_linear_unit"]),
+        expert_latent=sizes.get("moe_latent_size") or 0,
     )
+
+
+def _indexer(sizes: dict[str, Any], weight_map: WeightMap) -> IndexerShape | None:
+    if "dsa_indexer_topk" not in sizes:
+        return None
+    rule = next(rule for rule in weight_map.rules if rule.megatron_name.endswith(".indexer.linear_wk.weight"))
+    layers = sum(map(rule.has_layer, range(sizes["num_layers"])))
+    return IndexerShape(layers, *(sizes[f"dsa_indexer_{name}"] for name in ("n_heads", "head_dim", "topk")))
 
 
 def _window_layers(sizes: dict[str, Any], layers: int) -> frozenset[int]:

@@ -27,7 +27,7 @@ def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> d
         ModelError: biases, or anything that the dense decoder refuses.
     """
     refuse_biases(hf_config)
-    rotates = _rotates(hf_config)
+    rotates = rotating_layers(hf_config)
     if not hf_config.get("use_sliding_window"):
         sliding = in_all_layers(hf_config, sliding=False)
     elif (listed := sliding_layers(hf_config)) is not None:
@@ -40,8 +40,12 @@ def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> d
     return kwargs | {"no_rope_freq": [int(not here) for here in rotates]}
 
 
-def _rotates(hf_config: HFConfig) -> list[bool]:
-    """Return whether queries and keys rotate, layer by layer."""
+def rotating_layers(hf_config: HFConfig) -> list[bool]:
+    """Return whether queries and keys rotate, layer by layer.
+
+    Raises:
+        ModelError: `no_rope_layers` is not 1 or 0 for each layer.
+    """
     layers, listed = size(hf_config, "num_hidden_layers"), hf_config.get("no_rope_layers")
     if listed is None:
         interval = size(hf_config, "no_rope_layer_interval", default=4)

@@ -6,7 +6,8 @@ bias as a buffer; on the hub every expert has tensors of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from megarl.errors import ModelError
 from megarl.models.architecture import Architecture, HFConfig, HubNames
 from megarl.models.fused_rows import FusedRows
-from megarl.models.registry import architectures, load_hf_config
+from megarl.models.registry import architecture_for, architectures, load_hf_config
 
 
 def config_in_transformers(folder: str | Path) -> Any:
@@ -36,6 +37,28 @@ def config_in_transformers(folder: str | Path) -> Any:
     return AutoConfig.for_model(known_family.name, **fields)
 
 
+def auto_class(hf_config: HFConfig) -> Any:
+    """transformers' class that makes and loads a config's models: also those of text that it lists with models that see."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto as listed
+
+    of_text, of_both = listed.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, listed.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    model_type = hf_config.get("model_type")
+    sees = "vision_config" in hf_config or (model_type in of_both and model_type not in of_text)
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+
+
+def loader_of(folder: str | Path) -> Callable[..., Any]:
+    """transformers' function that loads the model of a folder, with the attention that computes all of it: PyTorch's own does
+    not cap scores, and says nothing."""
+    try:
+        hf_config = load_hf_config(folder)
+        caps = architecture_for(hf_config).traits(hf_config).score_cap is not None
+    except ModelError:  # transformers says what is wrong with it
+        hf_config, caps = {}, False
+    return partial(auto_class(hf_config).from_pretrained, **({"attn_implementation": "eager"} if caps else {}))
+
+
 def hub_tensors(model: Any) -> dict[str, Tensor]:
     """Hub name -> view, so that writing to it writes to `model`: parameters and the buffers that a checkpoint holds.
 
@@ -44,12 +67,13 @@ def hub_tensors(model: Any) -> dict[str, Tensor]:
     names = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
     family = next((family for family in architectures() if family.name == model.config.model_type), None)
     hub, others = (family.hub, family.other_names) if family is not None else (HubNames(), ())
+    on_the_hub = family.hub_name if family is not None else str
     fused = _together(family, model.config.to_dict()) if family is not None else None
     return {
         hub_name: view
         for name, tensor in model.state_dict().items()
         if name in names
-        for hub_name, view in _as_on_the_hub(with_prefix(name, others), tensor, hub, fused)
+        for hub_name, view in _as_on_the_hub(with_prefix(on_the_hub(name), others), tensor, hub, fused)
     }
 
 
@@ -77,11 +101,16 @@ def _as_on_the_hub(name: str, tensor: Tensor, hub: HubNames, fused: FusedRows | 
             if (place := fused.place(part)) is not None:
                 yield part, tensor[place.start : place.stop]
         return
+    if (block := name.removesuffix(HubNames.expert_bias)) != name:
+        name = block + hub.expert_bias
     name = name.replace(".mlp.", f".{hub.block}.")
     for part, on_the_hub in hub.renamed:
         name = name.replace(part, on_the_hub)
+    for end, on_the_hub in hub.ends:
+        name = name.removesuffix(end) + on_the_hub if name.endswith(end) else name
     gate, up, down = hub.expert
     prefix, _, part = name.rpartition(".experts.")
+    tensor = tensor.mT if hub.transposed and prefix and tensor.dim() == 3 else tensor
     stored, _, bias = part.partition("_proj")
     if hub.alternating and prefix:
         kind = bias.removeprefix("_") or "weight"
@@ -94,8 +123,8 @@ def _as_on_the_hub(name: str, tensor: Tensor, hub: HubNames, fused: FusedRows | 
         for expert, rows in enumerate(tensor):
             for projection, half in zip((gate, up), rows.chunk(2), strict=True):
                 yield f"{prefix}.experts.{expert}.{projection}.weight", half
-    elif part == "down_proj":
+    elif part in ("up_proj", "down_proj"):
         for expert, rows in enumerate(tensor):
-            yield f"{prefix}.experts.{expert}.{down}.weight", rows
+            yield f"{prefix}.experts.{expert}.{up if part == 'up_proj' else down}.weight", rows
     else:
         yield name, tensor

@@ -69,12 +69,16 @@ class Vision:
     that positions are looked up in, if there is one: no product is computed with it, and `position_bytes` are what the
     backward pass needs of each patch's place in it. `embedding_norms` follow the embedding of patches. A projector
     is a norm and two linear layers; with a `projector_ffn` it is a convolution behind the last layer's norm, a linear layer,
-    a LayerNorm, and a gated MLP of this width.
+    a LayerNorm, and a gated MLP of this width. Where the tower's class has none, `projector` is its own class in the same
+    file, which is made of the whole config: it is the tower's `merger`, behind the last layer's norm, a norm of its own and two
+    linear layers. `mrope` None: the decoder's tokens have one position. `qkv` is what the hub calls the one matrix of queries,
+    keys and values of a layer whose module has three, with pairs of dimensions that rotate together side by side: the tower
+    has it so.
     """
 
     tower: str
     shapes: Mapping[str, tuple[int, ...]]
-    mrope: Mrope
+    mrope: Mrope | None
     patch: int
     temporal: int
     merge: int
@@ -95,6 +99,8 @@ class Vision:
     position_bytes: int = 0
     embedding_norms: int = 0
     projector_ffn: int = 0
+    projector: str | None = None
+    qkv: str | None = None
 
     @property
     def parameters(self) -> int:
@@ -114,6 +120,12 @@ class Vision:
     def patch_width(self) -> int:
         """Numbers of a patch."""
         return self.channels * self.temporal * self.patch**2
+
+    @property
+    def patch_shape(self) -> tuple[int, ...]:
+        """Shape of a patch as the tower takes it: in a row, or the square that its embedding is over."""
+        embedding = self.shapes["patch_embed.proj.weight"]
+        return embedding[1:] if len(embedding) == 4 else (self.patch_width,)
 
 
 def vision_part(place: str) -> ModuleType:

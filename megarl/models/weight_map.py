@@ -37,7 +37,8 @@ class Rule:
     lives in the linear layer that follows it, and the experts of a layer in one grouped module. `tied_copy` marks the
     output layer of a model with tied embeddings: it exists only on a last stage that is not also the first, is filled from
     the embedding, and is never exported. `dtype` (`float32`) is what it keeps whatever the model's dtype is.
-    `whole_in_engines`: every rank of SGLang's engines holds all of it, though it could be split.
+    `whole_in_engines`: every rank of SGLang's engines holds all of it, though it could be split. `engine_heads`: these ranks
+    hold shares of so many heads, though training ranks hold all of it.
     """
 
     megatron_name: str
@@ -49,6 +50,7 @@ class Rule:
     tied_copy: bool = False
     dtype: str | None = None
     whole_in_engines: bool = False
+    engine_heads: int | None = None
 
     @property
     def is_expert(self) -> bool:

@@ -30,6 +30,7 @@ def chat(
     max_new_tokens: int,
     temperature: float,
     config: Any = None,
+    load: Any = None,
     lines: Iterable[str] | None = None,
     system_prompt: str | None = None,
     chat_template: str | None = None,
@@ -42,7 +43,8 @@ def chat(
     `system_prompt` stands before the conversation. `chat_template` is a Jinja file in place of the model's template, and
     `template_args` are options of it. A model without a chat template continues each line by itself. `temperature` 0 is greedy.
     `stop` and `stop_token_ids` end an answer as those of `rollout` end a response. `config` is transformers' config object
-    where the folder's own cannot be read as one. Returns what is remembered of the conversation at its end.
+    where the folder's own cannot be read as one, `load` its function that loads the model. Returns what is remembered of the
+    conversation at its end.
 
     Raises:
         ConfigError: a stop is none.
@@ -53,7 +55,7 @@ def chat(
     template = ChatTemplate(tokenizer, chat_template or "auto", None, template_args=template_args)
     template.left_out.refuses = False  # what was said goes on
     check_stops_of(tokenizer, "rollout", stop, stop_token_ids)
-    model, talks = load_model(folder, config), template.is_used
+    model, talks = load_model(folder, config, load), template.is_used
     if console.is_terminal:
         console.print(f"one line is one message; {COMMANDS}", style="dim", markup=False, highlight=False)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -120,8 +122,11 @@ def _generate(model: Any, streamer: Any, arguments: dict[str, Any]) -> None:
         streamer.end()  # else an error here would leave the terminal waiting
 
 
-def load_model(path: Path, config: Any = None) -> Any:
-    """transformers' model of a folder, by `config` or by the folder's own. Raises ModelError if it cannot be loaded."""
+def load_model(path: Path, config: Any = None, load: Any = None) -> Any:
+    """transformers' model of a folder, by `config` or by the folder's own. Raises ModelError if it cannot be loaded.
+
+    `load`: transformers' function that loads it; None: that of text models.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -129,7 +134,7 @@ def load_model(path: Path, config: Any = None) -> Any:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         options = {"config": config, "dtype": "auto", "local_files_only": True, "trust_remote_code": False}
-        return AutoModelForCausalLM.from_pretrained(str(path), **options).to(device).eval()
+        return (load or AutoModelForCausalLM.from_pretrained)(str(path), **options).to(device).eval()
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ModelError(f"{path} holds no model that can be loaded: {type(error).__name__}: {reason}") from error

@@ -82,21 +82,27 @@ def layer_activations(
     has_experts: bool,
     mean_length: float,
     is_linear: bool = False,
+    attends: bool = True,
+    has_mlp: bool = True,
     adapters: Mapping[str, float] | None = None,
 ) -> LayerActivations:
-    """The activations of a layer with or without experts, whose attention `is_linear` or not.
+    """The activations of a layer with or without experts, whose attention `is_linear` or not; it may be one of both alone.
 
     `mean_length`: tokens of the sequence that a token is in. `adapters`: their part of attention and MLP (`adapters.py`).
     """
     rows = 1 / layout.tp if layout.sequence_parallel else 1.0
-    if shape.linear is not None and is_linear:
+    attention, mlp = (0.0, 0.0, 0.0), 0.0
+    if not attends:
+        pass
+    elif shape.linear is not None and is_linear:
         attention = _linear(shape, shape.linear, layout, precision, rows, mean_length)
     elif shape.latent:
         attention = _latent(shape, layout, precision, rows, mean_length)
     else:
         attention = _grouped(shape, layout, precision, rows, mean_length)
     outside, core, core_inputs = attention
-    mlp = _experts(shape, layout, precision, rows) if has_experts else _dense(shape, layout, precision, rows)
+    if has_mlp:
+        mlp = _experts(shape, layout, precision, rows) if has_experts else _dense(shape, layout, precision, rows)
     if adapters is not None:
         outside, mlp = outside + adapters["self_attention"], mlp + adapters["mlp"]
     checkpoint = rows * shape.hidden * precision.itemsize
@@ -141,6 +147,9 @@ def _grouped(
         core = size * (3 * query + 2 * key * keys) + STATISTICS * heads
         if shape.sinks:  # scores of each token and one that it may attend to, keys and values of every head; no output
             core += size * ((heads * mean_length + 2 * (query - key)) * keys - query)
+        elif shape.traits.score_cap is not None:  # scores as capped, and the shares of attention, in float32 and as multiplied
+            of_score = size + 4 + (size if size < 4 else 0)
+            core += (of_score * heads * mean_length + 2 * size * (query - key)) * keys - size * query
         return outside, core, core_inputs
     core = core_inputs + query * size + STATISTICS * heads
     return outside - (0 if precision.fp8 else query * size), core, core_inputs + (0 if precision.fp8 else query * size)
@@ -160,6 +169,9 @@ def _latent(
     outside += latent.rope * size  # cosines and sines
     outside += value * operand  # the output projection's input
     core_inputs = (2 * query + value + heads * latent.nope) * size
+    if shape.indexer is not None:  # scores are computed anew, and choices of keys are kept, as int32
+        choices = 4 * min(shape.indexer.top_k, mean_length) * shape.indexer.layers / shape.layers
+        return outside, core_inputs + choices, core_inputs
     if precision.is_reference:  # widths of keys and values differ, for which torch computes all scores, in float32
         core = 4 * (2 * query + value + heads * mean_length) + size * value
         return outside, core, core_inputs
@@ -178,11 +190,14 @@ def _linear(
 
 def _dense(shape: ModelShape, layout: Layout, precision: Precision, rows: float) -> float:
     inputs = rows * (_branch_norms(shape, precision) + precision.operand * shape.hidden)
-    return inputs + _gated(shape.ffn / layout.tp, precision)
+    return inputs + _between(shape, shape.ffn / layout.tp, precision)
 
 
-def _gated(width: float, precision: Precision) -> float:
-    """Gate and up, and the second product's input; torch also keeps the activated gate and a copy of up."""
+def _between(shape: ModelShape, width: float, precision: Precision) -> float:
+    """Gate and up, and the second product's input; torch also keeps the activated gate and a copy of up. Without a gate what
+    is squared, and the second product's input."""
+    if not shape.gated_mlp:
+        return width * (precision.itemsize + precision.operand)
     of_reference = 2 * precision.itemsize if precision.is_reference else 0
     return width * (2 * precision.itemsize + of_reference + precision.operand)
 
@@ -197,8 +212,9 @@ def _experts(shape: ModelShape, layout: Layout, precision: Precision, rows: floa
     of_reference = width * precision.itemsize if precision.is_reference else 0  # before it is weighted
     if shape.biases and precision.is_reference:  # gpt-oss: the clamped gate, its sigmoid, and what comes out
         of_reference += (2 * width + shape.hidden) * precision.itemsize
-    total += copies * (precision.operand * shape.hidden + _gated(width, precision) + of_reference + STATISTICS)
-    return rows * total + (_gated(shape.shared_ffn / layout.tp, precision) if shape.shared_ffn else 0)
+    of_expert = precision.operand * (shape.expert_latent or shape.hidden) + _between(shape, width, precision)
+    total += copies * (of_expert + of_reference + STATISTICS) + precision.operand * shape.expert_latent
+    return rows * total + (_between(shape, shape.shared_ffn / layout.tp, precision) if shape.shared_ffn else 0)
 
 
 def _experts_selected(shape: ModelShape, layout: Layout, precision: Precision, rows: float) -> float:

@@ -197,7 +197,11 @@ def _layers(role: PlannedRole, stage: int, precision: Precision, work: Workload)
     linear = shape.linear.layers if shape.linear else frozenset()
     beside = adapter_part("plan") if shape.lora is not None else None
     adapted = {layer: beside.rules_of_layer(shape, layer) if beside is not None else () for layer in layers}
-    kind_of = {layer: (layer in shape.expert_layers, layer in linear, adapted[layer]) for layer in layers}
+    alone = shape.traits.mlp_alone, shape.traits.attention_alone
+    kind_of = {
+        layer: (layer in shape.expert_layers, layer in linear, adapted[layer], layer not in alone[0], layer not in alone[1])
+        for layer in layers
+    }
     kinds = {
         kind: layer_activations(
             shape,
@@ -205,6 +209,8 @@ def _layers(role: PlannedRole, stage: int, precision: Precision, work: Workload)
             precision,
             has_experts=kind[0],
             is_linear=kind[1],
+            attends=kind[3],
+            has_mlp=kind[4],
             mean_length=work.mean_length,
             adapters=beside.kept_of_layer(shape, layer, layout, precision) if beside is not None else None,
         )

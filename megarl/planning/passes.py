@@ -114,7 +114,8 @@ def _products(role: PlannedRole, gpu: GpuSpec, precision: Precision, lengths: Le
     prompt, response = _rounded(lengths)
     whole = flops.cost(prompt, [response])
     rows = flops.per_logit_row * response
-    of_experts = 6 * shape.hidden * shape.expert_ffn * shape.top_k * len(shape.expert_layers) * (prompt + response)
+    of_expert = 2 * shape.mlp_matrices * (shape.expert_latent or shape.hidden) * shape.expert_ffn
+    of_experts = of_expert * shape.top_k * len(shape.expert_layers) * (prompt + response)
     of_layers = flops.per_token * (prompt + response) - of_experts
     peak = peak_flops(gpu, precision)
     rest = whole - rows - of_experts - of_layers + (0 if role.value_head else rows)
@@ -185,7 +186,7 @@ def _links(role: PlannedRole, gpu: GpuSpec, itemsize: int, tokens: float, layers
     width = (2 * shape.key_value if shape.latent is None else shape.heads * (shape.head_dim + shape.value_dim)) / layout.tp
     linear = len(shape.linear.layers) / shape.layers if shape.linear else 0.0  # of the layers
     gathered = (1 - linear) * tokens * width  # keys and values of all tokens
-    exchanged = linear * local * shape.linear.exchanged / layout.tp if shape.linear else 0.0
+    exchanged = linear * local * (shape.linear.exchanged or 0) / layout.tp if shape.linear else 0.0
     context = layers * (gathered + exchanged) * itemsize * (layout.cp - 1) / layout.cp
     with_experts = layers * len(shape.expert_layers) / shape.layers
     rows = local / (layout.tp if layout.sequence_parallel else 1)

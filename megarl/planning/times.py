@@ -177,9 +177,9 @@ def _computed_anew(shape: ModelShape, precision: Precision) -> float:
     """What the backward pass computes anew, of a forward pass; attention and activations count as nothing."""
     if precision.recompute != "selective" or precision.is_reference:
         return 1.0 if precision.recompute == "full" else 0.0
-    with_experts = len(shape.expert_layers)
-    dense = 3 * shape.ffn * (shape.layers - with_experts)
-    experts = 3 * (shape.expert_ffn * shape.top_k + shape.shared_ffn) * with_experts
+    matrices = shape.mlp_matrices
+    dense = matrices * shape.ffn * shape.dense_layers
+    experts = matrices * (shape.expert_ffn * shape.top_k + shape.shared_ffn) * len(shape.expert_layers)
     return dense / (dense + experts + 2 * (shape.query + shape.key_value) * shape.layers)
 
 

@@ -27,7 +27,7 @@ from megarl.runs.training_side import REFERENCE
 _SIZES = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "n_routed_experts",
-    "tie_word_embeddings",
+    "moe_num_experts", "tie_word_embeddings",
 )  # fmt: skip
 """Fields of a model's config.json by which its tensors differ."""
 _NEW_RUN = "set it back, or begin a new run under another run.name, from its exported model if you like (megarl convert export)"

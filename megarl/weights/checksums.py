@@ -173,6 +173,10 @@ def check_model(model_path: str | Path, tp: int = 1, device: str = "cpu") -> Non
 def _refusal_on_cpu(config: HFConfig, tp: int) -> str | None:
     if config.get("quantization_config"):
         return "on a CPU it does not compute with quantised weights"
+    if isinstance(config.get("moe_intermediate_size"), list):
+        return "on a CPU it takes moe_intermediate_size for one number, and not for a list of one for each layer"
+    if architecture_for(config).traits(config).score_cap is not None:
+        return "on a CPU its attention does not cap scores"
     unit = CPU_PADDING * tp
     config = architecture_for(config).text_config(config)
     sizes = {field: config.get(field) or 0 for field in ("intermediate_size", "moe_intermediate_size")}

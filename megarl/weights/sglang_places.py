@@ -22,6 +22,7 @@ PARTS_OF = {
     "mlp.gate_up_proj": ("gate_proj", "up_proj"),
     "mlp.shared_experts.gate_up_proj": ("gate_proj", "up_proj"),
     "mlp.shared_expert.gate_up_proj": ("gate_proj", "up_proj"),
+    "mlp.shared_mlp.gate_up_proj": ("gate_proj", "up_proj"),
     "linear_attn.in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "linear_attn.in_proj_ba": ("in_proj_b", "in_proj_a"),
     "merger.gate_up_proj": ("gate_proj", "up_proj"),
@@ -41,6 +42,8 @@ DERIVED_FROM = ".self_attn.kv_b_proj."
 """Name of a parameter that latent attention does not compute with itself, but by copies of its halves (`w_kc`, `w_vc`)."""
 HUB_PREFIXES = (("model.visual.", "visual."), ("model.language_model.", "model."))
 """Beginnings of names of some vision-language models on the hub, and in engines."""
+RENAMED = ((".mlp.gate.wg.", ".mlp.gate."), (".mlp.moe_statics.", ".mlp.gate."))
+"""Parts of names on the hub (Hunyuan, ERNIE 4.5), and what engines have in their place."""
 TOWER = "visual."
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
@@ -125,6 +128,8 @@ def engine_name(parameters: ModelParameters, name: str) -> tuple[str, int, int]:
     name = with_prefix(name, HUB_PREFIXES)
     if name.startswith(TOWER):
         name = name.replace(".attn.qkv.", ".attn.qkv_proj.")
+    for part, of_engines in RENAMED:
+        name = name.replace(part, of_engines)
     if expert := EXPERT.fullmatch(name):
         suffix, position, count = EXPERT_FUSED[expert["projection"]]
         expert_name = f"{expert['experts']}.{suffix}{expert['part'] or ''}{BIAS if expert['bias'] else ''}"

@@ -110,6 +110,8 @@ class EngineTarget:
             return [(0, length)] + [(0, 0)] * (self.expert_tp - 1)
         if rule.is_expert:
             return _even(length, self.expert_tp)
+        if rule.engine_heads is not None:
+            return _of_heads(length, rule.engine_heads, self.tp) * self.dp
         if axis is None or rule.whole_in_engines:
             return [(0, length)] * self.ranks
         if not _is_attention(rule):
@@ -126,10 +128,15 @@ def _shares(rule: Rule, part: int, length: int, size: int) -> list[Interval]:
     packing = rule.packing
     if isinstance(packing, Vocabulary):
         return [(min(start, length), min(stop, length)) for start, stop in _even(engine_padded_vocab(length, size), size)]
-    if isinstance(packing, GroupedQKV) and part > 0:  # fewer KV heads than ranks: neighbours hold the same head
-        distinct = _even(length, min(size, packing.num_groups))
-        return [distinct[rank * len(distinct) // size] for rank in range(size)]
+    if isinstance(packing, GroupedQKV) and part in (1, 2):
+        return _of_heads(length, packing.num_groups, size)
     return _even(length, size)
+
+
+def _of_heads(length: int, heads: int, size: int) -> list[Interval]:
+    """Each rank's share of rows that belong to heads; where these are fewer than ranks, neighbours hold the same head."""
+    distinct = _even(length, min(size, heads))
+    return [distinct[rank * len(distinct) // size] for rank in range(size)]
 
 
 def engine_padded_vocab(vocab_size: int, size: int) -> int:

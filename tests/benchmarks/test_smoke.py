@@ -190,6 +190,13 @@ def test_update_network(measured: Measured, monkeypatch: pytest.MonkeyPatch, tmp
     assert "| Llama 70B on 64 | 8 of 8 |" in page.read_text()
 
 
+@pytest.mark.needs_option("state_spaces")
+@pytest.mark.slow
+def test_state_spaces(measured: Measured) -> None:
+    found = measured("state_spaces", "--tokens", "64", "--sequences", "1", "--rounds", "1", "--models", "granite-4.0-h-tiny")
+    assert {"code", "machine", "models"} <= found.keys()
+
+
 @pytest.mark.slow
 def test_log_probs(measured: Measured) -> None:
     sizes = ["--tokens", "64", "--vocab", "512", "--hidden", "16", "--heads", "megarl"]
@@ -474,6 +481,7 @@ RUN_BY = {
     "served_supervised": "tests/benchmarks/test_served_supervised.py::test_served_supervised",
     "soak": f"{OF_RUNS}::test_soak",
     "speculative": f"{OF_RUNS}::test_speculative",
+    "state_spaces": f"{HERE}::test_state_spaces",
     "step": f"{OF_RUNS}::test_step",
     "tokenising": f"{HERE}::test_tokenising",
     "update_checks": f"{HERE}::test_update_checks",

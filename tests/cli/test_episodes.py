@@ -14,6 +14,8 @@ import yaml
 from megarl import cli
 from tests.data.chat_tokenizers import byte_tokenizer
 
+pytestmark = pytest.mark.needs_option("tools", "environments")
+
 ROOT = Path(__file__).parents[2]
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}</tool_call>'
 OWN = """

@@ -303,6 +303,7 @@ ONLINE_DPO = [
 ]
 
 
+@pytest.mark.needs_option("online_pairs")
 @pytest.mark.parametrize(("overrides", "sentence"), ONLINE_DPO)
 def test_what_pairs_cannot_have_is_refused(overrides: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError) as raised:
@@ -310,6 +311,7 @@ def test_what_pairs_cannot_have_is_refused(overrides: list[str], sentence: str) 
     assert sentence in str(raised.value)
 
 
+@pytest.mark.needs_option("online_pairs")
 def test_online_dpo_loads_a_reference_though_it_has_no_kl_of_its_own() -> None:
     resolved = config("algorithm.name=online_dpo", "algorithm.policy_loss_args={beta: 0.3}", "algorithm.epochs=2")
     assert (resolved.algorithm.policy_loss, resolved.algorithm.kl.coef, resolved.uses_reference) == ("dpo", 0.0, True)
@@ -460,7 +462,10 @@ def test_clipping_follows_the_loss(overrides: list[str], clip: tuple[float, floa
     assert (algorithm.clip_low, algorithm.clip_high) == clip
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+NEEDS = {"online_dpo": pytest.mark.needs_option("online_pairs")}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS.get(name, ())) for name in sorted(PRESETS)])
 def test_every_preset_is_a_config_without_doubts(name: str) -> None:
     teacher = ["teacher.path=wise"] if "distillation" in PRESETS[name] else []
     resolved = config(f"algorithm.name={name}", *teacher)

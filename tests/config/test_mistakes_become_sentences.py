@@ -222,11 +222,16 @@ def test_a_wrong_field_is_named_with_what_it_may_be(override: str, parts: list[s
         (["algorithm.truncated_responses=bootstrap"], ["algorithm.truncated_responses is 'bootstrap'", "'gae'"]),
         (["policy.optimizer.min_lr=1"], ["policy.optimizer.min_lr is 1", "at most policy.optimizer.lr = 1e-06"]),
         (["algorithm.clip_low=1.0"], ["algorithm.clip_low is 1.0"]),
-        (
+        pytest.param(
             ["data.min_pixels=9000", "data.max_pixels=9000"],
             ["data.min_pixels is 9000", "less than data.max_pixels = 9000"],
+            marks=pytest.mark.needs_option("pictures"),
         ),
-        (["data.video_key=images"], ["data.video_key is 'images'", "another key than data.image_key, or null"]),
+        pytest.param(
+            ["data.video_key=images"],
+            ["data.video_key is 'images'", "another key than data.image_key, or null"],
+            marks=pytest.mark.needs_option("pictures"),
+        ),
         (["data.max_frames=1"], ["data.max_frames is 1", "2"]),
     ],
 )

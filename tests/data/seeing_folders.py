@@ -16,8 +16,13 @@ import numpy as np
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import Glm4vProcessor, PreTrainedTokenizerFast, Qwen2VLProcessor, Qwen3VLProcessor
+from transformers.image_processing_utils import BaseImageProcessor, BatchFeature
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.kimi_k25.processing_kimi_k25 import Kimi_K25Processor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from megarl.options.pictures.picture_rules import PADDING
+from tests.padded_pictures import padded_inputs
 
 SPECIAL = [
     "<|endoftext|>",
@@ -36,6 +41,14 @@ OF_GLM = {
 }
 """What GLM calls the special tokens; it has two more."""
 VIDEOS_OF_GLM = ["<|begin_of_video|>", "<|end_of_video|>"]
+OF_KIMI = {
+    "<|vision_start|>": "<|media_begin|>",
+    "<|vision_end|>": "<|media_end|>",
+    "<|image_pad|>": "<|media_pad|>",
+    "<|video_pad|>": "<|media_content|>",
+}
+"""What Kimi calls them; its tokenizer has none for videos, and a word and a further token inside of a picture."""
+NO_TOKEN = 9999
 MERGES = [("<", "|"), ("Ġ", "t"), ("Ġt", "h"), (">", "?"), ("Ċ", "Ċ"), ("H", "o"), ("Ho", "w")]
 """Some of which would join text with what stands beside a picture, were that text, too."""
 TEMPLATE = """
@@ -70,18 +83,41 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "image_std": [0.5, 0.5, 0.5],
     },
     "glm4v_moe": {"patch_size": 14, "size": {"shortest_edge": 2 * 56 * 56, "longest_edge": 2 * 28 * 28 * 64}},
+    "kimi_k25": {"max_patches": 400, "size": {"max_height": 24, "max_width": 24}},
 }
+
+
+class PaddingProcessor(BaseImageProcessor):
+    """Kimi's image processor as `tests/padded_pictures.py` computes it; transformers' own needs torchvision."""
+
+    model_input_names = ["pixel_values", "image_grid_thw"]  # noqa: RUF012 - as transformers has it
+    merge_size = 2
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.settings = {"image_processor_type": PADDING} | settings
+
+    def __call__(self, images: Any, **unused: Any) -> Any:
+        """Pixels and grids of a list of pictures."""
+        limits = {"max_patches": self.settings["max_patches"], "longest": self.settings["size"]["max_height"]}
+        return BatchFeature(padded_inputs([*images], **limits))
+
+    def save_pretrained(self, folder: Any, **unused: Any) -> None:
+        """Write the settings as transformers does."""
+        (Path(folder) / "preprocessor_config.json").write_text(json.dumps(self.settings))
 
 
 def spoken(family: str, text: str) -> str:
     """`text` with the family's special tokens in place of Qwen's."""
-    for qwen, glm in OF_GLM.items() if family == "glm4v_moe" else ():
-        text = text.replace(qwen, glm)
+    for qwen, own in {"glm4v_moe": OF_GLM, "kimi_k25": OF_KIMI}.get(family, {}).items():
+        text = text.replace(qwen, own)
     return text
 
 
 def image_processor(family: str, **more: Any) -> Any:
     """transformers' own, with the settings of `PROCESSORS`."""
+    if family == "kimi_k25":
+        return PaddingProcessor(**PROCESSORS[family] | more)
     kind = Glm4vImageProcessorPil if family == "glm4v_moe" else Qwen2VLImageProcessorPil
     return kind(**PROCESSORS[family] | more)
 
@@ -95,6 +131,8 @@ def seeing_tokenizer(template: str | None = TEMPLATE, family: str = "qwen2_vl") 
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True) for token in special])
     template = None if template is None else spoken(family, template)
+    if template is not None and family == "kimi_k25":
+        template = template.replace("<|media_begin|>", "<|media_begin|>image<|media_content|>")
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template)
 
 
@@ -113,13 +151,15 @@ def seeing_folder(folder: Path, family: str = "qwen2_vl", *, template: str | Non
         **({"video_start_token_id": len(SPECIAL), "video_end_token_id": len(SPECIAL) + 1} if of_glm else {}),
         "vision_config": {},
     }
+    config |= {"video_token_id": NO_TOKEN} if family == "kimi_k25" else {}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def processor_of(family: str) -> Any:
     """transformers' own processor for the same model; without a video processor, which needs torchvision."""
-    kind = {"qwen2_vl": Qwen2VLProcessor, "qwen3_vl": Qwen3VLProcessor, "glm4v_moe": Glm4vProcessor}[family]
+    kinds = {"qwen2_vl": Qwen2VLProcessor, "qwen3_vl": Qwen3VLProcessor, "glm4v_moe": Glm4vProcessor}
+    kind = (kinds | {"kimi_k25": Kimi_K25Processor})[family]
     tokenizer = seeing_tokenizer(family=family)
     return _without_video(kind)(image_processor(family), tokenizer, chat_template=tokenizer.chat_template)
 

@@ -575,6 +575,7 @@ def test_a_group_is_uniform_only_if_nothing_that_is_compared_differs() -> None:
         assert [is_tied(group, ESTIMATORS[name]) for group in groups] == expected
 
 
+@pytest.mark.needs_option("distillation")
 def test_a_teacher_is_asked_for_where_it_is_read_and_nowhere_else(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(EVERYTHING)
     own = [f"algorithm.advantage={tmp_path / 'mine.py'}:f", "algorithm.advantage_args={source: b, scale: 0.5}"]

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from megarl.models.hf_folder import write_hf_folder
 from megarl.option_list import OPTIONS
-from tests.families import linear, settings
+from tests.families import linear, mixtures, positions_and_caps, settings, sparse, state_spaces
 from tests.families.family import SIZES, SPREAD, Family
 
-_LISTS = (settings, linear)
+_LISTS = (settings, linear, mixtures, positions_and_caps, sparse, state_spaces)
 FAMILIES: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.FAMILIES.items()}
 VARIANTS: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.VARIANTS.items()}
 ODD: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.ODD.items()}
 WIDE = settings.WIDE
 
-ABSENT = {name for name, family in (VARIANTS | ODD).items() if family.linear and "linear_attention" not in OPTIONS}
+ABSENT = {name for name, family in (VARIANTS | ODD).items() if family.comes_with not in (None, *OPTIONS)}
 """Families of an option that this installation does not have: a test that asks for the model of one is skipped."""
 FAMILIES, VARIANTS, ODD = (
     {name: family for name, family in families.items() if name not in ABSENT} for families in (FAMILIES, VARIANTS, ODD)
@@ -38,9 +38,16 @@ FAMILIES, VARIANTS, ODD = (
 
 
 UNDER_TRANSFORMER_ENGINE = [
-    name for name, family in VARIANTS.items() if not family.class_prefix.startswith("Olmo") and not family.linear
+    name
+    for name, family in VARIANTS.items()
+    if not family.class_prefix.startswith(("Olmo", "Exaone4")) and family.comes_with is None and not family.needs_reference
 ]
-"""Families whose layers Transformer Engine can compute; linear attention needs kernels there that need a GPU."""
+"""Families whose layers Transformer Engine can compute; linear attention needs kernels there that need a GPU, and attention to
+chosen keys has no layers there."""
+
+
+CHOOSES = ("e_score_correction_bias", ".expert_bias")
+"""Ends of names of what is only added to choose experts, and has no gradient."""
 
 
 def hugging_face(family: str) -> Any:
@@ -62,14 +69,12 @@ def hugging_face(family: str) -> Any:
     config = getattr(transformers, entry.config_class)(**settings)
     model = getattr(transformers, f"{entry.class_prefix}ForCausalLM")(config).float().eval()
     generator = torch.Generator().manual_seed(7)
-    values = dict(model.named_parameters()) | {
-        name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")
-    }
+    values = dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name.endswith(CHOOSES)}
     with torch.no_grad():
         for name, value in values.items():
             centre = 1.0 if "norm" in name and (not entry.norms_less_one or ".linear_attn." in name) else 0.0
             centre = -3.0 if name.endswith("A_log") else centre  # states that last, as models have them
-            spread = SPREAD / 5 if name.endswith("e_score_correction_bias") else SPREAD  # tokens must still matter
+            spread = SPREAD / 5 if name.endswith(CHOOSES) else SPREAD  # tokens must still matter
             spread = spread / 10 if entry.small is not None and entry.small in name else spread
             value.copy_(centre + spread * torch.randn(value.shape, generator=generator))
     return model
@@ -81,10 +86,13 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
     transformers fuses all experts of a layer into one parameter; on disk each expert has its own.
     """
     found: dict[str, Tensor] = {}
-    mixtral, alternating = (model.config.model_type == name for name in ("mixtral", "gpt_oss"))
+    mixtral, alternating = model.config.model_type in ("mixtral", "minimax_m2"), model.config.model_type == "gpt_oss"
     renamed = (pair for name, tensor in _apart(model, named) for pair in linear.on_the_hub(model.config, name, tensor))
     for name, tensor in renamed:
         name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
+        name = name.replace(".mlp.gate.moe_statics.", ".mlp.moe_statics.")  # ERNIE's
+        name = name.replace(".gate.e_score", ".e_score") if model.config.model_type == "exaone_moe" else name
+        name = state_spaces.hub_name(model.config.model_type, name)
         prefix, fused, part = name.partition(".experts.")
         if not fused:
             found[name] = tensor
@@ -97,9 +105,11 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
                 halves = {"gate_proj": rows[0::2], "up_proj": rows[1::2]} if stored == "gate_up" else {"down_proj": rows}
                 found |= {f"{prefix}.experts.{expert}.{which}.{kind}": half for which, half in halves.items()}
             continue
+        tensor = tensor.mT if model.config.model_type == "llama4_text" else tensor
         gate, up, down = ("w1", "w3", "w2") if ".block_sparse_moe" in prefix else ("gate_proj", "up_proj", "down_proj")
         for expert, rows in enumerate(tensor):
-            halves = dict(zip((gate, up), rows.chunk(2), strict=True)) if part == "gate_up_proj" else {down: rows}
+            alone = up if part == "up_proj" else down
+            halves = dict(zip((gate, up), rows.chunk(2), strict=True)) if part == "gate_up_proj" else {alone: rows}
             found |= {f"{prefix}.experts.{expert}.{which}.weight": half for which, half in halves.items()}
     return found
 
@@ -112,6 +122,9 @@ def _apart(model: Any, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[st
             rows = (query, (len(tensor) - query) // 2, (len(tensor) - query) // 2)
             for which, part in zip("qkv", tensor.split(rows), strict=True):
                 yield name.replace("qkv_proj", f"{which}_proj"), part
+        elif name.endswith(".shared_mlp.input_linear.weight"):
+            for which, part in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                yield name.replace("input_linear", f"{which}_proj"), part
         elif name.endswith(".mlp.gate_up_proj.weight"):
             for which, part in zip(("gate", "up"), tensor.chunk(2), strict=True):
                 yield name.replace("gate_up_proj", f"{which}_proj"), part
@@ -128,7 +141,9 @@ def hub_tensors(model: Any) -> dict[str, Tensor]:
 
 def hub_gradients(model: Any) -> dict[str, Tensor]:
     """Gradients of every parameter after a backward pass, by hub name; an expert no token reached has zeros."""
-    gradients = ((name, torch.zeros_like(p) if p.grad is None else p.grad) for name, p in model.named_parameters())
+    gradients = (
+        (name, torch.zeros_like(p) if p.grad is None else p.grad) for name, p in model.named_parameters() if p.requires_grad
+    )
     return by_hub_name(model, gradients)
 
 

@@ -38,21 +38,43 @@ class Family:
     linear: bool = False
     small: str | None = None
     """A part of the names of parameters whose random values are a tenth as large."""
+    option: str | None = None
+    """The option that brings the family; None: `linear_attention` of a linear one, else the core."""
+    follows: bool = False
+    """Whether some layers must be in the model chunk of the one before."""
+
+    @property
+    def comes_with(self) -> str | None:
+        """The option without which there is no such family."""
+        return self.option or ("linear_attention" if self.linear else None)
 
     @property
     def norms_less_one(self) -> bool:
         """Whether the weights of norms over the residual stream and over heads are stored less one."""
-        return self.class_prefix.startswith(("Qwen3Next", "Qwen3_5", "Gemma3"))
+        return self.class_prefix.startswith(("Qwen3Next", "Qwen3_5", "Gemma2", "Gemma3"))
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether attention scores are capped, or chunks attended to, which only the reference layers do."""
+        return self.class_prefix in ("Gemma2", "Llama4")
+
+    @property
+    def in_local_layers(self) -> bool:
+        """Whether megatron-core's own layers, which know no positions of a stream, can run its attention."""
+        other = self.linear or self.needs_reference or self.class_prefix == "Ministral3"
+        return not (other or self.num_experts or self.settings.get("sliding_window"))
 
     @property
     def kind(self) -> dict[str, bool]:
-        """What the layouts depend on that it can be split by: experts, and experts with biases."""
+        """What the layouts depend on that it can be split by: experts, experts with biases, layers that follow others."""
         return {
             "experts": self.num_experts is not None,
             "biases": self.class_prefix == "GptOss",
+            "follows": self.follows,
+            "one_context_rank": self.comes_with == "state_spaces",
         }
 
     @property
     def config_class(self) -> str:
         """transformers' config class of the text model."""
-        return f"{self.class_prefix}{'Text' if self.class_prefix.startswith(('Qwen3_5', 'Gemma3')) else ''}Config"
+        return f"{self.class_prefix}{'Text' if self.class_prefix.startswith(('Qwen3_5', 'Gemma3', 'Llama4')) else ''}Config"

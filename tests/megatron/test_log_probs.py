@@ -26,22 +26,34 @@ class OneRank:
         return 0
 
 
+@pytest.mark.parametrize("top_k", [0, 6])
+@pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk_tokens", [3, 64])
-def test_log_probs_entropy_and_gradients_equal_dense_float64(temperature: float, chunk_tokens: int) -> None:
+def test_log_probs_entropy_and_gradients_equal_dense_float64(
+    temperature: float, chunk_tokens: int, cap: float | None, top_k: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(10, 16, generator=generator).requires_grad_()
     weight = torch.randn(40, 16, generator=generator).requires_grad_()
     vocab = 37  # three rows of padding
     targets = torch.randint(0, vocab, (10,), generator=generator)
     grad_log_probs, grad_entropy = torch.randn(2, 10, generator=generator)
-    log_probs, entropy = VocabParallelLogProbs.apply(hidden, weight, targets, 0, vocab, temperature, chunk_tokens, OneRank())
+    limits = SamplingLimits(top_k=top_k) if top_k else None
+    log_probs, entropy, *_ = VocabParallelLogProbs.apply(
+        hidden, weight, targets, 0, vocab, temperature, chunk_tokens, OneRank(), limits, False, None, None, cap
+    )
     (log_probs * grad_log_probs + entropy * grad_entropy).sum().backward()
 
     exact_hidden, exact_weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
-    log_p = ((exact_hidden @ exact_weight[:vocab].T) / temperature).log_softmax(-1)
+    logits = exact_hidden @ exact_weight[:vocab].T
+    logits = logits if cap is None else cap * (logits / cap).tanh()
+    kept = torch.ones_like(logits, dtype=torch.bool)
+    if top_k:
+        kept = (logits >= logits.topk(top_k).values[:, -1:]).scatter(1, targets[:, None], True)
+    log_p = (logits / temperature).masked_fill(~kept, -torch.inf).log_softmax(-1)
     exact_log_probs = log_p[torch.arange(10), targets]
-    exact_entropy = -(log_p.exp() * log_p).sum(-1)
+    exact_entropy = -(log_p.exp() * log_p.masked_fill(~kept, 0.0)).sum(-1)
     (exact_log_probs * grad_log_probs + exact_entropy * grad_entropy).sum().backward()
     torch.testing.assert_close(log_probs.double(), exact_log_probs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.double(), exact_entropy, rtol=1e-5, atol=1e-5)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megarl.megatron import logit_passes
-from megarl.megatron.heads import relative_to_all
 from megarl.megatron.logit_passes import logits_to_gradient, row_sums
 from megarl.megatron.row_gradients import RowGradients
+from megarl.megatron.slice_sums import relative_to_all
 
 ROWS, WIDTH, REAL = 7, 61, 53
 KERNEL_TESTS = 13

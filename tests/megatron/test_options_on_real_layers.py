@@ -69,7 +69,7 @@ def defaults(rank: int, world_size: int, folder: Path, recompute: str) -> dict[s
 def test_what_a_gpu_gets_by_default_is_accepted(engine_world: World, family: str, recompute: str, tmp_path: Path) -> None:
     build_folder(family, tmp_path)
     found = engine_world.call(defaults, tmp_path, recompute, size=1)[0]
-    latent, experts = VARIANTS[family].class_prefix == "DeepseekV3", VARIANTS[family].num_experts is not None
+    latent, experts = "kv_lora_rank" in VARIANTS[family].settings, VARIANTS[family].num_experts is not None
     scaled = VARIANTS[family].settings.get("rope_parameters", {}).get("rope_type") in ("yarn", "longrope")
     modules = ["mlp", "layernorm", *(["moe_act"] if experts else []), *(["mla_up_proj"] if latent else [])]
     expected = {

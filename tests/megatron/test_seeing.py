@@ -52,6 +52,8 @@ def joined(answers: list[dict[str, Any]], field: str) -> dict[str, Tensor]:
         ("qwen2_vl", Layout(), (), {"dtype": "bfloat16"}),
         ("glm4v_moe", Layout(pp=2), ("vision",), {}),
         ("glm4v_moe", Layout(), ("projector",), {"recompute": "full"}),
+        ("kimi_k25", Layout(pp=2), ("vision",), {}),
+        ("kimi_k25", Layout(), ("projector",), {"recompute": "full"}),
     ],
 )
 def test_frozen_parts_keep_their_bytes_and_all_others_change(
@@ -60,7 +62,7 @@ def test_frozen_parts_keep_their_bytes_and_all_others_change(
     answers = world.call(update_frozen, folder(family), layout, units(family), freeze, more, size=layout.world_size)
     before, after = joined(answers, "before"), joined(answers, "after")
     assert before.keys() == after.keys()
-    hub = {"model.visual.": "visual."}
+    hub = {"model.visual.": "visual.", "vision_tower.": "visual.", "mm_projector.": "visual.merger."}
     for name, tensor in before.items():
         inside = next((own + name.removeprefix(prefix) for prefix, own in hub.items() if name.startswith(prefix)), name)
         never = name.endswith("e_score_correction_bias")  # it picks experts, and is not trained
@@ -111,7 +113,7 @@ def test_a_checkpoint_of_a_model_with_frozen_parts_has_them_and_goes_on(world: W
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "glm4v_moe"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "glm4v_moe", "kimi_k25"])
 def test_a_critic_that_sees_is_written_and_read_again(world: World, folder: Any, family: str, tmp_path: Path) -> None:
     target = tmp_path / "critic"
     [(before, after), _] = world.call(write_critic, folder(family), Layout(dp=2), units(family), target, size=2)

@@ -86,7 +86,7 @@ def _facts(folder: str, layer_spec: str) -> dict[str, Any]:
         "shapes": {name: list(tensor.shape) for name, tensor in global_tensors(role.chunks)},
         "state": [name for name, value in core.state_dict().items() if torch.is_tensor(value)],
         "exported": {name: tensor.clone() for name, tensor in role.export()},
-        "logits": _logits(role, core, load_hf_config(folder).get("logits_scaling", 1.0)),
+        "logits": _logits(role, core, load_hf_config(folder)),
     }
     if core.config.multi_latent_attention:
         attention = next(layer.self_attention for layer in core.decoder.layers if hasattr(layer.self_attention, "frequencies"))
@@ -102,13 +102,14 @@ def _facts(folder: str, layer_spec: str) -> dict[str, Any]:
     forward_backward(again.chunks, options, [units()], objective)
     with torch.no_grad():
         for parameter in again.chunks[0].parameters():
-            parameter.copy_(parameter.main_grad)
+            parameter.copy_(parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter))
     found["gradients"] = {name: tensor.clone() for name, tensor in again.export()}
     return found
 
 
-def _logits(role: Any, core: Any, divisor: float) -> list[Tensor]:
-    """`[L, V]` for each response of the first unit on its own: the decoder's output times the output matrix, by `divisor`."""
+def _logits(role: Any, core: Any, hf_config: dict[str, Any]) -> list[Tensor]:
+    """`[L, V]` for each response of the first unit on its own: the decoder's output times the output matrix, divided or capped
+    as the config says."""
     from megarl.data.stream import split_shared_prompts
 
     found = []
@@ -117,7 +118,10 @@ def _logits(role: Any, core: Any, divisor: float) -> list[Tensor]:
     weight = core.shared_embedding_or_output_weight() if core.share_embeddings_and_output_weights else core.output_layer.weight
     for unit in split_shared_prompts(units()[:1]):
         role.forward([[unit]])
-        found.append((hidden.pop()[:, 0] @ weight.T / divisor)[len(unit.prompt_ids) - 1 :].detach())
+        logits = hidden.pop()[:, 0] @ weight.T / hf_config.get("logits_scaling", 1.0)
+        if cap := hf_config.get("final_logit_softcapping"):
+            logits = (logits / cap).tanh() * cap
+        found.append(logits[len(unit.prompt_ids) - 1 :].detach())
     handle.remove()
     return found
 

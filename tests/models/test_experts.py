@@ -24,7 +24,8 @@ from megarl.models.weight_tensors import hf_from_shards, shard_from_hf
 from tests.families import VARIANTS, hub_tensors, hugging_face
 from tests.models.megatron_models import megatron_names
 
-EXPERT_MODELS = [name for name, family in VARIANTS.items() if family.num_experts]
+EXPERT_MODELS = [name for name, family in VARIANTS.items() if family.num_experts and family.class_prefix != "NemotronH"]
+"""Those whose experts have a gate."""
 PADDED_VOCAB = 132
 
 
@@ -80,10 +81,14 @@ def test_hf_to_ranks_to_hf_is_byte_equal_and_complete(models: Any, name: str, tp
 @pytest.mark.parametrize("name", EXPERT_MODELS)
 def test_an_experts_shard_is_its_own_gate_and_up_rows_and_down_columns(models: Any, name: str, etp: int) -> None:
     _, weight_map, tensors = models[name]
-    layer = "model.layers.3." + ("block_sparse_moe" if name.startswith("mixtral") else "mlp")
-    gate, up, down = ("w1", "w3", "w2") if name.startswith("mixtral") else ("gate_proj", "up_proj", "down_proj")
+    number = max(n for n in range(4) if any(f".layers.{n}." in each and ".experts.0." in each for each in tensors))
+    as_mixtral = name.startswith(("mixtral", "minimax_m2"))
+    blocks = {"granite_hybrid": "block_sparse_moe", "llama4": "feed_forward"}
+    block = "block_sparse_moe" if as_mixtral else blocks.get(name.partition("-")[0], "mlp")
+    layer = f"model.layers.{number}.{block}"
+    gate, up, down = ("w1", "w3", "w2") if as_mixtral else ("gate_proj", "up_proj", "down_proj")
     for expert in range(weight_map.num_experts):
-        prefix = f"decoder.layers.3.mlp.experts.local_experts.{expert}."
+        prefix = f"decoder.layers.{number}.mlp.experts.local_experts.{expert}."
         fc1, fc2 = weight_map.rule_for(prefix + "linear_fc1.weight"), weight_map.rule_for(prefix + "linear_fc2.weight")
         of = {which: tensors[f"{layer}.experts.{expert}.{which}.weight"] for which in (gate, up, down)}
         for rank in range(etp):

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from megarl.errors import EngineError
 from megarl.models.hf_folder import HFFolder, write_hf_folder
-from megarl.models.registry import architecture_for
-from megarl.models.transformers_names import config_in_transformers, hub_tensors
+from megarl.models.registry import architecture_for, load_hf_config
+from megarl.models.transformers_names import auto_class, config_in_transformers, hub_tensors
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import Engine, EngineRequest, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
@@ -43,7 +42,9 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 def loaded(folder: Path) -> Any:
     """The model of a folder, in float32."""
-    return AutoModelForCausalLM.from_pretrained(folder, config=config_in_transformers(folder), dtype=torch.float32)
+    config = config_in_transformers(folder)
+    kind = auto_class(load_hf_config(folder))
+    return kind.from_pretrained(folder, config=config, dtype=torch.float32, attn_implementation="eager")
 
 
 def other_values(folder: Path) -> Weights:

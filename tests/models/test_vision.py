@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
@@ -27,7 +28,17 @@ from megarl.models.transformers_names import hub_tensors as transformers_hub_ten
 from megarl.models.vision import TOWER
 from megarl.planning.parameters import stage_parameters
 from tests.families import build_folder
-from tests.seeing import SEEING, build_seeing_folder, hf_config, hub_tensors, hugging_face, tower_grids, vision_of
+from tests.seeing import (
+    SEEING,
+    build_seeing_folder,
+    hf_config,
+    hub_tensors,
+    hugging_face,
+    seen_by,
+    tower_grids,
+    tower_modules,
+    vision_of,
+)
 
 QWEN2_TEXT = {
     "attention_dropout": 0.0,
@@ -92,6 +103,7 @@ def qwen3_vl(text: dict[str, Any], tower: dict[str, Any], *, moe: str = "") -> d
     }
 
 
+EXAMPLES = Path(__file__).parents[2] / "examples/models"
 OF_8B = {
     "hidden_size": 4096,
     "intermediate_size": 12288,
@@ -120,6 +132,7 @@ PUBLISHED = {
     "Qwen2.5-VL-72B": (qwen2_5_vl(8192, 29568, 80, 64, 8, 152064, 3456), 73_410_777_344),
     "Qwen3-VL-8B": (qwen3_vl(OF_8B, {"out_hidden_size": 4096}), 8_767_123_696),
     "Qwen3-VL-30B-A3B": (qwen3_vl(OF_30B, {"out_hidden_size": 2048}, moe="Moe"), 31_070_754_032),
+    "Kimi-K2.5": (json.loads((EXAMPLES / "kimi-k2.5/config.json").read_text()), 1_026_879_376_368),
 }
 """The hub's configs, and how many parameters its pages say the checkpoints have."""
 
@@ -182,6 +195,19 @@ def test_the_map_of_a_full_size_glm_names_what_transformers_has() -> None:
     assert not weight_map.leaves_out("model.language_model.layers.45.mlp.gate.weight")
 
 
+def test_a_full_size_kimi_has_as_many_parameters_as_transformers_makes_of_its_config() -> None:
+    import transformers
+
+    config, published = PUBLISHED["Kimi-K2.5"]
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.for_model(**copy.deepcopy(config)))
+    picks = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert sum(tensor.numel() for tensor in (*model.parameters(), *picks)) == published
+    vision = architecture_for(config).vision(config)
+    assert vision is not None
+    assert vision.parameters == sum(p.numel() for module in tower_modules(model) for p in module.parameters()) == 471_143_920
+
+
 FULL_SIZE = {name: config for name, (config, _) in PUBLISHED.items()} | {"GLM-4.5V": glm_4_5v()}
 
 
@@ -210,6 +236,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(family: str) -> Non
     written = default.to_dict() | {"architectures": least["architectures"]}
     # the defaults of two of the classes' own towers and decoders do not fit each other
     width = {"hidden_size" if family == "qwen2_vl" else "out_hidden_size": default.text_config.hidden_size}
+    width = {} if family == "kimi_k25" else width
     sizes = (
         "vocab_size",
         "hidden_size",
@@ -323,6 +350,34 @@ def test_experts_that_are_missing_or_of_another_shape_are_refused(tmp_path: Path
 
 
 REFUSED = [
+    *(
+        ("kimi_k25", *refused)
+        for refused in (
+            ({"vision_config": {"num_attention_heads": 3}}, "num_attention_heads is 3; it must divide hidden_size = 16 into"),
+            (
+                {"projection_hidden_size": 32},
+                "projection_hidden_size is 32; it must be 16: the projector's norm is over a patch's fea",
+            ),
+            ({"projection_hidden_size": None}, "hidden_size is 16; it must be 1152: projection_hidden_size has this default"),
+            (
+                {"vision_config": {"pos_emb_width": 6}},
+                "pos_emb_width is 6; it must be 5: transformers looks positions up in a square",
+            ),
+            ({"vision_config": {"merge_kernel_size": [2, 1]}}, r"merge_kernel_size is \[2, 1\]; it must be two equal numbers"),
+            (
+                {"vision_config": {"vt_hidden_size": 32}},
+                "vt_hidden_size is 32; it must be 16: transformers reads hidden_size alone",
+            ),
+            ({"vision_config": {"merge_type": "sum"}}, "merge_type is 'sum'; it must be 'sd2_tpool'"),
+            ({"vision_config": {"projector_ln_eps": 1e-6}}, "projector_ln_eps is 1e-06; it must be 1e-05"),
+            (
+                {"media_placeholder_token_id": 7},
+                "media_placeholder_token_id is 7; it must be 120: transformers reads image_token_id",
+            ),
+            ({"text_config": {"model_type": "llama"}}, "model_type is 'llama'; it must be 'deepseek_v3'"),
+            ({"text_config": {"rope_interleave": False}}, "rope_interleave is False; it must be True"),
+        )
+    ),
     (
         "qwen2_vl",
         {"vision_config": {"hidden_size": 64}},
@@ -389,20 +444,21 @@ def test_what_cannot_be_represented_is_refused(family: str, change: dict[str, An
 
 
 @pytest.mark.parametrize("family", SEEING)
-def test_the_small_model_of_a_rehearsal_rotates_by_three_positions(family: str) -> None:
+def test_the_small_model_of_a_rehearsal_rotates_by_as_many_positions(family: str) -> None:
     small = shrunk_config(hf_config(family).to_dict(), [Layout()], engine_ranks=1, engine_ep=1, vocab_size=1000)
     vision = shape_of(small).vision  # sections that do not fit a head are refused
     assert vision is not None
-    assert min(vision.mrope.sections) > 0
+    assert vision.mrope is None or min(vision.mrope.sections) > 0
+    assert (vision.mrope is None) == (family == "kimi_k25")
 
 
 @pytest.mark.parametrize("family", SEEING)
 @pytest.mark.parametrize("grid", [(1, 4, 6), (1, 8, 10), (2, 6, 2)])
 def test_operations_of_a_picture_are_those_that_torch_counts(family: str, grid: tuple[int, int, int]) -> None:
     """Windows at the edges of a picture are smaller ones."""
-    tower, vision = hugging_face(family).model.visual, vision_of(family)
+    model, vision = hugging_face(family), vision_of(family)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        tower(torch.randn(prod(grid), vision.patch_width), grid_thw=torch.tensor(tower_grids(family, [grid])))
+        seen_by(model, torch.randn(prod(grid), *vision.patch_shape), torch.tensor(tower_grids(family, [grid])))
     assert counter.get_total_flops() == picture_flops(vision, grid)
 
 
@@ -411,7 +467,7 @@ def test_the_first_stage_holds_the_whole_tower_on_every_tensor_rank(family: str)
     shape = shape_of(hf_config(family).to_dict())
     assert shape.vision is not None
     tower = sum(map(prod, shape.vision.shapes.values()))
-    assert tower == sum(p.numel() for p in hugging_face(family).model.visual.parameters())
+    assert tower == sum(p.numel() for module in tower_modules(hugging_face(family)) for p in module.parameters())
     layout = Layout(tp=2, pp=2, etp=2, sequence_parallel=True)
     without = replace(shape.weight_map, rules=tuple(r for r in shape.weight_map.rules if not r.megatron_name.startswith(TOWER)))
     for stage, (counted, of_decoder) in enumerate(

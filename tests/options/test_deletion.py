@@ -143,7 +143,8 @@ def test_without_a_third_of_the_options_the_quick_tests_of_the_rest_pass(copy: i
     for option in missing:
         shutil.rmtree(root / "tests" / "options" / option, ignore_errors=True)
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not real and not exhaustive", "tests"]
-    left_out = ("tests/themes", "tests/docs", "tests/options/test_deletion.py")  # whole runs, pages of all options, and this
+    # whole runs, pages and benchmarks of all options, and this
+    left_out = ("tests/themes", "tests/docs", "tests/benchmarks", "tests/options/test_deletion.py")
     done = subprocess.run(
         [*command, *(f"--ignore={name}" for name in left_out)],
         cwd=root,

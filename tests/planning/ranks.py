@@ -159,7 +159,7 @@ def _with_pictures(chunks: list[Any], config: dict[str, Any], batches: list[Micr
 
     vision = architecture_for(config).vision(config)
     assert vision is not None
-    noise = SimpleNamespace(patches=lambda media: torch.randn(prod(media.grid), vision.patch_width))
+    noise = SimpleNamespace(patches=lambda media: torch.randn(prod(media.grid), *vision.patch_shape))
     unwrap_model(chunks[0]).pictures = noise
     numbers = count()
 
@@ -184,7 +184,7 @@ def _tower_saved(
     from megarl.megatron.model_config import DTYPES
     from megarl.models.registry import architecture_for
     from megarl.models.vision import part_of
-    from megarl.options.pictures.tower import build_tower
+    from megarl.options.pictures.tower import build_tower, look
 
     vision = architecture_for(config).vision(config)
     assert vision is not None
@@ -192,11 +192,11 @@ def _tower_saved(
     for name, parameter in tower.named_parameters():
         torch.nn.init.normal_(parameter, std=0.02)
         parameter.requires_grad_(part_of(f"visual.{name}") not in freeze)
-    pixels = torch.randn(sum(map(prod, grids)), vision.patch_width).to(DTYPES[dtype])
+    pixels = torch.randn(sum(map(prod, grids)), *vision.patch_shape).to(DTYPES[dtype])
     watch = _Saved(list(tower.parameters()))
     with torch.autograd.graph.saved_tensors_hooks(watch.pack, watch.unpack), watch.recomputed():
-        found = tower(pixels, grid_thw=torch.tensor(grids))
-        loss = sum(part.sum() for part in (found.pooler_output, *getattr(found, "deepstack_features", ())))
+        found = look(tower, vision, pixels, torch.tensor(grids))
+        loss = sum(part.sum() for part in found)
         del found, pixels
         kept = watch.now
         if loss.requires_grad:

@@ -12,6 +12,7 @@ from megarl.config.layout import Layout
 from megarl.config.sections import PolicyConfig
 from megarl.megatron.options import PredictionOptions
 from megarl.models.shape import shape_of
+from megarl.option_list import OPTIONS
 from megarl.planning.activations import Precision
 from megarl.planning.memory import Workload, role_memory
 from megarl.planning.optimizer_bytes import StateBytes, state_bytes
@@ -73,6 +74,7 @@ MODELS["gemma3"] = {
     "sliding_window_pattern": 2,
     "query_pre_attn_scalar": 32,
 }
+MODELS["gemma2"] = {**MODELS["gemma3"], "architectures": ["Gemma2ForCausalLM"]}
 MODELS["gpt_oss"] = {
     "architectures": ["GptOssForCausalLM"],
     "head_dim": 32,
@@ -81,6 +83,31 @@ MODELS["gpt_oss"] = {
     "intermediate_size": 96,
     "sliding_window": 64,
 }
+if "state_spaces" in OPTIONS:
+    MODELS["granite_hybrid"] = {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": ["mamba", "attention", "mamba", "mamba"],
+        "intermediate_size": 96,
+        "shared_intermediate_size": 128,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 64,
+    }
+    MODELS["nemotron_h"] = {
+        "architectures": ["NemotronHForCausalLM"],
+        "hybrid_override_pattern": "ME*-",
+        "head_dim": 32,
+        "ssm_state_size": 32,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "moe_latent_size": 64,
+        "moe_shared_expert_intermediate_size": 128,
+    }
 TOKENS, SCORED = 256, 192
 
 
@@ -136,6 +163,8 @@ CASES = [
     Case("glm4", Layout()),
     Case("gemma3", Layout()),
     Case("gemma3", Layout(**SP), {"dtype": "bfloat16"}),
+    Case("gemma2", Layout()),
+    Case("gemma2", Layout(**SP), {"dtype": "bfloat16"}),
     Case("gpt_oss", Layout()),
     Case("gpt_oss", Layout(dp=2, ep=2), {"dtype": "bfloat16"}),
     Case("qwen3_moe", Layout()),
@@ -152,6 +181,9 @@ CASES = [
     Case("deepseek_v3-mtp", Layout(), MTP),
     Case("deepseek_v3-mtp", Layout(**SP, pp=2), MTP | {"dtype": "bfloat16"}),
 ]
+if "state_spaces" in OPTIONS:
+    CASES += [Case("granite_hybrid", Layout()), Case("nemotron_h", Layout())]
+    CASES += [Case("nemotron_h", Layout(**SP), {"dtype": "bfloat16"})]
 PRECISE = {"use_precision_aware_optimizer": True}
 BF16_MOMENTS = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
 PRECISION_AWARE = [

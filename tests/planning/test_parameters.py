@@ -119,6 +119,7 @@ def test_a_model_has_as_many_parameters_as_its_makers_say(model: str, billions: 
         ("qwen2.5-vl-32b", 33_452_718_336),
         ("qwen2.5-vl-72b", 73_410_777_344),
         ("qwen3-vl-30b-a3b", 31_070_754_032),
+        ("kimi-k2.5", 1_026_879_376_368),  # experts as they are before INT4
     ],
 )
 def test_a_model_that_sees_has_as_many_parameters_as_its_safetensors_files_on_the_hub(model: str, parameters: int) -> None:

@@ -32,12 +32,22 @@ def config_of(family: str) -> dict[str, Any]:
     tower |= {"intermediate_size": 100, "out_hidden_size": 128} if family != "qwen2_vl" else {}
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "head_dim": 32}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+    config = config | {"architectures": [f"{SEEING[family].class_prefix}ForConditionalGeneration"]}
+    if family == "kimi_k25":
+        config["vision_config"] |= {
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "hidden_size": 64,
+            "intermediate_size": 100,
+        }
+        config["text_config"] |= sizes | {"head_dim": 4, "num_key_value_heads": 4}
+        return config | {"projection_hidden_size": 64}
     rope = config["text_config"]["rope_parameters"]
     pairs = int(rope.get("partial_rotary_factor", 1) * sizes["head_dim"]) // 2
     rope |= {"mrope_section": [pairs // 2, pairs // 4, pairs // 4]}
     config["vision_config"] |= tower
     config["text_config"] |= sizes | {"rope_parameters": rope}
-    return config | {"architectures": [f"{SEEING[family].class_prefix}ForConditionalGeneration"]}
+    return config
 
 
 @pytest.mark.parametrize("family", SEEING)

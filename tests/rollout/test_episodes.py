@@ -19,6 +19,8 @@ from megarl.rollout.episodes import load_episode
 from tests.data.chat_tokenizers import CHATML, FORGETFUL, byte_tokenizer, ids_of
 from tests.rollout.episode_parts import HERE, PROMPT, Script, Settings, opened
 
+pytestmark = pytest.mark.needs_option("tools", "environments", "agents")
+
 END, START, EOS = ids_of("<|end|>")[0], ids_of("<|start|>")[0], ids_of("</s>")[0]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 2}}</tool_call>'
 NO_NEWLINE = CHATML.replace("<|end|>\n", "<|end|>")

@@ -28,6 +28,8 @@ from tests.experience.estimates import estimate
 from tests.rollout.episode_parts import HERE, Script, Settings, opened
 from tests.rollout.tiny import TINY, load, reference_log_probs, save_tiny
 
+pytestmark = pytest.mark.needs_option("tools")
+
 END = ids_of("<|end|>")[0]
 config = partial(
     smallest.config,

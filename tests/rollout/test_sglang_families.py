@@ -18,11 +18,20 @@ from megarl.models.transformers_names import config_in_transformers
 from megarl.weights.checksums import check_model
 from tests.families import FAMILIES, VARIANTS, build_folder, hub_tensors
 from tests.families.family import SIZES
+from tests.families.positions_and_caps import SCALED_ROPE
 from tests.models.test_transformers_names import other_values
 from tests.rollout.updates import holds_what_was_sent
 
 WIDTHS: dict[str, Any] = {"intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 3}
 """What SGLang need not pad on a CPU."""
+
+
+READ_BESIDE: dict[str, dict[str, Any]] = {
+    "Ministral3": {"original_max_position_embeddings": SCALED_ROPE["original_max_position_embeddings"]},
+    "ExaoneMoe": {"is_moe_layer": [False, True, True]},
+    "Glm4MoeLite": {"first_k_dense_replace": 1},
+}
+"""By family, fields that published folders have for SGLang, and transformers does not write."""
 
 
 def served(family: str, folder: Path) -> Path:
@@ -33,7 +42,8 @@ def served(family: str, folder: Path) -> Path:
     widths = WIDTHS if of_experts else {name: size for name, size in WIDTHS.items() if "moe" not in name}
     settings = SIZES | {"pad_token_id": None} | entry.settings | widths | read
     if settings.get("layer_types"):
-        settings["layer_types"] = settings["layer_types"][-settings["num_hidden_layers"] :]
+        kinds, count = settings["layer_types"], settings["num_hidden_layers"]
+        settings["layer_types"] = kinds[:count] if "sliding_window_pattern" in settings else kinds[-count:]
     config = getattr(transformers, entry.config_class)(**settings, initializer_range=0.2)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -43,7 +53,8 @@ def served(family: str, folder: Path) -> Path:
     written = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": "float32"}
     if entry.class_prefix == "Phi3":  # SGLang reads it here, as published folders have it
         written["partial_rotary_factor"] = entry.settings["rope_parameters"]["partial_rotary_factor"]
-    if family == "olmo3-published":
+    written |= READ_BESIDE.get(entry.class_prefix, {})
+    if family in ("olmo3-published", "exaone4-published"):
         del written["rope_parameters"]
         written |= {name: entry.settings[name] for name in ("rope_theta", "rope_scaling")}
     written["model_type"] = entry.model_type or written["model_type"]
@@ -62,7 +73,8 @@ def served(family: str, folder: Path) -> Path:
                 ("olmo2", 1), ("gemma3", 2), ("olmo3-published", 1), ("olmo3-published", 2),
                 ("phi3-mini", 1), ("gpt_oss", 1), ("gpt_oss", 2),
                 ("glm4", 1), ("glm4", 2), ("phi3", 2), ("granite", 1), ("kimi_k2", 1),
-                ("deepseek_v3-moonlight", 1),
+                ("deepseek_v3-moonlight", 1), ("ministral3", 1), ("ministral3", 2), ("exaone4-published", 1),
+                ("exaone4-published", 2), ("exaone_moe-grouped", 1), ("glm4_moe_lite", 1),
             )
         ),
     ],
@@ -85,6 +97,10 @@ def test_after_an_update_log_probs_are_those_of_transformers_with_these_weights(
         ("seed_oss", "it has no model of this family"),
         ("gemma3-untied", "its output layer is the embedding"),
         ("olmo3", "must have rope_theta and rope_scaling"),
+        ("llama4", "has not compared its servers"),
+        ("mistral4", "it has no model of this family"),
+        ("exaone_moe", "windows are a token longer"),
+        ("exaone4", "must be a string such as 'LLLG'"),
         ("olmo2-tied", "hidden_size / num_attention_heads dimensions"),
     ],
 )

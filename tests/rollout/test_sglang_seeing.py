@@ -64,7 +64,8 @@ def difference(model: Any, family: str, folder: Path, units: Sequence[Unit], gro
             ids = torch.cat([unit.prompt_ids, torch.tensor(answer.response_ids[:-1], dtype=torch.long)])[None]
             more: dict[str, Any] = seeing.inputs(family, folder / "media", unit.media)
             more = {name: value.double() if value.is_floating_point() else value for name, value in more.items()}
-            more |= {"mm_token_type_ids": (ids == seeing.IMAGE).int() + 2 * (ids == seeing.VIDEO).int()} if unit.media else {}
+            if unit.media and seeing.vision_of(family).mrope is not None:
+                more |= {"mm_token_type_ids": (ids == seeing.IMAGE).int() + 2 * (ids == seeing.VIDEO).int()}
             with torch.no_grad():
                 logits = model(ids, **more).logits[0, len(unit.prompt_ids) - 1 :]
             assert logits.dtype == torch.float64

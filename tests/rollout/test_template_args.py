@@ -35,6 +35,7 @@ class Echo:
     ("of_run", "of_row", "thinks"),
     [({}, None, True), (OFF, None, False), (OFF, {"enable_thinking": True}, True), ({}, '{"enable_thinking": false}', False)],
 )
+@pytest.mark.needs_option("tools", "environments")
 @pytest.mark.parametrize("kind", ["tools", "environment"])
 def test_turns_follow_as_the_options_say(kind: str, of_run: dict[str, Any], of_row: Any, thinks: bool) -> None:
     tokenizer = byte_tokenizer(TEMPLATE)

@@ -47,9 +47,10 @@ def slice_of_rank(name: str, tensor: Tensor, rank: int, to: EngineTarget, family
         place, size = (heads, to.tp) if "embed" in name else (rank, ranks)
         step = -(-VOCAB_SIZE // 64) * 64 // size
         return tensor[place * step : (place + 1) * step]
-    if re.search(r"self_attn\.(q_proj|q_b_proj|kv_b_proj)", name):
+    of_all_heads = family == "minimax_m2"  # whose norms are shared out as heads are
+    if re.search(r"self_attn\.(q_proj|q_b_proj|kv_b_proj)", name) or (of_all_heads and "q_norm" in name):
         return tensor.chunk(to.tp)[heads]
-    if re.search(r"self_attn\.[kv]_proj", name):
+    if re.search(r"self_attn\.[kv]_proj", name) or (of_all_heads and "k_norm" in name):
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         groups = tensor.split(size)
         if len(groups) >= to.tp:

@@ -27,7 +27,7 @@ class Sleeper:
     """Answers what `WorkerGroup` asks of a rank, without a model."""
 
     def __init__(self, log_folder: str, rank: int) -> None:
-        self.rank = rank
+        self.rank, self.remembered = rank, list[int]()
         log_to_file(f"{log_folder}/policy-{rank}.log")
         os.write(1, f"rank {rank} was here\n".encode())
 
@@ -42,7 +42,8 @@ class Sleeper:
         return 0, 0
 
     def remember(self, number: int) -> list[int]:
-        self.remembered = [*getattr(self, "remembered", []), number]
+        """All numbers since the last 0."""
+        self.remembered = [*(self.remembered if number else []), number]
         return self.remembered
 
     def fail(self, error: Exception | None) -> None:
@@ -67,17 +68,53 @@ SLEEP: Any = Sleeper.sleep_in_a_named_place
 """Called as the methods of `RankCalls` are."""
 
 
-@pytest.fixture(params=["by rank", "by node"])
-def group(
-    request: pytest.FixtureRequest, local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[WorkerGroup]:
-    """Three ranks, called by the driver or by one process for the first two and one for the last."""
-    monkeypatch.setattr(failure_report, "STACKS_DEADLINE_S", 5.0)
+def start(log_folder: Path, *, by_node: bool) -> tuple[list[Any], list[NodeHandle]]:
+    """Three ranks, and what calls them: for `by_node` one process for two of them and one for the third."""
     sleeper: Any = ray.remote(concurrency_groups={"control": 1})(Sleeper)
-    actors: list[Any] = [sleeper.options(num_cpus=0).remote(str(tmp_path), rank) for rank in range(3)]
-    nodes = [NodeHandle(NodeRanksActor.remote([actors[rank] for rank in ranks], silent_s=2), ranks) for ranks in ([0, 2], [1])]
-    group = WorkerGroup("policy", Layout(dp=3), actors, str(tmp_path), nodes=nodes if request.param == "by node" else ())
+    actors: list[Any] = [sleeper.options(num_cpus=0).remote(str(log_folder), rank) for rank in range(3)]
+    of_nodes = ([0, 2], [1]) if by_node else ()
+    nodes = [NodeHandle(NodeRanksActor.remote([actors[rank] for rank in ranks], silent_s=2), ranks) for ranks in of_nodes]
+    return actors, nodes
+
+
+def group_of(actors: list[Any], nodes: list[NodeHandle], log_folder: Path) -> WorkerGroup:
+    group = WorkerGroup("policy", Layout(dp=3), actors, str(log_folder), nodes=nodes)
     group.host_and_pid = ray.get([actor.host_and_pid.remote() for actor in actors])
+    return group
+
+
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[dict[str, WorkerGroup]]:
+    """The groups of tests that do their ranks no harm, of the same processes; the first of these tests makes them."""
+    groups: dict[str, WorkerGroup] = {}
+    yield groups
+    for group in groups.values():
+        group.kill()
+
+
+@pytest.fixture(params=["by rank", "by node"])
+def called(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who calls the ranks: the driver, or a process on each of two nodes."""
+    monkeypatch.setattr(failure_report, "STACKS_DEADLINE_S", 5.0)
+    return str(request.param)
+
+
+@pytest.fixture
+def group(
+    called: str, lasting: dict[str, WorkerGroup], local_ray: None, tmp_path_factory: pytest.TempPathFactory
+) -> WorkerGroup:
+    """Three ranks that other tests call too."""
+    if not lasting:
+        folder = tmp_path_factory.mktemp("ranks")
+        actors, nodes = start(folder, by_node=True)
+        lasting |= {"by rank": group_of(actors, [], folder), "by node": group_of(actors, nodes, folder)}
+    return lasting[called]
+
+
+@pytest.fixture
+def own_group(called: str, local_ray: None, tmp_path: Path) -> Iterator[WorkerGroup]:
+    """Three ranks for a test that stops or kills them."""
+    group = group_of(*start(tmp_path, by_node=called == "by node"), tmp_path)
     yield group
     for _, pid in group.host_and_pid:
         if psutil.pid_exists(pid):
@@ -126,41 +163,41 @@ def test_what_a_rank_raises_is_told_with_its_number_and_the_users_mistakes_as_th
         group.wait(group.submit(fail, [(None,), (None,), (ModelError("the folder is empty"),)]), phase="fail", deadline_s=60)
 
 
-def test_a_rank_that_is_stopped_is_named_though_others_are_late_too(group: WorkerGroup, tmp_path: Path) -> None:
-    pid = group.host_and_pid[1][1]
+def test_a_rank_that_is_stopped_is_named_though_others_are_late_too(own_group: WorkerGroup, tmp_path: Path) -> None:
+    pid = own_group.host_and_pid[1][1]
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(DeadlineError) as caught:
-        group.call(SLEEP, 20.0, phase="sleep", deadline_s=1)
+        own_group.call(SLEEP, 20.0, phase="sleep", deadline_s=1)
     assert caught.value.who == "rank 1 of policy"
     text = str(caught.value)
     assert "phase 'sleep' was not done after 1 s: ranks of policy [0, 1, 2] had not answered" in text
-    assert f"rank 1 of policy (process {pid} on {group.host_and_pid[1][0]}) is stopped (SIGSTOP)" in text
+    assert f"rank 1 of policy (process {pid} on {own_group.host_and_pid[1][0]}) is stopped (SIGSTOP)" in text
     assert "rank 0 of policy (" not in text
     reports = [(tmp_path / "stacks" / f"policy-{rank}.txt").read_text() for rank in range(3)]
     for rank, report in enumerate(reports):
         state = "is stopped (SIGSTOP)" if rank == 1 else "answers"
-        assert report.startswith(f"rank {rank} of policy (process {group.host_and_pid[rank][1]} on ")
+        assert report.startswith(f"rank {rank} of policy (process {own_group.host_and_pid[rank][1]} on ")
         assert f"in phase 'sleep': {state}" in report
         assert f"rank {rank} was here" in report
         assert ("sleep_in_a_named_place" in report) == (rank != 1)
 
 
-def test_a_rank_that_is_gone_is_named(group: WorkerGroup, tmp_path: Path) -> None:
-    started = group.submit(SLEEP, [(20.0,)] * 3)
-    os.kill(group.host_and_pid[2][1], signal.SIGKILL)
+def test_a_rank_that_is_gone_is_named(own_group: WorkerGroup, tmp_path: Path) -> None:
+    started = own_group.submit(SLEEP, [(20.0,)] * 3)
+    os.kill(own_group.host_and_pid[2][1], signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"rank 2 of policy .* is gone") as caught:
-        group.wait(started, phase="sleep", deadline_s=30)
+        own_group.wait(started, phase="sleep", deadline_s=30)
     assert caught.value.who == "rank 2 of policy"
     assert "sleep_in_a_named_place" in (tmp_path / "stacks" / "policy-0.txt").read_text()
 
 
-def test_who_watches_sees_ranks_that_are_silent_or_gone(group: WorkerGroup) -> None:
+def test_who_watches_sees_ranks_that_are_silent_or_gone(own_group: WorkerGroup) -> None:
     now = [0.0]
-    if group.nodes:
-        of_nodes = [node.ranks for node in group.nodes]
-        states = RankWatch([node.actor for node in group.nodes], clock=lambda: now[0], of_nodes=of_nodes).states
+    if own_group.nodes:
+        of_nodes = [node.ranks for node in own_group.nodes]
+        states = RankWatch([node.actor for node in own_group.nodes], clock=lambda: now[0], of_nodes=of_nodes).states
     else:
-        states = RankWatch(group.actors, clock=lambda: now[0]).states
+        states = RankWatch(own_group.actors, clock=lambda: now[0]).states
 
     def until(expected: list[str], step_s: float) -> None:
         ends_at = time.monotonic() + 60
@@ -168,16 +205,16 @@ def test_who_watches_sees_ranks_that_are_silent_or_gone(group: WorkerGroup) -> N
             assert time.monotonic() < ends_at, states()
             now[0] += step_s
 
-    busy = group.submit(SLEEP, [(0.5,)] * 3)
+    busy = own_group.submit(SLEEP, [(0.5,)] * 3)
     until(["up", "up", "up"], 10)  # however busy they are
-    os.kill(group.host_and_pid[1][1], signal.SIGSTOP)
-    os.kill(group.host_and_pid[2][1], signal.SIGKILL)
+    os.kill(own_group.host_and_pid[1][1], signal.SIGSTOP)
+    os.kill(own_group.host_and_pid[2][1], signal.SIGKILL)
     assert states() == ["up", "up", "up"]  # answers count for a while
     until(["up", "up", "gone"], 5)
     until(["up", "silent", "gone"], 5)
-    os.kill(group.host_and_pid[1][1], signal.SIGCONT)
+    os.kill(own_group.host_and_pid[1][1], signal.SIGCONT)
     until(["up", "up", "gone"], 5)
-    if group.nodes:
+    if own_group.nodes:
         assert ray.get(busy[1]) == [1]
         with pytest.raises(ray.exceptions.RayTaskError, match="RankFailure"):
             ray.get(busy[0])  # of the ranks 0 and 2

@@ -159,7 +159,7 @@ def stored_rows(rule: BoundRule, rows: int) -> list[StoredRows]:
     stored: list[StoredRows] = []
     first = 0
     for section in rule.packing.sections:
-        length = section.rows * rule.packing.units
+        length = section.rows * (section.units or rule.packing.units)
         stored.append(StoredRows(f".{section.name}", first, length))
         first += length
     return stored

@@ -139,7 +139,7 @@ class FewBits:
         if architecture.vision(hf_config) is not None:
             why = "it has a vision tower, whose weights engines would quantise too"
         elif any(isinstance(rule.packing, Sections) for rule in weight_map.rules):
-            why = "it has linear attention, whose projections megarl does not quantise"
+            why = "it has linear attention or state spaces, whose projections megarl does not quantise"
         elif architecture.fused_experts is not None or architecture.fused_rows is not None:
             why = "folders of its family store several weights as one tensor"
         if why is not None:

@@ -7,11 +7,11 @@ from typing import Any
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.data.recurrence import Recurrence, recurrence_of
 from megarl.data.stream import PackedStream
 from megarl.options.linear_attention.delta_net import DeltaSizes
 from megarl.options.linear_attention.kimi_delta import KimiDeltaAttention
 from megarl.options.linear_attention.layer import GatedDeltaNet, GatedDeltaNetSubmodules, fla_rule, plain_rule
-from megarl.options.linear_attention.recurrence import Recurrence, recurrence_of
 
 NAME = "gated_delta_net"
 

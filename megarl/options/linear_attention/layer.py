@@ -10,13 +10,12 @@ computes some of the heads over the whole stream, so that no rank waits for the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -28,11 +27,12 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
+from megarl.data.recurrence import Recurrence, Stage
 from megarl.errors import ModelError
 from megarl.megatron.context_parallel import all_heads_of_own_tokens, own_heads_of_all_tokens
+from megarl.megatron.sections import in_sections
 from megarl.options.linear_attention.delta_net import DeltaSizes
 from megarl.options.linear_attention.delta_rule import gated_delta_rule, unit_length
-from megarl.options.linear_attention.recurrence import Recurrence, Stage
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Query, key, value, log decay and strength of all tokens of the stream, `[S, H, ...]`; the decay also `[S, H, K]`."""
@@ -224,7 +224,7 @@ class GatedDeltaNet(MegatronModule):
         sections = self._sections()
         channels = {name: sections[name] for name in ("query", "key", "value")}
         for name, rows in (("in_proj.weight", sections), ("conv1d.weight", channels)):
-            entries[prefix + name] = _in_sections(entries[prefix + name], rows)
+            entries[prefix + name] = in_sections(entries[prefix + name], rows)
         return entries
 
 
@@ -276,20 +276,3 @@ def fla_rule(*, by_channel: bool = False) -> StateRule:
         return stage.tokens, read[0], states
 
     return rule
-
-
-def _in_sections(whole: ShardedTensor, rows: Mapping[str, int]) -> ShardedTensorFactory:
-    """A parameter stored as several tensors: so many of this rank's rows, in this order, under the key and each name."""
-    described = whole.without_data()
-
-    @torch.no_grad()
-    def build(key: str, data: Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
-        stored = replace(described, data=data, dtype=data.dtype, replica_id=replica_id)
-        parts, start = [], 0
-        for name, count in rows.items():
-            [part] = stored.narrow(0, start, count)
-            parts.append(replace(part, key=f"{key}.{name}"))
-            start += count
-        return parts
-
-    return ShardedTensorFactory(whole.key, whole.data, build, torch.no_grad()(torch.cat), whole.replica_id)

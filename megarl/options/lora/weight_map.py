@@ -277,8 +277,10 @@ def bound_linear_rules(weight_map: WeightMap) -> Iterator[BoundRule]:
 
 
 def is_linear(rule: Rule | BoundRule) -> bool:
-    """Return whether a parameter is the weight of a linear layer of the decoder, other than a router."""
-    return bool(_LINEAR.fullmatch(rule.megatron_name)) and len(rule.packing.hf_shapes[0]) == 2
+    """Return whether a parameter is the weight of a linear layer of the decoder, other than a router or of an indexer, whose
+    choices have no gradient."""
+    is_named_so = bool(_LINEAR.fullmatch(rule.megatron_name)) and ".indexer." not in rule.megatron_name
+    return is_named_so and len(rule.packing.hf_shapes[0]) == 2
 
 
 def check_targets(weight_map: WeightMap, lora: Lora, fused: FusedRows | None, field: str = "policy.lora") -> None:

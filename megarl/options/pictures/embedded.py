@@ -1,4 +1,4 @@
-"""What a transformers model that sees takes beside token ids: pixels, grids, and positions on three axes."""
+"""What a transformers model that sees takes beside token ids: pixels, grids, and positions."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ class PictureInputs:
     def inputs(self, prompts: Sequence[SeenPrompt], responses: Sequence[int]) -> dict[str, Any]:
         """What the model takes beside ids, of prompts with so many response tokens, all padded on the left."""
         positions = [prompt.positions_with(length) for prompt, length in zip(prompts, responses, strict=True)]
-        longest = max(found.shape[1] for found in positions)
-        laid = torch.zeros(3, len(prompts), longest, dtype=torch.long)
+        longest = max(found.shape[-1] for found in positions)
+        laid = torch.zeros(*positions[0].shape[:-1], len(prompts), longest, dtype=torch.long)
         kinds = torch.zeros(len(prompts), longest, dtype=torch.int)
         for row, (prompt, row_positions) in enumerate(zip(prompts, positions, strict=True)):
-            start = longest - row_positions.shape[1]
-            laid[:, row, start:] = row_positions
+            start = longest - row_positions.shape[-1]
+            laid[..., row, start:] = row_positions
             for shown in prompt.media:
                 kinds[row, start + shown.place : start + shown.place + shown.tokens] = 1 if shown.kind == "image" else 2
-        found: dict[str, Any] = {"position_ids": laid, "mm_token_type_ids": kinds}
+        found: dict[str, Any] = {"position_ids": laid}
+        found |= {"mm_token_type_ids": kinds} if self.vision.mrope is not None else {}
         for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
             media = [shown for prompt in prompts for shown in prompt.media if shown.kind == kind]
             if media and self.pictures is not None:

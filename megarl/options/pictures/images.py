@@ -125,10 +125,28 @@ def final_size(width: int, height: int, rules: PictureRules) -> tuple[int, int]:
     Both are multiples of `rules.patch * rules.merge`, their product is within the limits, and the ratio of the sides stays
     as near as that allows. A picture of such a size keeps it.
 
+    With `rules.longest_side` it is the size of the filled picture.
+
     Raises:
         PictureError: the long side is more than 200 times the short one, or the rule finds no size within the limits.
     """
+    if rules.longest_side:
+        multiple = rules.patch * rules.merge
+        shrunk_width, shrunk_height = shrunk_size(width, height, rules)
+        return -(-shrunk_width // multiple) * multiple, -(-shrunk_height // multiple) * multiple
     return _within_limits(width, height, rules, 1, grows_first=rules.grows_first)
+
+
+def shrunk_size(width: int, height: int, rules: PictureRules) -> tuple[int, int]:
+    """(width, height) that a picture has before it is filled up, by Kimi's rule (transformers, `navit_resize`).
+
+    A picture that has at most `rules.max_pixels` of whole patches, and no longer side, keeps its size.
+    """
+    patch, longest = rules.patch, rules.longest_side * rules.patch
+    patches = max(1, width // patch) * max(1, height // patch)
+    scale = min(1.0, math.sqrt(rules.max_pixels // patch**2 / patches), longest / width, longest / height)
+    new_width, new_height = (min(max(1, int(side * scale)), longest) for side in (width, height))
+    return new_width, new_height
 
 
 def final_frame_size(width: int, height: int, frames: int, rules: PictureRules) -> tuple[int, int]:
@@ -169,14 +187,20 @@ def _within_limits(width: int, height: int, rules: PictureRules, frames: int, *,
 def keep_picture(image: Image.Image, rules: PictureRules, folder: Path, size: tuple[int, int] | None = None) -> KeptPicture:
     """Resize an RGB picture, and write it into the media folder unless it is there; any number of processes may.
 
-    The filter is that of the processor (bicubic, Pillow's). `size`: (width, height) that it gets; None: `final_size`.
+    The filter is that of the processor (bicubic, Pillow's). `size`: (width, height) that it gets; None: `final_size`, where the
+    rules say so by shrinking it and filling it up with black.
 
     Raises:
         PictureError: there is no size for it.
     """
     size = size or final_size(*image.size, rules)
-    if image.size != size:
-        image = image.resize(size, Image.Resampling.BICUBIC)
+    content = shrunk_size(*image.size, rules) if rules.longest_side else size
+    if image.size != content:
+        image = image.resize(content, Image.Resampling.BICUBIC)
+    if content != size:
+        filled = Image.new("RGB", size)
+        filled.paste(image)
+        image = filled
     pixels = image.tobytes()
     digest = xxhash.xxh128_hexdigest(f"{size[0]}x{size[1]}:".encode() + pixels)
     file = folder / f"{digest}.png"

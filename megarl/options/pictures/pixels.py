@@ -28,7 +28,8 @@ def patches_of(files: Sequence[Path], rules: PictureRules) -> Tensor:
     `files` are its kept pictures: one for a picture, which fills all frames of its patches, or the frames of a video in their
     order, whose last one fills up the last patches. The order is: grids in time, then squares of `merge` by `merge` patches,
     row by row, and in each its patches, row by row; a patch lies by colour, frame, row and column. Values are those of
-    `Qwen2VLImageProcessorPil` of transformers 5 for pictures of their final size.
+    `Qwen2VLImageProcessorPil` of transformers 5 for pictures of their final size. Patches that are squares of their own (Kimi)
+    lie row by row: float32 `[h * w, 3, patch, patch]`.
 
     Raises:
         DataError: a file is missing or damaged, has a size that is no multiple of `rules.patch * rules.merge`, or another
@@ -81,14 +82,15 @@ class Pictures:
 
 def _patches(frames: list[Colours], rules: PictureRules) -> Tensor:
     frames = frames + [frames[-1]] * (-len(frames) % rules.temporal)
-    patch, merge = rules.patch, rules.merge
+    patch, merge = rules.patch, 1 if rules.longest_side else rules.merge
     height, width, colours = frames[0].shape
     steps, rows, columns = len(frames) // rules.temporal, height // (patch * merge), width // (patch * merge)
     pixels = _normalised(rules)[np.stack(frames), np.arange(colours)]
     #                        0      1               2     3      4      5        6      7      8
     laid = pixels.reshape(steps, rules.temporal, rows, merge, patch, columns, merge, patch, colours)
     laid = laid.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
-    return torch.from_numpy(laid.reshape(steps * rows * columns * merge**2, -1).copy())
+    shape = (colours, patch, patch) if rules.longest_side else (-1,)
+    return torch.from_numpy(laid.reshape(steps * rows * columns * merge**2, *shape).copy())
 
 
 def _normalised(rules: PictureRules) -> npt.NDArray[np.float32]:

@@ -17,7 +17,7 @@ from megarl.config.sources import FILE_SOURCES
 from megarl.data.micro_batches import Grid
 from megarl.errors import ConfigError, MegarlError
 from megarl.models.vision import Vision
-from megarl.options.pictures.picture_rules import PictureRules, counts_frames
+from megarl.options.pictures.picture_rules import PictureRules, counts_frames, padding_rules
 from megarl.planning.prompt_pictures import NO_PICTURES, PromptPictures
 
 ROWS = 32
@@ -50,8 +50,9 @@ def pictures_shown(
 def _rules(config: AnyConfig, vision: Vision) -> tuple[PictureRules, str]:
     """Sizes of pictures, and which of the limits counts: the config's, the model's, or the longest prompt's."""
     data, settings = config.data, _settings(config.model.path)
+    padding = padding_rules(settings)
     by_frames = counts_frames(str(settings.get("image_processor_type"))) or False
-    of_model = _limits(settings, vision.temporal if by_frames else 1)
+    of_model = _limits(settings, vision.temporal if by_frames else 1) if padding is None else (1, padding.max_pixels)
     of_token = (vision.patch * vision.merge) ** 2
     limits = {
         "data.max_pixels": data.max_pixels or UNLIMITED,
@@ -62,7 +63,9 @@ def _rules(config: AnyConfig, vision: Vision) -> tuple[PictureRules, str]:
     name = min(limits, key=lambda limit: limits[limit])
     colours = (0.0, 0.0, 0.0)
     sizes = (vision.patch, vision.temporal, vision.merge, least, limits[name])
-    return PictureRules(*sizes, colours, colours, grows_first=by_frames), name
+    return PictureRules(
+        *sizes, colours, colours, grows_first=by_frames, longest_side=padding.longest_side if padding is not None else 0
+    ), name
 
 
 def _settings(folder: str) -> dict[str, Any]:

@@ -51,14 +51,16 @@ class TowerActivations:
 
 def tower_activations(vision: Vision, itemsize: int, freeze: Collection[str] = ()) -> TowerActivations:
     """The activations of a tower that computes in `itemsize` bytes; of what `freeze` names nothing has a gradient."""
-    row, is_rms = vision.hidden * itemsize, "blocks.0.norm1.bias" not in vision.shapes
+    row, is_rms = vision.hidden * itemsize, not any(name.endswith(".0.norm1.bias") for name in vision.shapes)
     layers, projector = "vision" not in freeze, "projector" not in freeze
     if not layers and not projector:
         return TowerActivations(0.0, 0.0, 0.0, 0.0, 0)
     matrices = _projector_matrices(vision, itemsize, trained=projector)
     # The norm behind the last layer is the projector's own, or one of the layers'.
-    norm_trained = layers if vision.projector_ffn else projector
+    norm_trained = layers if vision.projector_ffn else projector  # of LayerNorms the same is kept either way
     last = matrices + _norm(vision.hidden, itemsize, is_rms=is_rms, input_has_gradient=layers, trained=norm_trained)
+    if vision.projector is not None:  # a norm of its own, behind the tower's, and the order in which it gets patches
+        last += (_norm(vision.hidden, itemsize, is_rms=is_rms) + INT64) * layers
     deeper = matrices + 2 * STATISTICS / vision.merge**2
     # Its norm reads what the layer behind it also does, if that keeps it.
     deeper += 0 if layers else row
@@ -69,7 +71,8 @@ def tower_activations(vision: Vision, itemsize: int, freeze: Collection[str] = (
     embedding = vision.patch_width * itemsize + 2 * FLOAT32 * vision.hidden / vision.heads  # pixels, cosines and sines
     norm = _norm(vision.hidden, itemsize, is_rms=is_rms)
     embedding += vision.position_bytes + norm * vision.embedding_norms
-    attention = row * (1 + 3 + 2 + 2) + STATISTICS * vision.heads  # input, qkv, turned q and k, what its parts give and all
+    # Input, qkv (of which v alone is kept where they are not one tensor), turned q and k, what its parts give and all.
+    attention = row * (1 + (1 if vision.qkv else 3) + 2 + 2) + STATISTICS * vision.heads
     ffn = row + WIDTHS_OF_FFN.get(vision.activation, 2) * vision.ffn * itemsize
     layer = 2 * norm + attention + ffn
     own_input = row if is_rms and itemsize < FLOAT32 else 0  # whose float32 copy is kept, not the layer's input itself

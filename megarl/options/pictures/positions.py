@@ -1,4 +1,4 @@
-"""The positions of a conversation's tokens on three axes: time, height and width.
+"""The positions of a conversation's tokens on three axes: time, height and width; or on one, where the decoder counts tokens.
 
 Text goes on by one on all axes. A picture's tokens have its own grid's places, from where the text before them ended; what
 follows begins one behind the largest of these. That is the rule that the models were trained with (Qwen2-VL, arXiv:2409.12191);
@@ -20,7 +20,8 @@ from megarl.models.vision import Vision
 
 
 def prompt_positions(length: int, media: Sequence[Media], vision: Vision) -> Tensor:
-    """Positions of `length` ids, of a prompt or of it and a response, in which `media` have their places: int64 `[3, length]`.
+    """Positions of `length` ids, of a prompt or of it and a response, in which `media` have their places: int64
+    `[3, length]`, or `[length]` where the decoder's tokens have one.
 
     The frames of one video follow each other in time, by the seconds between them where the model counts these. A model that
     tells frames apart by text between them (Qwen3-VL) has each pair of frames as one of the `media`.
@@ -53,11 +54,12 @@ def prompt_positions(length: int, media: Sequence[Media], vision: Vision) -> Ten
         parts.append(start + torch.stack(grid).flatten(1))
         at, start = shown.place + shown.tokens, int(parts[-1].max()) + 1
     parts.append(_text(start, length - at))
-    return torch.cat(parts, dim=1)
+    return torch.cat(parts, dim=1) if vision.mrope is not None else torch.arange(length)
 
 
 def with_positions(unit: Unit, vision: Vision) -> Unit:
-    """The same prompt and responses; those that show pictures have positions on three axes, unless they had them.
+    """The same prompt and responses; those that show pictures have positions as the model counts them, unless they
+    had them.
 
     Raises:
         ModelError: as `prompt_positions`.
@@ -68,7 +70,7 @@ def with_positions(unit: Unit, vision: Vision) -> Unit:
             return response
         start, length = len(unit.prompt_ids), len(unit.prompt_ids) + len(response.token_ids)
         media = [*unit.media, *(shown.moved(start) for shown in response.media)]
-        return replace(response, positions=prompt_positions(length, media, vision)[:, start:])
+        return replace(response, positions=prompt_positions(length, media, vision)[..., start:])
 
     positions = unit.positions
     if unit.media and positions is None:

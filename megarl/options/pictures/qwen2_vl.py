@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megarl.models import qwen2
 from megarl.models.architecture import HFConfig
 from megarl.models.dense import DenseSizes
@@ -40,7 +42,7 @@ def mrope(hf_config: HFConfig) -> Mrope:
     return mrope_of(hf_config, default=(16, 24, 24), interleaved=False, head_dim=head_dim)
 
 
-def square_patch(config: HFConfig) -> dict[str, int]:
+def square_patch(config: HFConfig) -> dict[str, Any]:
     """Sizes of patches, read from `vision_config`."""
     fields = {
         "patch": "patch_size",

@@ -30,9 +30,16 @@ def seeing(
     vision: Callable[[HFConfig], Vision],
     *,
     prefixes: tuple[str, str],
+    tower_name: Callable[[str], str] | None = None,
+    output: str = "lm_head.",
     fused_experts: Callable[[HFConfig], FusedExperts] | None = None,
 ) -> Architecture:
-    """A family whose decoder is `text`'s; `prefixes` are the hub's names of tower and decoder (`model.` in text families)."""
+    """A family whose decoder is `text`'s; `prefixes` are the hub's names of tower and decoder (`model.` in text families).
+
+    `tower_name` gives the hub's name of a tensor of `Vision.shapes`, where it is more than the prefix before it; `output` is
+    what the hub calls the output layer.
+    """
+    of_tower = tower_name or (lambda tensor: prefixes[0] + tensor)
 
     def checked(hf_config: HFConfig) -> Vision:
         parsed, hidden = vision(hf_config), text_config(hf_config).get("hidden_size")
@@ -43,19 +50,20 @@ def seeing(
         return parsed
 
     def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
-        Rope.from_hf(text_config(hf_config), kinds=ROPE_KINDS)
+        if checked(hf_config).mrope is not None:
+            Rope.from_hf(text_config(hf_config), kinds=ROPE_KINDS)
         return text.gpt_kwargs(text_config(hf_config))
 
     def weight_map(hf_config: HFConfig) -> WeightMap:
         of_text = text.weight_map(text_config(hf_config))
         tower = [
-            Rule(TOWER + tensor, (prefixes[0] + tensor,), Copy(shape), stage="first")
+            Rule(TOWER + tensor, (of_tower(tensor),), Copy(shape), stage="first")
             for tensor, shape in checked(hf_config).shapes.items()
         ]
         return replace(
             of_text,
-            rules=(*tower, *(_renamed(rule, prefixes[1]) for rule in of_text.rules)),
-            left_out=_under(prefixes[1], of_text.left_out),
+            rules=(*tower, *(_renamed(rule, prefixes[1], output) for rule in of_text.rules)),
+            left_out=_under(prefixes[1], output, of_text.left_out),
             prediction=None,
         )
 
@@ -91,9 +99,12 @@ def _other_names(tower: str, decoder: str) -> tuple[tuple[str, str], ...]:
     return (("model.visual.", tower), ("model.language_model.", decoder), ("visual.", tower), ("model.", decoder))
 
 
-def _renamed(rule: Rule, decoder: str) -> Rule:
-    return replace(rule, hf_names=_under(decoder, rule.hf_names))
+def _renamed(rule: Rule, decoder: str, output: str) -> Rule:
+    return replace(rule, hf_names=_under(decoder, output, rule.hf_names))
 
 
-def _under(decoder: str, names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(name.replace("model.", decoder, 1) if name.startswith("model.") else name for name in names)
+def _under(decoder: str, output: str, names: Iterable[str]) -> tuple[str, ...]:
+    def renamed(name: str) -> str:
+        return name.replace("model.", decoder, 1) if name.startswith("model.") else name.replace("lm_head.", output, 1)
+
+    return tuple(map(renamed, names))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megarl.errors import ModelError
 from megarl.models.vision import Vision
+from megarl.options.pictures.hub_layout import hold_as_on_the_hub
 from megarl.options.pictures.pixels import Pictures
 from megarl.options.pictures.stream_media import StreamMedia
 from megarl.options.pictures.tower_time import TowerTime
@@ -32,10 +33,14 @@ def build_tower(hf_config: dict[str, Any], vision: Vision, dtype: torch.dtype, *
 
     model_type = hf_config["model_type"]
     module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    config = AutoConfig.for_model(**hf_config).vision_config
+    whole = AutoConfig.for_model(**hf_config)
+    config = whole.vision_config
     config._attn_implementation = "sdpa"
     with no_init_weights():
         tower = getattr(module, vision.tower)._from_config(config, dtype=dtype)
+        if vision.projector is not None:
+            tower.merger = getattr(module, vision.projector)(whole).to(dtype)
+    hold_as_on_the_hub(tower, vision)
     if recompute:
         tower.gradient_checkpointing_enable({"use_reentrant": False})
         tower.disable_input_require_grads()  # else layers that are frozen would be computed anew for gradients of pixels
@@ -43,6 +48,15 @@ def build_tower(hf_config: dict[str, Any], vision: Vision, dtype: torch.dtype, *
         # All tensor ranks compute it whole; the average keeps their copies equal where kernels add in any order.
         parameter.average_gradients_across_tp_domain = True
     return tower
+
+
+def look(tower: torch.nn.Module, vision: Vision, patches: Tensor, grids: Tensor) -> list[Tensor]:
+    """Features `[G, H]` of the tokens of pictures, and those that deepstack adds; `grids` are int64 `[pictures, 3]`."""
+    features = tower(patches, grid_thw=grids)
+    pooled = features.pooler_output
+    if vision.projector is not None:
+        pooled = tower.merger(pooled).squeeze(1)  # type: ignore[operator]
+    return [pooled, *getattr(features, "deepstack_features", ())]
 
 
 class SeeingModel(GPTModel):
@@ -94,8 +108,7 @@ class SeeingModel(GPTModel):
         patches = torch.cat([self.pictures.patches(picture) for picture in seen.pictures]).to(device, dtype)
         grids = torch.tensor([picture.grid for picture in seen.pictures], device=device)
         with self.tower_time.measured(device) if self.training else contextlib.nullcontext():
-            features = self.visual(patches, grid_thw=grids)
-        return [features.pooler_output, *getattr(features, "deepstack_features", ())]
+            return look(self.visual, self.vision, patches, grids)
 
 
 class _WithoutPictures(torch.autograd.Function):

@@ -82,7 +82,7 @@ def vision_config(hf_config: dict[str, Any], defaults: Mapping[str, Any]) -> dic
     return config
 
 
-def placeholders(hf_config: dict[str, Any], image: int = 151655, video: int = 151656) -> dict[str, int]:
+def placeholders(hf_config: dict[str, Any], image: int = 151655, video: int = 151656) -> dict[str, Any]:
     """The ids that stand in a prompt for an image's and a video's features, with the family's own as defaults."""
     return {
         "image_token": size(hf_config, "image_token_id", default=image, least=0),

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.megatron.heads import VocabularySlice, largest_of_all, row_chunks
+from megarl.megatron.heads import VocabularySlice, row_chunks
+from megarl.megatron.slice_sums import largest_of_all
 
 
 class PredictionLoss(torch.autograd.Function):

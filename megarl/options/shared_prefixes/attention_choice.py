@@ -36,8 +36,9 @@ def sharing_pays(flops: FlopsModel, prompt_tokens: int, response_tokens: int, gr
 def fits(folder: str, platform: str, dtype: str, megatron: Mapping[str, Any]) -> bool:
     """Return whether it can compute the model in `folder` under these fields of megatron-core's.
 
-    torch's flash attention takes 16-bit types, and megatron-core's latent attention counts positions itself.
+    torch's flash attention takes 16-bit types and caps no scores, and megatron-core's latent attention counts positions itself.
     """
-    if ModelShape.read(folder).latent is not None or (platform == "cuda" and dtype == "float32"):
+    shape = ModelShape.read(folder)
+    if shape.latent or shape.traits.score_cap is not None or shape.traits.chunks or (platform == "cuda" and dtype == "float32"):
         return False
     return not any(megatron.get(field) for field in FP8_ATTENTION)

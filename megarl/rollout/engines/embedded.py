@@ -26,12 +26,13 @@ from megarl.errors import DeadlineError, EngineError
 from megarl.models.adapters import AdapterSpec, adapter_part
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import architecture_for, load_hf_config, sees
-from megarl.models.transformers_names import config_in_transformers, hub_tensors
-from megarl.models.vision import vision_part
+from megarl.models.transformers_names import config_in_transformers, hub_tensors, loader_of
+from megarl.models.vision import Vision, vision_part
 from megarl.models.weight_formats import tensors_of
 from megarl.option_list import functions, part
 from megarl.rollout.engines.drawing import random_numbers
 from megarl.rollout.engines.embedded_batch import DecodeBatch, OpenResponse, Sight
+from megarl.rollout.engines.embedded_positions import scale_by_position_ids
 from megarl.rollout.engines.embedded_turns import TurnCache, refusal
 from megarl.rollout.engines.protocol import Engine, EnginePlace, EngineRequest, Generation, SamplingParams, check_version
 from megarl.system.hidden_bars import hide_bars
@@ -362,20 +363,25 @@ def _finished(row: OpenResponse) -> Generation:
 
 def _sight(folder: str | Path, media_folder: Path | None) -> Sight | None:
     """The inputs for pictures of the model in `folder`; None: it does not see."""
-    config = load_hf_config(folder)
-    vision = architecture_for(config).vision(config)
+    vision = _vision(folder)
     return vision_part("embedded").PictureInputs(vision, folder, media_folder) if vision is not None else None
+
+
+def _vision(folder: str | Path) -> Vision | None:
+    config = load_hf_config(folder)
+    return architecture_for(config).vision(config)
 
 
 def _load(folder: str | Path, dtype: str, device: str) -> Any:
     """The transformers model of a folder, whose own code is never run; raises EngineError if it cannot be loaded."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     hide_bars()
-    kind = AutoModelForImageTextToText if sees(folder) else AutoModelForCausalLM
+    vision = _vision(folder) if sees(folder) else None
     try:
         config = config_in_transformers(folder)
-        model = kind.from_pretrained(folder, config=config, dtype=getattr(torch, dtype), trust_remote_code=False)
+        model = loader_of(folder)(folder, config=config, dtype=getattr(torch, dtype), trust_remote_code=False)
+        scale_by_position_ids(model)
+        if vision is not None:
+            vision_part("hub_layout").hold_as_on_the_hub(model, vision)
         return model.to(device).eval().requires_grad_(False)
     except (OSError, ValueError) as error:
         raise EngineError(f"{folder} cannot be loaded as a Hugging Face model: {error}") from error

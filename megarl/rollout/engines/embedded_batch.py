@@ -30,15 +30,15 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True)
 class SeenPrompt:
-    """A prompt's pictures, and the positions int64 `[3, P]` of its tokens, which a response continues behind the largest."""
+    """A prompt's pictures, and the positions int64 `[3, P]` or `[P]` of its tokens; a response goes on behind the largest."""
 
     media: tuple[Media, ...]
     positions: torch.Tensor
 
     def positions_with(self, response: int) -> torch.Tensor:
-        """int64 `[3, P + response]`."""
+        """int64 `[3, P + response]` or `[P + response]`."""
         behind = int(self.positions.max()) + 1 + torch.arange(response)
-        return torch.cat([self.positions, behind.expand(3, -1)], dim=1)
+        return torch.cat([self.positions, behind.expand(*self.positions.shape[:-1], -1)], dim=-1)
 
 
 class Sight(Protocol):
@@ -249,8 +249,8 @@ class DecodeBatch:
         return [(name, values) for name, values in taken if values is not None]
 
     def _next_positions(self) -> torch.Tensor:
-        """Positions of the tokens that were sampled last: int64 `[B, 1]`, or `[3, B, 1]` of a model that sees."""
+        """Positions of the tokens that were sampled last: int64 `[B, 1]`, or `[3, B, 1]` of a model with three axes."""
         if self._sight is None:
             return self._mask.sum(1, keepdim=True) - 1
-        last = [row.seen.positions_with(len(row.response))[:, -1:] for row in self.rows if row.seen is not None]
-        return torch.stack(last, dim=1).to(self._mask.device)
+        last = [row.seen.positions_with(len(row.response))[..., -1:] for row in self.rows if row.seen is not None]
+        return torch.stack(last, dim=-2).to(self._mask.device)

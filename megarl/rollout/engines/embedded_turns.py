@@ -75,4 +75,6 @@ def refusal(config: Any) -> str | None:
     """Why the cache of a transformers model cannot be cut back to the tokens that stayed; None: it can."""
     if "linear_attention" in (getattr(config, "layer_types", None) or ()):
         return "the model has layers with linear attention, whose state after a token cannot be taken back"
+    if "indexed_attention" in (getattr(config, "layer_types", None) or ()):
+        return "the model's indexers keep keys of their own"
     return "the model takes pictures" if config.get_text_config() is not config else None

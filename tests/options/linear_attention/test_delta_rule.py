@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megarl.data.recurrence import recurrence_of
 from megarl.data.stream import Response, Unit, pack, split_shared_prompts
 from megarl.errors import ModelError
 from megarl.options.linear_attention.delta_rule import gated_delta_rule, unit_length
 from megarl.options.linear_attention.layer import CausalConvolution, StateRule, fla_rule, plain_rule
-from megarl.options.linear_attention.recurrence import recurrence_of
 
 HEADS, KEY, VALUE = 3, 5, 4
 

@@ -64,7 +64,7 @@ REFUSED = [
 @pytest.fixture(scope="module")
 def configs() -> dict[str, dict[str, Any]]:
     """config.json of each family's tiny model."""
-    models = {name: hugging_face(name) for name, family in FAMILIES.items() if family.linear}
+    models = {name: hugging_face(name) for name, family in FAMILIES.items() if family.comes_with == "linear_attention"}
     return {name: model.config.to_dict() | {"architectures": [type(model).__name__]} for name, model in models.items()}
 
 
@@ -83,7 +83,7 @@ def test_linear_attention_is_split_by_key_heads_over_tensor_and_context_ranks(co
     with pytest.raises(ConfigError, match=r"cp is 4, which does not divide the 2 key heads of .* 2 tensor ranks"):
         _check_layout("policy.layout", Layout(tp=2, cp=4, etp=2, sequence_parallel=True), replace(shape, heads=8, kv_heads=8))
     _check_layout("policy.layout", Layout(tp=2, cp=2, etp=2, sequence_parallel=True), shape)
-    with pytest.raises(ConfigError, match=r"tp is 8, which does not divide .* 4 key heads of linear attention"):
+    with pytest.raises(ConfigError, match=r"tp is 8, which does not divide .* 4 heads of layers with states"):
         _check_layout("policy.layout", Layout(tp=8, sequence_parallel=True), replace(shape, heads=8, kv_heads=8))
     _check_layout("policy.layout", Layout(pp=2), shape)
 

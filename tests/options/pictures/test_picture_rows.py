@@ -247,6 +247,23 @@ def test_without_a_template_glms_own_tokens_stand_for_pictures_and_those_of_vide
     assert len(plain.prompt_ids) == len("a <|image_pad|> b") - 1
 
 
+def test_without_a_template_a_word_stands_inside_of_kimis_pictures_and_its_tokens_are_refused(tmp_path: Path) -> None:
+    fields = {"family": "kimi_k25", "chat_template": "never"}
+    [prompt] = _prompts(tmp_path, [{"images": [PICTURES[0]], "problem": "How many <image>?"}], **fields)
+    placeholders = "<|media_pad|>" * prompt.media[0].tokens
+    text = f"How many <|media_begin|>image<|media_content|>{placeholders}<|media_end|>?"
+    assert prompt.prompt_ids == seeing_tokenizer(family="kimi_k25")(text)["input_ids"]
+    for token in ("media_begin", "media_content", "media_pad", "media_end", "kimi_k25_video_placeholder"):
+        with pytest.raises(PictureError, match=rf"has the text '<\|{token}\|>' in the user's turn, which stands for a"):
+            _prompts(tmp_path, [{"problem": f"a <|{token}|> b"}], **fields)
+    with pytest.raises(ModelError, match=r"data\.min_pixels is 100; it must be null: .* enlarges no picture"):
+        _prompts(tmp_path, [{"images": [PICTURES[0]], "problem": "<image>"}], min_pixels=100, **fields)
+    with pytest.raises(ModelError, match=r"data\.video is 'native', which .* has not in megarl"):
+        _prompts(tmp_path, [{"images": [PICTURES[0]], "problem": "<image>"}], video="native", **fields)
+    [prompt] = _prompts(tmp_path, [{"images": [PICTURES[2]], "problem": "<image>"}], max_pixels=14 * 14 * 40, **fields)
+    assert prompt.media[0].grid == (1, 6, 8)
+
+
 def test_marks_are_text_where_rows_have_no_pictures_by_the_config(tmp_path: Path) -> None:
     row = {"images": [b"junk"], "problem": "<image> is a tag, as <video> is"}
     [prompt] = _prompts(tmp_path, [row], image_key=None, video_key=None)

@@ -113,6 +113,28 @@ def test_a_model_of_another_make_with_experts_is_trained_and_served(tmp_path: Pa
         assert torch.equal(value, after[name]) == (not name.startswith(("merger.", "downsample."))), name
 
 
+@pytest.mark.exhaustive  # its layouts are in tests/themes/parallel, its answers in tests/rollout/test_embedded_seeing.py
+def test_a_model_whose_tokens_have_one_position_is_trained_beside_the_embedded_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = served_folder("kimi_k25", tmp_path / "model", monkeypatch)
+    embedded = {"engine": "embedded", "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 4}
+    layout = {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}
+    config = rl_config(model, tmp_path, policy={"layout": layout, "freeze": ["vision"]}, rollout=embedded)
+    train_rl(config)
+    rows = list(read_metrics(Path(config.run_folder) / "metrics.jsonl"))
+    assert [int(row["step"]) for row in rows] == [1, 2]
+    assert all(row["mismatch/log_prob_max"] < 1e-4 for row in rows)
+    assert all(row["policy/grad_norm"] > 0 for row in rows)
+    [checkpoint] = (Path(config.run_folder) / "checkpoints").glob("step_*/policy")
+    assert main(["convert", "export", str(checkpoint), str(tmp_path / "exported")]) == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "exported"))
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        if name.startswith(("vision_tower.", "mm_projector.")):
+            assert torch.equal(value, after[name]) == name.startswith("vision_tower."), name
+
+
 @pytest.mark.exhaustive  # the run in an environment below, and tests/megatron/test_seeing.py for checkpoints with a tower
 def test_a_resumed_run_on_pictures_is_the_uninterrupted_one(seeing_model: Path, tmp_path: Path) -> None:
     """Four steps of RLOO in one run, and in one that stops after two and goes on."""

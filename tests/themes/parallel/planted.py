@@ -19,10 +19,11 @@ def run_with_error(
 ) -> dict[str, Any]:
     """`run_family` packed, without recomputation, and with one of: windows of another size in the tower, the axes of rotary
     angles in another order, deepstack's features behind each other's layers, patches of a token or rows of the table of
-    positions exchanged (GLM).
+    positions exchanged (GLM), queries and keys in the hub's order, or height and width of pictures exchanged (Kimi).
     """
     from megarl.models.vision import Mrope
-    from megarl.options.pictures import model_part
+    from megarl.options.pictures import hub_layout, model_part
+    from megarl.options.pictures import tower as tower_module
     from megarl.options.pictures.tower import SeeingModel
 
     with_pictures, axes, tower = SeeingModel._with_pictures, Mrope.axes, model_part.build_tower
@@ -48,12 +49,23 @@ def run_with_error(
         embeddings.forward = lambda x, lengths, shapes, rows, columns: forward(x, lengths, shapes, columns, rows)
         return found
 
+    look = tower_module.look
+
+    def exchanged_sides(visual: Any, vision: Any, patches: Tensor, grids: Tensor) -> list[Tensor]:
+        return look(visual, vision, patches, grids[:, [0, 2, 1]])
+
+    class Unordered(hub_layout._Part):
+        def __init__(self, whole: Any, number: int, heads: int | None) -> None:
+            super().__init__(whole, number, None)
+
     errors: dict[str | None, Any] = {
         None: nullcontext(),
         "windows": patch.object(model_part, "build_tower", wide_windows),
         "sections": patch.object(Mrope, "axes", lambda mrope: axes(mrope)[::-1]),
         "convolution": patch.object(model_part, "build_tower", exchanged_patches),
         "position table": patch.object(model_part, "build_tower", exchanged_places),
+        "pairs": patch.object(hub_layout, "_Part", Unordered),
+        "sides": patch.object(tower_module, "look", exchanged_sides),
         "deepstack": patch.object(SeeingModel, "_with_pictures", upside_down),
     }
     with errors[error]:

@@ -30,7 +30,7 @@ from tests.world import World, WorldFailure
 
 IN_EVERY_RUN = {
     ("cp2", "qwen2_vl"), ("tp2·cp2+sp", "qwen2_5_vl"), ("vpp2", "qwen2_5_vl"), ("dp2", "qwen2_5_vl"), ("tp2+sp", "qwen3_vl"),
-    ("pp2·cp2", "qwen3_vl"), ("ep2·tp2+sp", "qwen3_vl_moe"), ("ep2", "glm4v_moe"),
+    ("pp2·cp2", "qwen3_vl"), ("ep2·tp2+sp", "qwen3_vl_moe"), ("ep2", "glm4v_moe"), ("cp2", "kimi_k25"), ("ep2", "kimi_k25"),
 }  # fmt: skip
 """What `make test` computes of the matrix: together every dimension, and each family. Eight ranks (tp2·pp2·cp2) are pp2·cp2 and
 tp2·cp2+sp at once."""
@@ -72,7 +72,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[
         CELLS,
         IN_EVERY_RUN,
         one_by_one={("cp2", "qwen2_vl"), ("tp2+sp", "qwen3_vl"), ("ep2", "glm4v_moe")},
-        recomputed={("vpp2", "qwen2_5_vl"), ("tp2+sp", "qwen3_vl")},
+        recomputed={("vpp2", "qwen2_5_vl"), ("tp2+sp", "qwen3_vl"), ("ep2", "kimi_k25")},
     ),
 )
 def test_every_layout_sees_what_transformers_sees(
@@ -94,8 +94,9 @@ def test_every_layout_sees_what_transformers_sees(
 
 IN_TURNS = [
     (layout, family) for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl") for layout in ("tp2", "tp2+sp", "pp2", "cp2", "dp2")
-]
+] + [(layout, "kimi_k25") for layout in ("tp2+sp", "pp2", "cp2", "dp2")]
 IN_TURNS_IN_EVERY_RUN = {("dp2", "qwen2_5_vl"), ("cp2", "qwen2_5_vl"), ("tp2+sp", "qwen3_vl"), ("pp2", "qwen3_vl")}
+IN_TURNS_IN_EVERY_RUN |= {("dp2", "kimi_k25")}
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +180,9 @@ def later_places(shown: list[Unit]) -> list[Unit]:
         ("glm4v_moe", "sections"),
         ("glm4v_moe", "convolution"),
         ("glm4v_moe", "position table"),
+        ("kimi_k25", later_places),
+        ("kimi_k25", "pairs"),
+        ("kimi_k25", "sides"),
     ],
 )
 def test_the_comparison_notices_a_planted_error(

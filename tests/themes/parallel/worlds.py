@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,13 +65,19 @@ MODES = {
 }
 
 
-def layout_for(name: str, *, experts: bool, biases: bool = False) -> Layout | None:
+def layout_for(
+    name: str, *, experts: bool, biases: bool = False, follows: bool = False, one_context_rank: bool = False
+) -> Layout | None:
     """The layout called `name`, None where families with `experts`, or those without, have no cell of their own in that row.
+
+    Stages of one layer are refused where it `follows` another, and context parallelism with `one_context_rank`.
 
     Experts that are not spread over ranks are split like everything else, and under tensor parallelism megatron-core
     trains them with sequence parallelism only (see Layout). Experts with `biases` are not split.
     """
     layout = (LAYOUTS | ODD_LAYOUTS)[name]
+    if (follows and name in ("pp4", "vpp2", "pp2 uneven")) or (one_context_rank and layout.cp > 1):
+        return None
     if not experts:
         return layout if layout.ep == 1 else None
     if name in ("tp2", "tp3"):  # would be tp2+sp
@@ -141,6 +147,7 @@ def run_family(
     limits: SamplingLimits | None = None,
     int4_experts: int = 0,
     core_attention: str = "spec",
+    variant: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """`exported`: the untouched weights; per mode of `names` `values` (log-prob, entropy by response), `gradients` by hub
     name, and `norm`, that of all gradients as the optimizer clips by it.
@@ -166,6 +173,7 @@ def run_family(
             core_attention=core_attention,
             int4_experts=int4_experts,
             media_folder=str(media_folder) if media_folder else None,
+            variant=variant or {},
         )
         role = RankModel(options, OptimizerOptions(lr=1e-3))
         if "exported" not in answer:
@@ -202,8 +210,7 @@ def gathered_gradients(role: Any) -> None:
                 torch.distributed.all_gather_into_tensor(bucket.grad_data, share, group=group)
         with torch.no_grad():
             for parameter in chunk.parameters():
-                if parameter.requires_grad:
-                    parameter.copy_(parameter.main_grad)
+                parameter.copy_(parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter))
 
 
 def put_back(role: Any, weights: list[Tensor]) -> None:

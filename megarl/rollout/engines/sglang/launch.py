@@ -59,8 +59,11 @@ def _prepare_for_cpu(arguments: list[str]) -> None:
     quick_start.fork_children()
     attention = importlib.import_module("megarl.rollout.engines.sglang.on_cpu.attention")
     importlib.import_module("megarl.rollout.engines.sglang.on_cpu.drawing").install()
-    if any(name.startswith("GptOss") for name in repairs.architectures_of(model_path)):
+    names = repairs.architectures_of(model_path)
+    if any(name.startswith("GptOss") for name in names):
         attention.allow_sinks()
+    if any(name.startswith("Exaone") for name in names):
+        attention.allow_windows()
     cuda_only.install()
     if _ADAPTERS in arguments:
         adapter_part("served").allow_on_cpu()

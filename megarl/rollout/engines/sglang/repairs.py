@@ -96,6 +96,19 @@ def _mend_latent_norms() -> None:
     _after_made(DeepseekV2AttentionMLA, with_an_epsilon_of_its_own)
 
 
+def _mend_exaone4_heads() -> None:
+    from sglang.srt.models.exaone4 import Exaone4Attention
+
+    make = Exaone4Attention.__init__
+
+    def make_as_the_config_says(self: Any, *, config: Any, **given: Any) -> None:
+        """SGLang's layers norm heads with an epsilon of 1e-6, and have heads that share the hidden size, whatever it says."""
+        said = {"rms_norm_eps": config.rms_norm_eps, "head_dim": getattr(config, "head_dim", None)}
+        make(self, config=config, **given | said)
+
+    Exaone4Attention.__init__ = make_as_the_config_says
+
+
 def _mend_sinks() -> None:
     from sglang.srt.models.gpt_oss import GptOssAttention
 
@@ -118,11 +131,59 @@ def _mend_gemma3_embedding() -> None:
     _after_made(Gemma3TextScaledWordEmbedding, with_a_rounded_multiplier)
 
 
+def _mend_ernie_router() -> None:
+    from sglang.srt.models.ernie4 import MoEGate
+
+    def with_a_float32_bias(gate: Any) -> None:
+        gate.e_score_correction_bias.data = gate.e_score_correction_bias.data.float()
+
+    def in_float32(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        """SGLang scores experts, and corrects the scores, in the model's dtype; transformers and training in float32."""
+        return torch.nn.functional.linear(hidden_states.float(), self.weight.float())
+
+    _after_made(MoEGate, with_a_float32_bias)
+    MoEGate.forward = in_float32
+
+
+def _mend_minimax_norms() -> None:
+    if torch.cuda.is_available():
+        return
+    from sglang.srt.models import minimax_m2
+
+    def norm(module: Any, heads: torch.Tensor) -> torch.Tensor:
+        exact = heads.float()
+        squares = exact.square().mean(-1, keepdim=True)
+        if module.attn_tp_size > 1:
+            squares = minimax_m2.attn_tp_all_reduce(squares) / module.attn_tp_size
+        return (exact * torch.rsqrt(squares + module.variance_epsilon) * module.weight).to(heads.dtype)
+
+    def norms(self: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """SGLang norms queries and keys by kernels of CUDA's, or of some CPUs', alone."""
+        return norm(self._q_norm, q), norm(self._k_norm, k)
+
+    minimax_m2.MiniMaxM2QKRMSNorm.forward = norms
+
+
+def _mend_hunyuan_queries() -> None:
+    from sglang.srt.models.hunyuan import HunYuanAttention
+
+    def with_a_row_for_each_token(attention: Any) -> None:
+        """SGLang norms queries as rows of one head each, and its attention takes the first of these rows for tokens."""
+        attention.attn.register_forward_pre_hook(lambda module, inputs: (inputs[0].view(-1, attention.q_size), *inputs[1:]))
+
+    _after_made(HunYuanAttention, with_a_row_for_each_token)
+
+
 _OF_FAMILIES = {
     "Glm4v": _mend_glm4v,
     "Qwen2VL": _mend_limits_of_pictures,
     "DeepseekV3": _mend_latent_norms,
+    "Glm4MoeLite": _mend_latent_norms,
+    "Exaone4": _mend_exaone4_heads,
     "GptOss": _mend_sinks,
     "Gemma3For": _mend_gemma3_embedding,
+    "Ernie4_5_Moe": _mend_ernie_router,
+    "MiniMaxM2": _mend_minimax_norms,
+    "HunYuan": _mend_hunyuan_queries,
 }
 """By the beginning of an architecture's name, what is mended of it."""

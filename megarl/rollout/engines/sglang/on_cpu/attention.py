@@ -103,6 +103,25 @@ def allow_sinks() -> None:
     )
 
 
+class _AsTriton:
+    """Settings that say `triton` where they say `torch_native`."""
+
+    def __init__(self, view: Any) -> None:
+        self._view = view
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._view, name)
+        return "triton" if name == "attention_backend" and value == "torch_native" else value
+
+
+def allow_windows() -> None:
+    """Have SGLang start Exaone with this backend: it asks for others by name, for windows, which this one knows."""
+    from sglang.srt.arg_groups import model_hook
+
+    original = model_hook.resolved_view
+    model_hook.resolved_view = lambda server_args: _AsTriton(original(server_args))
+
+
 def _attend_to_latents() -> None:
     """Have multi-head latent attention (DeepSeek-V3) compute prompts, too, with the latents that the cache holds.
 

@@ -1,0 +1,51 @@
+"""Routers that megatron-core does not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megarl.errors import LayoutError
+
+
+class CorrectedSoftmaxRouter(TopKRouter):
+    """Scores experts by a softmax over all and chooses with a correction bias `[1, E]` (ERNIE 4.5).
+
+    Weights are the scores of the chosen over their sum, which counts as `least_sum` at least.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, least_sum: float, **kwargs: Any) -> None:
+        """Raise LayoutError where choices are to be dropped, which this router does not do."""
+        if config.moe_expert_capacity_factor is not None:
+            raise LayoutError(
+                f"moe_expert_capacity_factor is {config.moe_expert_capacity_factor:g}, but this model's router drops no "
+                "choices; it must be left out"
+            )
+        super().__init__(config, *args, **kwargs)
+        self.least_sum = least_sum
+        del self.expert_bias
+        bias = torch.zeros(1, self.num_experts, dtype=torch.float32, device=torch.cuda.current_device())
+        self.register_buffer("expert_bias", bias)
+
+    def routing(self, logits: Tensor, *unused: Any, **also_unused: Any) -> tuple[Tensor, Tensor]:
+        """Weights and choices `[T, E]` of experts from logits `[..., E]`."""
+        logits = logits.view(-1, self.num_experts)
+        scores = logits.float().softmax(-1)
+        corrected = scores.detach() + self.expert_bias
+        if self.router_replay is None:
+            _, chosen = _best(corrected, self.topk)
+        else:
+            _, chosen = self.router_replay.get_replay_topk(corrected, self.topk, None, None, _best)
+        weights = scores.gather(1, chosen)
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(self.least_sum)
+        of_all = torch.zeros_like(logits).scatter(1, chosen, weights.type_as(logits))
+        return of_all, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
+
+
+def _best(scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None) -> tuple[Tensor, Tensor]:
+    """The `topk` highest of `[T, E]` and their experts, as megatron-core's routing replay asks for them."""
+    return torch.topk(scores, k=topk, dim=1)
