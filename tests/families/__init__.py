@@ -106,7 +106,9 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
                 found |= {f"{prefix}.experts.{expert}.{which}.{kind}": half for which, half in halves.items()}
             continue
         tensor = tensor.mT if model.config.model_type == "llama4_text" else tensor
-        gate, up, down = ("w1", "w3", "w2") if ".block_sparse_moe" in prefix else ("gate_proj", "up_proj", "down_proj")
+        gate, up, down = (
+            ("w1", "w3", "w2") if mixtral or model.config.model_type == "kimi_linear" else ("gate_proj", "up_proj", "down_proj")
+        )
         for expert, rows in enumerate(tensor):
             alone = up if part == "up_proj" else down
             halves = dict(zip((gate, up), rows.chunk(2), strict=True)) if part == "gate_up_proj" else {alone: rows}
