@@ -79,6 +79,7 @@ def build_model(options: ModelOptions, folder: HFFolder, switch: Any = None) -> 
         )
         if config.multi_latent_attention:
             layer_specs.set_latent_norm_epsilon(chunk)
+            layer_specs.stop_rotation(chunk)
         norm_behind_rotary(chunk)
         chunk.to(device=torch.cuda.current_device())
         if config.num_moe_experts is not None and config.add_bias_linear:

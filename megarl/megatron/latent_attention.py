@@ -57,6 +57,11 @@ class Rotation(NamedTuple):
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
+def has_no_positions(config: TransformerConfig, layer_number: int) -> bool:
+    """Return whether nothing rotates in a layer, counted from 1."""
+    return bool(config.no_rope_freq) and bool(config.no_rope_freq[layer_number - 1])  # type: ignore[index]
+
+
 class LatentSelfAttention(MultiLatentAttention):
     """megatron-core's latent attention with projections, parameter names and rotary frequencies as it has them.
 
@@ -95,7 +100,9 @@ class LatentSelfAttention(MultiLatentAttention):
         angles, scale = table if config.rope_type == "yarn" else (table, 1.0)
         self.rotary_scale: float = scale
         # The angles at position 1 are the frequencies; the table holds each twice.
-        self.register_buffer("frequencies", angles[1].flatten().chunk(2)[0].clone(), persistent=False)
+        frequencies = angles[1].flatten().chunk(2)[0].clone()
+        frequencies = frequencies * 0 if has_no_positions(config, layer_number) else frequencies
+        self.register_buffer("frequencies", frequencies, persistent=False)
 
     def _split_linear(self, module: Any, input_size: int, output_size: int) -> torch.nn.Module:
         return build_module(

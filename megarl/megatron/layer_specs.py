@@ -29,7 +29,7 @@ from megarl.errors import LayoutError
 from megarl.megatron.attention import ReferenceAttention, core_attention_called, variant_of
 from megarl.megatron.branches import BranchLayer
 from megarl.megatron.core_traits import with_score_traits
-from megarl.megatron.latent_attention import LatentSelfAttention
+from megarl.megatron.latent_attention import LatentSelfAttention, has_no_positions
 from megarl.megatron.latent_experts import latent_mixture
 from megarl.megatron.model_config import has_experts
 from megarl.megatron.norms import KeyNorm, LateNorm, QueryNorm, ReferenceRMSNorm, UnitNorm
@@ -129,7 +129,8 @@ def block_spec(
             if traits.unit_heads and kind[4]:
                 attention.q_layernorm = attention.k_layernorm = UnitNorm
         attends, has_mlp = kind[5]
-        return _only(_with_rotary_set(_with_traits(layer, traits), kind[2]), attends=attends, has_mlp=has_mlp)
+        of_layer = traits if traits.of_variant is None or not kind[1] else traits.of_variant
+        return _only(_with_rotary_set(_with_traits(layer, of_layer), kind[2]), attends=attends, has_mlp=has_mlp)
 
     specs = {kind: make(kind) for kind in set(kinds)}
     of_layers = [specs[kind] for kind in kinds]
@@ -234,6 +235,14 @@ def set_latent_norm_epsilon(model: Any) -> None:
             module: Any = getattr(layer.self_attention, name, None)
             if hasattr(module, "eps"):
                 module.eps = LATENT_NORM_EPS
+
+
+def stop_rotation(model: Any) -> None:
+    """Have latent attention rotate by no angle in layers without positions, which megatron-core knows of other attention."""
+    for layer in (module for module in model.modules() if isinstance(module, TransformerLayer)):
+        rotary: Any = getattr(layer.self_attention, "rotary_pos_emb", None)
+        if rotary is not None and has_no_positions(layer.config, layer.layer_number):
+            rotary.inv_freq = torch.zeros_like(rotary.inv_freq)
 
 
 def _transformer_engine(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:

@@ -90,6 +90,8 @@ class DecoderTraits:
     """Factor of the outputs of attention and MLP before they are added."""
     logits_divisor: float = 1.0
     """Divisor of logits, before a temperature."""
+    of_variant: DecoderTraits | None = None
+    """Norms and multiplier of the layers that have something in place of attention; None: as the others."""
     query_scale: QueryScale | None = None
     """How queries are scaled by their position; None: they are not."""
     chunks: bool = False
@@ -164,6 +166,8 @@ class Architecture:
     """How the hub stores experts, where it does not store each one's tensors as the weight map calls them."""
     fused_rows: Callable[[HFConfig], FusedRows] | None = None
     """Which tensors the hub stores one below another, where the weight map calls each by a name of its own."""
+    in_transformers: Callable[[HFConfig], FusedRows] | None = None
+    """Which tensors transformers holds in one parameter, or under another name, where the hub has each."""
     traits: Callable[[HFConfig], DecoderTraits] = lambda hf_config: DecoderTraits()
     """Traits of the decoder beside megatron-core's own layers."""
     linear: Callable[[HFConfig], LinearAttention | None] = lambda hf_config: None

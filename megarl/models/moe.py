@@ -188,6 +188,7 @@ def mlp_rules(
     hf_expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     hf_router: str = "gate",
     hf_shared: str = "shared_experts.",
+    hf_shared_parts: tuple[str, str, str] | None = None,
     hf_shared_gate: str | None = None,
     expert_bias: bool = False,
     hf_expert_bias: str = "gate.e_score_correction_bias",
@@ -197,20 +198,24 @@ def mlp_rules(
     """Norm, router and experts of the layers that have them; `expert_bias` is DeepSeek's, added to pick the experts.
     `expert_bias_is_row`: the hub has it as a matrix of one row, and so has the router.
 
-    `hf_shared` and `hf_shared_gate` are what the shared expert is called, and what scales its output, if anything does.
+    `hf_shared` and `hf_shared_gate` are what the shared expert is called, and what scales its output, if anything does;
+    `hf_shared_parts` its projections, None: as those of the others.
     `bias`: router and experts have biases (gpt-oss).
     """
     hidden, block, hf = hidden_size, LAYER + "mlp.", HF_LAYER + hf_block
     gate, up, down = hf_expert
+    shared_parts = hf_shared_parts or hf_expert
 
     def rule(name: str, hf_names: tuple[str, ...], packing: Any, **more: Any) -> Rule:
         return Rule(name, hf_names, packing, layers=moe.layers, **more)
 
-    def gated(name: str, hf_name: str, ffn_size: int, te_names: tuple[str | None, str | None]) -> list[Rule]:
-        halves = (f"{hf_name}{gate}.weight", f"{hf_name}{up}.weight")
+    def gated(
+        name: str, hf_name: str, ffn_size: int, te_names: tuple[str | None, str | None], parts: tuple[str, str, str] = hf_expert
+    ) -> list[Rule]:
+        *halves, last = (f"{hf_name}{part}.weight" for part in parts)
         return [
-            rule(name + "linear_fc1.weight", halves, GateUp(ffn_size, hidden), te_name=te_names[0]),
-            rule(name + "linear_fc2.weight", (f"{hf_name}{down}.weight",), Copy((hidden, ffn_size), 1), te_name=te_names[1]),
+            rule(name + "linear_fc1.weight", tuple(halves), GateUp(ffn_size, hidden), te_name=te_names[0]),
+            rule(name + "linear_fc2.weight", (last,), Copy((hidden, ffn_size), 1), te_name=te_names[1]),
         ]
 
     grouped = (block + "experts.linear_fc1.weight{expert}", block + "experts.linear_fc2.weight{expert}")
@@ -235,7 +240,7 @@ def mlp_rules(
                 )
             )
     if moe.shared_ffn_size:
-        rules += gated(block + "shared_experts.", hf + hf_shared, moe.shared_ffn_size, (None, None))
+        rules += gated(block + "shared_experts.", hf + hf_shared, moe.shared_ffn_size, (None, None), shared_parts)
     if hf_shared_gate is not None:
         rules.append(rule(block + "shared_experts.gate_weight", (hf + hf_shared_gate,), Copy((1, hidden))))
     return rules

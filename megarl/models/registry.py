@@ -72,6 +72,7 @@ REFUSED = {
 """By `model_type`, why a family that users ask for is not there."""
 OPTION_OF_FAMILY = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "linear_attention"),
+    **dict.fromkeys(("kimi_linear", "olmo_hybrid"), "linear_attention"),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "sparse_attention"),
     **dict.fromkeys(("granitemoehybrid", "nemotron_h"), "state_spaces"),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "kimi_k25"), "pictures"),

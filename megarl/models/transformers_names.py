@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from megarl.errors import ModelError
-from megarl.models.architecture import HFConfig, HubNames
+from megarl.models.architecture import Architecture, HFConfig, HubNames
 from megarl.models.fused_rows import FusedRows
 from megarl.models.registry import architecture_for, architectures, load_hf_config
 
@@ -68,13 +68,18 @@ def hub_tensors(model: Any) -> dict[str, Tensor]:
     family = next((family for family in architectures() if family.name == model.config.model_type), None)
     hub, others = (family.hub, family.other_names) if family is not None else (HubNames(), ())
     on_the_hub = family.hub_name if family is not None else str
-    fused = family.rows_together(model.config.to_dict()) if family is not None else None
+    fused = _together(family, model.config.to_dict()) if family is not None else None
     return {
         hub_name: view
         for name, tensor in model.state_dict().items()
         if name in names
         for hub_name, view in _as_on_the_hub(with_prefix(on_the_hub(name), others), tensor, hub, fused)
     }
+
+
+def _together(family: Architecture, hf_config: HFConfig) -> FusedRows | None:
+    """What transformers holds in one parameter; None: nothing but experts."""
+    return family.in_transformers(hf_config) if family.in_transformers is not None else family.rows_together(hf_config)
 
 
 def with_prefix(name: str, others: Iterable[tuple[str, str]]) -> str:

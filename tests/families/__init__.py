@@ -21,10 +21,10 @@ from torch import Tensor
 
 from megarl.models.hf_folder import write_hf_folder
 from megarl.option_list import OPTIONS
-from tests.families import mixtures, positions_and_caps, settings, sparse, state_spaces
+from tests.families import linear, mixtures, positions_and_caps, settings, sparse, state_spaces
 from tests.families.family import SIZES, SPREAD, Family
 
-_LISTS = (settings, mixtures, positions_and_caps, sparse, state_spaces)
+_LISTS = (settings, linear, mixtures, positions_and_caps, sparse, state_spaces)
 FAMILIES: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.FAMILIES.items()}
 VARIANTS: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.VARIANTS.items()}
 ODD: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.ODD.items()}
@@ -75,6 +75,7 @@ def hugging_face(family: str) -> Any:
             centre = 1.0 if "norm" in name and (not entry.norms_less_one or ".linear_attn." in name) else 0.0
             centre = -3.0 if name.endswith("A_log") else centre  # states that last, as models have them
             spread = SPREAD / 5 if name.endswith(CHOOSES) else SPREAD  # tokens must still matter
+            spread = spread / 10 if entry.small is not None and entry.small in name else spread
             value.copy_(centre + spread * torch.randn(value.shape, generator=generator))
     return model
 
@@ -86,7 +87,8 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
     """
     found: dict[str, Tensor] = {}
     mixtral, alternating = model.config.model_type in ("mixtral", "minimax_m2"), model.config.model_type == "gpt_oss"
-    for name, tensor in _apart(model, named):
+    renamed = (pair for name, tensor in _apart(model, named) for pair in linear.on_the_hub(model.config, name, tensor))
+    for name, tensor in renamed:
         name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         name = name.replace(".mlp.gate.moe_statics.", ".mlp.moe_statics.")  # ERNIE's
         name = name.replace(".gate.e_score", ".e_score") if model.config.model_type == "exaone_moe" else name
@@ -104,7 +106,9 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
                 found |= {f"{prefix}.experts.{expert}.{which}.{kind}": half for which, half in halves.items()}
             continue
         tensor = tensor.mT if model.config.model_type == "llama4_text" else tensor
-        gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        gate, up, down = (
+            ("w1", "w3", "w2") if mixtral or model.config.model_type == "kimi_linear" else ("gate_proj", "up_proj", "down_proj")
+        )
         for expert, rows in enumerate(tensor):
             alone = up if part == "up_proj" else down
             halves = dict(zip((gate, up), rows.chunk(2), strict=True)) if part == "gate_up_proj" else {alone: rows}

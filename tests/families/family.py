@@ -36,6 +36,8 @@ class Family:
     model_type: str | None = None
     """What `config.json` calls it, if not as transformers does."""
     linear: bool = False
+    small: str | None = None
+    """A part of the names of parameters whose random values are a tenth as large."""
     option: str | None = None
     """The option that brings the family; None: `linear_attention` of a linear one, else the core."""
     follows: bool = False
@@ -49,7 +51,7 @@ class Family:
     @property
     def norms_less_one(self) -> bool:
         """Whether the weights of norms over the residual stream and over heads are stored less one."""
-        return self.comes_with == "linear_attention" or self.class_prefix in ("Gemma2", "Gemma3")
+        return self.class_prefix.startswith(("Qwen3Next", "Qwen3_5", "Gemma2", "Gemma3"))
 
     @property
     def needs_reference(self) -> bool:

@@ -89,7 +89,7 @@ def _facts(folder: str, layer_spec: str) -> dict[str, Any]:
         "logits": _logits(role, core, load_hf_config(folder)),
     }
     if core.config.multi_latent_attention:
-        attention = core.decoder.layers[0].self_attention
+        attention = next(layer.self_attention for layer in core.decoder.layers if hasattr(layer.self_attention, "frequencies"))
         found["rotary"] = (attention.frequencies, attention.rotary_scale)
     else:
         rotary = core.rotary_pos_emb

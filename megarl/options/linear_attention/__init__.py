@@ -1,1 +1,1 @@
-"""Gated delta nets in place of attention (Qwen3-Next, Qwen3.5): layers, the order of tokens, and families."""
+"""Linear attention in place of attention (Qwen3-Next, Qwen3.5, Kimi-Linear, OLMo hybrid): layers, tokens, families."""

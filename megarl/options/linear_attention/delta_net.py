@@ -1,25 +1,27 @@
-"""Decoders of which some layers have a gated delta net in place of attention (Qwen3-Next, Qwen3.5): sizes, arguments, rules.
+"""Decoders of which some layers have a gated delta net in place of attention: sizes, arguments, rules.
 
-What they share besides: norms whose weights are stored less one, attention that a part of q gates, norms of every q and k head,
-and a quarter of a head that rotates. The layer is `layer.py`, the families are in `families.py`.
+What Qwen3-Next and Qwen3.5 share besides: norms whose weights are stored less one, attention that a part of q gates, norms of
+every q and k head, and a quarter of a head that rotates. The layer is `layer.py`, the families are in `families.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megarl.errors import ModelError
 from megarl.models import dense
 from megarl.models.dense import HF_LAYER, LAYER
 from megarl.models.hf_fields import refuse, refuse_biases, size, with_defaults
-from megarl.models.packings import Copy, HeadSection, Sections
+from megarl.models.packings import Copy, HeadSection, Packing, Sections
 from megarl.models.weight_map import Rule
 
 LINEAR, FULL = "linear_attention", "full_attention"
 CHUNK = 64
 """Tokens that are computed together, by `delta_rule.py` and by flash-linear-attention."""
+BLOCK = 8
+"""Tokens of a chunk whose pairs have all their channels' decays computed; pairs of two blocks share those to a block."""
 DEFAULTS = {
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
@@ -41,8 +43,9 @@ def text_config(hf_config: dict[str, Any]) -> dict[str, Any]:
 class DeltaSizes:
     """The `layers` with linear attention: `keys` key heads of width `key_dim`, and `values` value heads of `value_dim`.
 
-    A key head is read by values / keys value heads. The convolution sees `width` tokens. The core asks what
-    `models.architecture.LinearAttention` says.
+    A key head is read by values / keys value heads. The convolution sees `width` tokens. Of the difference to a value at most
+    `most_written` is written. `norm_epsilon` is that of the norm of what is read, None: that of the model's other norms. The
+    core asks what `models.architecture.LinearAttention` says.
     """
 
     layers: frozenset[int]
@@ -51,6 +54,10 @@ class DeltaSizes:
     key_dim: int
     value_dim: int
     width: int
+    most_written: float = 1.0
+    norm_epsilon: float | None = None
+    by_channel: ClassVar[bool] = False
+    """Whether each channel of the keys has a decay of its own."""
 
     @classmethod
     def from_hf(cls, hf_config: dict[str, Any]) -> DeltaSizes:
@@ -153,12 +160,18 @@ def transformer_config_kwargs(hf_config: dict[str, Any], sizes: dense.DenseSizes
     refuse_biases(hf_config)
     refuse(hf_config, "attn_output_gate", True, "these families are built with a gate on attention")
     refuse(hf_config, "output_gate_type", "silu", "the output of linear attention is gated by SiLU")
-    return dense.transformer_config_kwargs({**hf_config, "layer_types": None}, sizes) | {
-        "qk_layernorm": True,
-        "layernorm_zero_centered_gamma": True,
-        "attention_output_gate": True,
+    return (
+        dense.transformer_config_kwargs({**hf_config, "layer_types": None}, sizes)
+        | linear_kwargs(delta, sizes.num_layers)
+        | {"qk_layernorm": True, "layernorm_zero_centered_gamma": True, "attention_output_gate": True}
+    )
+
+
+def linear_kwargs(delta: DeltaSizes, num_layers: int) -> dict[str, Any]:
+    """The arguments for linear attention in some of the layers."""
+    return {
         "experimental_attention_variant": "gated_delta_net",
-        "linear_attention_freq": [int(layer in delta.layers) for layer in range(sizes.num_layers)],
+        "linear_attention_freq": [int(layer in delta.layers) for layer in range(num_layers)],
         "linear_conv_kernel_dim": delta.width,
         "linear_key_head_dim": delta.key_dim,
         "linear_value_head_dim": delta.value_dim,
@@ -193,10 +206,22 @@ def separate_projections(hidden_size: int, delta: DeltaSizes) -> tuple[tuple[str
     return ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), Sections(shapes, delta.keys, tuple(sections))
 
 
+def each_by_itself(delta: DeltaSizes, rows: Mapping[str, int], *rest: int) -> Sections:
+    """A tensor for each of the sections, which have so many `rows` in all; `rest` are their shapes behind that."""
+    parts = enumerate(rows.items())
+    sections = tuple(HeadSection(name, n, 0, count // delta.keys, count // delta.keys) for n, (name, count) in parts)
+    return Sections(tuple((count, *rest) for count in rows.values()), delta.keys, sections)
+
+
+def channel_rows(delta: DeltaSizes) -> dict[str, int]:
+    """The rows of all queries, keys and values, in the convolution as in the projection before it."""
+    return {"query": delta.keys_width, "key": delta.keys_width, "value": delta.values_width}
+
+
 def attention_rules(sizes: dense.DenseSizes, delta: DeltaSizes, projection: tuple[Sequence[str], Sections]) -> list[Rule]:
     """Linear attention and, in the other layers, gated attention; `projection` is one of the two above."""
     gated = gated_attention_rules(sizes, frozenset(range(sizes.num_layers)) - delta.layers)
-    return [*_linear_rules(sizes.hidden_size, delta, projection), *gated]
+    return [input_norm_rule(sizes, delta), *linear_rules(sizes, delta, projection), *decay_rules(delta), *gated]
 
 
 def gated_attention_rules(sizes: dense.DenseSizes, layers: frozenset[int] | None = None) -> list[Rule]:
@@ -204,28 +229,46 @@ def gated_attention_rules(sizes: dense.DenseSizes, layers: frozenset[int] | None
     return dense.attention_rules(sizes, head_norms=True, gated=True, layers=layers)
 
 
-def _linear_rules(hidden_size: int, delta: DeltaSizes, projection: tuple[Sequence[str], Sections]) -> list[Rule]:
-    prefix, hf = LAYER + "self_attention.", HF_LAYER + "linear_attn."
-    channels = ((delta.channels, 1, delta.width),)
-    names, packing = projection
+def input_norm_rule(sizes: dense.DenseSizes, delta: DeltaSizes) -> Rule:
+    """The norm before linear attention."""
+    fused = LAYER + "self_attention.in_proj.layer_norm_weight"
+    return dense.input_norm_rule(sizes.hidden_size, te_name=fused, layers=delta.layers)
+
+
+def linear_rules(
+    sizes: dense.DenseSizes,
+    delta: DeltaSizes,
+    projection: tuple[Sequence[str], Sections],
+    *,
+    block: str = "linear_attn.",
+    convolutions: tuple[Sequence[str], Sections] | None = None,
+    norm: str = "norm",
+    output: str = "out_proj",
+) -> list[Rule]:
+    """Linear attention but for what its decays depend on; `projection` are names of tensors and how they are laid out.
+
+    `block`, `norm` and `output` are what the hub calls the attention, the norm of what is read and the last projection;
+    `convolutions` as `projection`, None: one tensor of all channels.
+    """
+    prefix, hf = LAYER + "self_attention.", HF_LAYER + block
+    one = Sections(((delta.channels, 1, delta.width),), delta.keys, _channels(delta))
+
+    def rule(name: str, hf_names: Sequence[str], packing: Packing) -> Rule:
+        return Rule(f"{prefix}{name}.weight", tuple(f"{hf}{each}.weight" for each in hf_names), packing, layers=delta.layers)
+
     return [
-        dense.input_norm_rule(hidden_size, te_name=prefix + "in_proj.layer_norm_weight", layers=delta.layers),
-        Rule(prefix + "in_proj.weight", tuple(f"{hf}{name}.weight" for name in names), packing, layers=delta.layers),
-        Rule(
-            prefix + "conv1d.weight",
-            (hf + "conv1d.weight",),
-            Sections(channels, delta.keys, _channels(delta)),
-            layers=delta.layers,
-        ),
-        Rule(prefix + "dt_bias", (hf + "dt_bias",), Copy((delta.values,), axis=0), layers=delta.layers),
-        Rule(prefix + "A_log", (hf + "A_log",), Copy((delta.values,), axis=0), layers=delta.layers),
-        Rule(prefix + "out_norm.weight", (hf + "norm.weight",), Copy((delta.value_dim,)), layers=delta.layers),
-        Rule(
-            prefix + "out_proj.weight",
-            (hf + "out_proj.weight",),
-            Copy((hidden_size, delta.values_width), axis=1),
-            layers=delta.layers,
-        ),
+        rule("in_proj", *projection),
+        rule("conv1d", *(convolutions or (("conv1d",), one))),
+        rule("out_norm", (norm,), Copy((delta.value_dim,))),
+        rule("out_proj", (output,), Copy((sizes.hidden_size, delta.values_width), axis=1)),
+    ]
+
+
+def decay_rules(delta: DeltaSizes, block: str = "linear_attn.") -> list[Rule]:
+    """What the decays of the value heads depend on beside a token."""
+    return [
+        Rule(f"{LAYER}self_attention.{name}", (HF_LAYER + block + name,), Copy((delta.values,), axis=0), layers=delta.layers)
+        for name in ("dt_bias", "A_log")
     ]
 
 

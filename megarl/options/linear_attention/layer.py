@@ -31,10 +31,11 @@ from megarl.data.recurrence import Recurrence, Stage
 from megarl.errors import ModelError
 from megarl.megatron.context_parallel import all_heads_of_own_tokens, own_heads_of_all_tokens
 from megarl.megatron.sections import in_sections
+from megarl.options.linear_attention.delta_net import DeltaSizes
 from megarl.options.linear_attention.delta_rule import gated_delta_rule, unit_length
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Query, key, value, log decay and strength of all tokens of the stream, `[S, H, ...]`."""
+"""Query, key, value, log decay and strength of all tokens of the stream, `[S, H, ...]`; the decay also `[S, H, K]`."""
 Read = tuple[Tensor, Tensor, Tensor]
 """Places in the stream `[M]`, what their tokens read `[M, H, V]`, and states behind the runs of a stage `[R, H, K, V]`."""
 StateRule = Callable[[Stage, Inputs, Tensor], Read]
@@ -43,11 +44,12 @@ StateRule = Callable[[Stage, Inputs, Tensor], Read]
 
 @dataclass
 class GatedDeltaNetSubmodules:
-    """`in_proj` is split by output rows, `out_proj` by input columns; `rule` computes the states."""
+    """`in_proj` is split by output rows, `out_proj` by input columns; `rule` computes the states of a model of `sizes`."""
 
     in_proj: Any
     out_proj: Any
     rule: StateRule
+    sizes: DeltaSizes
 
 
 class CausalConvolution(torch.nn.Module):
@@ -65,11 +67,12 @@ class CausalConvolution(torch.nn.Module):
 
 
 class OutNorm(torch.nn.Module):
-    """RMSNorm of every head's output times SiLU of its gate; the weight is not zero-centred, whatever the model's norms are."""
+    """RMSNorm of every head's output times SiLU of its gate, or its sigmoid; the weight is not zero-centred, whatever the
+    model's norms are."""
 
-    def __init__(self, width: int, epsilon: float, dtype: torch.dtype) -> None:
+    def __init__(self, width: int, epsilon: float, dtype: torch.dtype, activation: Callable[[Tensor], Tensor] = F.silu) -> None:
         super().__init__()
-        self.epsilon = epsilon
+        self.epsilon, self.activation = epsilon, activation
         self.weight = torch.nn.Parameter(torch.ones(width, dtype=dtype))
 
     def forward(self, heads: Tensor, gate: Tensor, group: Any) -> Tensor:
@@ -77,11 +80,15 @@ class OutNorm(torch.nn.Module):
         the weight are summed."""
         weight = copy_to_tensor_model_parallel_region(self.weight, group=group)
         normed = F.rms_norm(heads, heads.shape[-1:], weight.to(heads.dtype), self.epsilon)
-        return normed * F.silu(gate.to(heads.dtype))
+        return normed * self.activation(gate.to(heads.dtype))
 
 
 class GatedDeltaNet(MegatronModule):
     """A layer's linear attention; takes the place of its self-attention."""
+
+    gate_activation = staticmethod(F.silu)
+    whole: frozenset[str] = frozenset()
+    """Parameters of its own that every tensor rank has all of."""
 
     def __init__(
         self,
@@ -94,25 +101,30 @@ class GatedDeltaNet(MegatronModule):
         super().__init__(config=config)
         self.layer_number = layer_number
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
-        ranks = self.tp_group.size()
-        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
-        self.heads_per_key = config.linear_num_value_heads // config.linear_num_key_heads
-        self.heads = config.linear_num_value_heads // ranks
-        self.keys_width = config.linear_num_key_heads // ranks * self.key_dim
+        ranks, sizes = self.tp_group.size(), submodules.sizes
+        self.key_dim, self.value_dim = sizes.key_dim, sizes.value_dim
+        self.heads_per_key, self.most_written = sizes.values // sizes.keys, sizes.most_written
+        self.heads = sizes.values // ranks
+        self.keys_width = sizes.keys // ranks * self.key_dim
         self.values_width = self.heads * self.value_dim
         self.rule = submodules.rule
         hidden, dtype = config.hidden_size, config.params_dtype
-        sections = sum(self._sections().values())
-        self.in_proj = build_module(
-            submodules.in_proj, hidden, sections * ranks, gather_output=False, **self._linear(config, "fc1")
-        )
-        self.conv1d = CausalConvolution(2 * self.keys_width + self.values_width, config.linear_conv_kernel_dim, dtype)
-        self.dt_bias = torch.nn.Parameter(torch.empty(self.heads, dtype=dtype))
-        self.A_log = torch.nn.Parameter(torch.empty(self.heads, dtype=dtype))
-        self.out_norm = OutNorm(self.value_dim, config.layernorm_epsilon, dtype)
+        self.in_proj = self._split_by_rows(submodules.in_proj, hidden, sum(self._sections().values()) * ranks)
+        self.conv1d = CausalConvolution(2 * self.keys_width + self.values_width, sizes.width, dtype)
+        self._make_gates(submodules)
+        epsilon = config.layernorm_epsilon if sizes.norm_epsilon is None else sizes.norm_epsilon
+        self.out_norm = OutNorm(self.value_dim, epsilon, dtype, self.gate_activation)
         self.out_proj = build_module(
             submodules.out_proj, self.values_width * ranks, hidden, input_is_parallel=True, **self._linear(config, "fc2")
         )
+
+    def _make_gates(self, submodules: GatedDeltaNetSubmodules) -> None:
+        """Make what decays depend on; gates of the output are rows of `in_proj`."""
+        self.dt_bias = torch.nn.Parameter(torch.empty(self.heads, dtype=self.config.params_dtype))
+        self.A_log = torch.nn.Parameter(torch.empty(self.heads, dtype=self.config.params_dtype))
+
+    def _split_by_rows(self, module: Any, inputs: int, outputs: int) -> Any:
+        return build_module(module, inputs, outputs, gather_output=False, **self._linear(self.config, "fc1"))
 
     def _linear(self, config: TransformerConfig, buffer: str) -> dict[str, Any]:
         init = config.init_method if buffer == "fc1" else config.output_layer_init_method
@@ -132,26 +144,35 @@ class GatedDeltaNet(MegatronModule):
         `packed_seq_params.order` says which tokens follow which.
         """
         order: Recurrence = packed_seq_params.order
-        mixed, _ = self.in_proj(hidden_states)
-        wide = 2 * self.keys_width + self.values_width
-        channels, gate, strength, steps = mixed[:, 0].split([wide, self.values_width, self.heads, self.heads], dim=-1)
+        channels, gate, strength, steps = self._projected(hidden_states)
         widths = [self.keys_width, self.keys_width, self.values_width]
         if self.cp_group.size() > 1:
             channels, strength, steps, widths = self._of_all_tokens(order, channels.split(widths, dim=-1), strength, steps)
         weight = self._of_own_heads(*self.conv1d.weight.split([self.keys_width, self.keys_width, self.values_width]))
         query, key, value = self.conv1d(channels, order.taps, weight).split(widths, dim=-1)
-        exact = torch.promote_types(mixed.dtype, torch.float32)
+        exact = torch.promote_types(channels.dtype, torch.float32)
         query, key = (unit_length(t.to(exact).unflatten(-1, (-1, self.key_dim))) for t in (query, key))
         query, key = (t.repeat_interleave(self.heads_per_key, dim=1) for t in (query, key))
         value = value.to(exact).unflatten(-1, (-1, self.value_dim))
-        decay, step_bias = self._of_own_heads(self.A_log).to(exact), self._of_own_heads(self.dt_bias).to(exact)
-        decay = -decay.exp() * F.softplus(steps.to(exact) + step_bias)
-        read = self._read(order, (query, key, value, decay, strength.to(exact).sigmoid()))
+        strength = strength.to(exact).sigmoid() * self.most_written
+        read = self._read(order, (query, key, value, self._decay(steps.to(exact)), strength))
         if self.cp_group.size() > 1:
             read = all_heads_of_own_tokens(read, order.layout, self.cp_group)
         normed = self.out_norm(read.to(exact), gate.unflatten(-1, (-1, self.value_dim)), self.tp_group)
-        output, _ = self.out_proj(normed.to(mixed.dtype).flatten(1)[:, None])
+        output, _ = self.out_proj(normed.to(channels.dtype).flatten(1)[:, None])
         return output, None
+
+    def _projected(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The convolution's inputs, the gates of the output, strengths and steps of this rank's heads, `[S/cp, ...]`."""
+        mixed, _ = self.in_proj(hidden)
+        wide = 2 * self.keys_width + self.values_width
+        channels, gate, strength, steps = mixed[:, 0].split([wide, self.values_width, self.heads, self.heads], dim=-1)
+        return channels, gate, strength, steps
+
+    def _decay(self, steps: Tensor) -> Tensor:
+        """The log of what tokens keep of the states, `[S, H]`."""
+        rates, bias = (self._of_own_heads(parameter).to(steps.dtype) for parameter in (self.A_log, self.dt_bias))
+        return -rates.exp() * F.softplus(steps + bias)
 
     def _of_all_tokens(
         self, order: Recurrence, channels: Sequence[Tensor], strength: Tensor, steps: Tensor
@@ -190,14 +211,16 @@ class GatedDeltaNet(MegatronModule):
         """megatron-core's checkpoint entries: `in_proj` and `conv1d` in sections, each split over the tensor ranks."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-        tensors: dict[str, Any] = {}
-        self._save_to_state_dict(tensors, "", keep_vars=True)
-        tensors["conv1d.weight"] = self.conv1d.weight
-        split = dict.fromkeys(tensors, 0)
-        entries = make_sharded_tensors_for_checkpoint(tensors, prefix, split, sharded_offsets, **groups)
-        for name in ("in_proj", "out_norm", "out_proj"):
-            of_module = (getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata)
-            entries |= sharded_state_dict_default(*of_module, tp_group=self.tp_group)
+        own: dict[str, Any] = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        whole = {name: own.pop(name) for name in self.whole & own.keys()}
+        own["conv1d.weight"] = self.conv1d.weight
+        entries = make_sharded_tensors_for_checkpoint(whole, prefix, {}, sharded_offsets, **groups)
+        entries |= make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups)
+        for name, module in self.named_children():
+            if name != "conv1d":
+                of_module = (module, f"{prefix}{name}.", sharded_offsets, metadata)
+                entries |= sharded_state_dict_default(*of_module, tp_group=self.tp_group)
         sections = self._sections()
         channels = {name: sections[name] for name in ("query", "key", "value")}
         for name, rows in (("in_proj.weight", sections), ("conv1d.weight", channels)):
@@ -211,9 +234,8 @@ def plain_rule(stage: Stage, tokens: Inputs, before: Tensor) -> Read:
     query = query * query.shape[-1] ** -0.5
     places, parts, states, runs_of_states = [], [], [], []
     for runs in stage.padded:
-        real = runs.real[..., None]
         q, k, v = (t[runs.tokens] for t in (query, key, value))
-        g, b = (t[runs.tokens] * real for t in (decay, strength))
+        g, b = (t[runs.tokens] * runs.real.view(*runs.real.shape, *[1] * (t.dim() - 1)) for t in (decay, strength))
         read, behind = gated_delta_rule(q, k, v, g, b, before[runs.runs])
         parts.append(read.flatten(0, 1)[runs.source])
         places.append(runs.target)
@@ -222,14 +244,19 @@ def plain_rule(stage: Stage, tokens: Inputs, before: Tensor) -> Read:
     return torch.cat(places), torch.cat(parts), torch.cat(states)[torch.cat(runs_of_states).argsort()]
 
 
-def fla_rule() -> StateRule:
+def fla_rule(*, by_channel: bool = False) -> StateRule:
     """The `StateRule` of the `transformer_engine` layer spec: flash-linear-attention's kernels, which need a GPU.
+
+    `by_channel`: each channel of the keys has a decay of its own.
 
     Raises:
         ModelError: they are not installed.
     """
     try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        if by_channel:
+            from fla.ops.kda import chunk_kda as kernel
+        else:
+            from fla.ops.gated_delta_rule import chunk_gated_delta_rule as kernel
     except ImportError:
         raise ModelError(
             "this model has linear attention, whose kernels model.layer_spec = 'transformer_engine' takes from "
@@ -238,7 +265,7 @@ def fla_rule() -> StateRule:
 
     def rule(stage: Stage, tokens: Inputs, before: Tensor) -> Read:
         query, key, value, decay, strength = (t[stage.tokens][None] for t in tokens)
-        read, states = chunk_gated_delta_rule(
+        read, states = kernel(
             *(t.to(torch.bfloat16) for t in (query, key, value)),
             g=decay,
             beta=strength,

@@ -21,15 +21,17 @@ from megarl.options.linear_attention.layer import CausalConvolution, StateRule, 
 HEADS, KEY, VALUE = 3, 5, 4
 
 
-def tokens(*lead: int, dtype: torch.dtype = torch.float64, decay: float = 1.0) -> list[Tensor]:
-    """Query, key, value, log decay and strength `[*lead, heads, ...]`, as a layer computes them."""
+def tokens(
+    *lead: int, dtype: torch.dtype = torch.float64, decay: float = 1.0, by_channel: bool = False, most: float = 1.0
+) -> list[Tensor]:
+    """Query, key, value, log decay and strength `[*lead, heads, ...]`, as a layer computes them; `most` is written."""
     generator = torch.Generator().manual_seed(sum(lead))
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*lead, HEADS, *shape, generator=generator, dtype=torch.float64)
 
     found = [unit_length(normal(KEY)), unit_length(normal(KEY)), normal(VALUE)]
-    found += [-decay * normal().exp(), normal().sigmoid()]
+    found += [-decay * normal(*[KEY] if by_channel else []).exp(), most * normal().sigmoid()]
     return [t.to(dtype) for t in found]
 
 
@@ -39,16 +41,18 @@ def one_by_one(
     """The definition, for one sequence `[T, heads, ...]`: what each token reads, and the state behind the last."""
     reads = []
     for q, k, v, g, b in zip(query, key, value, decay, strength, strict=True):
-        state = state * g.exp()[:, None, None]
+        state = state * (g[:, :, None] if g.dim() == 2 else g[:, None, None]).exp()
         error = v - torch.einsum("hkv,hk->hv", state, k)
         state = state + torch.einsum("hk,hv,h->hkv", k, error, b)
         reads.append(torch.einsum("hkv,hk->hv", state, q))
     return torch.stack(reads), state
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize(("length", "chunk"), [(1, 64), (7, 64), (7, 1), (8, 4), (13, 4), (150, 64)])
-def test_chunks_give_the_reads_states_and_gradients_of_the_recurrence(length: int, chunk: int) -> None:
-    inputs = [*tokens(2, length), torch.randn(2, HEADS, KEY, VALUE, dtype=torch.float64)]
+def test_chunks_give_the_reads_states_and_gradients_of_the_recurrence(length: int, chunk: int, by_channel: bool) -> None:
+    of_tokens = tokens(2, length, by_channel=by_channel, most=2.0)
+    inputs = [*of_tokens, torch.randn(2, HEADS, KEY, VALUE, dtype=torch.float64)]
     weights = torch.randn(2, length, HEADS, VALUE, dtype=torch.float64), torch.randn(2, HEADS, KEY, VALUE, dtype=torch.float64)
 
     def gradients(reads: Tensor, state: Tensor, of: list[Tensor]) -> list[Tensor]:
@@ -65,9 +69,10 @@ def test_chunks_give_the_reads_states_and_gradients_of_the_recurrence(length: in
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("decay", [1e-3, 1.0, 40.0])
-def test_float32_is_exact_whether_states_are_kept_or_forgotten(decay: float) -> None:
-    exact = [*tokens(1, 300, decay=decay), torch.zeros(1, HEADS, KEY, VALUE, dtype=torch.float64)]
+def test_float32_is_exact_whether_states_are_kept_or_forgotten(decay: float, by_channel: bool) -> None:
+    exact = [*tokens(1, 300, decay=decay, by_channel=by_channel), torch.zeros(1, HEADS, KEY, VALUE, dtype=torch.float64)]
     inputs = [t.float().requires_grad_() for t in exact]
     found, state = gated_delta_rule(*inputs)
     expected, expected_state = one_by_one(*(t[0] for t in exact))
@@ -116,34 +121,36 @@ def kernel(
     return torch.cat(reads)[None], torch.stack(states)
 
 
-def rule_with(kernels: str, monkeypatch: pytest.MonkeyPatch) -> StateRule:
+def rule_with(kernels: str, monkeypatch: pytest.MonkeyPatch, *, by_channel: bool) -> StateRule:
     if kernels == "plain":
         return plain_rule
-    module = ModuleType("fla.ops.gated_delta_rule")
-    module.chunk_gated_delta_rule = kernel  # type: ignore[attr-defined]
+    module = ModuleType("fla.ops.kda" if by_channel else "fla.ops.gated_delta_rule")
+    setattr(module, "chunk_kda" if by_channel else "chunk_gated_delta_rule", kernel)
     for name in ("fla", "fla.ops"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(torch, "bfloat16", torch.float64)
-    return fla_rule()
+    return fla_rule(by_channel=by_channel)
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.skipif(importlib.util.find_spec("fla") is not None, reason="flash-linear-attention is installed")
-def test_kernels_that_are_not_installed_are_named() -> None:
+def test_kernels_that_are_not_installed_are_named(by_channel: bool) -> None:
     with pytest.raises(ModelError, match=r"pip install flash-linear-attention, or set model\.layer_spec to 'reference'"):
-        fla_rule()
+        fla_rule(by_channel=by_channel)
 
 
 @pytest.mark.parametrize("kernels", ["plain", "fla"])
 @pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("by_channel", [False, True])
 def test_every_response_reads_what_it_would_behind_its_prompt_alone(
-    shared: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
+    by_channel: bool, shared: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rule = rule_with(kernels, monkeypatch)
+    rule = rule_with(kernels, monkeypatch, by_channel=by_channel)
     stream = pack(units() if shared else split_shared_prompts(units()), pad_to_multiple=8)
     order = recurrence_of(stream, 4)
     assert len(order.stages) == (2 if shared else 1)
-    of_id = [t.requires_grad_() for t in tokens(50)]
+    of_id = [t.requires_grad_() for t in tokens(50, by_channel=by_channel)]
     taken = tuple(t[stream.token_ids] for t in of_id)
     states, found = (
         torch.zeros(1, HEADS, KEY, VALUE, dtype=torch.float64),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from megarl.config.layout import Layout
@@ -45,8 +46,9 @@ def units() -> list[Unit]:
     return [Unit(ids[:7], [Response(index, ids[7:], torch.ones(9, dtype=torch.bool))]) for index in range(2)]
 
 
-def test_a_layer_exchanges_what_plans_count(world: World, tmp_path: Path) -> None:
-    build_folder("qwen3_5", tmp_path / "model")
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
+def test_a_layer_exchanges_what_plans_count(world: World, tmp_path: Path, family: str) -> None:
+    build_folder(family, tmp_path / "model")
     linear = shape_of(load_hf_config(tmp_path / "model")).linear
     assert linear is not None
     for cp in (1, 2, 4):

@@ -20,6 +20,7 @@ from megarl.models.adapters import LORA_A, LORA_B
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import architecture_for
 from megarl.options.lora.weight_map import Lora, layer_shapes
+from tests.families import linear
 
 LORA = Lora(rank=3, alpha=5.0)
 """A rank that no number of ranks divides."""
@@ -48,7 +49,7 @@ def with_adapters(model: Any, folder: Path, lora: Lora = LORA, spread: float = S
         r=lora.rank,
         lora_alpha=lora.alpha,
         use_rslora=lora.rslora,
-        target_modules=[name for name in chosen if name not in experts],
+        target_modules=[linear.in_transformers(config["model_type"], name) for name in chosen if name not in experts],
         **more,
     )
     # peft takes `layers.1.mlp.gate_proj` for an expert's, and would leave that dense layer out
@@ -74,7 +75,7 @@ def tensors(made: Any, *, gradients: bool = False) -> dict[str, Tensor]:
         if not hasattr(module, "lora_A") or "default" not in module.lora_A:
             continue
         a, b = (_of(getattr(module, part)["default"].weight, gradients=gradients) for part in ("lora_A", "lora_B"))
-        layer = name.removeprefix("base_model.model.")
+        layer = linear.hub_layer(made.base_model.model.config.model_type, name.removeprefix("base_model.model."))
         if isinstance(module, ParamWrapper):
             found |= _of_experts(made, layer, module, a, b)
         else:
@@ -101,7 +102,7 @@ def _parts(made: Any, layer: str, b: Tensor) -> dict[str, Tensor]:
 
 
 def _of_experts(made: Any, layer: str, wrapper: Any, a: Tensor, b: Tensor) -> dict[str, Tensor]:
-    mixtral = made.base_model.model.config.model_type == "mixtral"
+    mixtral = made.base_model.model.config.model_type in ("mixtral", "kimi_linear")
     block = re.sub(r"(\.base_layer)+$", "", layer)
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     block = block.replace(".mlp.", ".block_sparse_moe.") if mixtral else block

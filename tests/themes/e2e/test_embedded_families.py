@@ -22,6 +22,13 @@ pytestmark = pytest.mark.usefixtures("local_ray")
     [
         pytest.param("qwen3_next", {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, id="qwen3_next-tp2+ep2"),
         pytest.param("qwen3_5", {"pp": 2}, id="qwen3_5-pp2", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "kimi_linear",
+            {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
+            id="kimi_linear-tp2+ep2",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param("olmo_hybrid", {"tp": 2}, id="olmo_hybrid-tp2", marks=pytest.mark.exhaustive),
         pytest.param("smollm3", {"tp": 2}, id="smollm3-tp2", marks=pytest.mark.exhaustive),
         pytest.param("seed_oss", {"tp": 2}, id="seed_oss-tp2", marks=pytest.mark.exhaustive),
         pytest.param("gpt_oss", {"dp": 2, "ep": 2}, id="gpt_oss-dp2+ep2"),
