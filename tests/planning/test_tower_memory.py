@@ -61,7 +61,8 @@ def test_planned_activations_of_a_tower_are_what_autograd_saves(world: World, fa
     for (dtype, recompute, freeze), (kept, peak) in zip(cases, measured, strict=True):
         of_patch = tower_activations(vision, {"float32": 4, "bfloat16": 2}[dtype], freeze)
         # Cosines and sines belong to what is computed anew, whose inputs of this kind the hooks are not shown.
-        assert patches * of_patch.kept(recompute) == pytest.approx(kept, rel=0.05), (dtype, recompute, freeze)
+        unseen = 2 * 4 * vision.hidden / vision.heads if recompute == "full" and "vision" not in freeze else 0.0
+        assert patches * (of_patch.kept(recompute) - unseen) == pytest.approx(kept, rel=0.05), (dtype, recompute, freeze)
         if freeze != ("vision", "projector"):  # checkpoints of nothing save their inputs for a moment
             planned = patches * (of_patch.kept(recompute) + of_patch.recomputed(recompute))
             assert planned == pytest.approx(peak, rel=0.02), (dtype, recompute, freeze)

@@ -6,6 +6,8 @@ are split by heads. The gate of the output is a sigmoid.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
@@ -18,7 +20,7 @@ from megarl.options.linear_attention.layer import GatedDeltaNet, GatedDeltaNetSu
 class KimiDeltaAttention(GatedDeltaNet):
     """The layer; the parameters beside those of `GatedDeltaNet` are megarl's own."""
 
-    gate_activation = staticmethod(torch.sigmoid)
+    gate_activation: Any = staticmethod(torch.sigmoid)
     whole = frozenset({"A_log"})
 
     def _make_gates(self, submodules: GatedDeltaNetSubmodules) -> None:

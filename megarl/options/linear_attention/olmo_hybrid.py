@@ -100,13 +100,12 @@ def _linear_rules(sizes: dense.DenseSizes, delta: DeltaSizes) -> list[Rule]:
     rows = delta_net.channel_rows(delta)
     gates = {"z": delta.values_width, "beta": delta.values, "alpha": delta.values}
     projections = tuple(f"{part}_proj" for part in ("q", "k", "v", "g", "b", "a"))
-    more = {
-        "convolutions": (CONVOLUTIONS, delta_net.each_by_itself(delta, rows, 1, delta.width)),
-        "norm": "o_norm",
-        "output": "o_proj",
-    }
     packing = delta_net.each_by_itself(delta, rows | gates, sizes.hidden_size)
-    return [*delta_net.linear_rules(sizes, delta, (projections, packing), **more), *delta_net.decay_rules(delta)]
+    convolutions = (CONVOLUTIONS, delta_net.each_by_itself(delta, rows, 1, delta.width))
+    rules = delta_net.linear_rules(
+        sizes, delta, (projections, packing), convolutions=convolutions, norm="o_norm", output="o_proj"
+    )
+    return [*rules, *delta_net.decay_rules(delta)]
 
 
 def traits(hf_config: HFConfig) -> DecoderTraits:
