@@ -43,15 +43,6 @@ FAMILIES: dict[str, Family] = {
     "olmo_hybrid": Family("OlmoHybrid", OLMO, linear=True, small=VALUES),
 }
 VARIANTS: dict[str, Family] = FAMILIES | {
-    "olmo_hybrid-tied": Family(
-        "OlmoHybrid",
-        OLMO
-        | {"layer_types": None, "num_key_value_heads": 4, "linear_num_value_heads": None, "linear_allow_neg_eigval": False}
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4}, "linear_conv_kernel_dim": 3}
-        | {"linear_key_head_dim": None, "linear_value_head_dim": None, "tie_word_embeddings": True},
-        linear=True,
-        small=VALUES,
-    ),
     "kimi_linear-queries": Family(
         "KimiLinear",
         KIMI

@@ -237,7 +237,7 @@ def test_rotary_parameters_of_both_kinds_of_layers_are_read_in_either_spelling(c
 
 SEE = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "kimi_k25"}
 OF_MEGARL_ALONE = {
-    "granite", "granitemoehybrid", "nemotron_h",
+    "granite", "granitemoehybrid", "nemotron_h", "kimi_linear", "olmo_hybrid",
     "qwen3_5_moe_text", "glm4_moe", "exaone_moe", "glm4_moe_lite", "minimax_m2", "ernie4_5", "ernie4_5_moe",
     "solar_open", "afmoe", "llama4_text", "deepseek_v32", "glm_moe_dsa", *SEE,
 }  # fmt: skip

@@ -82,7 +82,7 @@ def test_hf_to_ranks_to_hf_is_byte_equal_and_complete(models: Any, name: str, tp
 def test_an_experts_shard_is_its_own_gate_and_up_rows_and_down_columns(models: Any, name: str, etp: int) -> None:
     _, weight_map, tensors = models[name]
     number = max(n for n in range(4) if any(f".layers.{n}." in each and ".experts.0." in each for each in tensors))
-    as_mixtral = name.startswith(("mixtral", "minimax_m2"))
+    as_mixtral = name.startswith(("mixtral", "minimax_m2", "kimi_linear"))
     blocks = {"granite_hybrid": "block_sparse_moe", "llama4": "feed_forward"}
     block = "block_sparse_moe" if as_mixtral else blocks.get(name.partition("-")[0], "mlp")
     layer = f"model.layers.{number}.{block}"

@@ -226,7 +226,7 @@ _NOT_PROVEN = "its kernels of Kimi's delta attention need a GPU, where no update
 
 ARCHITECTURE = text_family(
     "kimi_linear",
-    ("KimiLinearForCausalLM",),
+    ("KimiLinearForCausalLM", "KimiLinearForSequenceClassification"),
     transformer_config_kwargs,
     weight_map,
     deepseek_v3.gpt_kwargs,

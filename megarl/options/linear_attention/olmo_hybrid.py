@@ -130,7 +130,7 @@ def _in_transformers(hf_config: HFConfig) -> FusedRows:
 
 ARCHITECTURE = text_family(
     "olmo_hybrid",
-    ("OlmoHybridForCausalLM",),
+    ("OlmoHybridForCausalLM", "OlmoHybridForSequenceClassification"),
     transformer_config_kwargs,
     weight_map,
     text_config=text_config,
