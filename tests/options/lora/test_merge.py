@@ -20,7 +20,7 @@ from megarl.options.lora.merge import merge_adapters
 from megarl.options.lora.peft_folder import write_peft_folder
 from megarl.options.lora.peft_header import SCORE
 from megarl.options.lora.weight_map import Lora
-from tests.families import FAMILIES, build_folder, hugging_face
+from tests.families import FAMILIES, build_folder, hub_tensors, hugging_face
 
 DENSE = [name for name, family in FAMILIES.items() if family.num_experts is None]
 
@@ -77,7 +77,7 @@ def test_a_merged_folder_is_what_peft_merges_element_by_element(family: str, tmp
     write_adapters(tmp_path / "adapter", config, Lora(rank=4, alpha=6.0))
     merge_adapters(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
     model = peft.PeftModel.from_pretrained(hugging_face(family), tmp_path / "adapter").merge_and_unload()
-    write_hf_folder(tmp_path / "peft", ((n, t) for n, t in model.state_dict().items() if _is_stored(n, model)), config)
+    write_hf_folder(tmp_path / "peft", hub_tensors(model).items(), config)
     merged, theirs = HFFolder(tmp_path / "merged"), HFFolder(tmp_path / "peft")
     assert set(merged.names) == set(theirs.names)
     for name in merged.names:
@@ -107,10 +107,6 @@ def test_an_output_layer_with_an_adapter_has_its_own_weight_in_the_merged_folder
         expected = peft.PeftModel.from_pretrained(hugging_face(family), tmp_path / "adapter")(ids).logits
         alone = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(ids).logits
     torch.testing.assert_close(alone, expected, rtol=1e-4, atol=1e-4)
-
-
-def _is_stored(name: str, model: Any) -> bool:
-    return not (name == "lm_head.weight" and model.config.tie_word_embeddings)
 
 
 def test_a_head_that_travels_with_the_adapters_makes_a_classifier(tmp_path: Path) -> None:
