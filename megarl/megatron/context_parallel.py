@@ -1,4 +1,4 @@
-"""What the ranks of a context-parallel group exchange: scores of the whole stream, and heads for tokens."""
+"""Exchanges between the ranks of a context-parallel group: scores of the whole stream, and heads for tokens."""
 
 from __future__ import annotations
 

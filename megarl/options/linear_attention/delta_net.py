@@ -18,6 +18,8 @@ from megarl.models.packings import Copy, HeadSection, Packing, Sections
 from megarl.models.weight_map import Rule
 
 LINEAR, FULL = "linear_attention", "full_attention"
+CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
+"""Names of the convolutions of families whose hub has one for queries, one for keys and one for values."""
 CHUNK = 64
 """Tokens that are computed together, by `delta_rule.py` and by flash-linear-attention."""
 BLOCK = 8

@@ -206,7 +206,7 @@ def _linear_rules(sizes: dense.DenseSizes, delta: KimiSizes) -> list[Rule]:
             delta,
             (("q_proj", "k_proj", "v_proj", "b_proj"), projection),
             block="self_attn.",
-            convolutions=(CONVOLUTIONS, convolutions),
+            convolutions=(delta_net.CONVOLUTIONS, convolutions),
             norm="o_norm",
             output="o_proj",
         ),
@@ -216,11 +216,10 @@ def _linear_rules(sizes: dense.DenseSizes, delta: KimiSizes) -> list[Rule]:
 
 def _in_transformers(hf_config: HFConfig) -> FusedRows:
     rows = delta_net.channel_rows(KimiSizes.from_hf(text_config(hf_config))).values()
-    parts = tuple((f"self_attn.{name}.weight", count) for name, count in zip(CONVOLUTIONS, rows, strict=True))
+    parts = tuple((f"self_attn.{name}.weight", count) for name, count in zip(delta_net.CONVOLUTIONS, rows, strict=True))
     return FusedRows({"self_attn.conv1d.weight": parts}, columns=1)
 
 
-CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 HUB = HubNames(("w1", "w3", "w2"), renamed=((".forget_gate.", "."), *BLOCK_NAMES))
 _NOT_PROVEN = "its kernels of Kimi's delta attention need a GPU, where no update of such a model was compared with training yet"
 

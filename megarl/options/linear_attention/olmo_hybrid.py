@@ -24,7 +24,6 @@ NORM_EPSILON = 1e-5
 PERIOD = 4
 INPUT_NORM, MLP_NORM = "attention_layer_norm", "feedforward_layer_norm"
 """The hub's names of norms in layers with linear attention."""
-CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 
 
 def text_config(hf_config: HFConfig) -> HFConfig:
@@ -101,7 +100,7 @@ def _linear_rules(sizes: dense.DenseSizes, delta: DeltaSizes) -> list[Rule]:
     gates = {"z": delta.values_width, "beta": delta.values, "alpha": delta.values}
     projections = tuple(f"{part}_proj" for part in ("q", "k", "v", "g", "b", "a"))
     packing = delta_net.each_by_itself(delta, rows | gates, sizes.hidden_size)
-    convolutions = (CONVOLUTIONS, delta_net.each_by_itself(delta, rows, 1, delta.width))
+    convolutions = (delta_net.CONVOLUTIONS, delta_net.each_by_itself(delta, rows, 1, delta.width))
     rules = delta_net.linear_rules(
         sizes, delta, (projections, packing), convolutions=convolutions, norm="o_norm", output="o_proj"
     )
@@ -118,7 +117,7 @@ def _in_transformers(hf_config: HFConfig) -> FusedRows:
     hf_config = text_config(hf_config)
     delta, hidden = delta_sizes(hf_config), size(hf_config, "hidden_size")
     rows = delta_net.channel_rows(delta).values()
-    parts = tuple((f"linear_attn.{name}.weight", count) for name, count in zip(CONVOLUTIONS, rows, strict=True))
+    parts = tuple((f"linear_attn.{name}.weight", count) for name, count in zip(delta_net.CONVOLUTIONS, rows, strict=True))
     renamed = {"input_layernorm": INPUT_NORM, "post_attention_layernorm": MLP_NORM}
     norms = {
         f"layers.{layer}.{name}.weight": ((f"layers.{layer}.{on_the_hub}.weight", hidden),)

@@ -39,7 +39,7 @@ def _check(config: AnyConfig) -> None:
 
 
 def _has_indexers(folder: str) -> bool:
-    """Whether the model of a folder has some; True where it cannot be read, which is said elsewhere."""
+    """Return whether the model of a folder has some; True where it cannot be read, which is said elsewhere."""
     if not (Path(folder) / "config.json").is_file():
         return True
     try:

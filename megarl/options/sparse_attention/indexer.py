@@ -22,7 +22,7 @@ KEY_NORM_EPS = 1e-6
 
 
 class Scored(NamedTuple):
-    """What scores are made of: `query` `[n, h, d]` and `weights` `[n, h]` of this rank's tokens, `key` `[N, d]` of all
+    """The parts of a score: `query` `[n, h, d]` and `weights` `[n, h]` of this rank's tokens, `key` `[N, d]` of all
     gathered ones. `weights` have the scales of the score."""
 
     query: Tensor

@@ -18,7 +18,7 @@ from megarl.options.sparse_attention.indexer import Scored
 
 
 class Attended(NamedTuple):
-    """What attention does: `query` `[n, h, d]` of this rank's heads and tokens, and `key` `[N, h, d]` of all gathered tokens.
+    """Attention as it is: `query` `[n, h, d]` of this rank's heads and tokens, and `key` `[N, h, d]` of all gathered tokens.
 
     The keys that are compared are the `choices` of the queries (`IndexedOrder.choices`), or all if that is None. The heads are
     shared out over `tp_group`.
