@@ -16,6 +16,8 @@ import os
 import statistics
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,6 +144,12 @@ def measure(settings: dict[str, Any], tokens: int, sequences: int, rounds: int) 
     return figures
 
 
+def ready(threads: int) -> None:
+    """megatron-core on a CPU, in a process that has not imported it yet."""
+    megarl_platform.install()
+    torch.set_num_threads(threads)
+
+
 def main() -> None:
     """Measure every model in both forms."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -152,17 +160,17 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
-    megarl_platform.install()
-    torch.set_num_threads(chosen.threads)
     measured: dict[str, Any] = {"code": code_of("state_spaces"), "machine": machine(), "threads": chosen.threads, "models": {}}
     measured["cores"] = os.cpu_count()
-    for name in chosen.models:
-        measured["models"][name] = []
-        for sequences in chosen.sequences:
-            measured["models"][name].append(found := measure(MODELS[name], chosen.tokens, sequences, chosen.rounds))
-            print(name, json.dumps(found), flush=True)
-            if chosen.out is not None:
-                chosen.out.write_text(json.dumps(measured, indent=2) + "\n")
+    with ProcessPoolExecutor(1, get_context("spawn"), ready, (chosen.threads,)) as process:
+        for name in chosen.models:
+            measured["models"][name] = []
+            for sequences in chosen.sequences:
+                found = process.submit(measure, MODELS[name], chosen.tokens, sequences, chosen.rounds).result()
+                measured["models"][name].append(found)
+                print(name, json.dumps(found), flush=True)
+                if chosen.out is not None:
+                    chosen.out.write_text(json.dumps(measured, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -136,6 +136,8 @@ CANNOT = {
     "qwen3_next": "has linear attention",
     "granite_hybrid": "has linear attention",
     "nemotron_h": "has linear attention",
+    "kimi_linear": "has linear attention",
+    "olmo_hybrid": "has linear attention",
 }
 
 
