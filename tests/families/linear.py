@@ -82,15 +82,8 @@ RENAMED = {
 """Parts of the hub's names of Kimi-Linear's linear layers, and transformers'."""
 
 
-def in_transformers(model_type: str, layer: str) -> str:
-    """What transformers calls a linear layer of these families, which the hub calls `layer`; others as they are."""
-    for on_hub, theirs in RENAMED.items() if model_type == "kimi_linear" else ():
-        layer = layer.replace(on_hub, theirs)
-    return layer
-
-
 def hub_layer(model_type: str, layer: str) -> str:
-    """The way back."""
+    """What the hub calls a linear layer of these families, which transformers calls `layer`; others as they are."""
     for on_hub, theirs in RENAMED.items() if model_type == "kimi_linear" else ():
         layer = layer.replace(theirs, on_hub)
     return layer

@@ -30,6 +30,7 @@ OUTPUT_LAYER = "output_layer"
 SUFFIX = "_lora"
 """Name of the module of a layer's adapter, behind the layer's own name."""
 _LINEAR = re.compile(r"decoder\.layers\.[^.]+\.(.+\.)?(linear_\w+|in_proj|out_proj)\.weight")
+_REFUSED_BY_PEFT = re.compile(r"backbone\..+\.out_proj\.weight")
 _MEGATRON_WEIGHT = re.compile(r"\.weight(\d+|\{expert\})?$")
 
 
@@ -277,10 +278,12 @@ def bound_linear_rules(weight_map: WeightMap) -> Iterator[BoundRule]:
 
 
 def is_linear(rule: Rule | BoundRule) -> bool:
-    """Return whether a parameter is the weight of a linear layer of the decoder, other than a router or of an indexer, whose
-    choices have no gradient."""
+    """Return whether a parameter is the weight of a linear layer of the decoder that can have an adapter.
+
+    A router has none, nor an indexer, whose choices have no gradient, nor Nemotron-H's `out_proj`, beside which PEFT allows none.
+    """
     is_named_so = bool(_LINEAR.fullmatch(rule.megatron_name)) and ".indexer." not in rule.megatron_name
-    return is_named_so and len(rule.packing.hf_shapes[0]) == 2
+    return is_named_so and len(rule.packing.hf_shapes[0]) == 2 and not _REFUSED_BY_PEFT.fullmatch(rule.hf_names[0])
 
 
 def check_targets(weight_map: WeightMap, lora: Lora, fused: FusedRows | None, field: str = "policy.lora") -> None:
@@ -301,7 +304,7 @@ def check_targets(weight_map: WeightMap, lora: Lora, fused: FusedRows | None, fi
                 raise ConfigError.of(
                     f"{field}.{name}",
                     list(getattr(lora, name)),
-                    f"names '{entry}', which is no linear layer of the model{nearest(entry, ends)}",
+                    f"names '{entry}', which is no linear layer that can have an adapter{nearest(entry, ends)}",
                     allowed=f"'{ALL_LINEAR}', ends of names ({', '.join(ends)}) or patterns",
                 )
     if not any(map(lora.has_adapter, layers)):

@@ -20,13 +20,13 @@ from megarl.models.adapters import LORA_A, LORA_B
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import architecture_for
 from megarl.options.lora.weight_map import Lora, layer_shapes
-from tests.families import linear
+from tests.families import by_hub_name, linear, state_spaces
 
 LORA = Lora(rank=3, alpha=5.0)
 """A rank that no number of ranks divides."""
 SPREAD = 0.07
 """Of the random values, so that adapters matter and transformers in float32 is near its float64."""
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def with_adapters(model: Any, folder: Path, lora: Lora = LORA, spread: float = SPREAD) -> Any:
@@ -40,8 +40,12 @@ def with_adapters(model: Any, folder: Path, lora: Lora = LORA, spread: float = S
     experts = {name for name in chosen if _EXPERT.search(name)}
     more: dict[str, Any] = {}
     if experts:
+        for module in model.modules():
+            if type(module).__name__ == "Llama4TextExperts":  # transformers tells peft of other families' that they are
+                module.is_transposed = True
+        together = [name for name, values in model.named_parameters() if ".experts." in name and values.dim() == 3]
         more = {
-            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            "target_parameters": sorted({".".join(name.split(".")[3:]) for name in together}),
             "rank_pattern": {r".*\.gate_up_proj": 2 * lora.rank},
             "alpha_pattern": {r".*\.gate_up_proj": 2 * lora.alpha},
         }
@@ -49,7 +53,7 @@ def with_adapters(model: Any, folder: Path, lora: Lora = LORA, spread: float = S
         r=lora.rank,
         lora_alpha=lora.alpha,
         use_rslora=lora.rslora,
-        target_modules=[linear.in_transformers(config["model_type"], name) for name in chosen if name not in experts],
+        target_modules=[name for name, _ in model.named_modules() if _on_the_hub(config["model_type"], name) in chosen],
         **more,
     )
     # peft takes `layers.1.mlp.gate_proj` for an expert's, and would leave that dense layer out
@@ -75,12 +79,17 @@ def tensors(made: Any, *, gradients: bool = False) -> dict[str, Tensor]:
         if not hasattr(module, "lora_A") or "default" not in module.lora_A:
             continue
         a, b = (_of(getattr(module, part)["default"].weight, gradients=gradients) for part in ("lora_A", "lora_B"))
-        layer = linear.hub_layer(made.base_model.model.config.model_type, name.removeprefix("base_model.model."))
+        name = re.sub(r"(\.base_layer)+$", "", name.removeprefix("base_model.model."))
         if isinstance(module, ParamWrapper):
-            found |= _of_experts(made, layer, module, a, b)
+            found |= _of_experts(made, name, module, a, b)
         else:
+            layer = _on_the_hub(made.base_model.model.config.model_type, name)
             found |= {f"{layer}{LORA_A}": a, **_parts(made, layer, b)}
     return found
+
+
+def _on_the_hub(model_type: str, layer: str) -> str:
+    return state_spaces.hub_name(model_type, linear.hub_layer(model_type, layer))
 
 
 def _of(parameter: Tensor, *, gradients: bool) -> Tensor:
@@ -101,24 +110,18 @@ def _parts(made: Any, layer: str, b: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def _of_experts(made: Any, layer: str, wrapper: Any, a: Tensor, b: Tensor) -> dict[str, Tensor]:
-    mixtral = made.base_model.model.config.model_type in ("mixtral", "kimi_linear")
-    block = re.sub(r"(\.base_layer)+$", "", layer)
-    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    block = block.replace(".mlp.", ".block_sparse_moe.") if mixtral else block
+def _of_experts(made: Any, module: str, wrapper: Any, a: Tensor, b: Tensor) -> dict[str, Tensor]:
     of_a = a.reshape(wrapper.num_experts, -1, a.shape[-1])
     of_b = b.reshape(len(b), -1, wrapper.num_experts)
+    together = iter([(f"{module}.{wrapper.parameter_name}", wrapper.get_param())])
+    names = [name.removesuffix(".weight") for name in by_hub_name(made.base_model.model, together)]
     found: dict[str, Tensor] = {}
-    for expert in range(wrapper.num_experts):
-        own_a, own_b = of_a[expert], of_b[:, :, expert]
-        if wrapper.parameter_name == "down_proj":
-            parts = {down: (own_a, own_b)}
-        else:
-            rank = len(own_a) // 2
-            rows = _halves(own_b, _is_alternating(made))
-            parts = {gate: (own_a[:rank], rows[0][:, :rank]), up: (own_a[rank:], rows[1][:, rank:])}
-        for part, (its_a, its_b) in parts.items():
-            found |= {f"{block}.{expert}.{part}{LORA_A}": its_a, f"{block}.{expert}.{part}{LORA_B}": its_b}
+    for name in names:
+        expert, own = int(_EXPERT.findall(name)[0]), [other for other in names if _EXPERT.findall(other) == _EXPERT.findall(name)]
+        rank, place = of_a.shape[1] // len(own), own.index(name)
+        rows = _halves(of_b[:, :, expert], _is_alternating(made))[place] if len(own) == 2 else of_b[:, :, expert]
+        ranks = slice(place * rank, (place + 1) * rank)
+        found |= {f"{name}{LORA_A}": of_a[expert, ranks], f"{name}{LORA_B}": rows[:, ranks]}
     return found
 
 
