@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from tests.rollout.tiny import CONNECTIONS, PROMPTS, Weights, largest_difference
 
 pytestmark = pytest.mark.slow
 SAMPLING = SamplingParams(max_new_tokens=8, ignore_eos=True)
+VERSIONS = count(1)
+"""Of the weights that the server is sent."""
 Damage = tuple[int, int] | None
 """The sender and the rank of the engine between which a byte is changed."""
 
@@ -102,25 +105,21 @@ async def updated(
         await engine.end_update(version, {box: value for box, value in sent.items() if box.engine_rank in doubtful})
 
 
-def with_server(folder: Path, log: Path, ranks: int, scenario: Callable[[SglangEngine, list[str]], Any]) -> None:
-    """Run a scenario on a server of its own; it is given the paths of all requests to the server."""
+@pytest.fixture(scope="module")
+def server(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SglangEngine, list[str]]]:
+    """A server of two ranks, and the paths of all requests to it."""
     sizes: dict[str, Any] = {"threads": 1, "max_total_tokens": 2048, "max_running_requests": 8, "start_timeout_s": 240}
+    log, asked = tmp_path_factory.mktemp("sglang") / "server.log", list[str]()
+    engine = asyncio.run(SglangEngine.open(ServerOptions(str(tiny_path), log, tp=2, **sizes)))
+    post = engine._client._post
 
-    async def run() -> None:
-        engine, asked = await SglangEngine.open(ServerOptions(str(folder), log, tp=ranks, **sizes)), list[str]()
-        post = engine._client._post
+    async def counting(session: Any, endpoint: str, body: dict[str, Any]) -> Any:
+        asked.append(endpoint)
+        return await post(session, endpoint, body)
 
-        async def counting(session: Any, endpoint: str, body: dict[str, Any]) -> Any:
-            asked.append(endpoint)
-            return await post(session, endpoint, body)
-
-        engine._client._post = counting  # type: ignore[method-assign]
-        try:
-            await scenario(engine, asked)
-        finally:
-            await engine.stop()
-
-    asyncio.run(run())
+    engine._client._post = counting  # type: ignore[method-assign]
+    yield engine, asked
+    asyncio.run(engine.stop())
 
 
 async def answers_as(engine: SglangEngine, model: Any, version: int) -> None:
@@ -130,10 +129,10 @@ async def answers_as(engine: SglangEngine, model: Any, version: int) -> None:
 
 
 def test_two_ranks_take_what_two_senders_send_at_once_and_a_wrong_byte_on_any_link_is_named(
-    tiny_path: Path, tmp_path: Path, other: ProcessPoolExecutor
+    tiny_path: Path, server: tuple[SglangEngine, list[str]], other: ProcessPoolExecutor
 ) -> None:
     async def scenario(engine: SglangEngine, asked: list[str]) -> None:
-        versions = iter(range(1, 100))
+        versions = VERSIONS
         for kind in (TensorSender, GroupSender):
             version, model = next(versions), load(tiny_path, seed=next(versions))
             asked.clear()
@@ -150,18 +149,18 @@ def test_two_ranks_take_what_two_senders_send_at_once_and_a_wrong_byte_on_any_li
             await updated(engine, other, kind, model, version)
             await answers_as(engine, model, version)
 
-    with_server(tiny_path, tmp_path / "server.log", 2, scenario)
+    asyncio.run(scenario(*server))
 
 
 def test_a_sender_that_fails_is_not_waited_for_by_the_others_and_the_engine_takes_another_update(
-    tiny_path: Path, tmp_path: Path, other: ProcessPoolExecutor
+    tiny_path: Path, server: tuple[SglangEngine, list[str]], other: ProcessPoolExecutor
 ) -> None:
     """Of two senders of a process group one fails before it has sent anything: the engine's ranks wait for it until then."""
 
-    async def scenario(engine: SglangEngine, _: list[str]) -> None:
+    async def scenario(engine: SglangEngine) -> None:
         model, connection = load(tiny_path, seed=3), next(CONNECTIONS)
         part = halves_of(weights_of(model))[0]
-        await engine.begin_update(1)
+        await engine.begin_update(next(VERSIONS))
         second = other.submit(fails, engine.endpoint, connection)
         began = time.monotonic()
         with pytest.raises(EngineError, match="out of memory"):
@@ -171,8 +170,9 @@ def test_a_sender_that_fails_is_not_waited_for_by_the_others_and_the_engine_take
             second.result()
         await engine.abandon_update()
         assert engine.weight_version is None
-        for version, kind in enumerate((GroupSender, TensorSender), start=2):
+        for kind in (GroupSender, TensorSender):
+            version = next(VERSIONS)
             await updated(engine, other, kind, model, version)
             await answers_as(engine, model, version)
 
-    with_server(tiny_path, tmp_path / "server.log", 1, scenario)
+    asyncio.run(scenario(server[0]))

@@ -128,13 +128,23 @@ def test_uniform_groups_are_replaced_until_the_step_is_full(tiny_config: Callabl
     assert len({s["group_id"] for s in samples}) == 8
 
 
+def examples(folder: Path) -> dict[str, str]:
+    """Source of four rows with their answers."""
+    (folder / "rows.jsonl").write_text(
+        "".join(json.dumps({"question": f"{n}+1=", "response": str(n + 1)}) + "\n" for n in range(4))
+    )
+    return {"source": "jsonl", "path": str(folder / "rows.jsonl")}
+
+
 def test_resampling_is_bounded_and_the_step_stays_full(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
     (tmp_path / "same.py").write_text("def reward(samples):\n    return [1.0] * len(samples)\n")
     rewards = {"rewards": [{"name": f"{tmp_path / 'same.py'}:reward"}]}
-    metrics, _ = run(tiny_config(**rewards, **NO_EVAL, **{"rollout.dynamic_sampling_rounds": 2, "run.steps": 1}))
+    ptx = {"ptx": {"coef": 0.0, "samples_per_step": 4, "data": examples(tmp_path)}}  # which is without examples
+    metrics, _ = run(tiny_config(**rewards, **ptx, **NO_EVAL, **{"rollout.dynamic_sampling_rounds": 2, "run.steps": 1}))
     assert metrics[0]["rollout/dynamic_sampling_rounds"] == 2
     assert metrics[0]["rollout/samples"] == 16
     assert metrics[0]["policy/grad_norm"] == 0
+    assert "ptx/loss" not in metrics[0]
 
 
 def test_a_reset_reference_is_the_policy_of_that_step_and_a_resumed_run_keeps_it(tiny_config: Callable[..., Config]) -> None:
@@ -157,20 +167,17 @@ def test_a_reset_reference_is_the_policy_of_that_step_and_a_resumed_run_keeps_it
 
 
 def test_supervised_examples_are_mixed_in_with_their_weight(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps({"question": f"{n}+1=", "response": str(n + 1)}) + "\n" for n in range(4))
-    )
-    source = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl")}
+    source = examples(tmp_path)
     same = {"rewards": [{"name": f"{tmp_path / 'same.py'}:reward"}], **NO_EVAL, "algorithm": {"kl": {"coef": 0.0}}}
     (tmp_path / "same.py").write_text("def reward(samples):\n    return [1.0] * len(samples)\n")
     norms = {}
-    for coef in (0.0, 0.5, 1.0):
+    for coef in (0.5, 1.0):
         settings = {"ptx": {"coef": coef, "samples_per_step": 4, "data": source}, "policy.layout": {"dp": 2}, "run.steps": 1}
         metrics, _ = run(tiny_config(**same, **settings, **{"run.name": f"ptx-{coef}"}))
         norms[coef] = metrics[0]["policy/grad_norm"]
-        assert ("ptx/loss" in metrics[0]) == bool(coef)
-    # With rewards that all agree the policy's own gradient is 0: what is left is that of the examples.
-    assert norms[0.0] == 0
+        assert "ptx/loss" in metrics[0]
+    # With rewards that all agree the policy's own gradient is 0, as the test of resampling says: what is left is that of the
+    # examples.
     assert norms[1.0] == pytest.approx(2 * norms[0.5], rel=1e-4)
     assert norms[0.5] > 0
 

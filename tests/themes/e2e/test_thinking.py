@@ -87,12 +87,20 @@ def test_a_sample_of_each_turn_has_the_loss_of_that_turn_behind_its_own_prompt(t
     assert first["train/loss"] == pytest.approx(float(torch.cat(losses).mean()), rel=1e-5)
 
 
-@pytest.mark.parametrize("thinks", [True, False], ids=["thinking", "without thinking"])
-def test_grpo_trains_with_and_without_thinking_on_sglang(
-    thinking_model: Path, tiny_config: Callable[..., Config], thinks: bool
+@pytest.mark.parametrize(
+    ("thinks", "engine"),
+    [
+        pytest.param(True, "sglang", id="thinking"),
+        pytest.param(False, "embedded", id="without thinking"),
+        # an engine is sent token ids: what the template makes is the same for both, and the first case has the server
+        pytest.param(False, "sglang", id="without thinking, SGLang", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_grpo_trains_with_and_without_thinking(
+    thinking_model: Path, tiny_config: Callable[..., Config], thinks: bool, engine: str
 ) -> None:
     more: dict[str, Any] = {
-        "model.path": str(thinking_model), "rollout.engine": "sglang", "run.steps": 2, "data.max_prompt_tokens": 256,
+        "model.path": str(thinking_model), "rollout.engine": engine, "run.steps": 2, "data.max_prompt_tokens": 256,
         "data.template_args": {"enable_thinking": thinks}, "rollout.max_new_tokens": 12,
     }  # fmt: skip
     config = tiny_config(**more)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -204,12 +205,21 @@ def test_sglang_and_the_trainer_see_the_same_pictures_between_turns(
     assert max(pictures_told(config)) <= 2
 
 
+def as_it_was(whole: Path, parts: Path, after: int) -> None:
+    """Make `parts` the folder of a run that was killed behind the checkpoint of a step; later ones it does not have."""
+    shutil.copytree(whole, parts)
+    for checkpoint in (parts / "checkpoints").glob("step_*"):
+        if int(checkpoint.name.removeprefix("step_")) > after:
+            shutil.rmtree(checkpoint)
+    assert (parts / "checkpoints" / f"step_{after:06}" / "state.json").exists()
+
+
 @pytest.mark.slow
 def test_a_resumed_run_in_an_environment_with_pictures_is_the_same(seeing_model: Path, tmp_path: Path) -> None:
-    """Three steps in one run, and in one that stops after one."""
-    train_rl(walk_config(seeing_model, tmp_path / "whole", "walk", run={"steps": 3}))
-    for steps in (1, 3):
-        train_rl(walk_config(seeing_model, tmp_path / "parts", "walk", run={"steps": steps}))
+    """Three steps in one run, and in one that goes on from the checkpoint of the first."""
+    train_rl(walk_config(seeing_model, tmp_path / "whole", "walk", run={"steps": 3, "keep_checkpoints": 0}))
+    as_it_was(tmp_path / "whole" / "walk", tmp_path / "parts" / "walk", after=1)
+    train_rl(walk_config(seeing_model, tmp_path / "parts", "walk", run={"steps": 3}))
     whole, parts = (list(read_metrics(tmp_path / name / "walk" / "metrics.jsonl")) for name in ("whole", "parts"))
     exact = ("policy/grad_norm", "reward/mean", "mismatch/log_prob_max")
     assert [[row[name] for name in exact] for row in whole] == [[row[name] for name in exact] for row in parts]
@@ -238,10 +248,10 @@ def supervised_config(model: Path, folder: Path, steps: int) -> SupervisedConfig
 def test_supervised_losses_are_transformers_and_a_resumed_run_is_the_same(
     seeing_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Four full-batch updates in one run, and in one that stops after two."""
+    """Four full-batch updates in one run, and in one that goes on from the checkpoint of the second."""
     train_supervised(supervised_config(seeing_model, tmp_path / "whole", 4))
-    for steps in (2, 4):
-        train_supervised(supervised_config(seeing_model, tmp_path / "parts", steps))
+    as_it_was(tmp_path / "whole" / "sft", tmp_path / "parts" / "sft", after=2)
+    train_supervised(supervised_config(seeing_model, tmp_path / "parts", 4))
     whole, parts = (list(read_metrics(tmp_path / name / "sft" / "metrics.jsonl")) for name in ("whole", "parts"))
     exact = ("train/loss", "train/grad_norm")
     assert [[row[name] for name in exact] for row in whole] == [[row[name] for name in exact] for row in parts]
