@@ -280,7 +280,7 @@ def bound_linear_rules(weight_map: WeightMap) -> Iterator[BoundRule]:
 def is_linear(rule: Rule | BoundRule) -> bool:
     """Return whether a parameter is the weight of a linear layer of the decoder that can have an adapter.
 
-    A router has none, nor an indexer, whose choices have no gradient, nor Nemotron-H's `out_proj`, beside which PEFT allows none.
+    A router has none, nor an indexer, whose choices have no gradient, nor Nemotron-H's `out_proj`: PEFT allows none.
     """
     is_named_so = bool(_LINEAR.fullmatch(rule.megatron_name)) and ".indexer." not in rule.megatron_name
     return is_named_so and len(rule.packing.hf_shapes[0]) == 2 and not _REFUSED_BY_PEFT.fullmatch(rule.hf_names[0])

@@ -117,7 +117,10 @@ def _of_experts(made: Any, module: str, wrapper: Any, a: Tensor, b: Tensor) -> d
     names = [name.removesuffix(".weight") for name in by_hub_name(made.base_model.model, together)]
     found: dict[str, Tensor] = {}
     for name in names:
-        expert, own = int(_EXPERT.findall(name)[0]), [other for other in names if _EXPERT.findall(other) == _EXPERT.findall(name)]
+        expert, own = (
+            int(_EXPERT.findall(name)[0]),
+            [other for other in names if _EXPERT.findall(other) == _EXPERT.findall(name)],
+        )
         rank, place = of_a.shape[1] // len(own), own.index(name)
         rows = _halves(of_b[:, :, expert], _is_alternating(made))[place] if len(own) == 2 else of_b[:, :, expert]
         ranks = slice(place * rank, (place + 1) * rank)
