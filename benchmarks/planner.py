@@ -109,7 +109,8 @@ def ready(path: Path, published: list[Measured]) -> str:
     near = [row for row in published if STEP in row.phases and row.config.model.path == config.model.path]
     near = [row for row in near if row.config.sampling is not None] if config.sampling is not None else near
     figures = ", ".join(f"[{_tokens_per_s(row):,.0f}]({row.url}) on {_gpus(row)}" for row in near if row.gpu == kind[1])
-    cells = [_layout(plan.run), f"{times.step_seconds:,.0f}", f"{speed:,.0f}", turns]
+    refused = ", which a run refuses" if plan.engine_refusal is not None else ""
+    cells = [_layout(plan.run) + refused, f"{times.step_seconds:,.0f}", f"{speed:,.0f}", turns]
     cells += [f"{longest.name}: {longest.bound}", figures]
     return f"| `{path.stem}` | {' | '.join(cells)} |"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import get_te_version
 
 from megarl.errors import LayoutError
 from megarl.megatron.attention import ReferenceAttention, core_attention_called, variant_of
@@ -36,12 +38,14 @@ from megarl.megatron.norms import KeyNorm, LateNorm, QueryNorm, ReferenceRMSNorm
 from megarl.megatron.rotary import RotarySetSelfAttention
 from megarl.megatron.routers import CorrectedSoftmaxRouter
 from megarl.models.architecture import DecoderTraits
+from megarl.models.context_exchange import check_exchange, oldest_engine
 from megarl.models.deepseek_v3 import LATENT_NORM_EPS
 from megarl.models.layer_ropes import LayerRope
 from megarl.models.vision import vision_part
 from megarl.models.windows import check_windows
 
 PLAIN = DecoderTraits()
+CORE_VERSION = tuple(int(part) for part in version("megatron-core").split(".")[:2])
 
 
 class GatedSelfAttention(SelfAttention):
@@ -154,7 +158,9 @@ def block_norm(name: str) -> Any:
 
 def _check_spec(name: str, config: TransformerConfig, traits: DecoderTraits, core_attention: str) -> None:
     """Raise LayoutError if layers of that name cannot run the model, or not under its layout."""
-    check_windows(name, windows=config.window_size is not None, cp=config.context_parallel_size)
+    check_windows(name, windows=config.window_size is not None)
+    if name == "transformer_engine":
+        _check_exchange(config)
     if name == "transformer_engine" and not traits.pre_norms:
         raise LayoutError(
             "model.layer_spec is 'transformer_engine', but this model has no norms before attention and MLP, which Transformer "
@@ -186,6 +192,26 @@ def _check_spec(name: str, config: TransformerConfig, traits: DecoderTraits, cor
             "model.layer_spec is 'local', but this model's norms are stored less one, which megatron-core's local layers do "
             "not add; it must be 'reference' or 'transformer_engine'"
         )
+
+
+def _check_exchange(config: TransformerConfig) -> None:
+    """Raise LayoutError where the installed Transformer Engine cannot compute the model over context-parallel ranks."""
+    ways, kinds = config.cp_comm_type, {"windows": config.window_size is not None, "sinks": config.softmax_type != "vanilla"}
+    tp, cp, heads, kv_heads = (
+        config.tensor_model_parallel_size,
+        config.context_parallel_size,
+        config.num_attention_heads,
+        config.num_query_groups or config.num_attention_heads,
+    )
+    check_exchange(ways, tp=tp, cp=cp, heads=heads, kv_heads=kv_heads, **kinds)
+    if cp > 1 and isinstance(ways, list) and CORE_VERSION < (0, 19):
+        reason = "needs one megatron.cp_comm_type for all layers: megatron-core 0.16 gives each layer the next one's of a list"
+        raise LayoutError.of("cp", cp, reason, allowed="1")
+    oldest, installed = oldest_engine(ways, **kinds), get_te_version()
+    if cp > 1 and oldest is not None and installed and (0,) * 3 < installed.release < oldest:
+        needed = ".".join(map(str, oldest))
+        reason = f"needs Transformer Engine {needed} with the windows or sinks of this model, and {installed} is installed"
+        raise LayoutError.of("cp", cp, reason, allowed="1")
 
 
 def _with_traits(layer: ModuleSpec, traits: DecoderTraits) -> ModuleSpec:

@@ -9,9 +9,11 @@ from typing import Any
 from megarl.config import AnyConfig
 from megarl.config.fp8 import Fp8Widths, check_fp8_sizes
 from megarl.config.layout import Layout, closest, divisors
+from megarl.config.megatron_options import megatron_of
 from megarl.config.sections import ExpertsConfig, TrainedRole
 from megarl.errors import ConfigError, LayoutError, ModelError
 from megarl.models.adapters import adapters_of
+from megarl.models.context_exchange import check_exchange
 from megarl.models.parameter_patterns import check_patterns
 from megarl.models.registry import architecture_for, load_hf_config, use_architecture
 from megarl.models.shape import ModelShape
@@ -35,7 +37,8 @@ def check_models(config: AnyConfig) -> None:
         model, layout = read_shape(role.folder_field, role.folder), role.layout or config.policy.layout
         if role.trained is not None and role.trained.predicts:
             model = _with_prediction(model, value_head=role.value_head)
-        _check_layout(f"{role.name}.layout", layout, model, config.model.layer_spec)
+        ways = megatron_of(config, role.name).get("cp_comm_type")
+        _check_layout(f"{role.name}.layout", layout, model, config.model.layer_spec, ways)
         _check_length(role.folder_field, config.longest_sequence, model)
         widths = Fp8Widths(model.hidden, model.attention_width, model.divided_ffn, model.expert_ffn or None, model.layers)
         check_fp8_sizes(config.model, f"{role.name}.layout", layout, widths)
@@ -157,10 +160,13 @@ def _check_length(field: str, longest: int, model: ModelShape) -> None:
     )
 
 
-def _check_layout(field: str, layout: Layout, model: ModelShape, layer_spec: str = "auto") -> None:
+def _check_layout(field: str, layout: Layout, model: ModelShape, layer_spec: str = "auto", ways: Any = None) -> None:
     try:
         layout.check_layer_spec(layer_spec)
-        check_windows(layer_spec, windows=bool(model.window_layers), cp=layout.cp)
+        check_windows(layer_spec, windows=bool(model.window_layers))
+        if layer_spec == "transformer_engine":
+            heads, windows = {"heads": model.heads, "kv_heads": model.kv_heads}, bool(model.window_layers)
+            check_exchange(ways, tp=layout.tp, cp=layout.cp, windows=windows, sinks=model.sinks, **heads)
         if model.biases and model.experts:
             _check_biased_experts(layout)
         if model.latent is not None:
@@ -169,6 +175,11 @@ def _check_layout(field: str, layout: Layout, model: ModelShape, layer_spec: str
         _check_followed(layout, model)
     except LayoutError as error:
         raise error.under(field, ConfigError) from None
+
+
+def check_layout(layout: Layout, model: ModelShape) -> None:
+    """Raise ConfigError, as `check_models` does, where a layout does not divide a model, whatever the layers' spec."""
+    _check_layout("policy.layout", layout, model)
 
 
 def _check_followed(layout: Layout, model: ModelShape) -> None:

@@ -83,9 +83,14 @@ def shrunk_config(
             per_token, groups = _per_token(small), int(small.get("n_group") or 1)
             unit = math.lcm(engine_ep, 2 * groups, *(layout.ep for layout in layouts))
             small[name] = min(int(small[name]), -(-2 * per_token // unit) * unit)
-    for name in ("layer_types", "mlp_layer_types"):
+    for name in ("layer_types", "mlp_layer_types", "layers_block_type"):
         if small.get(name):
             small[name] = list(islice(cycle(small[name]), small["num_hidden_layers"]))
+    if small.get("hybrid_override_pattern"):  # Nemotron-H: a letter for each layer
+        small["hybrid_override_pattern"] = "".join(islice(cycle(small["hybrid_override_pattern"]), small["num_hidden_layers"]))
+        widths = {"mamba_head_dim": HEAD // 2, "ssm_state_size": HEAD, "moe_latent_size": HIDDEN // 2}
+        widths["moe_shared_expert_intermediate_size"] = ffn
+        small |= {name: width for name, width in widths.items() if small.get(name)}
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(small.get(name), dict) and "short_factor" in small[name]:  # one for each pair of dimensions that rotates
             pairs = int(HEAD * float(small[name].get("partial_rotary_factor", small.get("partial_rotary_factor")) or 1)) // 2
@@ -124,8 +129,9 @@ def _shrunk_seeing(hf_config: HFConfig, layouts: list[Layout], **sizes: int) -> 
             small[name] = {**small[name], "mrope_section": [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]}
     tower = dict(hf_config["vision_config"])
     tower |= {"depth": max(2, added), "num_heads": TOWER_HIDDEN // HEAD, "intermediate_size": 2 * TOWER_HIDDEN}
-    if "merge_kernel_size" in tower:
-        return {**hf_config, "text_config": small, "vision_config": _shrunk_kimi(tower), "projection_hidden_size": TOWER_HIDDEN}
+    if "merge_kernel_size" in tower:  # whose config may say the id of pictures twice
+        kept = {name: value for name, value in hf_config.items() if name != "media_placeholder_token_id"}
+        return {**kept, "text_config": small, "vision_config": _shrunk_kimi(tower), "projection_hidden_size": TOWER_HIDDEN}
     tower |= {"fullatt_block_indexes": [1]} if "fullatt_block_indexes" in tower else {}
     tower |= {"deepstack_visual_indexes": [*range(added)]} if "deepstack_visual_indexes" in tower else {}
     # Qwen2-VL calls the tower's width otherwise, and by this name that of the features.

@@ -106,21 +106,14 @@ def window_refusal(kwargs: dict[str, Any]) -> str | None:
     return f"it attends to all tokens in this family, but sliding_window is {kwargs['window_size'][0] + 1}"
 
 
-def check_windows(layer_spec: str, *, windows: bool, cp: int) -> None:
-    """Raise LayoutError where the layers of `layer_spec` cannot compute the windows of a model, or not over `cp` ranks.
+def check_windows(layer_spec: str, *, windows: bool) -> None:
+    """Raise LayoutError where the layers of `layer_spec` cannot compute the windows of a model.
 
-    megarl packs sequences. megatron-core's local attention would let a window reach into the sequence before, and under context
-    parallelism Transformer Engine has no windows for packed sequences.
+    megarl packs sequences: megatron-core's local attention would let a window reach into the sequence before. Transformer
+    Engine's under context parallelism is in `context_exchange.py`.
     """
     if layer_spec == "local" and windows:
         raise LayoutError(
             "model.layer_spec is 'local', but this model has sliding windows, which megatron-core's local layers cannot "
             "compute on packed sequences; it must be 'reference' or 'transformer_engine'"
-        )
-    if layer_spec == "transformer_engine" and windows and cp > 1:
-        raise LayoutError.of(
-            "cp",
-            cp,
-            "Transformer Engine's attention does not support for the sliding windows of this model",
-            allowed="1, or set model.layer_spec to 'reference'",
         )

@@ -14,6 +14,7 @@ import yaml
 from megarl.config import AnyConfig
 from megarl.config.engine_kinds import capabilities_of
 from megarl.config.layout import Layout, divisors
+from megarl.models.registry import architecture_for
 from megarl.models.shape import ModelShape
 from megarl.planning.gpus import GPUS_PER_NODE
 
@@ -149,7 +150,8 @@ def engine_sizes(config: AnyConfig, ranks: int) -> list[tuple[int, int, Argument
     sampling = config.sampling
     if sampling is None or capabilities_of(sampling).in_process:
         return [(0, 0, None)]
-    experts, arguments = ModelShape.read(config.model.path).experts, sampling.engine_args
+    shape, arguments = ModelShape.read(config.model.path), sampling.engine_args
+    experts = shape.experts
     tried = OF_EXPERTS if experts else ()
     if any(name.endswith(OF_THE_ENGINES_SIZE) for name in arguments if name not in tried):
         return [(sampling.tp, ranks // sampling.tp, None)] if sampling.tp <= ranks else []
@@ -157,15 +159,20 @@ def engine_sizes(config: AnyConfig, ranks: int) -> list[tuple[int, int, Argument
     if not experts:
         return [(size, ranks // size, None) for size in sizes]
     least_spread = 2 if "ep_size" in arguments else WIDEST_ENGINE + 1
-    return [(size, ranks // size, chosen) for size in sizes for chosen in _spread_experts(experts, size, least_spread)]
+    replicates = architecture_for(shape.config).sglang.replicates_attention
+    return [
+        (size, ranks // size, chosen)
+        for size in sizes
+        for chosen in _spread_experts(experts, size, least_spread, replicates=replicates)
+    ]
 
 
-def _spread_experts(experts: int, ranks: int, least_spread: int) -> list[Arguments]:
+def _spread_experts(experts: int, ranks: int, least_spread: int, *, replicates: bool) -> list[Arguments]:
     """Arguments of an engine of `ranks` ranks that are worth trying: attention of all ranks, whose experts are spread from
-    `least_spread` ranks on, and data parallel attention of shares of it, each within a node."""
+    `least_spread` ranks on, and, if SGLang `replicates` attention, data parallel one of shares of it, each within a node."""
     spread = {"ep_size": ranks} if experts % ranks == 0 else {}
-    tried = [{} if ranks < least_spread else spread] if ranks <= LARGEST_ENGINE else []
-    if ranks >= GPUS_PER_NODE and spread:
+    tried = [{} if ranks < least_spread else spread] if ranks <= LARGEST_ENGINE or not replicates else []
+    if ranks >= GPUS_PER_NODE and spread and replicates:
         shares = [ranks // tp for tp in powers(GPUS_PER_NODE) if tp < ranks <= tp * MOST_SHARES]
         tried += [spread | {"dp_size": share, "enable_dp_attention": True} for share in shares]
     return [tuple(arguments.items()) for arguments in tried]

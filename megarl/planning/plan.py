@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megarl.config import AnyConfig
+from megarl.config.engine_kinds import SGLANG, capabilities_of
 from megarl.errors import ConfigError
+from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.shape import ModelShape
 from megarl.option_list import functions
 from megarl.planning.calibration import Calibration
@@ -44,6 +46,15 @@ class CapacityPlan:
             for role in self.run.roles
         }
         return {name: parts for name, parts in towers.items() if parts}
+
+    @property
+    def engine_refusal(self) -> str | None:
+        """Why a run would refuse the engines that are planned: SGLang is not proven with the model. None: it would not."""
+        config = self.run.config
+        if config.sampling is None or capabilities_of(config.sampling) is not SGLANG:
+            return None
+        model = load_hf_config(config.model.path)
+        return architecture_for(model).sglang.refusal(model)
 
     @property
     def times(self) -> TimePlan:

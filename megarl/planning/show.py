@@ -27,7 +27,7 @@ PARTS = (*STATIC, "adapters", "KV cache", *MOMENTARY, "working", "staging", "asl
 
 def plan_tables(plan: CapacityPlan, model: str) -> list[Table | str]:
     """What the run is, the fullest GPU by owner and part, and the phases of a step."""
-    return [_facts(plan, model), "", *_memory(plan), "", *_times(plan)]
+    return [_facts(plan, model), "", *_refusal(plan), *_memory(plan), "", *_times(plan)]
 
 
 def against_tables(plan: CapacityPlan, measured: Measured) -> list[Table | str]:
@@ -49,6 +49,7 @@ def as_json(plan: CapacityPlan, search: Mapping[str, Any] | None = None, measure
         "gpus": plan.run.gpus,
         "available": plan.available,
         "fits": plan.fits,
+        "engine_refusal": plan.engine_refusal,
         "calibration": plan.calibration.source,
         "lengths": {"prompt": plan.lengths.prompt, "response": plan.lengths.response, "longest": plan.lengths.longest},
         "pictures": {
@@ -90,6 +91,13 @@ def as_json(plan: CapacityPlan, search: Mapping[str, Any] | None = None, measure
     if search is not None:
         tree["search"] = search
     return json.dumps(tree, indent=2)
+
+
+def _refusal(plan: CapacityPlan) -> list[str]:
+    """What is said of engines that a run would not start."""
+    if (why := plan.engine_refusal) is None:
+        return []
+    return [f"The engines are planned, but a run refuses them: SGLang was not seen with this model; {why}", ""]
 
 
 def _facts(plan: CapacityPlan, model: str) -> Table:

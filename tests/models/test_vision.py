@@ -227,6 +227,28 @@ def test_a_config_means_the_same_as_transformers_5_writes_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("family", SEEING)
+def test_windows_of_a_decoder_are_those_of_transformers_or_refused(family: str) -> None:
+    """transformers has some in Qwen2-VL and Qwen2.5-VL."""
+    config = hf_config(family).to_dict() | {"architectures": [f"{SEEING[family].class_prefix}ForConditionalGeneration"]}
+    text = {name: value for name, value in config["text_config"].items() if name not in ("layer_types", "sliding_window")}
+    architecture = architecture_for(config)
+    for given in ({}, {"max_window_layers": 1}, {"max_window_layers": 1, "sliding_window": 5}):
+        asked = config | {"text_config": {"use_sliding_window": True, "num_hidden_layers": 90} | text | given}
+        asked["text_config"] |= {"use_sliding_window": True, "max_position_embeddings": 8192}
+        if family not in ("qwen2_vl", "qwen2_5_vl"):
+            continue
+        read = type(hf_config(family))(**asked).text_config
+        kwargs = architecture.transformer_config_kwargs(asked)
+        of_layers = kwargs.get("window_attn_skip_freq") or [int("window_size" in kwargs)] * read.num_hidden_layers
+        assert of_layers == [int(kind == "sliding_attention") for kind in read.layer_types]
+        assert kwargs.get("window_size", (read.sliding_window - 1, 0)) == (read.sliding_window - 1, 0)
+    if family.startswith("qwen3"):
+        asked = config | {"text_config": text | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}}
+        with pytest.raises(ModelError, match="transformers' decoder of this family attends to all tokens"):
+            architecture.transformer_config_kwargs(asked)
+
+
+@pytest.mark.parametrize("family", SEEING)
 def test_what_a_config_leaves_out_is_what_transformers_takes(family: str) -> None:
     import transformers
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,11 @@ import pytest
 import yaml
 
 from megarl import cli
+from megarl.errors import EngineError
 from megarl.planning.gpus import gpu_named
 from megarl.planning.plan import make_plan
 from megarl.planning.search import Search
+from megarl.weights.checksums import check_model
 from tests.config.test_examples import load
 from tests.planning.printed import planned
 
@@ -75,11 +78,41 @@ def test_there_is_a_ready_plan_for_every_model_algorithm_and_kind_of_gpu() -> No
     names = " ".join(path.stem for path in READY)
     for wanted in (
         "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "qwen3-32b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2", "glm-4.6",
+        "minimax-m2", "deepseek-v3.2", "glm-5", "kimi-k2.5", "nemotron-3-super", "fp8-engines",
         "gpt-oss-120b", "qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3.5-397b-a17b",
         "qwen2.5-vl-3b", "qwen2.5-vl-7b", "qwen2.5-vl-32b", "qwen2.5-vl-72b", "qwen3-vl-30b-a3b",
         "ppo", "grpo", "reinforce-plus-plus", "8xh100", "2048xh100", "h200", "fp8", "32k", "async",
     ):  # fmt: skip
         assert wanted in names
+
+
+REFUSED = {
+    "deepseek-v3.2": "kernels for GPUs alone, and it is not proven where its servers hold the indexer's weights",
+    "glm-5": "kernels for GPUs alone, and it is not proven where its servers hold the indexer's weights",
+    "kimi-k2.5": "it takes pictures by the code in the model's folder",
+}
+"""By model, why a run refuses the engines of its ready plan."""
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+def test_a_plan_says_of_engines_that_a_run_would_refuse_that_it_does(path: Path) -> None:
+    config = load(path)
+    why = make_plan(config, gpu_named(config.resources.gpu or "")).engine_refusal
+    expected = next((part for model, part in REFUSED.items() if path.stem.startswith(model)), None)
+    if config.sampling is not None:  # as the run's own check says
+        with pytest.raises(EngineError) if expected else nullcontext():
+            check_model(config.model.path, config.sampling.tp, "cuda")
+    assert (why is None) == (expected is None), why
+    assert expected is None or expected in (why or "")
+
+
+def test_the_note_is_in_the_table_and_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    (path,) = (ready for ready in READY if ready.stem.startswith("deepseek-v3.2"))
+    load(path)  # skips the test where an option that it needs was deleted
+    assert cli.main(["plan", str(path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"a run refuses them: SGLang was not seen with this model; SGLang computes the indexer by {REFUSED['glm-5']}" in said
+    assert REFUSED["glm-5"] in planned(capsys, path)["engine_refusal"]
 
 
 def test_the_table_is_readable_and_says_that_seconds_are_estimates(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,5 @@
-"""Writes what in docs/ follows from the program (config fields, commands, errors) and from benchmarks/results/ (figures.py).
+"""Writes what in docs/ follows from the program (config fields, commands, errors, families.py) and from benchmarks/results/
+(figures.py).
 
 `python tools/docs/generate.py` (or `make docs`) rewrites it; `--check` only says which pages are out of date, with exit code 1.
 Both name the figures that are older than the code that they measure.
@@ -19,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools/docs")]
 
+import families  # noqa: E402
 import figures  # noqa: E402
 
 from megarl import errors  # noqa: E402
@@ -37,6 +39,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "docs", help="folder of the pages (default: docs)")
     arguments = parser.parse_args()
     pages = {**generated(), **with_figures(arguments.folder), **with_answers(arguments.folder)}
+    pages |= families.with_families(arguments.folder)
     stale = {name: text for name, text in pages.items() if not _is(arguments.folder / name, text)}
     for name, text in stale.items():
         if not arguments.check:

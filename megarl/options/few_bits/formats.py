@@ -134,18 +134,22 @@ class FewBits:
             ModelError: names the reason.
         """
         architecture = architecture_for(hf_config)
-        weight_map = architecture.weight_map(hf_config)
-        why = None
-        if architecture.vision(hf_config) is not None:
-            why = "it has a vision tower, whose weights engines would quantise too"
-        elif any(isinstance(rule.packing, Sections) for rule in weight_map.rules):
-            why = "it has linear attention or state spaces, whose projections megarl does not quantise"
-        elif architecture.fused_experts is not None or architecture.fused_rows is not None:
-            why = "folders of its family store several weights as one tensor"
-        if why is not None:
+        if (why := self.refusal(hf_config)) is not None:
             family = f"a model of family '{architecture.name}'"
             raise ModelError(f"config.json: {family} cannot be stored as {self.name}: {why}")
-        self.quantised_map(weight_map)
+        self.quantised_map(architecture.weight_map(hf_config))
+
+    def refusal(self, hf_config: dict[str, Any]) -> str | None:
+        """Why no model of this kind is stored so, whatever its widths; None: it may be."""
+        architecture = architecture_for(hf_config)
+        weight_map = architecture.weight_map(hf_config)
+        if architecture.vision(hf_config) is not None:
+            return "it has a vision tower, whose weights engines would quantise too"
+        if any(isinstance(rule.packing, Sections) for rule in weight_map.rules):
+            return "it has linear attention or state spaces, whose projections megarl does not quantise"
+        if architecture.fused_experts is not None or architecture.fused_rows is not None:
+            return "folders of its family store several weights as one tensor"
+        return None
 
     def check_ranks(self, hf_config: dict[str, Any], tp: int, etp: int) -> None:
         """Refuse training ranks that would share a group of numbers which has one scale.
@@ -188,9 +192,13 @@ def rule_of_part(rule: AnyRule, part: StoredPart) -> AnyRule:
 
 
 def is_linear_weight(megatron_name: str) -> bool:
-    """Return whether a parameter is the weight of a linear layer, router and output layer not among them."""
+    """Return whether a parameter is the weight of a linear layer; not of those that score: router, indexer and output layer.
+
+    Of an indexer it is what gives its heads their weights, which published folders and SGLang have in bfloat16.
+    """
     module, _, name = megatron_name.rpartition(".")
-    return name == "weight" and module.rpartition(".")[2].startswith("linear_")
+    layer = module.rpartition(".")[2]
+    return name == "weight" and layer.startswith("linear_") and layer != "linear_weights_proj"
 
 
 def stored_format(hf_config: Mapping[str, Any]) -> FewBits:

@@ -83,4 +83,5 @@ ARCHITECTURE = seeing(
     TEXT,
     vision,
     prefixes=("visual.", "model."),
+    has_windows=True,
 )

@@ -21,7 +21,7 @@ from megarl.options.pictures.vision_config import (
     vision_config,
 )
 
-TEXT = TextConfig({"rms_norm_eps": 1e-5, "rope_theta": 1e6}, tied_in_text=True)
+TEXT = TextConfig({"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}, tied_in_text=True)
 DEFAULTS = {
     "depth": 32,
     "embed_dim": 1280,
@@ -102,4 +102,5 @@ ARCHITECTURE = seeing(
     TEXT,
     vision,
     prefixes=("visual.", "model."),
+    has_windows=True,
 )

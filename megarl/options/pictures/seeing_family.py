@@ -33,11 +33,12 @@ def seeing(
     tower_name: Callable[[str], str] | None = None,
     output: str = "lm_head.",
     fused_experts: Callable[[HFConfig], FusedExperts] | None = None,
+    has_windows: bool = False,
 ) -> Architecture:
     """A family whose decoder is `text`'s; `prefixes` are the hub's names of tower and decoder (`model.` in text families).
 
     `tower_name` gives the hub's name of a tensor of `Vision.shapes`, where it is more than the prefix before it; `output` is
-    what the hub calls the output layer.
+    what the hub calls the output layer. `has_windows`: transformers computes those that `text` reads, as in the text family.
     """
     of_tower = tower_name or (lambda tensor: prefixes[0] + tensor)
 
@@ -53,6 +54,10 @@ def seeing(
         if checked(hf_config).mrope is not None:
             Rope.from_hf(text_config(hf_config), kinds=ROPE_KINDS)
         return text.gpt_kwargs(text_config(hf_config))
+
+    def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+        kwargs = text.transformer_config_kwargs(text_config(hf_config))
+        return kwargs if has_windows else _without_windows(kwargs)
 
     def weight_map(hf_config: HFConfig) -> WeightMap:
         of_text = text.weight_map(text_config(hf_config))
@@ -70,7 +75,7 @@ def seeing(
     return Architecture(
         name=name,
         hf_classes=(hf_class, hf_class.replace("ForConditionalGeneration", "ForSequenceClassification")),
-        transformer_config_kwargs=lambda hf_config: _without_windows(text.transformer_config_kwargs(text_config(hf_config))),
+        transformer_config_kwargs=transformer_config_kwargs,
         gpt_kwargs=gpt_kwargs,
         weight_map=weight_map,
         sglang=SglangFacts(
@@ -88,8 +93,8 @@ def seeing(
 def _without_windows(kwargs: dict[str, Any]) -> dict[str, Any]:
     if "window_size" in kwargs:
         raise ModelError(
-            f"config.json: sliding_window is {kwargs['window_size'][0] + 1}, but models that see must attend to all tokens; "
-            "use_sliding_window must be false"
+            f"config.json: sliding_window is {kwargs['window_size'][0] + 1}, but transformers' decoder of this family attends "
+            "to all tokens; use_sliding_window must be false"
         )
     return kwargs
 

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,37 @@ def test_every_layout_sees_what_transformers_sees(
     fused = fused_of(hf_config(family).to_dict())
     stored = (lambda tensors: dict(joined(fused, tensors.items()))) if fused else (lambda tensors: tensors)
     compare(expected, answers, partial(seeing_report.add, layout, family), stored)
+
+
+WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}
+"""The decoder's last two of four layers have a window, shorter than a picture."""
+WITH_WINDOWS = [("tp2+sp", "qwen2_vl"), ("pp2", "qwen2_5_vl"), ("cp2", "qwen2_5_vl"), ("cp4", "qwen2_vl")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "family", "names"), matrix(WITH_WINDOWS, {("cp2", "qwen2_5_vl")}, modes=("packed", "unpacked"))
+)
+def test_windows_of_the_decoder_count_the_tokens_of_pictures_as_transformers_does(
+    parity_world: World,
+    reference: Callable[[str], dict[str, Any]],
+    seeing_report: Report,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    family: str,
+    names: tuple[str, ...],
+) -> None:
+    """A token of a picture counts as one, whatever its position on the axes."""
+    without, folder = reference(family)["values"], tmp_path / "model"
+    for name, value in WINDOWS.items():
+        monkeypatch.setitem(SEEING[family].text, name, value)
+    build_seeing_folder(family, folder)
+    pictures(family, folder / "media")
+    expected = by_hugging_face(family, folder / "media", TEMPERATURE)
+    assert max(float((expected["values"][index] - without[index]).abs().max()) for index in without) > 1e-2
+    arguments = (folder, LAYOUTS[layout], units(family), folder / "media", names)
+    answers = parity_world.call(run_family, *arguments, size=LAYOUTS[layout].world_size)
+    compare(expected, answers, partial(seeing_report.add, f"{layout}, windows", family))
 
 
 IN_TURNS = [
