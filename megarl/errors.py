@@ -182,6 +182,10 @@ class WorkerError(MegarlError):
     """The process that is to blame, as far as that is known."""
 
 
+class RankLostError(WorkerError):
+    """The processes of some training ranks are gone."""
+
+
 class DeadlineError(MegarlError):
     """A wait on another process ran out; the message names the phase and who had not arrived."""
 

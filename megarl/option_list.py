@@ -30,6 +30,7 @@ OPTIONS = (
     "agents",
     "sandboxes",
     "lending",
+    "elastic",
     "transports",
     "distillation",
     "online_pairs",

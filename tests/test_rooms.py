@@ -237,6 +237,7 @@ IMPORTS_OF_OPTIONS: dict[str, int] = {
     "agents": 0,
     "sandboxes": 0,
     "lending": 0,
+    "elastic": 0,
     "transports": 0,
     "distillation": 0,
     "online_pairs": 0,

@@ -22,6 +22,8 @@ OPTION_OF_FIELD = {
     "policy.routing": "routing_replay",
     "ptx": "ptx",
     "reward_model": "reward_model",
+    "resources.shrink": "elastic",
+    "resources.spares": "elastic",
     "rollout.episode.agent": "agents",
     "rollout.episode.mcp": "tools",
     "rollout.episode.openenv": "environments",
@@ -34,7 +36,7 @@ OPTION_OF_FIELD = {
     "trackers": "telemetry",
 }
 """The option that each added field belongs to, also where an installation lacks it: for the sentence that says so."""
-SINGLE_FIELDS = ("rollout.schedule.lent_engines",)
+SINGLE_FIELDS = ("resources.shrink", "resources.spares", "rollout.schedule.lent_engines")
 """Those of `OPTION_OF_FIELD` that are no sections."""
 
 

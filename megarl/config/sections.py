@@ -307,6 +307,7 @@ class WorkerDeadlines(Section):
     """Time limit in seconds for writing a checkpoint."""
 
 
+@with_options
 class ResourcesConfig(Section):
     """Machines and places of processes."""
 

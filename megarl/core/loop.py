@@ -25,10 +25,12 @@ def train(run: RlRun) -> dict[str, Any]:
                 samples = run.generate()
                 rewards = run.score(samples)
                 samples, rewards = run.replace_uniform_groups(samples, rewards)
-                batch = run.prepare(samples)  # old and reference log-probs, values
-                run.estimate_advantages(batch, rewards)
-                for rows in run.mini_batches(batch):
-                    run.update(batch, rows)  # critic and policy
+                for attempt in run.attempts():  # one, but where ranks were lost and replaced
+                    with attempt:
+                        batch = run.prepare(samples)  # old and reference log-probs, values
+                        run.estimate_advantages(batch, rewards)
+                        for rows in run.mini_batches(batch):
+                            run.update(batch, rows)  # critic and policy
             run.evaluate_if_due()
             run.report(batch)
             run.apply_guards()

@@ -17,6 +17,7 @@ from megarl.data.sample import Prompt, RolloutBatch, Sample
 from megarl.experience.inputs import RlInputs
 from megarl.observe.run_state import EngineStatus
 from megarl.observe.trace import Span
+from megarl.runs.recovery import Recovery
 from megarl.runs.training_side import TrainingSide
 
 NextPrompts = Callable[[int], list[Prompt]]
@@ -117,11 +118,12 @@ class Placed(Protocol):
 
 @dataclass(frozen=True)
 class Processes:
-    """The two sides of a run, once they are started, and the name of the platform that they are on."""
+    """The two sides of a run, once they are started, the name of their platform, and what replaces lost ranks."""
 
     roles: TrainingSide
     rollouts: RolloutSide
     platform: str
+    recovery: Recovery | None = None
 
 
 class StartProcesses(Protocol):

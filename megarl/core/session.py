@@ -34,6 +34,7 @@ from megarl.experience.step_tokens import TOKEN_COLUMNS, kept_part
 from megarl.experience.step_work import estimate, make_token_columns
 from megarl.observe.expert_load import EXPERTS
 from megarl.runs.provenance import provenance
+from megarl.runs.recovery import Recovery
 from megarl.runs.run_checkpoint import CheckpointFolder, read_state
 from megarl.runs.saving import Saving
 from megarl.runs.training_side import CRITIC, POLICY, REFERENCE, TrainingSide
@@ -53,6 +54,7 @@ class Session:
     roles: TrainingSide
     rollouts: RolloutSide
     platform: str
+    recovery: Recovery | None
 
     def __init__(self, config: Config, inputs: RlInputs, start_processes: StartProcesses) -> None:
         """Start nothing yet. `inputs` are closed by whoever read them."""
@@ -91,6 +93,7 @@ class Session:
         """Start ranks and engines, which load at the same time; arguments as of `StartProcesses`."""
         started = self._start_processes(self.config, self.inputs, self._stack, logs, doing=doing, say=say, placed=placed)
         self.roles, self.rollouts, self.platform = started.roles, started.rollouts, started.platform
+        self.recovery = started.recovery
 
     def close(self) -> None:
         """End all processes."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -22,8 +23,6 @@ from megarl.data.stored_shares import RowTask
 from megarl.errors import counted
 from megarl.experience.eval_figures import pass_rates
 from megarl.experience.experience import (
-    group_rewards,
-    is_tied,
     mini_batch_rows,
     reward_statistics,
     set_loss_weights,
@@ -41,6 +40,7 @@ from megarl.runs.run_template import keep_template
 from megarl.runs.training_side import CRITIC, POLICY
 from megarl.runs.update_metrics import LOG_PROBS
 
+T = TypeVar("T")
 TRAINING = ("log_probs", "update", "sync")
 """Phases in which the training ranks work."""
 
@@ -71,7 +71,7 @@ class RlRun(Run):
         self._scores: list[float] = []
         self._log_probs: dict[int, torch.Tensor] = {}
         self._greedy: list[Sample] = []
-        self._scored_greedy: list[tuple[Sample, float]] = []
+        self.scored_greedy: list[tuple[Sample, float]] = []
         self._episodes: JoinedEpisodes | None = None
 
     def start(self) -> None:
@@ -152,7 +152,7 @@ class RlRun(Run):
             with self.phases("generate"):
                 self.rollouts.finish_step_ahead(self.sampler.next)
             with self.phases("sync"):
-                self.session.sync_weights()
+                self._again(self.session.sync_weights)
 
     def generate(self, groups: int | None = None) -> list[Sample]:
         """A group of responses to each of the next prompts in the sampler's order (None: a step's)."""
@@ -168,9 +168,10 @@ class RlRun(Run):
         if tolerance is not None:
             tolerance.begin_step(self.step)
         with self.phases("reward"), self._telling_of_reward_errors(self.step + 1):
-            rewards = self.session.reward(samples)
+            rewards = self._again(partial(self.session.reward, samples))
             if self._greedy:
-                self._scored_greedy += zip(self._greedy, self.session.reward(self._greedy), strict=True)
+                of_greedy = self._again(partial(self.session.reward, self._greedy))
+                self.scored_greedy += zip(self._greedy, of_greedy, strict=True)
                 self._greedy = []
         if self.sampler.takes_pass_rates:
             dropped = tolerance.dropped if tolerance is not None else ()
@@ -188,42 +189,34 @@ class RlRun(Run):
                 self.reward_errors.log(step, record)
 
     def replace_uniform_groups(self, samples: list[Sample], rewards: list[float]) -> tuple[list[Sample], list[float]]:
-        """DAPO's dynamic sampling: groups whose rewards all agree teach nothing, so further prompts take their place.
-
-        After `rollout.dynamic_sampling_rounds` rounds, uniform groups fill the places that are left: a step is full, but for
-        groups that `rewards[].on_error` leaves out, with any number of rounds.
-        """
+        """Put further prompts in place of groups whose rewards all agree, or that were dropped (`uniform_groups.py`)."""
         rounds, tolerance = self.config.rollout.dynamic_sampling_rounds, self.inputs.rewards.tolerance
         dropped = tolerance.dropped if tolerance is not None else frozenset()
         if not rounds and not dropped:
             return samples, rewards
-        required = self.config.rollout.prompts_per_step
-        groups, needed = group_rewards(samples, rewards), self.config.algorithm.estimator_needs
+        from megarl.experience.uniform_groups import refilled
 
-        def teaches(group: list[tuple[Sample, float]]) -> bool:
-            return group[0][0].group_id not in dropped and not is_tied(group, needed)
+        def more(groups: int) -> tuple[list[Sample], list[float]]:
+            return (sampled := self.generate(groups)), self.score(sampled)
 
-        spent = 0
-        while spent < rounds and (missing := required - sum(map(teaches, groups))) > 0:
-            more = self.generate(missing)
-            groups += group_rewards(more, self.score(more))
-            spent += 1
-        kept = groups
-        if dropped:
-            from megarl.experience.failed_groups import without_groups
+        samples, rewards, figures = refilled(self.config, samples, rewards, dropped, more)
+        self.metrics |= figures
+        return samples, rewards
 
-            kept = without_groups(self.config, groups, dropped)
-        chosen = sorted(kept, key=lambda group: is_tied(group, needed))[:required] if rounds else kept
-        if rounds:
-            self.metrics |= {"rollout/dynamic_sampling_rounds": spent, "rollout/discarded_groups": len(groups) - len(chosen)}
-        pairs = [pair for group in chosen for pair in group]
-        return [sample for sample, _ in pairs], [reward for _, reward in pairs]
+    def attempts(self) -> Iterator[AbstractContextManager[None]]:
+        """What a step computes on ranks is inside; more than once where an option replaces ranks that are lost."""
+        self.metrics |= self.rollouts.figures()
+        recovery = self.session.recovery
+        yield from [nullcontext()] if recovery is None else recovery.attempts(self)
+
+    def _again(self, work: Callable[[], T]) -> T:
+        recovery = self.session.recovery
+        return work() if recovery is None else recovery.again(self, work)
 
     def prepare(self, samples: Sequence[Sample]) -> Batch:
         """The batch with whatever the step needs to know before it updates: old and reference log-probs, values."""
         config, batch = self.config, batch_of(samples)
         version = self.rollouts.version
-        self.metrics |= self.rollouts.figures()
         if config.rollout.schedule.mask_older_tokens:
             self.metrics |= self.roles.compute(batch, RowTask(older_part, [version], columns=()))[0]
         else:
@@ -245,7 +238,7 @@ class RlRun(Run):
             self._episodes = episodes = JoinedEpisodes(batch, apart=self.config.rewards_by_branch)
             of_episodes = [rewards[rows[0]] for rows in episodes.rows]
             statistics = reward_statistics(torch.tensor(of_episodes), episodes.batch.groups)
-            batch_of_episodes, greedy, self._scored_greedy = episodes.batch, self._scored_greedy or None, []
+            batch_of_episodes, greedy, self.scored_greedy = episodes.batch, self.scored_greedy or None, []
             metrics, entropy = estimate(self.roles, self.experience, batch_of_episodes, of_episodes, greedy)
             self.metrics |= metrics | self.experience.steer_entropy_by(entropy)
             episodes.split()
@@ -379,7 +372,7 @@ class RlRun(Run):
             return None
         self.sync_weights()
         with self._telling_of_reward_errors(self.step):
-            return self.session.evaluate()
+            return self._again(self.session.evaluate)
 
     def _take_log_probs(self, batch: Batch, log_probs: Mapping[int, torch.Tensor], *, are_old: bool) -> None:
         """Keep the log-probs that an update computed: for the updates after it, or for `samples.jsonl`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -36,7 +37,7 @@ def shards_of_role(role: RankModel) -> Shards:
     return shards_of(state, owned, absent)
 
 
-def load_role(role: RankModel, folder: str, read_by: type[BoxReader] = BoxReader) -> None:
+def load_role(role: RankModel, folder: str, read_by: Callable[[str], BoxReader] = BoxReader) -> None:
     """Read a checkpoint made of all ranks' `shards_of_role`, under this or another layout (see `rng_state` for random numbers).
 
     It may also have been written under another layer spec. `read_by` reads its tensors.

@@ -25,12 +25,16 @@ class ExpertRecord:
         if routed:
             self._updates.setdefault(role, []).append(routed)
 
+    def begin_step(self) -> None:
+        """Forget what updates since the last line routed."""
+        self._updates = {}
+
     def write(self, step: int) -> None:
         """Write the line of a step; none if no experts were used."""
         if self._updates and self._path is not None:
             self._file = self._file or MetricsFile(self._path, resume_after_step=self._after)
             self._file.log(step, {role: experts_line(updates) for role, updates in self._updates.items()})
-        self._updates = {}
+        self.begin_step()
 
     def close(self) -> None:
         """Close the file."""

@@ -92,6 +92,12 @@ class Saving:
             self.then(named[0])
         return True
 
+    def give_up(self) -> None:
+        """Leave the checkpoint under way, of which ranks may have lost their parts, for the next one."""
+        if self._pending is not None:
+            self.checkpoints.abandon(self._pending.step)
+            self._pending = None
+
     def _have_led(self, roles: TrainingSide, work: Callable[[], None]) -> None:
         """The leader does `work`, and every other driver waits for it and shares its failure."""
         failure: CheckpointError | OSError | None = None

@@ -53,7 +53,7 @@ class OwnTemporary:
         self.environment = {"TMPDIR": str(name)} | {
             name: value for name, value in _kept_outside(outer).items() if name not in os.environ
         }
-        self._remover = None if is_seen_to else _start_remover(self.folders)
+        self._remover = None if is_seen_to else remove_with_this_process(self.folders)
 
     def _make(self, outer: str) -> tuple[Path, list[int]]:
         while True:
@@ -158,7 +158,7 @@ def _remove_forsaken(outer: Path) -> None:
                 os.close(lock)
 
 
-def _start_remover(folders: Sequence[Path]) -> int:
+def remove_with_this_process(folders: Sequence[Path]) -> int:
     """Start the program that removes `folders` when this process is gone; returns its process id."""
     program = [sys.executable, "-P", __file__, str(os.getpid()), *map(str, folders)]
     silent = [(os.POSIX_SPAWN_OPEN, output, os.devnull, os.O_RDWR, 0) for output in range(3)]

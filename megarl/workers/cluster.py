@@ -122,9 +122,9 @@ class Cluster:
     def start_groups(self, seed: int) -> Mapping[str, WorkerGroup]:
         """Start every group's ranks and bring their worlds up."""
         for request in self.requests:
-            threads = request.threads or max(1, self.cores // self.placement.ranks_per_node(request.name))
+            threads = self.threads_of(request.name)
             actors = [
-                RankActor.options(**self._where(bundle, threads)).remote(
+                RankActor.options(**self.where(bundle, threads)).remote(
                     self.log_folder, request.name, rank, request.layout, threads, self.architecture
                 )
                 for rank, bundle in enumerate(self.placement.ranks[request.name])
@@ -137,11 +137,16 @@ class Cluster:
             group.connect(seed=seed, deadline_s=self.start_deadline_s)
         return self.groups
 
+    def threads_of(self, group: str) -> int:
+        """CPU threads of each rank of a group."""
+        [asked] = [request.threads for request in self.requests if request.name == group]
+        return asked or max(1, self.cores // self.placement.ranks_per_node(group))
+
     def _nodes_of(self, group: str, actors: Sequence[Any]) -> list[NodeHandle]:
         """An actor on each node that calls the group's ranks there."""
         nodes = []
         for ranks in self.placement.ranks_by_node(group):
-            where = self._where(self.placement.ranks[group][ranks[0]], 1) | {"num_cpus": 0, "num_gpus": 0}
+            where = self.where(self.placement.ranks[group][ranks[0]], 1) | {"num_cpus": 0, "num_gpus": 0}
             actor = NodeRanksActor.options(**where).remote([actors[rank] for rank in ranks])
             nodes.append(NodeHandle(actor, ranks))
         return nodes
@@ -156,10 +161,10 @@ class Cluster:
             first, *others = self.placement.engine_nodes(number) or [()]
             names = [f"engine-{number}-node-{node}-{secrets.token_hex(8)}" for node in range(1, len(others) + 1)]
             for name, bundles in zip(names, others, strict=True):
-                where = self._where(bundles[0], threads)
+                where = self.where(bundles[0], threads)
                 node_actor = EngineNodeActor.options(name=name, **where)
                 self.engine_nodes.append(node_actor.remote(path, self.architecture, reachable=reachable))
-            actor = EngineActor.options(**self._where(first[0] if first else None, threads))
+            actor = EngineActor.options(**self.where(first[0] if first else None, threads))
             self.engines.append(actor.remote(path, model_path, option, self.architecture, names, reachable=reachable))
         return self.engines
 
@@ -225,9 +230,9 @@ class Cluster:
                     f"start one, or leave it empty for a local Ray{hint}"
                 ) from error
         else:
-            # On a CPU machine more ranks than cores may share the cores: places are counted, not cores.
+            # On a CPU machine more ranks than cores may share the cores: places are counted, not cores, with room for spares.
             on_cpu = megarl.platform.detect().name == "cpu"
-            sizes: dict[str, Any] = {"num_cpus": max(self.cores, self.wanted.bundles), "num_gpus": 0} if on_cpu else {}
+            sizes: dict[str, Any] = {"num_cpus": max(self.cores, 2 * self.wanted.bundles), "num_gpus": 0} if on_cpu else {}
             # Its GCS never comes back: who has lost it need not try for a minute.
             os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
             # it would keep 280 MB of what actors were asked for
@@ -266,7 +271,7 @@ class Cluster:
         bundles = find_bundles(self._reserved, have_gpus=have_gpus, deadline_s=self.start_deadline_s)
         self.placement = place(self.wanted, bundles)
 
-    def _where(self, bundle: int | None, threads: int) -> dict[str, Any]:
+    def where(self, bundle: int | None, threads: int) -> dict[str, Any]:
         """Ray's options for an actor in `bundle`; with None it works elsewhere, and takes no room in the first one."""
         share = math.floor(10_000 / self.wanted.processes_per_bundle) / 10_000 if bundle is not None else 0
         return {

@@ -14,6 +14,7 @@ import ray
 
 STACKS_DEADLINE_S = 10.0
 LOG_LINES = 40
+GONE, SHORT_OF_MEMORY = "is gone", "was ended by Ray, as its node was short of memory"
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,11 @@ class Examined:
 
     rank: int
     state: str
+
+    @property
+    def is_gone(self) -> bool:
+        """Return whether its process has ended."""
+        return self.state in (GONE, SHORT_OF_MEMORY)
 
 
 def examine(
@@ -62,9 +68,9 @@ def _state(answer: Any, local_pid: int | None) -> str:
             ray.get(answer, timeout=STACKS_DEADLINE_S)
             return ""
         except ray.exceptions.RayActorError:
-            return "is gone"
+            return GONE
         except ray.exceptions.OutOfMemoryError:
-            return "was ended by Ray, as its node was short of memory"
+            return SHORT_OF_MEMORY
         except ray.exceptions.RayError:
             return "does not answer"
     if local_pid is not None:
@@ -72,7 +78,7 @@ def _state(answer: Any, local_pid: int | None) -> str:
             if psutil.Process(local_pid).status() == psutil.STATUS_STOPPED:
                 return "is stopped (SIGSTOP)"
         except psutil.NoSuchProcess:
-            return "is gone"
+            return GONE
     return "does not answer"
 
 

@@ -12,7 +12,7 @@ from megarl.config.layout import Layout
 from megarl.data.shares import Share
 from megarl.data.stored import Held, Stored
 from megarl.data.stored_shares import StoredShare
-from megarl.errors import DeadlineError, MegarlError, WorkerError
+from megarl.errors import DeadlineError, MegarlError, RankLostError, WorkerError
 from megarl.observe.run_state import RankCondition
 from megarl.workers.failure_report import examine
 from megarl.workers.node_ranks import NodeHandle, RankFailure, late_ranks
@@ -101,14 +101,20 @@ class WorkerGroup:
         nodes: Sequence[NodeHandle] = (),
     ) -> None:
         """`nodes` call the ranks, each those on it; none: they are called one by one."""
-        self.name, self.layout, self.actors, self.log_folder = name, layout, list(actors), log_folder
-        self.platform, self.nodes, self._calls = platform, list(nodes), 0
+        self.name, self.log_folder, self.platform = name, log_folder, platform
+        self.regroup(layout, actors, nodes)
+        self.host_and_pid: list[tuple[str, int]] = []
+        """(Node IP, process id) by rank, once they have started."""
+        self.lost: list[int] = []
+        """Ranks whose processes were gone when a call was last looked into."""
+
+    def regroup(self, layout: Layout, actors: Sequence[Any], nodes: Sequence[NodeHandle] = ()) -> None:
+        """Have these actors be the ranks, in a world that is yet to be connected."""
+        self.layout, self.actors, self.nodes, self._calls = layout, list(actors), list(nodes), 0
         self._replicas = [layout.coords(rank).dp for rank in range(layout.world_size)]
         self.reporting: Sequence[int] = reporting_ranks(layout)
         of_nodes = [node.actor for node in self.nodes], [node.ranks for node in self.nodes]
         self.states = (RankWatch(of_nodes[0], of_nodes=of_nodes[1]) if self.nodes else RankWatch(self.actors)).states
-        self.host_and_pid: list[tuple[str, int]] = []
-        """(Node IP, process id) by rank, once they have started."""
 
     def connect(self, *, seed: int, deadline_s: float) -> list[int]:
         """Bring up the world; returns the ranks' process ids."""
@@ -226,6 +232,7 @@ class WorkerGroup:
             examined = examine(self.name, self.actors, self.host_and_pid, phase, self.log_folder)
         except (ray.exceptions.RayError, OSError) as error:
             return [], f"; could not collect the ranks' stack traces ({error})"
+        self.lost = [examined_rank.rank for examined_rank in examined if examined_rank.is_gone]
         silent = [f"rank {examined_rank.rank} of {self.name}" for examined_rank in examined if examined_rank.state]
         states = [self._describe(examined_rank.rank, examined_rank.state) for examined_rank in examined if examined_rank.state]
         where = f"the Python stacks and last log lines of its ranks are in {self.log_folder}/stacks"
@@ -304,6 +311,7 @@ def _raise_ours(error: Exception, phase: str, whose: WorkerGroup | Sequence[str]
     else:
         name, silent, clause = whose[place], [], ""
     said = cause if isinstance(cause, RankFailure) else error
-    ours = WorkerError(f"{name} failed in phase '{phase}'{clause}:\n{said}")
+    kind = RankLostError if isinstance(whose, WorkerGroup) and whose.lost else WorkerError
+    ours = kind(f"{name} failed in phase '{phase}'{clause}:\n{said}")
     ours.who = ", ".join(silent) or name  # a rank that is gone makes others fail, which may be heard of first
     raise ours from error

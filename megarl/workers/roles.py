@@ -97,7 +97,8 @@ class Roles:
         self._connections = 0
         # A step's passes over all rows ask for the same plan.
         self._plan = lru_cache(maxsize=4)(plan_micro_batches)
-        self._loaded: list[str] = []
+        self.loaded: list[str] = []
+        """Roles that have been loaded, in their order."""
         self._saving: list[str] = []
         self._update_flops = UpdateFlops()
 
@@ -149,7 +150,8 @@ class Roles:
             self.device = group.call(RankCalls.device_name, phase=phase, deadline_s=deadline_s)[0]
             gpu = gpu_called(self.device)
             self.peak_flops = gpu.peak_flops(fp8=config.model.fp8 != "none") if gpu is not None else None
-        self._loaded.append(role)
+        if role not in self.loaded:
+            self.loaded.append(role)
 
     def _core_attention(self, role: str) -> str:
         """The layer spec's own, or that of an option, which shares prefixes under any spec."""
@@ -401,7 +403,7 @@ class Roles:
         The roles may change again on return; `saved` tells when they are written.
         """
         self.before_use()
-        self._saving = self._changing()
+        self._saving = self.changing()
         for role in self._saving:
             group, part = self.group_of(role), f"{folder}/{role}"
             group.call(RankCalls.save_role, role, part, phase="save", deadline_s=self._deadlines.save_s)
@@ -426,7 +428,7 @@ class Roles:
         """Read back a checkpoint of a run; every role of it unless `roles` says which."""
         check_pickles(folder)
         self.before_use()
-        for role in roles or self._changing():
+        for role in roles or self.changing():
             group, part = self.group_of(role), f"{folder}/{role}"
             group.call(RankCalls.load_role, role, part, phase="resume", deadline_s=self._deadlines.save_s)
 
@@ -438,10 +440,10 @@ class Roles:
     def _deadlines(self) -> Any:
         return self.config.resources.deadlines
 
-    def _changing(self) -> list[str]:
+    def changing(self) -> list[str]:
         """Roles whose weights a checkpoint must keep: trained ones, and a reference that is moved towards the policy."""
         moving = {REFERENCE} if self.config.reference.reset_every else set()
-        return [role for role in self._loaded if self.specs[role].trained is not None or role in moving]
+        return [role for role in self.loaded if self.specs[role].trained is not None or role in moving]
 
     def _shares(
         self,

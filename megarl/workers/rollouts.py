@@ -90,7 +90,7 @@ class Rollouts:
         self.engines = cluster.start_engines(engine_path(rollout), model_path, options, threads)
         self._say = say or (lambda line: None)
         self.scheduler = self._schedule(say)
-        self._updates: WeightUpdates | None = None
+        self.updates: WeightUpdates | None = None
         self._turns: GpuTurns | None = None
         self._taken: list[RolloutBatch] = []
         self._counted = (0, 0, 0, 0)
@@ -161,8 +161,8 @@ class Rollouts:
             self._connect(roles)
 
     def _connect(self, roles: Roles) -> None:
-        self._updates = WeightUpdates(self.config, self.scheduler, self.engines, roles, self._machines)
-        self._turns = self._updates.turns
+        self.updates = WeightUpdates(self.config, self.scheduler, self.engines, roles, self._machines)
+        self._turns = self.updates.turns
 
     def close(self) -> None:
         """Stop whatever is under way; the engines themselves belong to the cluster."""
@@ -189,14 +189,14 @@ class Rollouts:
 
     def update_weights(self) -> None:
         """Give every engine the policy under a new version; the engines check every tensor they receive."""
-        assert self._updates is not None, "weights come from roles"
+        assert self.updates is not None, "weights come from roles"
         self.version, self.stale = self.version + 1, False
         behind = [engine.number for engine in self.scheduler.engines if engine.is_up and engine.version != self.version]
-        self._updates.update_engines(behind, self.version)
+        self.updates.update_engines(behind, self.version)
 
     def take_sent_bytes(self) -> int:
         """Bytes sent since the last call, as `WeightUpdates` counts them; none where engines take no weights."""
-        return self._updates.take_sent_bytes() if self._updates is not None else 0
+        return self.updates.take_sent_bytes() if self.updates is not None else 0
 
     def take_figures_of_turns(self) -> dict[str, float]:
         """Metrics since the last call of the turns that engines take with the trainer; none where they take none."""
@@ -310,10 +310,10 @@ class Rollouts:
             self._turns.before_wait(self.version if version is None else version, answers)
         while not self.scheduler.wait(ends_at - time.monotonic(), answers):
             engines = self.scheduler.without_weights
-            if self._updates is None:
+            if self.updates is None:
                 errors = (self.scheduler.engines[engine].error for engine in engines)
                 raise next(filter(None, errors), None) or EngineError(f"engines {engines} have no weights, and nothing trains")
-            self._updates.update_engines(engines, self.version if version is None else version)
+            self.updates.update_engines(engines, self.version if version is None else version)
 
     def params(
         self, *, greedy: bool = False, stop: Sequence[str] | None = None, stop_token_ids: Sequence[int] | None = None

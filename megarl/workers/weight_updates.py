@@ -44,9 +44,11 @@ class WeightUpdates:
             roles.before_use = self.turns.before_use
         self._by_folder = capabilities_of(config.rollout).weights == "folder"
         self._sends_adapters = config.sends_adapters
-        self._connected: set[int] = set()
+        self.connected: set[int] = set()
         self._confirmed: dict[int, int] = {}
         self._sent_bytes = 0
+        self.under_way: Sequence[int] = ()
+        """Engines that are given weights now."""
 
     def update_engines(self, engines: Sequence[int], version: int) -> None:
         """Send the policy, as `version`, to these engines; the scheduler sees to those that fail on the way.
@@ -63,13 +65,14 @@ class WeightUpdates:
             engines = [engine for engine in engines if scheduler.engines[engine].is_up]
         for engine in engines:
             if scheduler.engines[engine].version is None:  # it may be another process than before
-                self._forget(engine)
-        failed = {} if self._by_folder else self._connect([engine for engine in engines if engine not in self._connected])
+                self.forget(engine)
+        failed = {} if self._by_folder else self._connect([engine for engine in engines if engine not in self.connected])
         bases = {engine: self._base_for(engine, version) for engine in engines if engine not in failed}
         known = bases.keys() & self._confirmed.keys()
         # always what an engine gets first, and adapters, which are small
         verify = version % self.rollout.verify_every == 0 or known != bases.keys() or self._sends_adapters
-        scheduler.hold(list(bases))
+        self.under_way = list(bases)
+        scheduler.hold(self.under_way)
         begun = scheduler.on_each(
             bases, lambda e, engine: engine.begin_update(version, bases[e], deadline_s=deadline_s), deadline_s
         )
@@ -85,12 +88,13 @@ class WeightUpdates:
             failed |= {e: EngineError(why) for e, why in pushed.errors.items()}
             failed |= self._end(version, {e: pushed.sent.get(e) for e in going if e not in failed})
         for engine, error in failed.items():
-            self._forget(engine)
+            self.forget(engine)
             # so that the engine, if it is well, can take another
             scheduler.on_each([engine], lambda _, handle: handle.abandon_update(deadline_s=ABANDON_S), ABANDON_S)
             scheduler.fail(engine, error)
         complete = [engine for engine in going if engine not in failed]
         self._confirmed |= dict.fromkeys(complete, version)
+        self.under_way = ()
         if sharing is not None:
             sharing.generate()
         scheduler.resume(complete, version)
@@ -148,8 +152,9 @@ class WeightUpdates:
                 raise error
         return refused
 
-    def _forget(self, engine: int) -> None:
-        self._connected.discard(engine)
+    def forget(self, engine: int) -> None:
+        """Connect to an engine anew at its next update, and send it all weights."""
+        self.connected.discard(engine)
         self._confirmed.pop(engine, None)
 
     def _connect(self, engines: Sequence[int]) -> dict[int, Exception]:
@@ -166,5 +171,5 @@ class WeightUpdates:
                 failed[engine] = error
         if targets:
             self.roles.open_senders(targets, self.rollout.weight_transport, deadline_s, len(self.engines), self.machines)
-            self._connected |= targets.keys()
+            self.connected |= targets.keys()
         return failed

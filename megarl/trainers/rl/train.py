@@ -13,6 +13,7 @@ from megarl.core import loop
 from megarl.core.protocols import Placed, Processes
 from megarl.core.steps import RlRun
 from megarl.experience.inputs import RlInputs
+from megarl.option_list import functions
 from megarl.runs.owner import owned
 from megarl.runs.resuming import refuse_changes
 from megarl.runs.training_side import POLICY
@@ -61,6 +62,7 @@ def start_processes(
     stack.callback(rollouts.close)
     doing("ranks")
     starting = rollouts.begin_start()
+    recovery = next(filter(None, (start(config, cluster) for start in functions("recovery", "start_spares"))), None)
     roles = open_roles(config, cluster.start_groups(config.run.seed))
     if rollouts.takes_turns:  # engines size their caches by what is free, and sleep before anything is loaded
         doing("engines")
@@ -73,4 +75,4 @@ def start_processes(
     if not rollouts.takes_turns:
         doing("engines")
         rollouts.finish_start(starting, roles)
-    return Processes(roles, rollouts, cluster.platform.name)
+    return Processes(roles, rollouts, cluster.platform.name, recovery and recovery(roles, rollouts))

@@ -90,8 +90,8 @@ def test_lent_engines_sample_what_is_trained_on_under_the_weights_that_they_say(
     def update_and_export(rollouts: Rollouts) -> None:
         assert not [n for n in rollouts.lent if rollouts.scheduler.engines[n].version is not None], "they sleep"
         update(rollouts)
-        assert rollouts._updates is not None
-        rollouts._updates.roles.export(POLICY, str(tmp_path / f"version-{rollouts.version}"))
+        assert rollouts.updates is not None
+        rollouts.updates.roles.export(POLICY, str(tmp_path / f"version-{rollouts.version}"))
 
     monkeypatch.setattr(Rollouts, "update_weights", update_and_export)
     run(tiny_config(**SETTINGS | engine | {"run.steps": 2}))

@@ -40,8 +40,8 @@ def test_every_token_of_a_run_that_continues_has_the_log_prob_of_its_version(
 
     def update_and_export(rollouts: Rollouts) -> None:
         update(rollouts)
-        assert rollouts._updates is not None
-        rollouts._updates.roles.export(POLICY, str(tmp_path / f"version-{rollouts.version}"))
+        assert rollouts.updates is not None
+        rollouts.updates.roles.export(POLICY, str(tmp_path / f"version-{rollouts.version}"))
 
     monkeypatch.setattr(Rollouts, "update_weights", update_and_export)
     first = tiny_config(**SETTINGS, **{"run.steps": 2})

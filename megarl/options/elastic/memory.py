@@ -1,0 +1,201 @@
+"""The checkpoints that a run has in its nodes' memory, as the driver keeps them."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megarl.checkpoint.dist_writer import Written
+from megarl.errors import ClusterError, DeadlineError, WorkerError
+from megarl.options.elastic.node_memory import SHARED_MEMORY, NodeMemoryActor, RolePart
+from megarl.options.elastic.rank_memory import KeepInMemory, NodeFolder, PutBack, bytes_in_memory
+from megarl.workers.group import WorkerGroup, wait_for
+from megarl.workers.rank_calls import RankCalls
+from megarl.workers.roles import Roles
+
+SLOTS = ("0", "1")
+"""One checkpoint is whole while the next one is written."""
+FINISH_S = 10.0
+"""For the last pieces of a checkpoint to be written, when a rank is lost meanwhile."""
+LOOK_S = 3.0
+"""For nodes to say that they are there."""
+Moment = tuple[int, int]
+"""Steps done, and rollbacks: when nothing of a role changes between two, it is the same."""
+
+
+@dataclass
+class WholeInMemory:
+    """A checkpoint in memory: of which moment, in which slot, and which nodes have each rank's files."""
+
+    moment: Moment
+    slot: str
+    layout_of: Mapping[str, Sequence[str]]
+    """By role the node of each rank that wrote."""
+    buddies: Mapping[str, str | None]
+    asked: list[Any]
+    written: dict[str, list[Written]] = field(default_factory=dict)
+    """By role what each rank wrote; empty until the checkpoint is whole."""
+
+
+class Memory:
+    """At most one whole checkpoint, and one in the making."""
+
+    def __init__(self, roles: Roles, deadline_s: float) -> None:
+        self._roles, self._deadline_s = roles, deadline_s
+        self._nodes: dict[str, NodeFolder] = {}
+        self._node_of: dict[str, list[str]] = {}
+        self.kept: WholeInMemory | None = None
+        self._writing: WholeInMemory | None = None
+        self._alive: set[str] = set()
+
+    def find_nodes(self) -> None:
+        """Look where ranks are, and have memory on each of their nodes."""
+        for name, group in self._roles.groups.items():
+            assert isinstance(group, WorkerGroup)
+            asked = [actor.__ray_call__.remote(_node_id) for actor in group.actors]
+            names = [f"rank {rank} of {name}" for rank in range(len(asked))]
+            self._node_of[name] = wait_for(asked, phase="memory", deadline_s=self._deadline_s, whose=names)
+        for node in sorted({node for nodes in self._node_of.values() for node in nodes} - self._nodes.keys()):
+            name, here = f"megarl-memory-{secrets.token_hex(8)}", NodeAffinitySchedulingStrategy(node, soft=False)
+            actor = NodeMemoryActor.options(scheduling_strategy=here).remote(name)
+            self._nodes[node] = NodeFolder(Path(SHARED_MEMORY, name), actor)
+
+    def check_room(self) -> None:
+        """Raise ClusterError unless each node's shared memory has room for the checkpoints of its ranks and of its buddy's."""
+        needed: Counter[str] = Counter()
+        used = self._used()
+        for role in self._roles.changing():
+            sizes = self._roles.ask(role, bytes_in_memory)
+            for node, size in zip(self._node_of[self._roles.group_of(role).name], sizes, strict=True):
+                for holder in {node, _buddy(used, node) or node}:
+                    needed[holder] += len(SLOTS) * size
+        free = self._wait([self._nodes[node].actor.free_bytes.remote() for node in used])
+        for node, has in zip(used, free, strict=True):
+            if has < needed[node]:
+                raise ClusterError(
+                    f"resources.spares keeps {gib(needed[node])} of checkpoints in {SHARED_MEMORY} of a node, which has "
+                    f"{gib(has)} free; give it more, use more nodes, or set resources.spares to null"
+                )
+
+    def _used(self) -> list[str]:
+        return sorted({node for nodes in self._node_of.values() for node in nodes})
+
+    def begin(self, moment: Moment) -> None:
+        """Have every role that changes copied, as it is now, unless that has been done; on return it may change again."""
+        if self._writing is not None:
+            self.finish()
+        if self.kept is not None and self.kept.moment == moment:
+            return
+        slot = next(slot for slot in SLOTS if self.kept is None or slot != self.kept.slot)
+        used = self._used()
+        self._wait([self._nodes[node].actor.begin.remote(slot) for node in used])
+        layout_of: dict[str, Sequence[str]] = {}
+        for role in self._roles.changing():
+            group = self._roles.group_of(role)
+            layout_of[role] = nodes = list(self._node_of[group.name])
+            arguments = [(role, KeepInMemory(role, slot, self._nodes[node])) for node in nodes]
+            group.wait(group.submit(RankCalls.ask, arguments), phase="checkpoint in memory", deadline_s=self._deadline_s)
+        buddies = {node: _buddy(used, node) for node in used}
+        asked = []
+        for node in used:
+            parts: list[RolePart] = [
+                (role, rank) for role, nodes in layout_of.items() for rank, at in enumerate(nodes) if at == node
+            ]
+            buddy = buddies[node]
+            asked.append(self._nodes[node].actor.complete.remote(slot, parts, self._nodes[buddy].actor if buddy else None))
+        self._writing = WholeInMemory(moment, slot, layout_of, buddies, asked)
+
+    def finish(self, deadline_s: float | None = None) -> None:
+        """Wait until the checkpoint in the making is whole, and on two nodes, where there are two."""
+        if self._writing is None:
+            return
+        whole, self._writing = self._writing, None
+        parts: dict[RolePart, Written] = {}
+        for answer in self._wait(whole.asked, deadline_s):
+            parts |= answer
+        whole.written = {role: [parts[role, rank] for rank in range(len(nodes))] for role, nodes in whole.layout_of.items()}
+        self._write_contents(whole, {node for nodes in whole.layout_of.values() for node in nodes})
+        self.kept = whole
+
+    def finish_soon(self) -> None:
+        """Finish the checkpoint in the making, if what was lost since had been written; else give it up."""
+        with suppress(WorkerError, DeadlineError):
+            self.finish(FINISH_S)
+
+    def put_back(self) -> None:
+        """Read every role from the whole checkpoint, on ranks that may be on other nodes than those that wrote it.
+
+        Raises:
+            WorkerError: of some rank both nodes are gone.
+        """
+        assert self.kept is not None, "asked for before"
+        kept = self.kept
+        self.find_nodes()
+        here = {node for nodes in self._node_of.values() for node in nodes}
+        self._write_contents(kept, here)
+        self._alive |= here
+        for role, wrote in kept.layout_of.items():
+            group = self._roles.group_of(role)
+            having = {
+                rank: [node for node in (at, kept.buddies[at]) if node is not None and node in self._alive]
+                for rank, at in enumerate(wrote)
+            }
+            arguments = []
+            for here_is in self._node_of[group.name]:
+                holder_of = {rank: None if here_is in nodes else self._nodes[nodes[0]].actor for rank, nodes in having.items()}
+                arguments.append((role, PutBack(role, kept.slot, self._nodes[here_is], holder_of)))
+            group.wait(group.submit(RankCalls.ask, arguments), phase="state from memory", deadline_s=self._deadline_s)
+
+    def look(self) -> bool:
+        """See which nodes answer; whether of every rank's files one has them, of this checkpoint."""
+        asked = {node: folder.actor.free_bytes.remote() for node, folder in self._nodes.items()}
+        ray.wait([*asked.values()], num_returns=len(asked), timeout=LOOK_S)
+        self._alive = set()
+        for node, answer in asked.items():
+            try:
+                ray.get(answer, timeout=0)
+                self._alive.add(node)
+            except (ray.exceptions.RayError, TimeoutError):
+                continue
+        kept = self.kept
+        return kept is not None and all(
+            {node, kept.buddies[node]} & self._alive for nodes in kept.layout_of.values() for node in nodes
+        )
+
+    def is_there(self, group: str, rank: int) -> bool:
+        """Return whether the node of a rank answered when it was last looked at."""
+        return self._node_of[group][rank] in self._alive
+
+    def _write_contents(self, kept: WholeInMemory, nodes: set[str]) -> None:
+        firsts = {}
+        for role, (first, *_) in kept.layout_of.items():
+            having = first if first in self._alive or not self._alive else kept.buddies[first]
+            assert having is not None, "one of both is there"
+            firsts[role] = self._nodes[having].actor
+        self._wait([self._nodes[node].actor.finish.remote(kept.slot, kept.written, firsts) for node in nodes])
+
+    def _wait(self, asked: Sequence[Any], deadline_s: float | None = None) -> list[Any]:
+        names = [f"the memory of node {number}" for number in range(len(asked))]
+        return wait_for(asked, phase="checkpoint in memory", deadline_s=deadline_s or self._deadline_s, whose=names)
+
+
+def _buddy(nodes: Sequence[str], node: str) -> str | None:
+    """The node that has the files of `node`, too: the next one; None of a single one."""
+    return nodes[(nodes.index(node) + 1) % len(nodes)] if len(nodes) > 1 else None
+
+
+def gib(size: int) -> str:
+    """A size in words."""
+    return f"{size / 2**30:.3g} GiB"
+
+
+def _node_id(process: object) -> str:
+    return str(ray.get_runtime_context().get_node_id())

@@ -1,0 +1,153 @@
+"""Places and processes for ranks that replace lost ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megarl.config.layout import Layout
+from megarl.errors import ClusterError
+from megarl.weights.placement import Bundle
+from megarl.workers.bundles import find_bundles
+from megarl.workers.cluster import Cluster
+from megarl.workers.group import WorkerGroup
+from megarl.workers.rank_actor import RankActor
+
+WAIT_S = 5.0
+"""For Ray to find room for spares; it is there or it is not."""
+
+
+class Places:
+    """The places of a run's ranks, and spare ones, each with a process that waits.
+
+    A rank whose process died takes the place and the process of a spare; a new spare starts at the rank's place. Where that
+    is lost with its node and no spare is left, Ray looks for another one. Where engines share GPUs with ranks, a rank stays at
+    its place, and spare ones are given to both when a node is lost.
+    """
+
+    def __init__(self, cluster: Cluster, spares: int, *, shared: bool) -> None:
+        """`shared`: engines share places with ranks.
+
+        Raises:
+            ClusterError: there is no room for so many spares.
+        """
+        self._cluster, self._shared = cluster, shared
+        self._spares: list[tuple[Any, Bundle]] = []
+        self._sought: dict[tuple[str, int], tuple[Any, Any]] = {}
+        self._reserved: PlacementGroup | None = None
+        if spares:
+            self._reserve(spares)
+
+    def _reserve(self, spares: int) -> None:
+        have_gpus = self._cluster.platform.name == "cuda"
+        bundle = {"CPU": 1.0} | ({"GPU": 1.0} if have_gpus else {})
+        self._reserved = placement_group([bundle] * spares, strategy="PACK")
+        if not self._reserved.wait(timeout_seconds=WAIT_S):
+            remove_placement_group(self._reserved)
+            have, free = ray.cluster_resources(), ray.available_resources()
+            kind = "GPU" if have_gpus else "CPU"
+            raise ClusterError.of(
+                "resources.spares",
+                spares,
+                f"the Ray cluster has no room for: of {have.get(kind, 0):.0f} {kind}s {free.get(kind, 0):.0f} are free",
+                allowed=f"at most {int(free.get(kind, 0))}, 0 or null",
+                rule="the Ray cluster has no room for",
+            )
+        if self._shared:
+            return  # they wait for a node to be lost: what is started there goes with the reservation
+        bundles = find_bundles(self._reserved, have_gpus=have_gpus, deadline_s=self._cluster.start_deadline_s)
+        for number, at in enumerate(bundles):
+            strategy = PlacementGroupSchedulingStrategy(self._reserved, placement_group_bundle_index=number)
+            where = self._cluster.where(None, 1) | {"num_cpus": 1, "num_gpus": int(have_gpus), "scheduling_strategy": strategy}
+            self._spares.append((self._start("spare", number, Layout(), 1, where), at))
+
+    def _start(self, name: str, rank: int, layout: Layout, threads: int, where: dict[str, Any]) -> Any:
+        arguments = self._cluster.log_folder, name, rank, layout, threads, self._cluster.architecture
+        return RankActor.options(**where).remote(*arguments)
+
+    def replace(self, group: WorkerGroup, ranks: Mapping[int, bool], wait_s: float) -> list[int]:
+        """Have other processes for these ranks of a group, whose own are ended; by rank whether its node is there.
+
+        Returns the ranks for which there was no place after `wait_s`.
+        """
+        homeless = []
+        for rank, is_there in ranks.items():
+            ray.kill(group.actors[rank], no_restart=True)
+            number = self._cluster.placement.ranks[group.name][rank]
+            if self._spares:
+                before = self._cluster.placement.bundles[number]
+                group.actors[rank], at = self._spares.pop(0)
+                self._move(number, at)
+                if is_there:
+                    self._spares.append((self._start("spare", number, Layout(), 1, self._cluster.where(number, 1)), before))
+                continue
+            if not is_there and self._reserved is not None:
+                remove_placement_group(self._reserved)  # Ray moves the lost places of ranks and engines there
+                self._reserved = None
+            if is_there:
+                group.actors[rank] = self._start_rank(group, rank, number)
+            elif not self._find(group, rank, number, wait_s):
+                homeless.append(rank)
+        return homeless
+
+    def _start_rank(self, group: WorkerGroup, rank: int, number: int) -> Any:
+        threads = self._cluster.threads_of(group.name)
+        return self._start(group.name, rank, group.layout, threads, self._cluster.where(number, threads))
+
+    def _find(self, group: WorkerGroup, rank: int, number: int, wait_s: float) -> bool:
+        """Start a rank wherever Ray moves its place to; Ray itself may take a while to notice that the node is lost."""
+        ends_at = time.monotonic() + wait_s
+        while (left_s := ends_at - time.monotonic()) > 0:
+            group.actors[rank] = self._start_rank(group, rank, number)
+            asked = group.actors[rank].__ray_call__.remote(_whereabouts)
+            try:
+                self._move(number, ray.get(asked, timeout=left_s))
+                return True
+            except ray.exceptions.RayActorError:
+                continue  # on the lost node
+            except TimeoutError:
+                break
+        ray.kill(group.actors[rank], no_restart=True)
+        return False
+
+    def assign(self, group: str, numbers: Sequence[int]) -> None:
+        """Give the ranks of a group, which are numbered anew, the places of these numbers."""
+        placement = self._cluster.placement
+        self._cluster.placement = replace(placement, ranks={**placement.ranks, group: tuple(numbers)})
+
+    def found(self, group: WorkerGroup, layout: Layout, missing: Mapping[int, int]) -> dict[int, Any] | None:
+        """Processes of the `missing` ranks of a layout, by rank, at the places of these numbers.
+
+        None: Ray has not found room for all, or they are not ready; nothing is waited for.
+        """
+        threads = self._cluster.threads_of(group.name)
+        for rank, number in missing.items():
+            if (group.name, rank) not in self._sought:
+                actor = self._start(group.name, rank, layout, threads, self._cluster.where(number, threads))
+                self._sought[group.name, rank] = actor, actor.__ray_call__.remote(_whereabouts)
+        asked = {rank: self._sought[group.name, rank][1] for rank in missing}
+        there = ray.wait([*asked.values()], num_returns=len(asked), timeout=0)[0]
+        for rank, answer in asked.items():
+            if answer in there:
+                try:
+                    self._move(missing[rank], ray.get(answer))
+                except ray.exceptions.RayActorError:
+                    del self._sought[group.name, rank]
+        if len(there) < len(asked) or any((group.name, rank) not in self._sought for rank in missing):
+            return None
+        return {rank: self._sought.pop((group.name, rank))[0] for rank in missing}
+
+    def _move(self, number: int, at: Bundle) -> None:
+        placement = self._cluster.placement
+        bundles = (*placement.bundles[:number], at, *placement.bundles[number + 1 :])
+        self._cluster.placement = replace(placement, bundles=bundles)
+
+
+def _whereabouts(process: Any) -> Bundle:
+    return Bundle(ray.util.get_node_ip_address(), process.rank.gpu if process.rank.platform.name == "cuda" else None)

@@ -1,0 +1,92 @@
+"""A rank's part of checkpoints in the nodes' memory: what the driver has its roles do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from megarl.checkpoint.background import BackgroundWriter
+    from megarl.megatron.rank_model import RankModel
+
+_MEMORY = "memory"
+_writers: WeakKeyDictionary[RankModel, BackgroundWriter] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class NodeFolder:
+    """A node's folder in shared memory, and the Ray actor `NodeMemory` that owns it."""
+
+    path: Path
+    actor: Any
+
+
+@dataclass(frozen=True)
+class KeepInMemory:
+    """Copy the rank's part of a role, and write the copy into a slot of its node's memory in the background.
+
+    No collective takes place; the node is told when it is written.
+    """
+
+    role: str
+    slot: str
+    node: NodeFolder
+
+    @property
+    def __name__(self) -> str:
+        """Name by which errors call it."""
+        return "checkpoint in memory"
+
+    def __call__(self, model: RankModel) -> None:
+        """Begin; one that was begun before is waited for."""
+        from megarl.checkpoint.background import BackgroundWriter
+        from megarl.megatron.role_checkpoint import shards_of_role
+
+        if model not in _writers:
+            _writers[model] = BackgroundWriter()
+        writer, shards = _writers[model], shards_of_role(model)
+        writer.begin(_MEMORY, shards, str(self.node.path / self.slot / self.role))
+
+        def tell() -> None:
+            self.node.actor.written.remote(self.slot, (self.role, shards.rank), writer.result(_MEMORY, wait=True))
+
+        threading.Thread(target=tell, name="checkpoint in memory", daemon=True).start()
+
+
+def bytes_in_memory(model: RankModel) -> int:
+    """Bytes of the rank's part of a role in a checkpoint."""
+    from megarl.megatron.role_checkpoint import shards_of_role
+
+    return shards_of_role(model).nbytes
+
+
+@dataclass(frozen=True)
+class PutBack:
+    """Read a role from a slot of the nodes' memory: what other nodes have is fetched from them.
+
+    `holder_of`: by rank that wrote, the `NodeMemory` that has its file, or None where that is this node's.
+    """
+
+    role: str
+    slot: str
+    node: NodeFolder
+    holder_of: Mapping[int, Any | None]
+
+    @property
+    def __name__(self) -> str:
+        """Name by which errors call it."""
+        return "state from memory"
+
+    def __call__(self, model: RankModel) -> None:
+        """Do so; collective over the world."""
+        from functools import partial
+
+        from megarl.megatron.role_checkpoint import load_role
+        from megarl.options.elastic.fetching_reader import FetchingReader
+
+        at = f"{self.slot}/{self.role}"
+        load_role(model, str(self.node.path / at), partial(FetchingReader, of=at, holder_of=self.holder_of))

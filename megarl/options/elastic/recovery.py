@@ -1,0 +1,253 @@
+"""Replaces ranks whose processes are lost: the others stay, state comes from memory, and the step is computed again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import ray
+
+from megarl.config import Config
+from megarl.config.layout import Layout
+from megarl.core.steps import RlRun
+from megarl.errors import LayoutError, RankLostError, WorkerError, counted
+from megarl.options.elastic.memory import Memory, Moment
+from megarl.options.elastic.places import Places
+from megarl.options.elastic.rank_process import Become, leave
+from megarl.options.elastic.section import shrinks, spares_of
+from megarl.weights.machines import Machines
+from megarl.workers.cluster import Cluster
+from megarl.workers.group import WorkerGroup, wait_for
+from megarl.workers.roles import Roles
+from megarl.workers.rollouts import Rollouts
+from megarl.workers.weight_updates import ABANDON_S
+
+T = TypeVar("T")
+LEAVE_S = 20.0
+"""For ranks to leave a world that has lost some: what they compute ends when others have left."""
+SHRINK_S = 15.0
+"""For Ray to find another place for a rank, before a run that may goes on with fewer replicas."""
+MOST_LOSSES = 3
+"""Losses in a row that one step may have."""
+
+
+class RankReplacement:
+    """The `Recovery` of a run."""
+
+    def __init__(self, config: Config, cluster: Cluster, places: Places, roles: Roles, rollouts: Rollouts) -> None:
+        self._cluster, self._places, self._roles, self._rollouts = cluster, places, roles, rollouts
+        self._deadlines, self._seed = config.resources.deadlines, config.run.seed
+        self._replaced, self._seconds = 0, 0.0
+        self._shrinks = shrinks(config.resources)
+        self._whole: dict[str, tuple[Layout, tuple[int, ...]]] = {}
+        """By group that has fewer replicas its own layout, and the places of its ranks."""
+        self._memory = Memory(roles, self._deadlines.save_s)
+        self._memory.find_nodes()
+        self._memory.check_room()
+
+    def attempts(self, run: RlRun) -> Iterator[AbstractContextManager[None]]:
+        """Attempts at the part of a step in which ranks compute, until one is not cut short by a loss."""
+        self._memory.begin(_moment(run))
+        self._memory.finish()
+        self._grow(run)
+        put_back = _remembered(run)
+        for number in range(MOST_LOSSES + 1):
+            errors: list[RankLostError] = []
+            yield _caught(errors, last=number == MOST_LOSSES)
+            if not errors:
+                with _caught(errors, last=number == MOST_LOSSES):
+                    self._memory.begin((run.step + 1, run.guards.rollbacks))
+            if not errors:
+                break
+            self._recover(errors[0], run)
+            put_back()
+        run.metrics |= {"ranks/replaced": self._replaced, "ranks/replaced_s": self._seconds}
+        self._seconds = 0.0
+
+    def again(self, run: RlRun, work: Callable[[], T]) -> T:
+        """Do `work`, which leaves ranks as they are and may be done again."""
+        try:
+            return work()
+        except RankLostError as error:
+            self._recover(error, run)
+            return work()
+
+    def _recover(self, error: RankLostError, run: RlRun) -> None:
+        """Replace what is lost, and put every role back to this moment of the run.
+
+        Raises:
+            RankLostError: `error`, as this moment is not in memory.
+            WorkerError: the new world did not come up.
+        """
+        began = time.perf_counter()
+        groups = self._groups()
+        self._memory.finish_soon()
+        if self._memory.kept is None or self._memory.kept.moment != _moment(run) or not self._memory.look():
+            raise error
+        lost = sum(len(group.lost) for group in groups.values())
+        run.progress.say(f"{counted(lost, 'rank')} lost ({error.who}): replaced, and the step is computed again from memory")
+        run.saving.give_up()
+        for number in range(MOST_LOSSES + 1):
+            try:
+                lossy = [group for group in groups.values() if group.lost]
+                for group in lossy:
+                    self._replace(group)
+                self._bring_up(run, lossy)
+                break
+            except RankLostError:
+                if number == MOST_LOSSES or not self._memory.look():
+                    raise
+        self._reconnect()
+        seconds = time.perf_counter() - began
+        self._replaced, self._seconds = self._replaced + lost, self._seconds + seconds
+        run.progress.say(f"the ranks are there again after {seconds:.1f} s")
+
+    def _reconnect(self) -> None:
+        """Have engines connected anew at the next update; one that was under way is given up."""
+        updates, at = self._rollouts.updates, self._cluster.placement
+        assert updates is not None, "weights come from roles"
+        updates.machines = Machines.of(at) if len(at.machines) > 1 else None
+        for engine in [*updates.connected]:
+            updates.forget(engine)
+        if updates.under_way:
+            updates.scheduler.on_each(
+                updates.under_way, lambda _, engine: engine.abandon_update(deadline_s=ABANDON_S), ABANDON_S
+            )
+            updates.under_way = ()
+            self._rollouts.version, self._rollouts.stale = self._rollouts.version - 1, True
+
+    def _groups(self) -> dict[str, WorkerGroup]:
+        return {name: group for name, group in self._roles.groups.items() if isinstance(group, WorkerGroup)}
+
+    def _bring_up(self, run: RlRun, groups: Sequence[WorkerGroup]) -> None:
+        """Have the processes of these groups be their ranks, and every role as it is in memory."""
+        for group in groups:
+            threads = self._cluster.threads_of(group.name)
+            become = [
+                actor.__ray_call__.remote(Become(group.log_folder, group.name, rank, group.layout, threads))
+                for rank, actor in enumerate(group.actors)
+            ]
+            names = [f"rank {rank} of {group.name}" for rank in range(len(group.actors))]
+            wait_for(become, phase="replacement", deadline_s=self._deadlines.start_s, whose=names)
+            group.connect(seed=self._seed, deadline_s=self._deadlines.start_s)
+        for role in self._roles.loaded:
+            if self._roles.group_of(role) in groups:
+                self._roles.load(role)
+        self._memory.put_back()
+        for group in groups:
+            group.lost = []
+        run.watching.ranks = {name: group.states for name, group in self._roles.groups.items()}
+
+    def _replace(self, group: WorkerGroup) -> None:
+        """Have a process for every rank of the group, none of which is in a world."""
+        lost = {*group.lost}
+        lost |= _stuck({rank: actor for rank, actor in enumerate(group.actors) if rank not in lost})
+        there = {rank: self._memory.is_there(group.name, rank) for rank in sorted(lost)}
+        homeless = self._places.replace(group, there, SHRINK_S if self._shrinks else self._deadlines.start_s)
+        if homeless and not self._shrinks:
+            raise WorkerError(f"there is no place for {counted(len(homeless), 'rank')} of {group.name} whose nodes are lost")
+        if homeless:
+            self._shrink(group, homeless)
+
+    def _shrink(self, group: WorkerGroup, homeless: Sequence[int]) -> None:
+        """Have the group be the replicas that have all of their ranks, or as many of them as its layout can do with."""
+        layout, broken = group.layout, {group.layout.coords(rank).dp for rank in homeless}
+        whole = [replica for replica in range(layout.dp) if replica not in broken]
+        fits = next((smaller for dp in range(len(whole), 0, -1) if (smaller := _with_dp(layout, dp)) is not None), None)
+        if fits is None:
+            raise WorkerError(f"of {group.name} no replica is left that has all of its ranks")
+        kept = [rank for rank in range(layout.world_size) if layout.coords(rank).dp in whole[: fits.dp]]
+        for rank in {*range(layout.world_size)} - {*kept} - {*homeless}:
+            ray.kill(group.actors[rank], no_restart=True)
+        self._whole.setdefault(group.name, (layout, self._cluster.placement.ranks[group.name]))
+        self._places.assign(group.name, [self._cluster.placement.ranks[group.name][rank] for rank in kept])
+        group.regroup(fits, [group.actors[rank] for rank in kept])
+
+    def _grow(self, run: RlRun) -> None:
+        """Have groups that lost replicas be whole again, once there are places for all of their ranks."""
+        grown = []
+        for name, (layout, places) in self._whole.items():
+            group = self._groups()[name]
+            own = dict(zip(self._cluster.placement.ranks[name], group.actors, strict=True))
+            missing = {rank: number for rank, number in enumerate(places) if number not in own}
+            found = self._places.found(group, layout, missing)
+            if found is None:
+                continue
+            if _stuck(own):
+                raise WorkerError(f"ranks of {name} did not leave the world of fewer replicas within {LEAVE_S:.0f} s")
+            self._places.assign(name, places)
+            group.regroup(layout, [found[rank] if rank in found else own[number] for rank, number in enumerate(places)])
+            grown.append(group)
+        if grown:
+            for group in grown:
+                del self._whole[group.name]
+            run.progress.say(f"all ranks of {', '.join(group.name for group in grown)} have places again")
+            self._bring_up(run, grown)
+            self._reconnect()
+
+
+def _stuck(actors: Mapping[int, Any]) -> set[int]:
+    """Have processes leave their worlds; those that do not."""
+    left = {number: actor.__ray_call__.remote(leave) for number, actor in actors.items()}
+    ray.wait([*left.values()], num_returns=len(left), timeout=LEAVE_S)
+    stuck = set()
+    for number, answer in left.items():
+        try:
+            ray.get(answer, timeout=0)
+        except (ray.exceptions.RayError, TimeoutError):
+            stuck.add(number)
+    return stuck
+
+
+def _with_dp(layout: Layout, dp: int) -> Layout | None:
+    try:
+        return replace(layout, dp=dp)
+    except LayoutError:
+        return None
+
+
+@contextmanager
+def _caught(errors: list[RankLostError], *, last: bool) -> Iterator[None]:
+    try:
+        yield
+    except RankLostError as error:
+        if last:
+            raise
+        errors.append(error)
+
+
+def _remembered(run: RlRun) -> Callable[[], None]:
+    """The function that puts back what an attempt changes in the driver."""
+    state = deepcopy((run.experience.state_dict(), [part.state_dict() for part in run.parts]))
+    step, stale, greedy = run.session.step, run.rollouts.stale, run.scored_greedy
+
+    def put_back() -> None:
+        experience, of_parts = deepcopy(state)
+        run.experience.load_state_dict(experience)
+        for part, of_part in zip(run.parts, of_parts, strict=True):
+            part.load_state_dict(of_part)
+        run.session.step, run.rollouts.stale, run.scored_greedy = step, stale, greedy
+        run.experts.begin_step()
+
+    return put_back
+
+
+def _moment(run: RlRun) -> Moment:
+    return run.step, run.guards.rollbacks
+
+
+def start_spares(config: Config, cluster: Cluster) -> Callable[[Roles, Rollouts], RankReplacement] | None:
+    """Reserve what `resources.spares` asks for, and start it; answers the function that makes the run's `RankReplacement`.
+
+    None where lost ranks are not replaced.
+    """
+    number = spares_of(config.resources)
+    if number is None:
+        return None
+    places = Places(cluster, number, shared=config.resources.placement == "colocated")
+    return partial(RankReplacement, config, cluster, places)

@@ -1,0 +1,151 @@
+"""Runs whose ranks are killed: the others keep their processes, and the numbers are those of a run that was left in peace."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from megarl.config import Config
+from megarl.observe import read_metrics
+from megarl.trainers.rl.train import train
+from megarl.workers.group import WorkerGroup
+from megarl.workers.roles import Roles
+
+pytestmark = pytest.mark.needs_option("elastic")
+EXACT = ("policy/grad_norm", "policy/loss", "reward/mean", "mismatch/log_prob_max", "response/tokens_mean")
+
+
+def curve(config: Config) -> list[list[float]]:
+    """What must be equal of every step."""
+    return [[row[name] for name in EXACT if name in row] for row in read_metrics(Path(config.run_folder) / "metrics.jsonl")]
+
+
+def kill_behind(monkeypatch: pytest.MonkeyPatch, method: str, number: int, rank: int = 1) -> list[int]:
+    """Have a rank of the policy killed when it has been asked for a method, of `Rank`, for the `number`-th time.
+
+    Returns the list of process ids that were killed.
+    """
+    killed: list[int] = []
+    calls = count(1)
+
+    def patched(submit: Callable[..., Any]) -> Callable[..., Any]:
+        def submit_and_kill(group: WorkerGroup, asked: Any, per_rank: Any) -> Any:
+            submitted = submit(group, asked, per_rank)
+            if asked.__name__.removesuffix("_stored") == method and next(calls) == number:
+                _, pid = group.host_and_pid[rank]
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+            return submitted
+
+        return submit_and_kill
+
+    for name in ("submit", "submit_stored"):
+        monkeypatch.setattr(WorkerGroup, name, patched(getattr(WorkerGroup, name)))
+    return killed
+
+
+START_S = 25.0
+"""For a rank's process on a node that has just joined."""
+COLOCATED = {"placement": "colocated", "spares": 0}
+SEPARATE = {"placement": "separate", "spares": 1}
+
+
+@pytest.mark.parametrize(
+    ("layout", "resources", "method", "number"),
+    [
+        pytest.param({"dp": 2}, SEPARATE, "update", 4, id="dp2, a spare"),
+        pytest.param({"tp": 2}, COLOCATED, "update", 4, id="tp2", marks=pytest.mark.exhaustive),
+        pytest.param({"pp": 2}, COLOCATED, "forward", 3, id="pp2, in log-probs", marks=pytest.mark.exhaustive),
+        pytest.param({"dp": 2}, COLOCATED, "update_engines", 1, id="in a sync", marks=pytest.mark.exhaustive),
+        pytest.param({"dp": 2}, SEPARATE, "update_engines", 2, id="a spare, in a sync", marks=pytest.mark.exhaustive),
+        pytest.param({"dp": 2}, COLOCATED, "compute", 2, id="in advantages", marks=pytest.mark.exhaustive),
+        pytest.param({"dp": 2}, COLOCATED, "ask", 4, id="while its state is copied", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_step_in_which_a_rank_dies_is_computed_again_with_the_same_numbers(
+    tiny_config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+    layout: dict[str, int],
+    resources: dict[str, Any],
+    method: str,
+    number: int,
+) -> None:
+    settings: dict[str, Any] = {"policy.layout": layout, "run.steps": 3, "data.eval": None, "algorithm": {"mini_batches": 2}}
+    whole = tiny_config(**settings, **{"run.name": "whole", "resources.placement": resources["placement"]})
+    train(whole)
+    killed = kill_behind(monkeypatch, method, number)
+    config = tiny_config(**settings, **{"run.name": "replaced", "resources": resources})
+    train(config)
+    assert killed
+    assert curve(config) == curve(whole)
+    assert [row["ranks/replaced"] for row in read_metrics(Path(config.run_folder) / "metrics.jsonl")][-1] == 1
+
+
+def node_of(cluster: Cluster, rank: int, roles: Roles) -> Any:
+    """The node of a rank of the policy."""
+    [node_id] = ray.get([roles.groups["policy"].actors[rank].__ray_call__.remote(ray_node_id)])  # type: ignore[attr-defined]
+    return next(node for node in cluster.worker_nodes if node.node_id == node_id)
+
+
+def ray_node_id(process: object) -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+@pytest.mark.exhaustive  # the test above loses a rank, and nodes' memory has tests of its own
+@pytest.mark.parametrize(
+    ("nodes", "resources"),
+    [(4, {"spares": 1}), (4, {"spares": 0}), (3, {"spares": 0, "shrink": True})],
+    ids=["a spare", "room elsewhere", "fewer replicas"],
+)
+def test_a_rank_whose_node_is_lost_goes_on_elsewhere_from_what_another_node_has_in_memory(
+    tiny_config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    nodes: int,
+    resources: dict[str, Any],
+) -> None:
+    """Fewer replicas are as many as before again when a node joins."""
+    settings: dict[str, Any] = {
+        "policy.layout": {"dp": 2}, "run.steps": 5, "data.eval": None, "rollout.threads": 1, "algorithm": {"mini_batches": 2},
+    }  # fmt: skip
+    whole = tiny_config(**settings, **{"run.name": "whole", "resources.placement": "separate"})
+    train(whole)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 10**8})
+    try:
+        for _ in range(nodes):
+            cluster.add_node(num_cpus=1, object_store_memory=10**8)
+        start_update, calls, lost = Roles.start_update, iter(range(1, 1000)), []
+
+        def start(roles: Roles, *arguments: Any, **named: Any) -> Any:
+            number = next(calls)
+            if number == 4:
+                lost.append(node_of(cluster, 1, roles))
+            started = start_update(roles, *arguments, **named)
+            if number == 4:
+                cluster.remove_node(lost[0], allow_graceful=False)
+            if number == 8 and nodes == 3:
+                cluster.add_node(num_cpus=1, object_store_memory=10**8)
+                time.sleep(START_S)
+            return started
+
+        monkeypatch.setattr(Roles, "start_update", start)
+        of_run = resources | {"placement": "separate", "ray_address": cluster.address}
+        config = tiny_config(**settings, **{"run.name": "replaced", "resources": of_run})
+        train(config)
+        assert lost
+        same, said = resources.get("shrink") is None, " ".join(capsys.readouterr().out.split())
+        assert ("all ranks of policy have places again" in said) != same
+        assert np.allclose(curve(config), curve(whole), rtol=0 if same else 1e-4, atol=0 if same else 1e-6)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
