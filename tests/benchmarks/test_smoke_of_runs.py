@@ -152,6 +152,18 @@ def test_serving_with_engines(measured: Measured, local_ray: None, warm: None) -
 
 
 @pytest.mark.exhaustive
+@pytest.mark.needs_option("elastic")
+def test_replaced_ranks(measured: Measured, local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replaced_ranks.write_prompts", sums)
+    overrides = [field for field in SMALLER if not field.startswith("policy.layout")]
+    found = measured("replaced_ranks", "--steps", "3", "--kills", "2", "--spares", "0", *overrides, DELAY_S=0.0)
+    assert {*SETUP, "command", "setup"} <= found.keys()
+    assert len(found["lost_to_resumed_s"]) == 1
+    assert found["numbers_equal"]
+    assert found["steps_lost"] == 0
+
+
+@pytest.mark.exhaustive
 def test_corruption(measured: Measured, warm: None) -> None:
     found = measured("corruption", TRUNCATIONS=1, FLIPS=2, numbers=("seconds",))
     assert {*SETUP, "date", "command"} <= found.keys()
