@@ -22,6 +22,7 @@ OPTION_OF_FIELD = {
     "policy.routing": "routing_replay",
     "ptx": "ptx",
     "reward_model": "reward_model",
+    "resources.compare_replicas": "elastic",
     "resources.shrink": "elastic",
     "resources.spares": "elastic",
     "rollout.episode.agent": "agents",
@@ -36,7 +37,7 @@ OPTION_OF_FIELD = {
     "trackers": "telemetry",
 }
 """The option that each added field belongs to, also where an installation lacks it: for the sentence that says so."""
-SINGLE_FIELDS = ("resources.shrink", "resources.spares", "rollout.schedule.lent_engines")
+SINGLE_FIELDS = ("resources.compare_replicas", "resources.shrink", "resources.spares", "rollout.schedule.lent_engines")
 """Those of `OPTION_OF_FIELD` that are no sections."""
 
 

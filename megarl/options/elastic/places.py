@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,10 +71,11 @@ class Places:
         arguments = self._cluster.log_folder, name, rank, layout, threads, self._cluster.architecture
         return RankActor.options(**where).remote(*arguments)
 
-    def replace(self, group: WorkerGroup, ranks: Mapping[int, bool], wait_s: float) -> list[int]:
+    def replace(self, group: WorkerGroup, ranks: Mapping[int, bool], damaged: Container[int], wait_s: float) -> list[int]:
         """Have other processes for these ranks of a group, whose own are ended; by rank whether its node is there.
 
-        Returns the ranks for which there was no place after `wait_s`.
+        The places of `damaged` ones are not used again where there are spares. Returns the ranks for which there was no place
+        after `wait_s`.
         """
         homeless = []
         for rank, is_there in ranks.items():
@@ -84,7 +85,7 @@ class Places:
                 before = self._cluster.placement.bundles[number]
                 group.actors[rank], at = self._spares.pop(0)
                 self._move(number, at)
-                if is_there:
+                if is_there and rank not in damaged:
                     self._spares.append((self._start("spare", number, Layout(), 1, self._cluster.where(number, 1)), before))
                 continue
             if not is_there and self._reserved is not None:

@@ -16,10 +16,11 @@ from megarl.config import Config
 from megarl.config.layout import Layout
 from megarl.core.steps import RlRun
 from megarl.errors import LayoutError, RankLostError, WorkerError, counted
+from megarl.options.elastic.comparison import differing, digests_of_weights
 from megarl.options.elastic.memory import Memory, Moment
 from megarl.options.elastic.places import Places
 from megarl.options.elastic.rank_process import Become, leave
-from megarl.options.elastic.section import shrinks, spares_of
+from megarl.options.elastic.section import compared_every, shrinks, spares_of
 from megarl.weights.machines import Machines
 from megarl.workers.cluster import Cluster
 from megarl.workers.group import WorkerGroup, wait_for
@@ -43,6 +44,9 @@ class RankReplacement:
         self._cluster, self._places, self._roles, self._rollouts = cluster, places, roles, rollouts
         self._deadlines, self._seed = config.resources.deadlines, config.run.seed
         self._replaced, self._seconds = 0, 0.0
+        self._compare_every = compared_every(config.resources)
+        self._damaged: dict[str, set[int]] = {}
+        """By group the ranks that differed from other replicas, until they are replaced."""
         self._shrinks = shrinks(config.resources)
         self._whole: dict[str, tuple[Layout, tuple[int, ...]]] = {}
         """By group that has fewer replicas its own layout, and the places of its ranks."""
@@ -61,6 +65,7 @@ class RankReplacement:
             yield _caught(errors, last=number == MOST_LOSSES)
             if not errors:
                 with _caught(errors, last=number == MOST_LOSSES):
+                    self._compare(run)
                     self._memory.begin((run.step + 1, run.guards.rollbacks))
             if not errors:
                 break
@@ -107,6 +112,25 @@ class RankReplacement:
         self._replaced, self._seconds = self._replaced + lost, self._seconds + seconds
         run.progress.say(f"the ranks are there again after {seconds:.1f} s")
 
+    def _compare(self, run: RlRun) -> None:
+        """Compare the replicas of every role that is trained, where it is time.
+
+        Raises:
+            RankLostError: some differ; they are to be replaced, at other places where there are spares.
+        """
+        if not self._compare_every or (run.step + 1) % self._compare_every:
+            return
+        for role in self._roles.changing():
+            group = self._roles.group_of(role)
+            assert isinstance(group, WorkerGroup)
+            if found := differing(group.layout, self._roles.ask(role, digests_of_weights)):
+                group.lost = found
+                self._damaged[group.name] = {*found}
+                where = ", ".join(f"rank {rank} on {group.host_and_pid[rank][0]}" for rank in found)
+                error = RankLostError(f"weights of {role} differ between replicas after step {run.step + 1}: {where}")
+                error.who = f"{where}: weights of {role} that differ from other replicas'"
+                raise error
+
     def _reconnect(self) -> None:
         """Have engines connected anew at the next update; one that was under way is given up."""
         updates, at = self._rollouts.updates, self._cluster.placement
@@ -148,7 +172,8 @@ class RankReplacement:
         lost = {*group.lost}
         lost |= _stuck({rank: actor for rank, actor in enumerate(group.actors) if rank not in lost})
         there = {rank: self._memory.is_there(group.name, rank) for rank in sorted(lost)}
-        homeless = self._places.replace(group, there, SHRINK_S if self._shrinks else self._deadlines.start_s)
+        damaged = self._damaged.pop(group.name, set())
+        homeless = self._places.replace(group, there, damaged, SHRINK_S if self._shrinks else self._deadlines.start_s)
         if homeless and not self._shrinks:
             raise WorkerError(f"there is no place for {counted(len(homeless), 'rank')} of {group.name} whose nodes are lost")
         if homeless:

@@ -1,4 +1,4 @@
-"""The fields `resources.spares` and `resources.shrink`."""
+"""The fields `resources.spares`, `resources.shrink` and `resources.compare_replicas`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,18 @@ SHRINK: AddedField[bool] = AddedField(
     False,
     "Go on with fewer data-parallel replicas where there is no place for lost ranks, until there is one. Needs `spares`.",
 )
-FIELDS = (SPARES, SHRINK)
+COMPARE: AddedField[int] = AddedField(
+    "ResourcesConfig",
+    "compare_replicas",
+    Count,
+    0,
+    "Compare weights of replicas behind every so many steps; a rank that differs is replaced, and the step computed again. "
+    "0: never. Needs `spares`.",
+)
+FIELDS = (SPARES, SHRINK, COMPARE)
 spares_of = SPARES.of
 """Number of spare processes that a section `resources` asks for; None: lost ranks are not replaced."""
 shrinks = SHRINK.of
 """Whether a section `resources` lets a run go on with fewer replicas."""
+compared_every = COMPARE.of
+"""Steps from one comparison of replicas to the next, of a section `resources`; 0: none."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import torch
 from ray.cluster_utils import Cluster
 
 from megarl.config import Config
@@ -89,6 +90,34 @@ def test_a_step_in_which_a_rank_dies_is_computed_again_with_the_same_numbers(
     assert killed
     assert curve(config) == curve(whole)
     assert [row["ranks/replaced"] for row in read_metrics(Path(config.run_folder) / "metrics.jsonl")][-1] == 1
+
+
+def flip(process: Any) -> None:
+    """Change a bit of a weight on a rank."""
+    weight = next(process.rank.roles["policy"].chunks[0].parameters())
+    weight.data.view(torch.int32).view(-1)[3] ^= 1 << 20
+
+
+@pytest.mark.exhaustive
+def test_a_weight_that_is_damaged_is_found_and_the_step_computed_again(
+    tiny_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings: dict[str, Any] = {"policy.layout": {"dp": 3}, "run.steps": 3, "data.eval": None, "rollout.prompts_per_step": 6}
+    whole = tiny_config(**settings, **{"run.name": "whole"})
+    train(whole)
+    finish, calls = Roles.finish_updates, count(1)
+
+    def finish_and_flip(roles: Roles, updates: Any) -> Any:
+        finished = finish(roles, updates)
+        if next(calls) == 2:
+            ray.get(roles.groups["policy"].actors[1].__ray_call__.remote(flip))  # type: ignore[attr-defined]
+        return finished
+
+    monkeypatch.setattr(Roles, "finish_updates", finish_and_flip)
+    config = tiny_config(**settings, **{"run.name": "damaged", "resources": {"spares": 0, "compare_replicas": 1}})
+    train(config)
+    assert "1 rank lost (rank 1 on " in " ".join(capsys.readouterr().out.split())
+    assert curve(config) == curve(whole)
 
 
 def node_of(cluster: Cluster, rank: int, roles: Roles) -> Any:

@@ -1,0 +1,45 @@
+"""Weights of data-parallel replicas, compared: silent damage makes one of them differ."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megarl.config.layout import Layout
+
+if TYPE_CHECKING:
+    from megarl.megatron.rank_model import RankModel
+
+
+def digests_of_weights(model: RankModel) -> tuple[int, int]:
+    """Digests of the bits of the rank's weights, of experts apart: they are replicated over other ranks."""
+    import torch
+    import xxhash
+
+    digests = []
+    for of_experts in (False, True):
+        hashes = [
+            torch.hash_tensor(parameter.detach())
+            for chunk in model.chunks
+            for parameter in chunk.parameters()
+            if getattr(parameter, "allreduce", True) != of_experts
+        ]
+        content = torch.stack(hashes).view(torch.int64).cpu().numpy().tobytes() if hashes else b""
+        digests.append(xxhash.xxh3_64_intdigest(content))
+    return digests[0], digests[1]
+
+
+def differing(layout: Layout, digests: Sequence[tuple[int, int]]) -> list[int]:
+    """Ranks whose weights are not those of most ranks that must have the same; all of these where there is no majority."""
+    found: set[int] = set()
+    for of_experts in (False, True):
+        same: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for rank in range(layout.world_size):
+            at = layout.coords(rank)
+            same[(at.etp, at.ep, at.pp) if of_experts else (at.tp, at.pp)].append(rank)
+        for ranks in same.values():
+            counts = Counter(digests[rank][of_experts] for rank in ranks).most_common()
+            has_majority = len(counts) == 1 or counts[0][1] > counts[1][1]
+            found |= {rank for rank in ranks if not has_majority or digests[rank][of_experts] != counts[0][0]}
+    return sorted(found)
