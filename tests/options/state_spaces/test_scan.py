@@ -127,7 +127,7 @@ def test_the_convolution_sees_the_prompt_and_no_other_sequence(shared: bool, wid
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     of_id = torch.randn(50, 6, dtype=torch.float64)
-    found = layer(of_id[stream.token_ids], scan_order(stream, width))[stream.rows]
+    found = layer(of_id[stream.token_ids], scan_order(stream, width), lambda parameter: parameter)[stream.rows]
     expected = []
     for unit in units():
         for response in unit.responses:
