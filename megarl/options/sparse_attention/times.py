@@ -11,7 +11,7 @@ def stated(plan: CapacityPlan) -> list[str]:
     indexer, lengths = plan.run.roles[0].shape.indexer, plan.lengths
     if indexer is None or indexer_of(plan.run.config.policy).replay == "none":
         return []
-    longest = round(lengths.prompt) + lengths.longest
+    longest = plan.run.config.longest_sequence
     of_token = indexer.layers * -(-longest // 8)
     of_step = of_token * lengths.samples * (lengths.prompt + lengths.response)
     return [

@@ -176,7 +176,7 @@ class Mamba2(MegatronModule):
 
     @property
     def _splits_groups(self) -> bool:
-        """Whether each rank has whole groups."""
+        """Return whether each rank has whole groups."""
         return self.sizes.splits_groups(self.tp_group.size() * self.cp_group.size())
 
     def _of_all_tokens(self, order: ScanOrder, channels: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:

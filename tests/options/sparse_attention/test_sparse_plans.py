@@ -52,7 +52,7 @@ def test_a_plan_says_what_chosen_keys_take_in_main_memory() -> None:
     """DeepSeek-V3.2: a bit for each of 8,192 tokens in 61 layers, for 512 responses of 1,000 tokens behind prompts of 500."""
     overrides = ["rollout.engine=embedded", "rollout.prompts_per_step=64", "rollout.samples_per_prompt=8"]
     overrides += [
-        "rollout.max_new_tokens=7692",
+        "rollout.max_new_tokens=7168",
         "data.max_prompt_tokens=1024",
         "policy.layout={tp: 8, sequence_parallel: true}",
     ]
