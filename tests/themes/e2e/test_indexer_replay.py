@@ -39,6 +39,7 @@ def tiny_sparse(tiny_model: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # tests/options/sparse_attention/test_followed_engine.py does it in one process
 def test_an_engine_that_chooses_other_keys_is_followed(tiny_sparse: Path, tiny_config: Callable[..., Config]) -> None:
     def run(name: str, **overrides: Any) -> list[dict[str, Any]]:
         more = {
