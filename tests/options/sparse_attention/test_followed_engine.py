@@ -11,8 +11,9 @@ import torch
 
 from megarl.config.layout import Layout
 from megarl.data.batch import Batch
+from megarl.data.columns import of_episode
 from megarl.data.sample import Sample
-from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
+from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from tests.families import build_folder
 from tests.world import World
 
@@ -27,6 +28,14 @@ class Followed(NamedTuple):
     counts: Any
 
 
+def sample_of(name: str, prompt: list[int], one: Generation) -> Sample:
+    """A generation as a sample of the group that its prompt is."""
+    mask = [1] * len(one.response_ids)
+    extra = of_episode(one.extra, len(prompt), mask, one.weight_versions)
+    facts = (one.response_ids, mask, one.log_probs, one.weight_versions, "length")
+    return Sample(name, name.partition("/")[0], "row", prompt, *facts, extra=extra)
+
+
 def follow(rank: int, world_size: int, folder: Path) -> Followed:
     """Sample with an engine that chooses the keys that score lowest, and compute the log-probs of its responses."""
     from megarl.megatron.build import initialize_layout
@@ -39,10 +48,10 @@ def follow(rank: int, world_size: int, folder: Path) -> Followed:
     engine = CrookedIndexers(folder, initial_version=0)
     groups = asyncio.run(engine.generate(EngineRequest(PROMPTS, params, n=2)))
     samples = [
-        Sample(f"{group}/{number}", str(group), "row", PROMPTS[group], one.response_ids, [1] * len(one.response_ids),
-               one.log_probs, one.weight_versions, "length", extra=dict(one.extra))
-        for group, of_group in enumerate(groups) for number, one in enumerate(of_group)
-    ]  # fmt: skip
+        sample_of(f"{group}/{number}", PROMPTS[group], one)
+        for group, of_group in enumerate(groups)
+        for number, one in enumerate(of_group)
+    ]
     initialize_layout(Layout(), seed=1)
     role, batch = RankModel(ModelOptions(str(folder), Layout())), Batch(samples)
     units = batch.unit_rows(range(len(batch)), share_prefix=True)
