@@ -41,6 +41,8 @@ class EngineCapabilities:
     """Answers prompts that show videos in the model's own way (`data.video: native`)."""
     routes: bool = False
     """Says which experts each token went to, if it is asked (`SamplingParams.extra`)."""
+    indexes: bool = False
+    """Says which keys indexers chose for each token, if it is asked."""
     continues: bool = False
     """Cuts responses short when it is told to (`Engine.cut`), and goes on with those that were (`EngineRequest.begun`)."""
     reports: bool = False
@@ -97,6 +99,7 @@ EMBEDDED = EngineCapabilities(
     sees=True,
     sees_videos=True,
     routes=True,
+    indexes=True,
     continues=True,
     keeps_turns=True,
     starts_elsewhere=True,
@@ -141,6 +144,7 @@ NOT_YET_KNOWN = EngineCapabilities(
     sees=True,
     sees_videos=True,
     routes=True,
+    indexes=True,
     continues=True,
     keeps_turns=True,
     drafts=DRAFTS,

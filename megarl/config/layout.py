@@ -202,19 +202,17 @@ class Layout:
         expert_ffn_size: int | None = None,
         deepstack: int = 0,
         linear_heads: int | None = None,
-        linear_exchanges: bool = True,
     ) -> None:
         """Refuse a layout that cannot hold a model of these sizes, naming the nearest sizes that can.
 
         `ffn_size` is the width of dense layers and shared experts, None where there are none. Behind the first `deepstack`
         layers features of a vision tower are added, which is on the first stage. `linear_heads` are the heads of
-        layers with states (linear attention, state spaces), None where no layer has any, which context ranks share out if
-        `linear_exchanges`.
+        layers with states (linear attention, state spaces), None where no layer has any.
 
         Raises:
             LayoutError: tp does not divide the heads (or the KV heads in either direction) or the feed-forward width, cp the
-                heads of linear attention on a tensor rank, the layers do not share among the stages or too few are in the first
-                chunk, ep does not divide the experts, or etp an expert's width.
+                heads of layers with states on a tensor rank, the layers do not share among the stages or too few are in the
+                first chunk, ep does not divide the experts, or etp an expert's width.
         """
 
         def holds(tp: int) -> bool:
@@ -228,13 +226,10 @@ class Layout:
             reason = f"does not divide the model's {', '.join(sizes[:-1])} and {sizes[-1]}"
             fit = [n for n in divisors(num_heads) if holds(n)]
             raise self._refusal("tp", reason, fit, rule="does not divide the model's heads and feed-forward width")
-        if linear_heads is not None and self.cp > 1 and not linear_exchanges:
-            reason = "splits a sequence, whose states the layers of this model hand from token to token"
-            raise self._refusal("cp", reason, allowed="1", rule="must be 1 for a model with state spaces")
         if linear_heads is not None and linear_heads // self.tp % self.cp:
             heads = linear_heads // self.tp
-            reason = f"does not divide the {heads} key heads of linear attention that each of {self.tp} tensor ranks has"
-            rule = "does not divide the key heads of linear attention on a tensor rank"
+            reason = f"does not divide the {heads} heads of layers with states that each of {self.tp} tensor ranks has"
+            rule = "does not divide the heads of layers with states on a tensor rank"
             raise self._refusal("cp", reason, divisors(heads), rule=rule)
         first_chunk = self.stage_layers(num_layers)[0][0]
         if len(first_chunk) < deepstack:

@@ -32,11 +32,13 @@ class TokenRules:
     """The rules of a token column.
 
     `agreed`: of arrays of the same tokens, what they agree on; a prompt that responses share has this. `of_episode`: of the
-    values of a whole episode, tokens of its prompt, sampled mask and versions, those that are its own.
+    values of a whole episode, tokens of its prompt, sampled mask and versions, those that are its own. `alike`: the same arrays
+    with shapes that differ in the number of tokens alone.
     """
 
     agreed: Callable[[Sequence[TokenValues]], TokenValues]
     of_episode: Callable[[TokenValues, int, Sequence[int], Sequence[int]], TokenValues]
+    alike: Callable[[Sequence[TokenValues]], Sequence[TokenValues]] = list
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,13 @@ def from_json(record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     return values, {name: value for name, value in record.items() if name not in known}
 
 
+def concatenated(name: str, pieces: Sequence[TokenValues]) -> TokenValues:
+    """The values of the token column `name` of tokens that were computed one piece after another."""
+    rules = columns()[name].tokens
+    assert rules is not None, "only token columns come in pieces"
+    return np.concatenate(rules.alike(pieces))
+
+
 def unknown(dtype: npt.DTypeLike) -> int:
     """The number that stands in a token column of this type where nothing is known."""
     return int(np.iinfo(dtype).max)
@@ -154,6 +163,8 @@ class TokenColumn:
         """`of_rows`: of each row's prompt and response; None: not known. Responses to a prompt share what they agree on."""
         rules = columns()[name].tokens
         assert rules is not None, "only token columns are laid beside tokens"
+        given = iter(rules.alike([values for values in of_rows if values is not None]))
+        of_rows = [None if values is None else next(given) for values in of_rows]
         nobody = next(values for values in of_rows if values is not None)[:0]
         of_prompts: list[list[TokenValues]] = [[] for _ in prompt_lengths]
         responses: list[TokenValues] = []

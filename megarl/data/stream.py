@@ -153,11 +153,11 @@ class PackedStream:
         return torch.cat([torch.zeros(0, dtype=torch.long), *places])
 
     def to(self, device: torch.device) -> PackedStream:
-        """The same stream with its tensors on `device`."""
+        """The same stream with its tensors on `device`, but for token columns, of which layers take what is theirs."""
         names = ("token_ids", "position_ids", "rows", "targets", "response", "lengths")
         moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
         columns = {name: column.to(device) for name, column in self.columns.items()}
-        return replace(self, **moved, columns=columns, extra={name: values.to(device) for name, values in self.extra.items()})
+        return replace(self, **moved, columns=columns)
 
     def answers(self, values: Tensor) -> Answers:
         """Per-token `values` `[N, C]` by response, zero where the mask is."""

@@ -1,11 +1,11 @@
-"""Exchanges between the ranks of a context-parallel group: scores of the whole stream, and heads for tokens."""
+"""Exchanges between the ranks of a context-parallel group: scores of the whole stream, heads for tokens, and all tokens."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from torch import Tensor
 
 
@@ -47,3 +47,12 @@ def all_heads_of_own_tokens(heads: Tensor, layout: Tensor, group: torch.distribu
     """The way back, `[S, H/cp, W]` to `[S/cp, H, W]`."""
     of_ranks = all_to_all(group, heads[layout.flatten()])
     return of_ranks.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)
+
+
+def all_tokens(tokens: Tensor, layout: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """This rank's tokens `[S/cp, ...]` to the whole stream's in its order, `[S, ...]`.
+
+    Going backward a token's gradient is the sum over the ranks, each of which does something else with all of them.
+    """
+    of_ranks = gather_from_sequence_parallel_region(tokens, tensor_parallel_output_grad=True, group=group)
+    return torch.empty_like(of_ranks).index_copy(0, layout.flatten(), of_ranks)

@@ -119,10 +119,9 @@ class LinearAttention(Protocol):
     def heads(self) -> int:
         """Heads that tensor and context parallelism together must divide."""
 
-    @property
-    def exchanged(self) -> int | None:
-        """Numbers of a token that context-parallel ranks exchange in a layer's forward pass, for all heads; None: they cannot
-        share these layers out."""
+    def exchanged(self, tp: int, cp: int) -> int:
+        """Numbers of a token that context ranks exchange in a layer's forward pass, on all tensor ranks together; those that
+        all of them get count `cp` times."""
 
     def products(self, hidden: int) -> int:
         """Multiply-adds per token of one layer of a decoder of width `hidden`."""

@@ -156,7 +156,6 @@ class ModelShape:
             "expert_ffn_size": self.expert_ffn or None,
             "deepstack": len(self.vision.deepstack) if self.vision else 0,
             "linear_heads": self.linear.heads if self.linear else None,
-            "linear_exchanges": self.linear is None or self.linear.exchanged is not None,
         }
 
     @property

@@ -460,8 +460,8 @@ class Roles:
         group = self.group_of(role)
         shared = (self.share_prefix and self._can_share(role)) or keep_groups
         copied = not shared and batch.prompts_show_pictures  # a micro-batch computes a picture once, however many show it
-        share_turns = role != POLICY or self.config.routing_replay == "none"  # as the ranks do: see `step.py`
-        units = batch.unit_rows(rows, share_prefix=shared or copied, share_turns=share_turns)
+        apart = bool(extra and batch.extra) or (role == POLICY and self.config.routing_replay != "none")  # see `step.py`
+        units = batch.unit_rows(rows, share_prefix=shared or copied, share_turns=not apart)
         limit = (self.specs[role].trained or self.config.policy).max_tokens_per_micro_batch
         plan = self._plan(
             units.sizes,

@@ -85,8 +85,7 @@ class DeltaSizes:
         """The key heads: a tensor rank has whole ones, and the value heads that read with them."""
         return self.keys
 
-    @property
-    def exchanged(self) -> int:
+    def exchanged(self, tp: int, cp: int) -> int:
         """The convolution's inputs, write strengths and decays, and what is read."""
         return self.channels + 2 * self.values + self.values_width
 

@@ -76,8 +76,7 @@ class KimiSizes(DeltaSizes):
         layers = frozenset(number for number, kind in enumerate(hf_config["layer_types"]) if kind == LINEAR)
         return cls(layers, heads, heads, dim, dim, size(hf_config, "linear_conv_kernel_dim"))
 
-    @property
-    def exchanged(self) -> int:
+    def exchanged(self, tp: int, cp: int) -> int:
         """The convolution's inputs, write strengths and decays, and what is read."""
         return self.channels + self.values + 2 * self.values_width
 

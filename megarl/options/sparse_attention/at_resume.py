@@ -6,5 +6,5 @@ from megarl.config.at_resume import APPLIED, answers, refused
 
 AT_RESUME = answers(
     ("policy.indexer", refused("the optimizer has moments of indexers only where they are trained"), "train"),
-    ("policy.indexer", APPLIED, "loss_coeff"),
+    ("policy.indexer", APPLIED, "loss_coeff replay"),
 )

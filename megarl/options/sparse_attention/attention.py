@@ -14,7 +14,7 @@ from megarl.megatron.attention import PackedSequences
 from megarl.megatron.balance_losses import WithLoss
 from megarl.megatron.latent_attention import LatentSelfAttention, Rotation
 from megarl.options.sparse_attention.calls import IndexedCall, IndexedOrder, QueryRows, chosen_keys
-from megarl.options.sparse_attention.indexer import Indexer, choose
+from megarl.options.sparse_attention.indexer import Indexer, Scored, Told, choose
 from megarl.options.sparse_attention.indexer_loss import Attended, indexer_loss
 from megarl.options.sparse_attention.sparse_family import Indexing
 
@@ -49,6 +49,10 @@ class IndexedAttention(torch.nn.Module):
         self.loss_coeff, self.loss_is_sparse = config.dsa_indexer_loss_coeff, config.dsa_indexer_use_sparse_loss
         self.batch_tokens = 1.0
         """Tokens of the batch over which the loss of its indexer is a mean."""
+        self.place = sum(Indexing.CHOOSES in kind for kind in kinds) - 1
+        """Number of the indexer that chooses for it, among those of the model."""
+        self.told_counts: list[Tensor] = []
+        """`Told.counts` of the micro-batches since somebody took them."""
         self.losses: list[Tensor] = []
         """Its values, not yet times `loss_coeff`, of the micro-batches since somebody took them."""
 
@@ -78,6 +82,17 @@ class IndexedAttention(torch.nn.Module):
         choices = order.choices[self.kept_under]
         return _ToChosenKeys.apply(query, key, value, choices, order.calls, self.scale).flatten(1)[:, None]
 
+    def choose(self, scored: Scored, order: IndexedOrder, top_k: int) -> Tensor:
+        """The choices of its indexer, or those that come with the stream. What is computed anew is not counted again."""
+        if order.told is None:
+            return choose(scored, order, top_k, self.tp_group)
+        told = Told(order.told.bits[self.place].to(scored.query.device), top_k)
+        choices = choose(scored, order, top_k, self.tp_group, told)
+        if self.place not in order.told.counted:
+            order.told.counted.add(self.place)
+            self.told_counts.append(told.counts)
+        return choices
+
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -106,8 +121,7 @@ class IndexedLatentAttention(LatentSelfAttention):
         learns = torch.is_grad_enabled() and core.indexer.linear_wk.weight.requires_grad
         with torch.set_grad_enabled(learns):
             scored = core.indexer(hidden.detach(), latent.detach(), rotation, core.cp_group)
-        choices = choose(scored, order, self.config.dsa_indexer_topk, core.tp_group)
-        order.choices[core.kept_under] = choices
+        choices = order.choices[core.kept_under] = core.choose(scored, order, self.config.dsa_indexer_topk)
         if not learns:
             return query
         keys = key.detach().flatten(0, -3)

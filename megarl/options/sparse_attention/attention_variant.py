@@ -8,11 +8,12 @@ from megatron.core import parallel_state
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.data.stream import PackedStream, context_parallel_shard
+from megarl.data.stream import PackedStream, StreamShard, context_parallel_shard
 from megarl.errors import LayoutError
 from megarl.options.sparse_attention.attention import IndexedAttention, IndexedLatentAttention
-from megarl.options.sparse_attention.calls import IndexedOrder, indexed_order
-from megarl.options.sparse_attention.sparse_family import VARIANT
+from megarl.options.sparse_attention.calls import IndexedOrder, ToldKeys, indexed_order
+from megarl.options.sparse_attention.column import COLUMN
+from megarl.options.sparse_attention.sparse_family import VARIANT, Indexing
 
 NAME = VARIANT
 
@@ -36,4 +37,18 @@ def order_of(stream: PackedStream, config: TransformerConfig) -> IndexedOrder:
     """The calls of this rank's queries of `stream`, in main memory."""
     ranks, rank = config.context_parallel_size, parallel_state.get_context_parallel_rank()
     shard = context_parallel_shard(stream, ranks, rank)
-    return indexed_order(stream, shard, weighted=config.dsa_indexer_loss_coeff is not None)
+    told = _told(stream, shard, config)
+    return indexed_order(stream, shard, weighted=config.dsa_indexer_loss_coeff is not None, told=told)
+
+
+def _told(stream: PackedStream, shard: StreamShard, config: TransformerConfig) -> ToldKeys | None:
+    """The choices of keys that come with the tokens of `shard`; positions behind the longest sequence are left out."""
+    keys = stream.extra.get(COLUMN.name)
+    if keys is None:
+        return None
+    assert isinstance(config.linear_attention_freq, list)
+    indexers = sum(Indexing.CHOOSES in Indexing(kind) for kind in config.linear_attention_freq)
+    if keys.shape[1] != indexers:
+        raise ValueError(f"chosen keys are of {keys.shape[1]} indexers, but the model has {indexers}")
+    width = int(stream.position_ids.max()) // 8 + 1
+    return ToldKeys(keys[shard.positions, :, :width].transpose(0, 1).contiguous())

@@ -72,17 +72,40 @@ class IndexedOrder:
     """The calls of this rank's queries, and the choices that layers have made for the micro-batch so far.
 
     `weights` float32 `[n]` say how many sequences each of this rank's n tokens belongs to, where indexers are trained.
-    `choices`, under `IndexedAttention.kept_under`, are int32 `[n, k]`: of each token the columns, in its call's keys, of those
-    that it attends to; if they are fewer than k, the first one again.
+    `told` are the choices that come with the stream; None: none do. `choices`, under `IndexedAttention.kept_under`, are int32
+    `[n, k]`: of each token the columns, in its call's keys, of those that it attends to; if they are fewer than k, the first
+    one again.
     """
 
     calls: tuple[IndexedCall, ...]
     weights: Tensor | None = None
+    told: ToldKeys | None = None
     choices: dict[int, Tensor] = field(default_factory=dict)
 
     def width(self, top_k: int) -> int:
         """Keys that a query chooses at most."""
         return min(top_k, max((call.keys.shape[1] for call in self.calls), default=1))
+
+
+class ToldKeys:
+    """The choices that come with this rank's n tokens, `bits` uint8 `[indexers, n, W]` as in `column.py`.
+
+    They stay in main memory, and a layer's are on a device while it chooses. `counted` are the indexers whose choices are.
+    """
+
+    def __init__(self, bits: Tensor) -> None:
+        self.bits = bits
+        self.counted: set[int] = set()
+
+
+def told_bits(bits: Tensor, call: IndexedCall, rows: QueryRows) -> Tensor:
+    """bool `[B, rows, keys]`: the columns of a call that `bits` `[n, W]`, by position in the sequence, set for its queries."""
+    column = torch.arange(rows.keys, device=bits.device)
+    prefix = call.prefix[:, None]
+    position = torch.where(column < prefix, column, column - call.width + prefix).clamp(0, 8 * bits.shape[1] - 1)
+    of_queries = bits[call.queries[:, rows.first : rows.last]]
+    of_bytes = of_queries.gather(-1, (position // 8)[:, None].expand(*of_queries.shape[:2], -1))
+    return (of_bytes >> (position % 8).to(torch.uint8)[:, None] & 1).bool()
 
 
 def chosen_keys(choices: Tensor, call: IndexedCall, rows: QueryRows) -> Tensor:
@@ -92,7 +115,7 @@ def chosen_keys(choices: Tensor, call: IndexedCall, rows: QueryRows) -> Tensor:
     return is_chosen.scatter_(-1, columns, True)
 
 
-def indexed_order(stream: PackedStream, share: StreamShard, *, weighted: bool) -> IndexedOrder:
+def indexed_order(stream: PackedStream, share: StreamShard, *, weighted: bool, told: ToldKeys | None = None) -> IndexedOrder:
     """The calls of the tokens that `share` holds of `stream`, in main memory, with weights if they are asked for."""
     gathered_index, first_of_rank = gathered_places(share)
     weights = None
@@ -101,6 +124,7 @@ def indexed_order(stream: PackedStream, share: StreamShard, *, weighted: bool) -
         weights = sequences.weights[sequences.segment[share.positions]]
     return IndexedOrder(
         weights=weights,
+        told=told,
         calls=tuple(
             _call(stream, list(together), gathered_index, first_of_rank)
             for of_chunk in query_ranges(stream, len(share.layout), share.rank)

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from megarl.megatron.latent_attention import ReplicatedLinear, Rotation
-from megarl.options.sparse_attention.calls import IndexedCall, IndexedOrder, QueryRows
+from megarl.options.sparse_attention.calls import IndexedCall, IndexedOrder, QueryRows, told_bits
 
 KEY_NORM_EPS = 1e-6
 """transformers', whatever `rms_norm_eps` says."""
@@ -91,10 +91,37 @@ class Indexer(torch.nn.Module):
         return torch.cat([rotation.pairs(rotated) if self.rotates_pairs else rotation.halves(rotated), rest], dim=-1)
 
 
+class Told:
+    """The choices of one layer's indexer that come with this rank's queries, `bits` `[n, W]`, and `counts` of them.
+
+    Int64 `[4]`, of the queries that see more than `top_k` keys: how many there are, how many of them come with a choice, the
+    keys of these, and those of them that the indexer would not choose.
+    """
+
+    def __init__(self, bits: Tensor, top_k: int) -> None:
+        self.bits, self.top_k = bits, top_k
+        self.counts = torch.zeros(4, dtype=torch.long, device=bits.device)
+
+    def followed(self, live: Tensor, visible: Tensor, call: IndexedCall, rows: QueryRows) -> Tensor:
+        """bool `[B, rows, keys]`: the told choices where they are known, else those of `live`."""
+        told = told_bits(self.bits, call, rows) & visible
+        number = told.sum(-1)
+        is_known = (number > 0) & (number <= self.top_k)  # all bits are set where the choice is not
+        counted = (visible.sum(-1) > self.top_k) & call.real[:, rows.first : rows.last]
+        of_known = counted & is_known
+        differing = (told & ~live).sum(-1)
+        self.counts += torch.stack([counted.sum(), of_known.sum(), (number * of_known).sum(), (differing * of_known).sum()])
+        return torch.where(is_known[..., None], told, live)
+
+
 @torch.no_grad()
-def choose(scored: Scored, order: IndexedOrder, top_k: int, tp_group: torch.distributed.ProcessGroup) -> Tensor:
-    """The choices of this rank's queries as `IndexedOrder.choices` has them; ranks of `tp_group`, which have the same queries,
-    share out the chunks."""
+def choose(
+    scored: Scored, order: IndexedOrder, top_k: int, tp_group: torch.distributed.ProcessGroup, told: Told | None = None
+) -> Tensor:
+    """The choices of this rank's queries as `IndexedOrder.choices` has them, those that they come with where these are `told`.
+
+    Ranks of `tp_group`, which have the same queries, share out the chunks.
+    """
     width, ranks = order.width(top_k), tp_group.size()
     choices = torch.zeros(len(scored.query), width, dtype=torch.int32, device=scored.query.device)
     number = 0
@@ -102,7 +129,7 @@ def choose(scored: Scored, order: IndexedOrder, top_k: int, tp_group: torch.dist
         chosen = choices.new_zeros(*call.queries.shape, width)
         for rows in call.chunks(scored.query.shape[1]):
             if number % ranks == tp_group.rank():
-                chosen[:, rows.first : rows.last] = _chosen(scored, call, rows, top_k, width)
+                chosen[:, rows.first : rows.last] = _chosen(scored, call, rows, top_k, width, told)
             number += 1
         choices[call.target] = chosen.flatten(0, 1)[call.source]
     if ranks > 1:
@@ -110,12 +137,14 @@ def choose(scored: Scored, order: IndexedOrder, top_k: int, tp_group: torch.dist
     return choices
 
 
-def _chosen(scored: Scored, call: IndexedCall, rows: QueryRows, top_k: int, width: int) -> Tensor:
+def _chosen(scored: Scored, call: IndexedCall, rows: QueryRows, top_k: int, width: int, told: Told | None) -> Tensor:
     """int32 `[B, rows, width]`."""
-    visible = call.visible(rows)
+    chosen = visible = call.visible(rows)
     if rows.keys > top_k:
-        visible = best(scored.scores(call, rows), visible, top_k)
-    return columns_of(visible, width)
+        chosen = best(scored.scores(call, rows), visible, top_k)
+    if told is not None:
+        chosen = told.followed(chosen, visible, call, rows)
+    return columns_of(chosen, width)
 
 
 def best(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:

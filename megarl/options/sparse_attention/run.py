@@ -1,4 +1,4 @@
-"""Training of indexers in a run: what a role's model is told of it, and its figure in a step."""
+"""Training of indexers in a run, and replay of their choices: what a role's model is told, and figures in a step."""
 
 from __future__ import annotations
 
@@ -7,15 +7,31 @@ from typing import Any
 from megarl.config import AnyConfig, Config
 from megarl.data.batch import Batch
 from megarl.experience.step_parts import StepPart
-from megarl.options.sparse_attention.rank_questions import taken_losses
-from megarl.options.sparse_attention.section import indexer_of
+from megarl.options.sparse_attention.rank_questions import ReplayCounts, taken_losses, taken_replays
+from megarl.options.sparse_attention.section import IndexerConfig, indexer_of
 from megarl.runs.training_side import POLICY, TrainingSide
 
 
 class IndexerPart(StepPart):
-    """Says in `indexer/divergence` how far indexers are from attention: the mean KL over layers, updates and tokens."""
+    """Says in `indexer/divergence` how far indexers are from attention, the mean KL over layers, updates and tokens, and in
+    `indexer/missing` and `indexer/differing` what was replayed."""
+
+    def __init__(self, indexer: IndexerConfig) -> None:
+        self.indexer = indexer
 
     def figures(self, roles: TrainingSide, batch: Batch) -> dict[str, float]:
+        trained = self._of_training(roles) if self.indexer.train != "none" else {}
+        return trained | (self._of_replay(roles) if self.indexer.replay != "none" else {})
+
+    def _of_replay(self, roles: TrainingSide) -> dict[str, float]:
+        """Of queries that see more keys than they may choose."""
+        counts = ReplayCounts(*map(sum, zip(*roles.ask(POLICY, taken_replays), strict=True)))
+        return {
+            "indexer/missing": 1.0 - counts.known / max(counts.queries, 1) if counts.queries else 0.0,
+            "indexer/differing": counts.differing / max(counts.keys, 1),
+        }
+
+    def _of_training(self, roles: TrainingSide) -> dict[str, float]:
         by_rank = roles.ask(POLICY, taken_losses)
         layers = {layer for losses, _ in by_rank for layer in losses}
         passes = max(passes for _, passes in by_rank)
@@ -24,8 +40,9 @@ class IndexerPart(StepPart):
 
 
 def take_part(config: Config, tokenizer: object) -> IndexerPart | None:
-    """The part of a run that trains indexers."""
-    return IndexerPart() if indexer_of(config.policy).train != "none" else None
+    """The part of a run that trains indexers, or replays their choices."""
+    indexer = indexer_of(config.policy)
+    return IndexerPart(indexer) if (indexer.train, indexer.replay) != ("none", "none") else None
 
 
 def model_options(config: AnyConfig, role: str) -> dict[str, Any]:

@@ -36,4 +36,4 @@ def put_into(layer: ModuleSpec, layer_spec: str, sizes: Any) -> None:
 
 def order_of(stream: PackedStream, config: TransformerConfig) -> ScanOrder:
     """The order in which the layers run over `stream`, in main memory."""
-    return scan_order(stream, config.linear_conv_kernel_dim)
+    return scan_order(stream, config.linear_conv_kernel_dim, config.context_parallel_size)

@@ -3,10 +3,14 @@
 megarl's own module, because megatron-core's needs the kernels of mamba-ssm also where they are not called, cannot begin a
 sequence from a shared prompt's state, and wants as many groups as tensor ranks. Each tensor rank has whole heads. It has whole
 groups too if there are enough; else it computes a share of the rows of B and C, which the ranks then gather.
+
+Context ranks share out a tensor rank's heads, and exchange tokens for them: each runs over the whole stream with its own. They
+exchange groups in the same way if there are enough for all ranks; else each gets B and C of all tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +32,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from megarl.data.recurrence import Stage
+from megarl.megatron.context_parallel import all_heads_of_own_tokens, all_tokens, own_heads_of_all_tokens
 from megarl.megatron.norms import rms_norm
 from megarl.megatron.sections import in_sections
 from megarl.options.state_spaces.mamba import MambaSizes
@@ -51,16 +56,17 @@ class Convolution(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(channels, 1, width, dtype=dtype))
         self.bias = torch.nn.Parameter(torch.empty(channels, dtype=dtype)) if has_bias else None
 
-    def forward(self, channels: Tensor, order: ScanOrder) -> Tensor:
-        """`[S, C]` to `[S, C]`."""
-        size, width = len(channels), self.weight.shape[-1]
-        of_taps, nothing = self.weight[:, 0].unbind(1), channels.new_zeros(width, channels.shape[1])
+    def forward(self, channels: Tensor, order: ScanOrder, own: Callable[[Tensor], Tensor]) -> Tensor:
+        """`[S, C]` to `[S, C]`, channels of which `own` of a parameter takes the rows."""
+        weight, bias = own(self.weight)[:, 0], None if self.bias is None else own(self.bias)
+        size, width = len(channels), weight.shape[-1]
+        of_taps, nothing = weight.unbind(1), channels.new_zeros(width, channels.shape[1])
         padded = torch.cat([nothing[1:], channels, nothing[:1]])  # behind the stream's end a row of zeros, for those without
         found = sum((padded[n : n + size] * tap for n, tap in enumerate(of_taps)), start=torch.zeros_like(channels))
         if len(order.begins):
             seen = padded.index_select(0, order.seen.flatten() + width - 1).unflatten(0, (-1, width))
-            found = found.index_copy(0, order.begins, (seen * self.weight[:, 0].T).sum(1))
-        return F.silu(found if self.bias is None else found + self.bias)
+            found = found.index_copy(0, order.begins, (seen * weight.T).sum(1))
+        return F.silu(found if bias is None else found + bias)
 
 
 class GatedNorm(torch.nn.Module):
@@ -117,9 +123,11 @@ class Mamba2(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.layer_number, self.sizes = layer_number, sizes
-        self.tp_group = pg_collection.tp
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         ranks = self.tp_group.size()
         self.heads, self.inner, self.shared = sizes.num_heads // ranks, sizes.inner // ranks, sizes.shared // ranks
+        self.own_heads = self.heads // self.cp_group.size()
+        self.own_inner = self.own_heads * sizes.head_dim
         hidden, dtype = config.hidden_size, config.params_dtype
         rows = sum(self._sections().values()) * ranks
         self.in_proj = build_module(submodules.in_proj, hidden, rows, gather_output=False, **self._linear(config, "fc1"))
@@ -145,8 +153,8 @@ class Mamba2(MegatronModule):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, packed_seq_params: Any = None, **unused: Any
     ) -> tuple[Tensor, None]:
-        """`[S, 1, H]` (split once more under sequence parallelism) to the same; of tokens in no segment the state space reads
-        zero.
+        """`[S/cp, 1, H]` (split once more under sequence parallelism) to the same; of tokens in no segment the state space
+        reads zero.
 
         `packed_seq_params.order` says which tokens follow which.
         """
@@ -154,31 +162,68 @@ class Mamba2(MegatronModule):
         mixed, _ = self.in_proj(hidden_states)
         gate, channels, steps = mixed[:, 0].split([self.inner, self.inner + 2 * self.shared, self.heads], dim=-1)
         exact = torch.promote_types(mixed.dtype, torch.float32)
-        channels = self.conv1d(channels, order).to(exact)
-        inputs, of_groups = channels.split([self.inner, 2 * self.shared], dim=-1)
-        steps = F.softplus(steps.to(exact) + self.dt_bias.to(exact)).clamp(*self.sizes.steps)
+        if self.cp_group.size() > 1:
+            channels, steps = self._of_all_tokens(order, channels, steps)
+        channels = self.conv1d(channels, order, self._own_channels).to(exact)
+        inputs, of_groups = channels.tensor_split([self.own_inner], dim=-1)
+        steps = F.softplus(steps.to(exact) + self._own(self.dt_bias).to(exact)).clamp(*self.sizes.steps)
         read = self._read(order, torch.cat([inputs, self._groups(of_groups), steps], dim=-1))
+        if self.cp_group.size() > 1:
+            read = all_heads_of_own_tokens(read, order.layout, self.cp_group)
         normed = self.norm(read, gate)
         output, _ = self.out_proj(normed.to(mixed.dtype)[:, None])
         return output, None
 
+    @property
+    def _splits_groups(self) -> bool:
+        """Return whether each rank has whole groups."""
+        return self.sizes.splits_groups(self.tp_group.size() * self.cp_group.size())
+
+    def _of_all_tokens(self, order: ScanOrder, channels: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+        """The convolution's inputs and the steps of the heads that this context rank runs, for the whole stream."""
+        inputs, *of_groups = channels.split([self.inner, self.shared, self.shared], dim=-1)
+        by_rank = [part.unflatten(1, (self.cp_group.size(), -1)) for part in (inputs, steps, *of_groups)]
+        by_rank = by_rank if self._splits_groups else by_rank[:2]
+        whole = own_heads_of_all_tokens(torch.cat(by_rank, dim=-1), order.layout, self.cp_group)[:, 0]
+        inputs, steps, groups = whole.tensor_split([self.own_inner, self.own_inner + self.own_heads], dim=-1)
+        if not self._splits_groups:
+            groups = all_tokens(torch.cat(of_groups, dim=-1), order.layout, self.cp_group)
+        return torch.cat([inputs, groups], dim=-1), steps
+
+    def _own(self, parameter: Tensor) -> Tensor:
+        """Of a tensor rank's parameter by heads or groups the part of the heads that this context rank runs."""
+        return parameter.chunk(self.cp_group.size())[self.cp_group.rank()]
+
+    def _own_channels(self, parameter: Tensor) -> Tensor:
+        """Of a parameter of the convolution the rows of the channels that this rank computes."""
+        if self.cp_group.size() == 1:
+            return parameter
+        inputs, *of_groups = parameter.split([self.inner, self.shared, self.shared])
+        return torch.cat([self._own(inputs), *(map(self._own, of_groups) if self._splits_groups else of_groups)])
+
     def _groups(self, of_groups: Tensor) -> Tensor:
         """B and C `[S, 2 * G * N]` of the groups that this rank's heads read, of its share of both."""
         sizes, ranks = self.sizes, self.tp_group.size()
-        if sizes.groups % ranks == 0:
+        if self._splits_groups:
             return of_groups
-        apart = of_groups.unflatten(1, (2, -1)).permute(2, 1, 0)
-        # The backward pass sums over the ranks what each one's heads ask of a group.
-        whole = gather_from_sequence_parallel_region(apart.contiguous(), tensor_parallel_output_grad=True, group=self.tp_group)
-        heads = torch.arange(self.heads, device=of_groups.device) + self.tp_group.rank() * self.heads
-        groups = heads * sizes.groups // sizes.num_heads
-        if sizes.num_heads // sizes.groups % self.heads == 0:  # all of the same group
+        whole, first = of_groups.unflatten(1, (2, -1)).permute(2, 1, 0), 0
+        if sizes.groups % ranks:
+            # The backward pass sums over the ranks what each one's heads ask of a group.
+            whole = gather_from_sequence_parallel_region(
+                whole.contiguous(), tensor_parallel_output_grad=True, group=self.tp_group
+            )
+        else:
+            first = self.tp_group.rank() * sizes.groups // ranks
+        number = self.tp_group.rank() * self.cp_group.size() + self.cp_group.rank()
+        heads = torch.arange(self.own_heads, device=of_groups.device) + number * self.own_heads
+        groups = heads * sizes.groups // sizes.num_heads - first
+        if sizes.num_heads // sizes.groups % self.own_heads == 0:  # all of the same group
             groups = groups[:1]
-        return whole.unflatten(0, (sizes.groups, -1))[groups].permute(3, 2, 0, 1).flatten(1)
+        return whole.unflatten(0, (-1, sizes.state))[groups].permute(3, 2, 0, 1).flatten(1)
 
     def _read(self, order: ScanOrder, tokens: Tensor) -> Tensor:
         """Reads of all tokens of the stream, and their own input by D, `[S, H, P]`; `tokens` have inputs, B and C, steps."""
-        shape = (self.heads, self.sizes.head_dim)
+        shape = (self.own_heads, self.sizes.head_dim)
         states = tokens.new_zeros(1, *shape, self.sizes.state)
         places: list[Tensor] = []
         parts: list[Tensor] = []
@@ -193,13 +238,14 @@ class Mamba2(MegatronModule):
 
         Runs of similar length are computed together.
         """
-        rates, own = -self.A_log.to(tokens.dtype).exp(), self.D.to(tokens.dtype)[:, None]
-        widths = [self.inner, *2 * [(tokens.shape[1] - self.inner - self.heads) // 2], self.heads]
+        rates, own = -self._own(self.A_log).to(tokens.dtype).exp(), self._own(self.D).to(tokens.dtype)[:, None]
+        of_groups = (tokens.shape[1] - self.own_inner - self.own_heads) // 2
+        widths = [self.own_inner, of_groups, of_groups, self.own_heads]
         behind, numbers = [], []
         for runs in stage.padded:
             taken = tokens.index_select(0, runs.tokens.flatten()).unflatten(0, runs.tokens.shape)
             inputs, writes, reads, steps = taken.split(widths, dim=-1)
-            inputs = inputs.unflatten(-1, (self.heads, -1))
+            inputs = inputs.unflatten(-1, (self.own_heads, -1))
             writes, reads = (t.unflatten(-1, (-1, self.sizes.state)) for t in (writes, reads))
             steps = steps * runs.real[..., None]
             found, after = chunked_scan(inputs, steps, rates, writes, reads, before[runs.runs])

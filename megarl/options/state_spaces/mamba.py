@@ -65,13 +65,16 @@ class MambaSizes:
 
     @property
     def heads(self) -> int:
-        """A number that tensor parallelism must divide: a rank has whole heads, and as many rows of B and C as the others."""
+        """A number that all ranks must divide: each has whole heads, and each tensor rank as many rows of B and C."""
         return math.gcd(self.num_heads, self.shared)
 
-    @property
-    def exchanged(self) -> None:
-        """Context ranks exchange nothing: they cannot share out these layers."""
-        return None
+    def splits_groups(self, ranks: int) -> bool:
+        """Return whether each of `ranks` that share out the heads has whole groups, and so none that another one reads."""
+        return self.groups % ranks == 0
+
+    def exchanged(self, tp: int, cp: int) -> int:
+        """Inputs, steps, what is read, B and C, of which each context rank gets all where groups are not split."""
+        return 2 * self.inner + self.num_heads + 2 * self.shared * (1 if self.splits_groups(tp * cp) else cp)
 
     def products(self, hidden: int) -> int:
         """Multiply-adds per token of one layer: projections, convolution, and a state that is written to and read, as

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from megarl.config import Config
 from megarl.config.engine_kinds import EMBEDDED
+from megarl.data.columns import concatenated
 from megarl.data.media import Media
 from megarl.data.stop_finder import ModelTexts, StopFinder
 from megarl.errors import DeadlineError, EngineError
@@ -357,7 +357,7 @@ class EmbeddedEngine(Engine):
 
 def _finished(row: OpenResponse) -> Generation:
     assert row.finish_reason is not None, "a call returns when all of its rows have ended"
-    extra = row.extra | {name: np.concatenate(pieces) for name, pieces in row.pieces.items()}
+    extra = row.extra | {name: concatenated(name, pieces) for name, pieces in row.pieces.items()}
     return Generation(row.response, row.log_probs, row.versions, row.finish_reason, extra, row.prefill)
 
 

@@ -53,4 +53,4 @@ def test_a_layer_exchanges_what_plans_count(world: World, tmp_path: Path, family
     assert linear is not None
     for cp in (1, 2, 4):
         for numbers, tokens in world.call(exchanged_numbers, tmp_path / "model", cp, size=cp):
-            assert numbers == (tokens * linear.exchanged * len(linear.layers) if cp > 1 else 0)
+            assert numbers == (tokens * linear.exchanged(1, cp) * len(linear.layers) if cp > 1 else 0)

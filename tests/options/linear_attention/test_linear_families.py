@@ -80,7 +80,7 @@ def test_what_cannot_be_represented_is_refused_by_field(
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "kimi_linear", "olmo_hybrid"])
 def test_linear_attention_is_split_by_key_heads_over_tensor_and_context_ranks(configs: Any, family: str) -> None:
     shape = shape_of(configs[family])
-    with pytest.raises(ConfigError, match=r"cp is 4, which does not divide the 2 key heads of .* 2 tensor ranks"):
+    with pytest.raises(ConfigError, match=r"cp is 4, which does not divide the 2 heads of layers .* 2 tensor ranks"):
         _check_layout("policy.layout", Layout(tp=2, cp=4, etp=2, sequence_parallel=True), replace(shape, heads=8, kv_heads=8))
     _check_layout("policy.layout", Layout(tp=2, cp=2, etp=2, sequence_parallel=True), shape)
     with pytest.raises(ConfigError, match=r"tp is 8, which does not divide .* 4 heads of layers with states"):

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import transformers
 
 from megarl.models.flops import FlopsModel
 from megarl.models.shape import shape_of
+from megarl.options.sparse_attention.times import stated
+from megarl.planning.gpus import gpu_named
+from megarl.planning.plan import lengths_of, make_plan
+from tests.config.smallest import config
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_operations_are_those_of_every_key_that_is_scored_and_of_every_one_that_is_chosen() -> None:
@@ -38,3 +46,22 @@ def test_a_long_context_of_deepseek_v32_is_counted_by_the_keys_that_are_chosen()
     last = flops.attention(131_071, 1)
     of_indexer = 2 * 61 * (64 * 128 + 64) * 131_072
     assert last - of_indexer == dense.attention(131_071, 1) // 64
+
+
+def test_a_plan_says_what_chosen_keys_take_in_main_memory() -> None:
+    """DeepSeek-V3.2: a bit for each of 8,192 tokens in 61 layers, for 512 responses of 1,000 tokens behind prompts of 500."""
+    overrides = ["rollout.engine=embedded", "rollout.prompts_per_step=64", "rollout.samples_per_prompt=8"]
+    overrides += [
+        "rollout.max_new_tokens=7168",
+        "data.max_prompt_tokens=1024",
+        "policy.layout={tp: 8, sequence_parallel: true}",
+    ]
+    overrides += [f"model.path={ROOT / 'examples/models/deepseek-v3.2'}", "model.layer_spec=reference"]
+
+    def lines(*more: str) -> list[str]:
+        run = config(*overrides, *more)
+        return stated(make_plan(run, gpu_named("h100"), lengths=lengths_of(run, prompt=500, response=1000)))
+
+    [line] = lines("policy.indexer.replay=engine")
+    assert line.startswith("Chosen keys take 62.5 kB of a token, a bit for each of 8,192 in 61 layers: 48 GB of a step")
+    assert lines() == []

@@ -89,7 +89,7 @@ def layer_of(rates: Tensor) -> Any:
     """What `Mamba2._read` needs of a layer."""
     sizes = SimpleNamespace(head_dim=WIDTH, state=STATE)
     own = {"A_log": (-rates).log(), "D": torch.linspace(-1, 1, HEADS, dtype=torch.float64)}
-    found = SimpleNamespace(heads=HEADS, inner=HEADS * WIDTH, sizes=sizes, **own)
+    found = SimpleNamespace(own_heads=HEADS, own_inner=HEADS * WIDTH, sizes=sizes, _own=lambda parameter: parameter, **own)
     found._run = lambda *arguments: Mamba2._run(found, *arguments)
     return found
 
@@ -127,7 +127,7 @@ def test_the_convolution_sees_the_prompt_and_no_other_sequence(shared: bool, wid
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     of_id = torch.randn(50, 6, dtype=torch.float64)
-    found = layer(of_id[stream.token_ids], scan_order(stream, width))[stream.rows]
+    found = layer(of_id[stream.token_ids], scan_order(stream, width), lambda parameter: parameter)[stream.rows]
     expected = []
     for unit in units():
         for response in unit.responses:

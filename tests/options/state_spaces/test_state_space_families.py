@@ -74,10 +74,11 @@ def test_what_cannot_be_represented_is_refused_by_field(
 
 
 @pytest.mark.parametrize("family", [GRANITE, NEMOTRON])
-def test_state_spaces_have_no_context_parallelism_and_are_split_by_heads(configs: Any, family: str) -> None:
+def test_state_spaces_are_split_by_heads_over_tensor_and_context_ranks(configs: Any, family: str) -> None:
     shape = shape_of(configs[family])
-    with pytest.raises(ConfigError, match=r"policy\.layout\.cp is 2, which splits a sequence, whose states"):
-        _check_layout("policy.layout", Layout(cp=2), shape)
+    with pytest.raises(ConfigError, match=r"policy\.layout\.cp is 3, which does not divide the \d heads of layers with states"):
+        _check_layout("policy.layout", Layout(cp=3), shape)
+    _check_layout("policy.layout", Layout(cp=2), shape)
     with pytest.raises(ConfigError, match=r"tp is 16, which does not divide .* heads of layers with states"):
         _check_layout("policy.layout", Layout(tp=16, sequence_parallel=True), replace(shape, heads=16, kv_heads=16))
     _check_layout("policy.layout", Layout(pp=2), shape)
