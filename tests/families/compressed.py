@@ -1,0 +1,82 @@
+"""Tiny models of DeepSeek-V4: windows and rates of compressed keys are a part of what most sequences of the tests have.
+
+Indexers have so many heads that no key's score is zero in all of them: which of equal scores transformers takes is not said.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.families.family import Family
+
+SLIDING, CHOSEN, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+COMPRESSED: dict[str, Any] = {
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "q_lora_rank": 24,
+    "o_groups": 4,
+    "o_lora_rank": 6,
+    "layer_types": [SLIDING, CHOSEN, HEAVY, CHOSEN],
+    "compress_rates": {CHOSEN: 2, HEAVY: 5},
+    "sliding_window": 6,
+    "index_n_heads": 16,
+    "index_head_dim": 12,
+    "index_topk": 3,
+    "hc_mult": 3,
+    "hc_sinkhorn_iters": 6,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "mlp_layer_types": ["hash_moe", "moe", "hash_moe", "moe"],
+    "swiglu_limit": 0.4,
+    "rope_parameters": YARN,
+}
+OPTION: dict[str, Any] = {"option": "compressed_attention"}
+FAMILIES: dict[str, Family] = {"deepseek_v4": Family("DeepseekV4", COMPRESSED, 8, **OPTION)}
+VARIANTS: dict[str, Family] = FAMILIES | {
+    "deepseek_v4-plain": Family(
+        "DeepseekV4",
+        COMPRESSED
+        | {"layer_types": [HEAVY, HEAVY, CHOSEN, SLIDING], "mlp_layer_types": ["moe"] * 4, "rope_parameters": None}
+        | {"hc_mult": 2, "tie_word_embeddings": True, "index_topk": 64, "o_groups": 2, "sliding_window": 3},
+        8,
+        **OPTION,
+    ),
+}
+ODD: dict[str, Family] = {
+    "deepseek_v4-odd": Family(
+        "DeepseekV4",
+        COMPRESSED
+        | {"num_hidden_layers": 5, "num_attention_heads": 6, "o_groups": 3, "n_routed_experts": 6, "moe_intermediate_size": 9}
+        | {"layer_types": [CHOSEN, HEAVY, SLIDING, CHOSEN, CHOSEN], "mlp_layer_types": ["hash_moe", "hash_moe", *["moe"] * 3]},
+        6,
+        **OPTION,
+    ),
+}
+TABLE = "tid2eid"
+"""End of the names of tables of the experts of each token id, on the hub too."""
+
+
+def fill_tables(model: Any, generator: torch.Generator) -> None:
+    """Give each token id experts of its own, all different."""
+    for name, table in model.named_buffers():
+        if name.endswith(TABLE):
+            experts = torch.rand(len(table), model.config.n_routed_experts, generator=generator).argsort(-1)
+            table.copy_(experts[:, : table.shape[1]])
+
+
+def hub_name(name: str) -> str:
+    """What the hub calls a tensor, experts still together; `tests/options/compressed_attention` asks transformers, too."""
+    from megarl.options.compressed_attention.deepseek_v4 import hub_name as on_the_hub
+
+    return on_the_hub(name)
