@@ -79,7 +79,8 @@ def hugging_face(family: str) -> Any:
             spread = SPREAD / 5 if name.endswith(CHOOSES) else SPREAD  # tokens must still matter
             spread = spread / 10 if entry.small is not None and entry.small in name else spread
             value.copy_(centre + spread * torch.randn(value.shape, generator=generator))
-        compressed.fill_tables(model, generator)
+        if entry.comes_with == "compressed_attention":
+            compressed.finish(model, generator)
     return model
 
 
