@@ -71,7 +71,7 @@ class Family:
             "experts": self.num_experts is not None,
             "biases": self.class_prefix == "GptOss",
             "follows": self.follows,
-            "one_context_rank": self.comes_with == "state_spaces",
+            "one_context_rank": self.comes_with in ("state_spaces", "compressed_attention"),
         }
 
     @property

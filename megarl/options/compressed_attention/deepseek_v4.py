@@ -22,7 +22,7 @@ from typing import Any
 
 from megarl.errors import ModelError
 from megarl.models import dense, moe
-from megarl.models.architecture import HFConfig, HubNames, SglangFacts
+from megarl.models.architecture import DecoderTraits, HFConfig, HubNames, SglangFacts
 from megarl.models.hf_fields import positive, refuse, refuse_biases, size, with_defaults
 from megarl.models.packings import Copy
 from megarl.models.text_family import text_family
@@ -361,5 +361,6 @@ ARCHITECTURE = text_family(
     sglang=SglangFacts(refusal=lambda hf_config: NOT_SERVED),
     hub=HubNames(expert=("w1", "w3", "w2")),
     linear=lambda hf_config: compressed_sizes(text_config(hf_config)),
+    traits=lambda hf_config: DecoderTraits(streams=size(text_config(hf_config), "hc_mult")),
     hub_name=hub_name,
 )

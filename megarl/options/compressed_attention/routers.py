@@ -29,6 +29,7 @@ class RootRouter(TopKRouter):
                 "choices; it must be left out"
             )
         super().__init__(config, *args, **kwargs)
+        self.score_function = "sqrtsoftplus"  # which losses that keep experts in balance ask for
         self.register_buffer("token_experts", None)
         self.token_ids: Tensor | None = None
         """int64 `[T]`: ids of the tokens of the forward pass under way."""
