@@ -33,8 +33,8 @@ class BalanceTerms(NamedTuple):
 
 
 def normalised_scores(logits: Tensor, function: str) -> Tensor:
-    """A router's scores of all experts `[T, E]`, float32, that sum to one: its softmax, or its sigmoids, or roots of softpluses,
-    over their sum."""
+    """A router's scores of all experts `[T, E]`, float32, that sum to one: its softmax, or its sigmoids, or the roots of its
+    softpluses, over their sum."""
     if function == "softmax":
         return logits.float().softmax(-1)
     scores = torch.nn.functional.softplus(logits.float()).sqrt() if function == "sqrtsoftplus" else logits.float().sigmoid()

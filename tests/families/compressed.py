@@ -44,7 +44,7 @@ COMPRESSED: dict[str, Any] = {
     "swiglu_limit": 0.4,
     "rope_parameters": YARN,
 }
-OPTION: dict[str, Any] = {"option": "compressed_attention"}
+OPTION: dict[str, Any] = {"linear": True, "option": "compressed_attention"}
 FAMILIES: dict[str, Family] = {"deepseek_v4": Family("DeepseekV4", COMPRESSED, 8, **OPTION)}
 VARIANTS: dict[str, Family] = FAMILIES | {
     "deepseek_v4-plain": Family(

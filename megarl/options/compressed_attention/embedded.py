@@ -1,4 +1,4 @@
-"""DeepSeek-V4 in the embedded engine: transformers counts windows of compressed keys from a row's first place, padding or not."""
+"""DeepSeek-V4 in the embedded engine: transformers counts windows of compressed keys from a row's beginning, padded or not."""
 
 from __future__ import annotations
 
