@@ -126,7 +126,7 @@ class EmbeddedEngine(Engine):
         self._turns = TurnCache(turn_cache_bytes) if keeps_turns else None
         self._recorders = [open_recorder(self._model) for open_recorder in functions("embedded", "open_recorder")]
         of_options = functions("embedded", "takes_no_padding")
-        self._one_length = any([takes_no_padding(self._model) for takes_no_padding in of_options])
+        self._one_length = sum(takes_no_padding(self._model) for takes_no_padding in of_options) > 0
         self._serves = ServedModel(load_hf_config(served_path or model_path), dtype, predicts=updates_draft, lora=lora)
         self._adapters: Any = None
         if lora is not None:
@@ -242,8 +242,8 @@ class EmbeddedEngine(Engine):
     def _run(self, call: _Call) -> None:
         """Complete the rows of a call, `max_batch_samples` at a time."""
         rows = [row for row in call.rows if row.finish_reason is None]
-        for part in self._parts(rows):
-            batch = self._open_batch(part, call.request.params)
+        for together in self._parts(rows):
+            batch = self._open_batch(together, call.request.params)
             epoch = -1
             while batch.rows:
                 with self._turn:

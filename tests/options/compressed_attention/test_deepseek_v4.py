@@ -30,7 +30,7 @@ SLIDING, CHOSEN, HEAVY = "sliding_attention", "compressed_sparse_attention", "he
 REFUSED = [
     (
         {"layer_types": [SLIDING, CHOSEN, HEAVY, "full_attention"]},
-        "layer_types has 'full_attention'; its entries must be among",
+        "layer_types has 'full_attention'; its entries must be",
     ),
     ({"layer_types": [SLIDING] * 3}, "layer_types has 3 entries; it must have one for each of 4 layers"),
     ({"layer_types": None, "compress_ratios": [0, 4, 8, 128]}, "compress_ratios has 8; its entries must be among 0, 4, 128"),
@@ -112,7 +112,7 @@ def test_the_model_of_transformers_defaults_has_as_many_parameters() -> None:
 
 
 def test_names_are_those_that_transformers_writes_and_reads(tmp_path: Path) -> None:
-    """It writes them behind `model.`, which publishers do not, and calls one norm otherwise than it reads it from their files."""
+    """It writes them behind `model.`, which publishers do not, and calls one norm otherwise than it reads it from files."""
     model = hugging_face("deepseek_v4")
     model.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as opened:
