@@ -24,7 +24,7 @@ from megarl.options.compressed_attention.compressor import best
 from megarl.options.compressed_attention.deepseek_v4 import ARCHITECTURE, text_config
 from megarl.options.compressed_attention.families import ARCHITECTURES
 from megarl.options.compressed_attention.order import CompressedOrder, compressed_order
-from tests.families import hub_tensors, hugging_face
+from tests.families import build_folder, hub_tensors, hugging_face
 
 SLIDING, CHOSEN, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 REFUSED = [
@@ -112,12 +112,18 @@ def test_the_model_of_transformers_defaults_has_as_many_parameters() -> None:
 
 
 def test_names_are_those_that_transformers_writes_and_reads(tmp_path: Path) -> None:
-    """It writes them behind `model.`, which publishers do not, and calls one norm otherwise than it reads it from files."""
+    """It writes those of layers behind `model.`, and calls one norm otherwise than it reads it from published folders."""
     model = hugging_face("deepseek_v4")
-    model.save_pretrained(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "pt") as opened:
-        written = {name.removeprefix("model.") for name in opened.keys()}  # noqa: SIM118
-    assert {name.replace(".attn.kv_norm.", ".attn.norm.") for name in hub_tensors(model)} == written
+    model.save_pretrained(tmp_path / "written")
+    with safe_open(tmp_path / "written" / "model.safetensors", "pt") as opened:
+        written = {name.removeprefix("model.") for name in opened.keys() if ".layers." in name}  # noqa: SIM118
+    ours = {name.replace(".attn.kv_norm.", ".attn.norm.") for name in hub_tensors(model)}
+    assert ours - written == {"embed.weight", "norm.weight", "head.weight", *(f"hc_head_{x}" for x in ("fn", "base", "scale"))}
+    assert not written - ours
+    build_folder("deepseek_v4", tmp_path / "published")
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "published", dtype=torch.float32).state_dict()
+    assert read.keys() == model.state_dict().keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_the_sentence_for_an_installation_without_the_option_knows_its_family() -> None:
