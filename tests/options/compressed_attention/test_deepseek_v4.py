@@ -194,7 +194,7 @@ def test_operations_are_those_of_the_model_by_hand(config: Any) -> None:
     attention = hidden * 24 + 24 * width + hidden * 16 + width * 6 + groups * 6 * hidden
     connections = 2 * streams * hidden * (streams * (2 + streams) + 2 + streams)
     compressed = (2 + 1 + 2) * 2 * hidden * 16 + 2 * (hidden * (4 * 12 + 16) + 24 * 16 * 12)
-    experts = 4 * (hidden * 8 + (3 + 1) * 3 * hidden * 12)
+    experts = 4 * (hidden * 8 + (3 + 1) * 3 * hidden * 24)
     assert flops.per_token == 2 * (4 * (attention + connections + compressed // 4) + experts)
     assert shape.attention_layers == 0
     pairs = dict(flops.further_pairs)
