@@ -84,8 +84,7 @@ def by_hugging_face(family: str, top_p: float = 1.0, model: Any = None) -> dict[
     """
     model = hugging_face(family) if model is None else model
     computed = deepcopy(model).double() if family.startswith(IN_FLOAT64) else model
-    with compressed.in_float64() if family.startswith("deepseek_v4") else nullcontext():
-        values = values_of(computed, top_p)
+    values = values_of(computed, top_p)
     return {"tensors": hub_tensors(model), "values": values, "gradients": hub_gradients(computed)}
 
 
@@ -95,7 +94,8 @@ def values_of(model: Any, top_p: float = 1.0) -> dict[int, Tensor]:
     for unit in units():
         for response in unit.responses:
             ids = torch.cat([unit.prompt_ids, response.token_ids])[None]
-            logits = model(ids).logits[0, len(unit.prompt_ids) - 1 : -1].double() / TEMPERATURE
+            with compressed.in_float64() if model.config.model_type == "deepseek_v4" else nullcontext():
+                logits = model(ids).logits[0, len(unit.prompt_ids) - 1 : -1].double() / TEMPERATURE
             ordered, order = logits.detach().softmax(-1).sort(dim=-1, descending=True)
             left_out = torch.zeros_like(ordered, dtype=torch.bool).scatter_(1, order, ordered.cumsum(-1) - ordered >= top_p)
             left_out.scatter_(1, response.token_ids[:, None], False)
