@@ -37,19 +37,18 @@ class Coefficients(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def coefficients(self, streams: Tensor) -> tuple[Tensor, ...]:
-        """`[S, n, H]` to `[S, rows]` of each section, in float64: what Sinkhorn's steps leave of a gradient is a small
-        difference of large ones."""
+        """`[S, n, H]` to `[S, rows]` of each section."""
         flat = streams.flatten(1)
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        projection, base, scale = (parameter.to(flat.dtype) for parameter in (self.projection, self.base, self.scale))
         of_token = torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.norm_epsilon)
-        found = ((flat @ self.projection.to(flat.dtype).T) * of_token).double()
-        base, scale = self.base.double(), self.scale.double()
+        found = (flat @ projection.T) * of_token
         parts = zip(found.split(self.sections, dim=1), scale.unbind(), base.split(self.sections), strict=True)
         return tuple(part * factor + added for part, factor, added in parts)
 
     def collapsed(self, streams: Tensor, logits: Tensor) -> Tensor:
         """`[S, H]`: the sum of the streams, each times the sigmoid of its logit."""
-        weights = (torch.sigmoid(logits) + self.epsilon).to(torch.promote_types(streams.dtype, torch.float32))
+        weights = torch.sigmoid(logits) + self.epsilon
         return (weights.unsqueeze(-1) * streams).sum(1).to(streams.dtype)
 
 
