@@ -37,6 +37,7 @@ COMPRESSED: dict[str, Any] = {
     "index_topk": 3,
     "hc_mult": 3,
     "hc_sinkhorn_iters": 2,  # more of them leave so little of a gradient that float32 is off by 1e-5
+    "moe_intermediate_size": 24,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "mlp_layer_types": ["hash_moe", "moe", "hash_moe", "moe"],
@@ -66,7 +67,7 @@ ODD: dict[str, Family] = {
     "deepseek_v4-odd": Family(
         "DeepseekV4",
         COMPRESSED
-        | {"num_hidden_layers": 5, "num_attention_heads": 6, "o_groups": 3, "n_routed_experts": 6}
+        | {"num_hidden_layers": 5, "num_attention_heads": 6, "o_groups": 3, "n_routed_experts": 6, "moe_intermediate_size": 9}
         | {"layer_types": [CHOSEN, HEAVY, SLIDING, CHOSEN, CHOSEN], "mlp_layer_types": ["hash_moe", "hash_moe", *["moe"] * 3]},
         6,
         **OPTION,

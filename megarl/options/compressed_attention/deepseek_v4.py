@@ -61,6 +61,8 @@ DEFAULTS: dict[str, Any] = {
     "index_topk": 512,
 }
 """transformers'."""
+OTHER_NAMES = {"moe_intermediate_size": "intermediate_size", "n_routed_experts": "num_local_experts"}
+"""Of fields in transformers, which reads both."""
 HASHED_LAYERS, ROTATED = 3, 64 / 512
 COMPRESSED_ROPE = "compressed_rope_parameters"
 """Field of the text config, which no folder has: `rope_parameters` of the layers with compressed keys."""
@@ -118,7 +120,8 @@ def text_config(hf_config: HFConfig) -> HFConfig:
     """
     if COMPRESSED_ROPE in hf_config:
         return hf_config
-    filled = with_defaults(hf_config, DEFAULTS)
+    other_names = {field: hf_config.get(name) for field, name in OTHER_NAMES.items()}
+    filled = with_defaults({**other_names, **hf_config}, DEFAULTS)
     layers, head_dim = size(filled, "num_hidden_layers"), size(filled, "head_dim")
     rates = dict(filled.get("compress_rates") or RATES)
     for kind, old in ((CHOSEN, "compress_rate_csa"), (HEAVY, "compress_rate_hca")):

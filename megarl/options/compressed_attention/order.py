@@ -63,8 +63,9 @@ class BlockCall:
         at_once = max(1, CHUNK_ELEMENTS // (rows * columns * heads))
         for start in range(0, blocks, at_once):
             part = slice(start, start + at_once)
-            fields = (self.queries, self.positions, self.tokens, self.first, self.compressed)
-            yield part, BlockCall(*(values[part] for values in fields), self.source, self.target)
+            queries, positions, tokens = self.queries[part], self.positions[part], self.tokens[part]
+            first, compressed = self.first[part], self.compressed[part]
+            yield part, BlockCall(queries, positions, tokens, first, compressed, self.source, self.target)
 
     def sees_tokens(self, window: int) -> Tensor:
         """bool `[B, R, C]`."""

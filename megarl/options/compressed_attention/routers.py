@@ -42,10 +42,10 @@ class RootRouter(TopKRouter):
                 "recompute_modules has 'moe', but some of this model's routers choose by the ids of a micro-batch's tokens, "
                 "which such layers do not keep; it must be left out"
             )
-        device, unused = self.expert_bias.device, torch.zeros_like(self.expert_bias)
-        del self.expert_bias
-        self.expert_bias = unused  # no part of a checkpoint: nothing is chosen by it
-        self.token_experts = torch.arange(self.topk, device=device).repeat(vocab, 1)
+        bias = self._buffers.pop("expert_bias")
+        assert bias is not None, "the config asks for biases"
+        self.expert_bias: Tensor | None = torch.zeros_like(bias)  # no part of a checkpoint: nothing is chosen by it
+        self.token_experts = torch.arange(self.topk, device=bias.device).repeat(vocab, 1)
 
     def routing(self, logits: Tensor, *unused: Any, **also_unused: Any) -> tuple[Tensor, Tensor]:
         """Weights and choices `[T, E]` of experts from logits `[..., E]`."""

@@ -133,10 +133,10 @@ class CompressedSizes:
         The mean over the layers, with what its two hyper-connections keep of the streams. Scores are made again.
         """
         query, key = self.num_heads * self.head_dim / tp, self.head_dim
-        total = (4 + operand) * self.query_rank + 4 * key  # norms of the latent and of the key, and the latent
+        total: float = (4 + operand) * self.query_rank + 4 * key  # norms of the latent and of the key, and the latent
         total += 3 * itemsize * query + itemsize * key * 3  # queries before and behind their norm, rotated; keys likewise
         total += itemsize * query + operand * self.groups * self.group_rank / tp  # what heads give, and groups
-        of_series = sum(self.series) * (4 * 2 + itemsize * 2) * key + sum(bool(rate) for rate in self.rates) * 2 * key
+        of_series: float = sum(self.series) * (4 * 2 + itemsize * 2) * key + sum(bool(rate) for rate in self.rates) * 2 * key
         total += of_series / len(self.rates)
         total += 4 * sum(self.choosing) * min(self.top_k, mean_length / 4) / len(self.rates)
         streams = self.streams * self.hidden * (3 * 4 if itemsize < 4 else 2 * 4)  # before and behind their norm, in float32
