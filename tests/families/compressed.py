@@ -67,7 +67,7 @@ ODD: dict[str, Family] = {
     "deepseek_v4-odd": Family(
         "DeepseekV4",
         COMPRESSED
-        | {"num_hidden_layers": 5, "num_attention_heads": 6, "o_groups": 3, "n_routed_experts": 6, "moe_intermediate_size": 9}
+        | {"num_hidden_layers": 5, "num_attention_heads": 6, "o_groups": 3, "n_routed_experts": 6}
         | {"layer_types": [CHOSEN, HEAVY, SLIDING, CHOSEN, CHOSEN], "mlp_layer_types": ["hash_moe", "hash_moe", *["moe"] * 3]},
         6,
         **OPTION,

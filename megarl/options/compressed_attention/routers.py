@@ -44,7 +44,7 @@ class RootRouter(TopKRouter):
             )
         bias = self._buffers.pop("expert_bias")
         assert bias is not None, "the config asks for biases"
-        self.expert_bias: Tensor | None = torch.zeros_like(bias)  # no part of a checkpoint: nothing is chosen by it
+        self.expert_bias: Any = torch.zeros_like(bias)  # no part of a checkpoint: nothing is chosen by it
         self.token_experts = torch.arange(self.topk, device=bias.device).repeat(vocab, 1)
 
     def routing(self, logits: Tensor, *unused: Any, **also_unused: Any) -> tuple[Tensor, Tensor]:
