@@ -52,8 +52,6 @@ VARIANTS: dict[str, Family] = FAMILIES | {
         COMPRESSED
         | {"layer_types": [HEAVY, HEAVY, CHOSEN, SLIDING], "mlp_layer_types": ["moe"] * 4, "rope_parameters": None}
         | {
-            "hc_mult": 4,
-            "hc_sinkhorn_iters": 3,
             "tie_word_embeddings": True,
             "index_topk": 64,
             "o_groups": 2,
@@ -79,12 +77,15 @@ TABLE = "tid2eid"
 
 def finish(model: Any, generator: torch.Generator) -> None:
     """Give each token id experts of its own, all different, and hyper-connections such values that streams differ: else the
-    norms behind them leave hardly a gradient."""
+    norms behind them leave hardly a gradient. What joins outputs to streams is kept from saturating: it alone has gradients
+    in the first connection, whose streams are all the same."""
+    streams = model.config.hc_mult
     for name, value in model.named_parameters():
         if name.endswith("scale"):
             value.add_(1.0)
         elif name.endswith("base"):
             value.mul_(15.0)
+            value[streams : 2 * streams].div_(3.0)
     for name, table in model.named_buffers():
         if name.endswith(TABLE):
             experts = torch.rand(len(table), model.config.n_routed_experts, generator=generator).argsort(-1)

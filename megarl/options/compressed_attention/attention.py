@@ -16,7 +16,7 @@ from torch import Tensor
 from megarl.megatron.attention import PackedSequences
 from megarl.megatron.latent_attention import ReplicatedLinear
 from megarl.megatron.norms import ReferenceRMSNorm, UnitNorm
-from megarl.options.compressed_attention.compressor import Compressor, Indexer
+from megarl.options.compressed_attention.compressor import Compressor, WindowIndexer
 from megarl.options.compressed_attention.core_attention import attend
 from megarl.options.compressed_attention.order import CompressedOrder
 from megarl.options.compressed_attention.rotation import Waves
@@ -109,7 +109,7 @@ class CompressedAttention(MegatronModule):
         self.compressor = (
             Compressor(config, sizes.head_dim, self.rate, overlaps=chooses, epsilon=epsilon) if self.rate else None
         )
-        self.indexer = Indexer(config, sizes, self.rate, self.tp_group) if chooses else None
+        self.indexer = WindowIndexer(config, sizes, self.rate, self.tp_group) if chooses else None
         self.core_attention = CoreAttention(config, sizes, self.tp_group)
         self.group_proj = GroupProjection(config, sizes, self.tp_group)
         self.linear_proj = build_module(

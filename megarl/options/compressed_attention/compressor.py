@@ -49,7 +49,7 @@ class Compressor(torch.nn.Module):
         return waves.rotated(self.norm((at * shares).sum(1)), windows.positions)
 
 
-class Indexer(torch.nn.Module):
+class WindowIndexer(torch.nn.Module):
     """Scores of compressed keys, Σ over heads of w · relu(q · k): which of them a query attends to. It has no gradient.
 
     Under sequence parallelism each tensor rank projects its own tokens, and all share out the scores of the queries.

@@ -14,7 +14,7 @@ from torch import Tensor
 from megarl.options.compressed_attention.order import BlockCall
 
 
-class Part(NamedTuple):
+class BlocksPart(NamedTuple):
     """Some blocks of a call: their queries `[B, R * h, d]`, all keys that they may see `[B, C + K, d]`, the shares that heads
     take of each `[B, R * h, C + K]`, and of their sinks `[B, R, h]`."""
 
@@ -94,7 +94,7 @@ def _parts(
     choices: Tensor | None,
     call: BlockCall,
     how: tuple[int, int, float],
-) -> Iterator[Part]:
+) -> Iterator[BlocksPart]:
     window, rate, scale = how
     heads = query.shape[1]
     for at, blocks in call.parts(heads):
@@ -111,7 +111,7 @@ def _parts(
         scores = scores.sub_(most[..., None]).exp_()
         of_sinks = (of_sinks - most).exp()
         total = scores.sum(-1) + of_sinks
-        yield Part(blocks, at, rows, both, scores.div_(total[..., None]).flatten(1, 2), of_sinks / total)
+        yield BlocksPart(blocks, at, rows, both, scores.div_(total[..., None]).flatten(1, 2), of_sinks / total)
 
 
 def _chosen(choices: Tensor, blocks: BlockCall) -> Tensor:

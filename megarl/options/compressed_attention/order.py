@@ -105,7 +105,7 @@ def compressed_order(
             for run in runs
             for block in _blocks(stream, run, of_segments[number_of[run.segment.start]], rate, window, heads)
         ]
-        together = groupby(sorted(blocks, key=_Block.size), key=_Block.size)
+        together = groupby(sorted(blocks, key=_QueryBlock.size), key=_QueryBlock.size)
         calls[rate] = tuple(_call(list(alike), place, first_of_rank) for _, alike in together)
     return CompressedOrder(windows, calls, stream.token_ids[share.positions])
 
@@ -134,7 +134,7 @@ def _windows(stream: PackedStream, rate: int, place: Tensor) -> tuple[Windows, l
 
 
 @dataclass(frozen=True)
-class _Block:
+class _QueryBlock:
     """Queries at places `[r]` of the stream, the first at `position`; `tokens` begin with those of the window before it."""
 
     queries: Tensor
@@ -148,7 +148,9 @@ class _Block:
         return len(self.queries).bit_length(), len(self.compressed).bit_length()
 
 
-def _blocks(stream: PackedStream, run: QueryRange, compressed: Tensor, rate: int, window: int, heads: int) -> Iterator[_Block]:
+def _blocks(
+    stream: PackedStream, run: QueryRange, compressed: Tensor, rate: int, window: int, heads: int
+) -> Iterator[_QueryBlock]:
     segment: Segment = run.segment
     before = stream.tokens_before(segment, window - 1)
     own = torch.arange(segment.start, segment.start + run.last)
@@ -158,10 +160,10 @@ def _blocks(stream: PackedStream, run: QueryRange, compressed: Tensor, rate: int
         last = min(first + rows, run.last)
         seen = compressed[: (segment.before + last) // rate if rate else 0]
         tokens = places[first : last + window - 1]
-        yield _Block(own[first:last], segment.before + first, tokens, window, seen)
+        yield _QueryBlock(own[first:last], segment.before + first, tokens, window, seen)
 
 
-def _call(blocks: list[_Block], place: Tensor, first_of_rank: int) -> BlockCall:
+def _call(blocks: list[_QueryBlock], place: Tensor, first_of_rank: int) -> BlockCall:
     lengths = torch.tensor([len(block.queries) for block in blocks])
     column = torch.arange(int(lengths.max()))
     real = column < lengths[:, None]
