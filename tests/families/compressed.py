@@ -46,21 +46,7 @@ COMPRESSED: dict[str, Any] = {
 }
 OPTION: dict[str, Any] = {"linear": True, "option": "compressed_attention"}
 FAMILIES: dict[str, Family] = {"deepseek_v4": Family("DeepseekV4", COMPRESSED, 8, **OPTION)}
-VARIANTS: dict[str, Family] = FAMILIES | {
-    "deepseek_v4-plain": Family(
-        "DeepseekV4",
-        COMPRESSED
-        | {"layer_types": [HEAVY, HEAVY, CHOSEN, SLIDING], "mlp_layer_types": ["moe"] * 4, "rope_parameters": None}
-        | {
-            "tie_word_embeddings": True,
-            "index_topk": 64,
-            "o_groups": 2,
-            "sliding_window": 3,
-        },
-        8,
-        **OPTION,
-    ),
-}
+VARIANTS: dict[str, Family] = FAMILIES
 ODD: dict[str, Family] = {
     "deepseek_v4-odd": Family(
         "DeepseekV4",
