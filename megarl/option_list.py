@@ -25,6 +25,7 @@ OPTIONS = (
     "linear_attention",
     "sparse_attention",
     "state_spaces",
+    "compressed_attention",
     "environments",
     "tools",
     "agents",

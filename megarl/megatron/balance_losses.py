@@ -33,10 +33,11 @@ class BalanceTerms(NamedTuple):
 
 
 def normalised_scores(logits: Tensor, function: str) -> Tensor:
-    """A router's scores of all experts `[T, E]`, float32, that sum to one: its softmax, or its sigmoids over their sum."""
+    """A router's scores of all experts `[T, E]`, float32, that sum to one: its softmax, or its sigmoids, or the roots of its
+    softpluses, over their sum."""
     if function == "softmax":
         return logits.float().softmax(-1)
-    scores = logits.float().sigmoid()
+    scores = torch.nn.functional.softplus(logits.float()).sqrt() if function == "sqrtsoftplus" else logits.float().sigmoid()
     return scores / scores.sum(-1, keepdim=True).clamp_min(1e-20)
 
 

@@ -104,6 +104,8 @@ class DecoderTraits:
     """The same of logits, before a temperature."""
     mlp_alone: frozenset[int] = frozenset()
     """The layers, counted from 0, that are an MLP or a mixture alone, with no attention."""
+    streams: int = 1
+    """Residual streams that travel between layers one beside another."""
     attention_alone: frozenset[int] = frozenset()
     """The layers that are attention, or what stands in its place, alone, with no MLP."""
 

@@ -30,6 +30,7 @@ class FlopsModel:
     `per_pair`: attention scores and values of the layers without a window, per pair of a token and one it attends to;
     `per_window_pair`: of those whose tokens attend to `window` others, the last ones or those that an indexer chooses, whose
     scores are of all pairs. `vision` is the tower of a model that sees.
+    `further_pairs`: the same of linear attention that looks at tokens too, by window (None: at all).
     `prediction` is the layer for multi-token prediction, which updates alone compute. `frozen_per_token` are those of
     `per_token` whose weights have no gradient, beside adapters, and `frozen_per_row` those of `per_logit_row`.
     """
@@ -43,6 +44,7 @@ class FlopsModel:
     prediction: FlopsModel | None = None
     frozen_per_token: int = 0
     frozen_per_row: int = 0
+    further_pairs: tuple[tuple[int | None, int], ...] = ()
 
     @classmethod
     def of(cls, shape: ModelShape) -> FlopsModel:
@@ -70,6 +72,7 @@ class FlopsModel:
             prediction=cls._of_prediction(shape) if shape.predicts else None,
             frozen_per_token=whole if shape.lora is not None else 0,
             frozen_per_row=2 * shape.hidden * shape.vocab if shape.lora is not None else 0,
+            further_pairs=tuple((window, round(2 * products)) for window, products in getattr(shape.linear, "pairs", ())),
         )
 
     @classmethod
@@ -99,6 +102,8 @@ class FlopsModel:
     def attention(self, before: Length, tokens: Length) -> Length:
         """Operations of attention of so many `tokens` behind others, which they attend to, as to themselves."""
         operations: Length = self.per_pair * (_pairs(before + tokens) - _pairs(before))
+        for window, per_pair in self.further_pairs:
+            operations = operations + per_pair * (_pairs(before + tokens, window) - _pairs(before, window))
         if not self.per_window_pair:
             return operations
         in_window: Length = _pairs(before + tokens, self.window) - _pairs(before, self.window)

@@ -105,7 +105,7 @@ def layer_activations(
         mlp = _experts(shape, layout, precision, rows) if has_experts else _dense(shape, layout, precision, rows)
     if adapters is not None:
         outside, mlp = outside + adapters["self_attention"], mlp + adapters["mlp"]
-    checkpoint = rows * shape.hidden * precision.itemsize
+    checkpoint = rows * shape.hidden * precision.itemsize * shape.traits.streams
     if precision.is_reference:
         return LayerActivations(outside + core + mlp, core, core_inputs, checkpoint)
     # `model_config.recompute_modules`: a dense MLP with its norm, else the experts' activations and their norm's output; of

@@ -285,7 +285,7 @@ def _communication(role: PlannedRole, stage: int, precision: Precision, work: Wo
     stream = work.tokens / layout.cp * shape.hidden * precision.itemsize
     rows = 1 / layout.tp if layout.sequence_parallel else 1.0
     total = stream if layout.sequence_parallel else 0.0
-    total += 2 * stream * rows if layout.pp > 1 else 0.0
+    total += 2 * stream * rows * shape.traits.streams if layout.pp > 1 else 0.0
     if stage == 0 and work.patches and shape.vision is not None:
         total += (1 + len(shape.vision.deepstack)) * stream
     if shape.experts and layout.ep * layout.etp > 1:

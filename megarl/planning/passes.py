@@ -199,7 +199,8 @@ def _links(role: PlannedRole, gpu: GpuSpec, itemsize: int, tokens: float, layers
     if sends_once_to_a_node(role):
         beyond = (nodes - 1) * (1 - (1 - 1 / nodes) ** shape.top_k)
         within = copies
-    pipeline = 2 * rows * row if layout.pp > 1 and not layout.vpp else 0.0  # under vpp sent beside products
+    between = 2 * rows * row * shape.traits.streams
+    pipeline = between if layout.pp > 1 and not layout.vpp else 0.0  # under vpp sent beside products
     seconds = {
         "tensor parallel": tensor / gpu.link_gb_per_s(layout.tp),
         "context parallel": context / gpu.link_gb_per_s(layout.tp * layout.cp),

@@ -51,7 +51,7 @@ def load_over_garbage(rank: int, world_size: int, path: str, layout: Layout, che
     role = make_role(path, layout, spec)
     expected = {name: value.clone() for name, value in state_of(role).items()}
     for value in state_of(role).values():
-        value.fill_(float("nan"))
+        value.fill_(float("nan") if value.is_floating_point() else -1)
     load_role(role, checkpoint)
     found = state_of(role)
     for name, value in expected.items():

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from megarl.models.hf_folder import write_hf_folder
 from megarl.option_list import OPTIONS
-from tests.families import linear, mixtures, positions_and_caps, settings, sparse, state_spaces
+from tests.families import compressed, linear, mixtures, positions_and_caps, settings, sparse, state_spaces
 from tests.families.family import SIZES, SPREAD, Family
 
-_LISTS = (settings, linear, mixtures, positions_and_caps, sparse, state_spaces)
+_LISTS = (settings, linear, mixtures, positions_and_caps, sparse, state_spaces, compressed)
 FAMILIES: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.FAMILIES.items()}
 VARIANTS: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.VARIANTS.items()}
 ODD: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.ODD.items()}
@@ -46,7 +46,7 @@ UNDER_TRANSFORMER_ENGINE = [
 chosen keys has no layers there."""
 
 
-CHOOSES = ("e_score_correction_bias", ".expert_bias")
+CHOOSES = ("e_score_correction_bias", ".expert_bias", ".ffn.gate.bias", compressed.TABLE)
 """Ends of names of what is only added to choose experts, and has no gradient."""
 
 
@@ -69,7 +69,9 @@ def hugging_face(family: str) -> Any:
     config = getattr(transformers, entry.config_class)(**settings)
     model = getattr(transformers, f"{entry.class_prefix}ForCausalLM")(config).float().eval()
     generator = torch.Generator().manual_seed(7)
-    values = dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name.endswith(CHOOSES)}
+    values = dict(model.named_parameters()) | {
+        name: buffer for name, buffer in model.named_buffers() if name.endswith(CHOOSES[:2])
+    }
     with torch.no_grad():
         for name, value in values.items():
             centre = 1.0 if "norm" in name and (not entry.norms_less_one or ".linear_attn." in name) else 0.0
@@ -77,6 +79,8 @@ def hugging_face(family: str) -> Any:
             spread = SPREAD / 5 if name.endswith(CHOOSES) else SPREAD  # tokens must still matter
             spread = spread / 10 if entry.small is not None and entry.small in name else spread
             value.copy_(centre + spread * torch.randn(value.shape, generator=generator))
+        if entry.comes_with == "compressed_attention":
+            compressed.finish(model, generator)
     return model
 
 
@@ -93,6 +97,7 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
         name = name.replace(".mlp.gate.moe_statics.", ".mlp.moe_statics.")  # ERNIE's
         name = name.replace(".gate.e_score", ".e_score") if model.config.model_type == "exaone_moe" else name
         name = state_spaces.hub_name(model.config.model_type, name)
+        name = compressed.hub_name(name) if model.config.model_type == "deepseek_v4" else name
         prefix, fused, part = name.partition(".experts.")
         if not fused:
             found[name] = tensor
@@ -107,7 +112,9 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
             continue
         tensor = tensor.mT if model.config.model_type == "llama4_text" else tensor
         gate, up, down = (
-            ("w1", "w3", "w2") if mixtral or model.config.model_type == "kimi_linear" else ("gate_proj", "up_proj", "down_proj")
+            ("w1", "w3", "w2")
+            if mixtral or model.config.model_type in ("kimi_linear", "deepseek_v4")
+            else ("gate_proj", "up_proj", "down_proj")
         )
         for expert, rows in enumerate(tensor):
             alone = up if part == "up_proj" else down

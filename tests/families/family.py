@@ -71,6 +71,7 @@ class Family:
             "experts": self.num_experts is not None,
             "biases": self.class_prefix == "GptOss",
             "follows": self.follows,
+            "one_context_rank": self.comes_with == "compressed_attention",
         }
 
     @property

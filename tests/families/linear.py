@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tests.families import compressed
 from tests.families.family import Family
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -84,6 +85,8 @@ RENAMED = {
 
 def hub_layer(model_type: str, layer: str) -> str:
     """What the hub calls a linear layer of these families, which transformers calls `layer`; others as they are."""
+    if model_type == "deepseek_v4":
+        return compressed.hub_name(f"{layer}.weight").removesuffix(".weight")
     for on_hub, theirs in RENAMED.items() if model_type == "kimi_linear" else ():
         layer = layer.replace(theirs, on_hub)
     return layer

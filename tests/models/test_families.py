@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from megarl.data.stream import split_shared_prompts
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for
-from tests.families import CHOOSES, ODD, VARIANTS, build_folder, hub_gradients, hub_tensors, hugging_face
+from tests.families import CHOOSES, ODD, VARIANTS, build_folder, compressed, hub_gradients, hub_tensors, hugging_face
 from tests.models.megatron_models import TEMPERATURE, embedded, facts, load_and_write, megatron_names, units
 from tests.predicting import build_predicting
 from tests.world import World
@@ -52,17 +54,22 @@ def by_transformers() -> dict[str, dict[str, Any]]:
     """Logits of the first unit's responses, and gradients by hub name, each response alone behind its prompt."""
     found = {}
     for name in FAMILIES:
-        model = hugging_face(name)
+        model = own = hugging_face(name)
         logits: list[Tensor] = []
+        exact = compressed.in_float64 if name.startswith("deepseek_v4") else nullcontext()
+        if name.startswith("deepseek_v4"):
+            model = deepcopy(own).double()
         for unit in split_shared_prompts(units()):
             response = unit.responses[0]
             ids = torch.cat([unit.prompt_ids, response.token_ids])[None]
-            of_response = model(ids).logits[0, len(unit.prompt_ids) - 1 : -1]
-            logits.append(of_response.detach())
+            with exact():
+                of_response = model(ids).logits[0, len(unit.prompt_ids) - 1 : -1]
+            logits.append(of_response.detach().float())
             log_p = (of_response.double() / TEMPERATURE).log_softmax(-1)
             scores = log_p.gather(1, response.token_ids[:, None])[:, 0] - 0.3 * (log_p.exp() * log_p).sum(-1)
             (-(response.columns["weights"] * scores)[response.mask].sum()).backward()
-        found[name] = {"logits": logits[:3], "gradients": hub_gradients(model), "tensors": hub_tensors(model), "model": model}
+        gradients = {key: gradient.float() for key, gradient in hub_gradients(model).items()}
+        found[name] = {"logits": logits[:3], "gradients": gradients, "tensors": hub_tensors(own), "model": own}
     return found
 
 
@@ -118,7 +125,9 @@ def test_rotary_frequencies_and_scale_equal_those_of_transformers(by_reference: 
     rotary, kinds = getattr(by_transformers[name]["model"].model, "rotary_emb", None), ("full_attention", "sliding_attention")
     if rotary is None:  # nothing rotates
         return
-    if not hasattr(rotary, "inv_freq"):  # one for each kind of layer
+    if hasattr(rotary, "main_inv_freq"):  # DeepSeek-V4, whose layers rotate by themselves
+        found = (rotary.main_inv_freq, rotary.main_attention_scaling)
+    elif not hasattr(rotary, "inv_freq"):  # one for each kind of layer
         expected = torch.cat([getattr(rotary, f"{kind}_inv_freq") for kind in kinds])
         assert not torch.equal(*expected.chunk(2))
         assert rotary.sliding_attention_attention_scaling == 1.0

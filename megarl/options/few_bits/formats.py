@@ -145,8 +145,8 @@ class FewBits:
         weight_map = architecture.weight_map(hf_config)
         if architecture.vision(hf_config) is not None:
             return "it has a vision tower, whose weights engines would quantise too"
-        if any(isinstance(rule.packing, Sections) for rule in weight_map.rules):
-            return "it has linear attention or state spaces, whose projections megarl does not quantise"
+        if architecture.linear(hf_config) or any(isinstance(rule.packing, Sections) for rule in weight_map.rules):
+            return "it has linear attention, state spaces or compressed keys, whose projections megarl does not quantise"
         if architecture.fused_experts is not None or architecture.fused_rows is not None:
             return "folders of its family store several weights as one tensor"
         return None

@@ -125,6 +125,8 @@ class EmbeddedEngine(Engine):
         keeps_turns = bool(turn_cache_bytes) and self._speculation is None and refusal(self._model.config) is None
         self._turns = TurnCache(turn_cache_bytes) if keeps_turns else None
         self._recorders = [open_recorder(self._model) for open_recorder in functions("embedded", "open_recorder")]
+        of_options = functions("embedded", "takes_no_padding")
+        self._one_length = sum(takes_no_padding(self._model) for takes_no_padding in of_options) > 0
         self._serves = ServedModel(load_hf_config(served_path or model_path), dtype, predicts=updates_draft, lora=lora)
         self._adapters: Any = None
         if lora is not None:
@@ -240,9 +242,8 @@ class EmbeddedEngine(Engine):
     def _run(self, call: _Call) -> None:
         """Complete the rows of a call, `max_batch_samples` at a time."""
         rows = [row for row in call.rows if row.finish_reason is None]
-        for start in range(0, len(rows), self._max_batch_samples):
-            part = rows[start : start + self._max_batch_samples]
-            batch = self._open_batch(part, call.request.params)
+        for together in self._parts(rows):
+            batch = self._open_batch(together, call.request.params)
             epoch = -1
             while batch.rows:
                 with self._turn:
@@ -264,6 +265,14 @@ class EmbeddedEngine(Engine):
                         batch.prefill()
                     assert self.weight_version is not None  # _wait_for_weights saw to it
                     batch.next_tokens(self.weight_version)
+
+    def _parts(self, rows: list[OpenResponse]) -> list[list[OpenResponse]]:
+        """Rows that are computed together, in order; of models that take no padding those of one length."""
+        groups: dict[int, list[OpenResponse]] = {}
+        for row in rows:
+            groups.setdefault(len(row.prompt) + len(row.response) if self._one_length else 0, []).append(row)
+        size = self._max_batch_samples
+        return [group[start : start + size] for group in groups.values() for start in range(0, len(group), size)]
 
     def _open_batch(self, rows: list[OpenResponse], params: SamplingParams) -> DecodeBatch:
         if self._speculation is not None:

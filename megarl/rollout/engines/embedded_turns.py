@@ -77,4 +77,6 @@ def refusal(config: Any) -> str | None:
         return "the model has layers with linear attention, whose state after a token cannot be taken back"
     if "indexed_attention" in (getattr(config, "layer_types", None) or ()):
         return "the model's indexers keep keys of their own"
+    if any("compressed" in kind for kind in (getattr(config, "layer_types", None) or ())):
+        return "the model's compressed keys cannot be cut back"
     return "the model takes pictures" if config.get_text_config() is not config else None

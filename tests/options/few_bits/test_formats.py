@@ -138,6 +138,7 @@ CANNOT = {
     "nemotron_h": "has linear attention",
     "kimi_linear": "has linear attention",
     "olmo_hybrid": "has linear attention",
+    "deepseek_v4": "has linear attention",
 }
 
 

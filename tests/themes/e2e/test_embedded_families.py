@@ -50,6 +50,12 @@ pytestmark = pytest.mark.usefixtures("local_ray")
         pytest.param("glm4_moe_lite", {"dp": 2, "ep": 2}, id="glm4_moe_lite-dp2+ep2", marks=pytest.mark.exhaustive),
         pytest.param("mistral4", {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, id="mistral4-tp2+ep2"),
         pytest.param("glm_moe_dsa", {"cp": 2}, id="glm_moe_dsa-cp2"),
+        pytest.param(
+            "deepseek_v4",
+            {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
+            id="deepseek_v4-tp2+ep2",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_after_each_sync_the_engine_samples_what_was_trained(

@@ -65,16 +65,18 @@ MODES = {
 }
 
 
-def layout_for(name: str, *, experts: bool, biases: bool = False, follows: bool = False) -> Layout | None:
+def layout_for(
+    name: str, *, experts: bool, biases: bool = False, follows: bool = False, one_context_rank: bool = False
+) -> Layout | None:
     """The layout called `name`, None where families with `experts`, or those without, have no cell of their own in that row.
 
-    Stages of one layer are refused where it `follows` another.
+    Stages of one layer are refused where it `follows` another, and context parallelism with `one_context_rank`.
 
     Experts that are not spread over ranks are split like everything else, and under tensor parallelism megatron-core
     trains them with sequence parallelism only (see Layout). Experts with `biases` are not split.
     """
     layout = (LAYOUTS | ODD_LAYOUTS)[name]
-    if follows and name in ("pp4", "vpp2", "pp2 uneven"):
+    if (follows and name in ("pp4", "vpp2", "pp2 uneven")) or (one_context_rank and layout.cp > 1):
         return None
     if not experts:
         return layout if layout.ep == 1 else None
