@@ -216,7 +216,7 @@ class PictureFields(Section):
     max_frames: Annotated[int, Field(ge=2, strict=True)] = 16
     """Maximum number of frames of a video."""
     video: Literal["frames", "native"] = "frames"
-    """`frames`: a video's frames are shown as pictures. `native`: in the model's own way (Qwen3-VL; not with SGLang)."""
+    """`frames`: a video's frames are shown as pictures. `native`: in the model's own way (Qwen3-VL)."""
     media_folder: str | None = None
     """Folder that keeps pictures at their final size; every node must see it. null: `media` in the run folder."""
     bad_pictures: Literal["error", "drop"] = "error"
