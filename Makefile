@@ -5,6 +5,7 @@
 #   make tiny-teacher  models/tiny-teacher, which examples/tiny/opd.yaml learns from
 #   make tiny-calculator  models/tiny-calculator, where examples/tools/calculator.yaml starts from
 #   make tiny-vision  models/tiny-vision, where examples/vision/count.yaml starts from
+#   make tiny-hearing  models/tiny-hearing, where examples/hearing/digits.yaml starts from (make system-packages: espeak-ng)
 #   make tiny-digits  models/tiny-digits, where examples/vision/digits.yaml starts from
 #   make quickstart  trains that model with GRPO and prints its accuracy before and after
 #   make test-quick  tests that start no Ray, SGLang or ranks: what to run after every edit
@@ -51,7 +52,7 @@ TESTED := -c requirements/constraints.txt -c $(VENV)/.torch
 # uv, unlike pip, does not compile what it installs: the first import does. It must be allowed to keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: venv model tiny-model tiny-teacher tiny-calculator tiny-vision tiny-digits quickstart test-quick test tests test-all venv-py312 test-py312 test-py312-reduced test-transformer-engine cookbook test-cookbook test-slurm test-multinode test-rehearsal system-packages docs lint clean help
+.PHONY: venv model tiny-model tiny-teacher tiny-calculator tiny-vision tiny-digits tiny-hearing quickstart test-quick test tests test-all venv-py312 test-py312 test-py312-reduced test-transformer-engine cookbook test-cookbook test-slurm test-multinode test-rehearsal system-packages docs lint clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -115,6 +116,11 @@ tiny-digits: models/tiny-digits/config.json
 
 models/tiny-digits/config.json: | $(VENV)/.installed
 	$(BIN)/python tools/model/tiny_vision.py models/tiny-digits --digits
+
+tiny-hearing: models/tiny-hearing/config.json
+
+models/tiny-hearing/config.json: | $(VENV)/.installed
+	$(BIN)/python tools/model/tiny_hearing.py models/tiny-hearing
 
 quickstart: venv model
 	$(BIN)/megarl train $(QUICKSTART)
@@ -188,7 +194,7 @@ test-slurm test-multinode test-rehearsal: test-%: venv
 
 system-packages:
 	apt-get update --quiet
-	apt-get install --yes --quiet --no-install-recommends slurm-wlm munge iproute2 util-linux chromium
+	apt-get install --yes --quiet --no-install-recommends slurm-wlm munge iproute2 util-linux chromium espeak-ng
 
 docs: venv
 	$(BIN)/python tools/docs/generate.py

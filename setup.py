@@ -85,6 +85,8 @@ WANDB = ["wandb>=0.18"]
 DOCS = ["mkdocs-material>=9.7,<10", "mkdocstrings-python>=2,<3"]
 # frames of videos; another FFmpeg may decode other values, and so make other pictures
 VIDEO = ["av>=18.1,<19"]
+# sounds of rows; the same release as among what SGLang needs
+AUDIO = ["soundfile==0.13.1"]
 # releases so far hold protobuf below 7, and `make venv` has a later one and so leaves it out; it works with 7.36, too
 SWANLAB = ["swanlab>=0.10"]
 # traces by OTLP over HTTP: the exporter for gRPC would bind the version of grpcio, which Ray and SGLang use
@@ -119,6 +121,7 @@ TEST = [
     "types-PyYAML",
     "peft==0.21.2",  # the reference of adapters; other versions change which layers of experts they take
     *VIDEO,
+    *AUDIO,
     *MCP,
     *S3,
     *SERVE,
@@ -150,6 +153,7 @@ setup(
         "swanlab": SWANLAB,
         "otel": OTEL,
         "video": VIDEO,
+        "audio": AUDIO,
         "mcp": MCP,
         "s3": S3,
         "serve": SERVE,

@@ -31,6 +31,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "head_memory": ("megarl/megatron/heads.py",),
     "learning": ("megarl/algorithms", "megarl/experience"),
     "learning_to_see": ("megarl/megatron", "megarl/models", "megarl/options/pictures"),
+    "learning_to_hear": ("megarl/megatron", "megarl/models", "megarl/options/pictures"),
     "log_probs": ("megarl/megatron/heads.py",),
     "partial_responses": ("megarl/core", "megarl/rollout"),
     "planning_memory": ("megarl/megatron", "megarl/models", "megarl/planning"),

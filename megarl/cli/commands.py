@@ -256,6 +256,7 @@ def _serving_and_data_commands(commands: Any) -> None:
     add_template_args(inspect)
     inspect.add_argument("--image-key", default="images", help="key of the pictures (default: images)")
     inspect.add_argument("--video-key", default="videos", help="key of the videos (default: videos)")
+    inspect.add_argument("--audio-key", default="audios", help="key of the sounds (default: audios)")
     inspect.add_argument("--image-folder", metavar="FOLDER", help="where relative paths of pictures start (default: here)")
     inspect.add_argument("--media-folder", metavar="FOLDER", help="keeps pictures as the model sees them")
     inspect.add_argument("--max-pixels", type=int, help="largest size of a picture (default: the model's)")
@@ -381,7 +382,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     settings["template_args"] = template_args(arguments)
     if arguments.prompt is not None:
         settings["prompt"] = _template(arguments.prompt)
-    names = ("image_key", "video_key", "image_folder", "media_folder", "max_pixels")
+    names = ("image_key", "video_key", "audio_key", "image_folder", "media_folder", "max_pixels")
     pictures = PictureFields(**{name: getattr(arguments, name) for name in names})
     inspect(
         arguments.file,

@@ -118,7 +118,7 @@ OF_CORE = answers(
     ("data", APPLIED, "on_change answer_key source_key rows_per_step"),
     ("data", applied("the evaluation from before the run is not made again"), "eval"),
     ("data", PROMPTS, "prompt_key system_prompt chat_template image_key video_key image_folder min_pixels max_pixels fps"),
-    ("data", PROMPTS, "max_frames video media_folder prompt system_key template_args ignore_fields"),
+    ("data", PROMPTS, "audio_key max_frames video media_folder prompt system_key template_args ignore_fields"),
     ("data", APPLIED, "turns response_key messages_key tools_key chosen_key rejected_key label_key steps_key margin_key"),
     ("data", ROWS, "max_prompt_tokens overlong_prompts bad_pictures equal_pairs max_tokens overlong"),
     (

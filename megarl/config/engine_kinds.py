@@ -116,6 +116,7 @@ SGLANG = EngineCapabilities(
     in_process=False,
     over_nodes=True,
     sees=True,
+    sees_videos=True,
     routes=True,
     continues=True,
     reports=True,

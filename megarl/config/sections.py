@@ -199,14 +199,16 @@ class ReferenceConfig(Section):
 
 
 class PictureFields(Section):
-    """Pictures and videos in rows (docs/vision.md); the fields are those of a `data` section."""
+    """Pictures, videos and sounds in rows (docs/vision.md, docs/audio.md); the fields are those of a `data` section."""
 
     image_key: str | None = "images"
     """Key of a row's pictures, one or a list of them. null: rows have none there, and `<image>` is text like any other."""
     video_key: str | None = "videos"
     """Key of a row's videos, one or a list of them. null: rows have none there, and `<video>` is text like any other."""
+    audio_key: str | None = "audios"
+    """Key of a row's sounds, one or a list of them. null: rows have none there, and `<audio>` is text like any other."""
     image_folder: str | None = None
-    """Folder that relative paths of pictures and videos start at. null: where the run is started."""
+    """Folder that relative paths of pictures, videos and sounds start at. null: where the run is started."""
     min_pixels: Positive | None = None
     """Minimum pixels of a picture or frame; smaller ones are enlarged. null: the model's own limit."""
     max_pixels: Positive | None = None
@@ -216,11 +218,11 @@ class PictureFields(Section):
     max_frames: Annotated[int, Field(ge=2, strict=True)] = 16
     """Maximum number of frames of a video."""
     video: Literal["frames", "native"] = "frames"
-    """`frames`: a video's frames are shown as pictures. `native`: in the model's own way (Qwen3-VL; not with SGLang)."""
+    """`frames`: a video's frames are shown as pictures. `native`: in the model's own way (Qwen3-VL)."""
     media_folder: str | None = None
-    """Folder that keeps pictures at their final size; every node must see it. null: `media` in the run folder."""
+    """Folder that keeps pictures at their final size, and sounds; every node must see it. null: `media` in the run folder."""
     bad_pictures: Literal["error", "drop"] = "error"
-    """What to do with rows whose pictures or videos cannot be used: stop with an `error`, or `drop` and count them."""
+    """What to do with rows whose pictures, videos or sounds cannot be used: stop with an `error`, or `drop` and count them."""
 
     def kept_in(self, run_folder: str) -> Path:
         """The media folder of a run in `run_folder`, absolute: ranks and engines may have another working folder."""

@@ -20,7 +20,7 @@ from megarl.errors import CheckpointError
 
 Rows = Literal["same", "append", "restart"]
 """The way on: as if the run had not stopped, with new rows behind those of this epoch, or from the first row."""
-_KEPT_FILE = re.compile(r'"[^"]*/([0-9a-f]{16,}\.png)"')
+_KEPT_FILE = re.compile(r'"[^"]*/([0-9a-f]{16,}\.(?:png|wav))"')
 """A picture that the run keeps: its name follows from its contents, its folder from the run's name."""
 
 

@@ -1,4 +1,4 @@
-"""Pictures and videos of rows, as a run's prompts need them: refused here, or read by an option for a model that takes some.
+"""Pictures, videos and sounds of rows, as a run's prompts need them: refused, or read by an option for a model that takes some.
 
 An option that reads media has the file `row_media.py` with `open_media`, of the form of this one's.
 """
@@ -13,7 +13,7 @@ from PIL import Image
 
 from megarl.config.sections import PictureFields
 from megarl.data.chat import ChatMessage
-from megarl.data.media import Expanded, Media, kind_of
+from megarl.data.media import NOUNS, Expanded, Kind, Media, kind_of
 from megarl.data.rows import Origin, Row, RowPlace
 from megarl.data.told import MediaKeeper
 from megarl.errors import DataError, PictureError
@@ -28,8 +28,8 @@ class ModelMedia(Protocol):
         """Texts that stand for media, which nothing else may contain."""
         ...
 
-    def keeper(self, image_folder: str | None) -> MediaKeeper:
-        """A keeper of the pictures that an episode shows; relative paths are taken in `image_folder`."""
+    def keeper(self, image_folder: str | None) -> MediaKeeper | None:
+        """A keeper of the pictures that an episode shows; relative paths are taken in `image_folder`. None: it shows none."""
         ...
 
     def expand(self, ids: Sequence[int], shown: Sequence[Any]) -> Expanded:
@@ -50,12 +50,17 @@ class MediaReader:
 
     model: ModelMedia | None = None
     """None: the model takes none."""
+    kinds: tuple[Kind, ...] = ()
+    """Kinds of media that the model takes."""
 
     def __init__(self, settings: PictureFields) -> None:
-        """`settings`: keys and limits of pictures and videos in rows."""
+        """`settings`: keys and limits of pictures, videos and sounds in rows."""
         self.settings = settings
-        self.keys = {kind: key for kind, key in (("image", settings.image_key), ("video", settings.video_key)) if key}
-        """Keys of a row that have media, by `image` and `video`."""
+        every = {"image": settings.image_key, "video": settings.video_key, "audio": settings.audio_key}
+        self.keys = {kind: key for kind, key in every.items() if key and kind in self.kinds}
+        """Keys of a row that have media, by kind, of the kinds that the model takes."""
+        self.refused = {kind: key for kind, key in every.items() if key and kind not in self.kinds}
+        """The same of those that it does not take."""
 
     def light_rows(
         self, rows: Iterable[Row | None], origin: Origin, message_keys: Sequence[str]
@@ -71,14 +76,15 @@ class MediaReader:
         for number, row in enumerate(rows):
             place = RowPlace(origin, number)
             if row is not None:
-                self._refuse_media(row, message_keys, place)
+                self.refuse_media(row, message_keys, place)
             yield place, cast(Row | None, without_bytes(row))
 
-    def _refuse_media(self, row: Row, message_keys: Sequence[str], place: RowPlace) -> None:
-        kinds = {kind: f"under '{key}' (data.{kind}_key)" for kind, key in self.keys.items() if row.get(key)}
+    def refuse_media(self, row: Row, message_keys: Sequence[str], place: RowPlace) -> None:
+        """Raise DataError if the row has media of a kind that the model does not take."""
+        kinds = {kind: f"under '{key}' (data.{kind}_key)" for kind, key in self.refused.items() if row.get(key)}
 
         def see(part: dict[str, Any]) -> dict[str, Any]:
-            if (kind := kind_of(part)) is not None:
+            if (kind := kind_of(part)) is not None and kind not in self.kinds:
                 kinds.setdefault(kind, "in its messages")
             return part
 
@@ -86,10 +92,10 @@ class MediaReader:
             for message in row[key] if isinstance(row.get(key), list) else []:
                 with_parts(message, see)
         for kind, where in kinds.items():
-            what = {"image": "pictures", "video": "videos"}[kind]
+            what, other = f"{NOUNS[kind]}s", "model that hears (docs/audio.md)" if kind == "audio" else "vision-language model"
             part("pictures", "row_media", f"{place} has {what} {where}, which")
             raise DataError(
-                f"{place} has {what} {where}, but the model takes none; train a vision-language model, or leave them out "
+                f"{place} has {what} {where}, but the model takes none; train a {other}, or leave them out "
                 f"(data.{kind}_key: null leaves out those of a column)"
             )
 

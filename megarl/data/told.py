@@ -19,7 +19,7 @@ from megarl.errors import PictureError
 TEXT_AND_PICTURES = {"text", "image", "images"}
 """Keys of a text and its pictures, as verl's `ToolResponse` and verl-agent's observations have them."""
 
-PARTS = {"text", "image", "image_url", "video", "video_url"}
+PARTS = {"text", *(name for kind in MARKS for name in (kind, f"{kind}_url"))}
 """Types of the parts of a chat message. Other lists hold no pictures, whatever their fields are called."""
 
 

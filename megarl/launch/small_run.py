@@ -41,6 +41,12 @@ PICTURES = {
     "merge_size": ("spatial_merge_size", 2),
 }
 """Settings of the image processor, the tower's fields for them, and what these are where config.json does not say."""
+SOUNDS = {
+    "audio_token_id": "image_token_id",
+    "audio_start_token_id": "vision_start_token_id",
+    "audio_end_token_id": "vision_end_token_id",
+}
+"""Tokens of models that hear by their fields, and the tokens above that stand for them."""
 SUMS = [(f"{a} + {b} =", str(a + b)) for a in range(10) for b in range(10)]
 
 
@@ -125,7 +131,9 @@ def _small_model(config: AnyConfig, engine_ranks: int = 1, engine_ep: int = 1) -
     if "vision_config" not in small:
         return small | ends
     nested = {"text_config": small["text_config"] | ends} if "text_config" in small else {}
-    return small | ends | nested | {field: len(WORDS) + number for number, field in enumerate(MARKS)}
+    marks = {field: len(WORDS) + number for number, field in enumerate(MARKS)}
+    heard = {field: marks[seen] for field, seen in SOUNDS.items()} if "audio_config" in small else {}
+    return small | ends | nested | marks | heard
 
 
 def _chunk_layers(config: AnyConfig) -> int:
@@ -155,5 +163,7 @@ def _write_model(folder: Path, hf_config: HFConfig) -> None:
     if tower is not None:
         sizes = {name: tower.get(field, default) for name, (field, default) in PICTURES.items()}
         settings = {"image_processor_type": "Qwen2VLImageProcessor", **sizes}
+        if (heard := hf_config.get("audio_config")) is not None:
+            settings = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": heard.get("num_mel_bins", 128)}
         (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     fast.save_pretrained(folder)

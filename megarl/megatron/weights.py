@@ -69,7 +69,7 @@ def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folde
     left_out = [name for name in folder.names if weight_map.leaves_out(name)]
     if options.prediction is None and left_out and torch.distributed.get_rank() == 0:
         logging.getLogger(__name__).warning(
-            "%s: %d tensors of layers for multi-token prediction (%s, ...) are not trained: an export has them as they are",
+            "%s: %d tensors beside the model that is trained (%s, ...) stay as they are, also in an export",
             folder.path,
             len(left_out),
             left_out[0],

@@ -68,6 +68,7 @@ REFUSED = {
     "qwen3_5_moe": _TOWER,
     "gemma3": _TOWER,
     "mistral3": _TOWER,
+    "qwen3_omni_moe": "megarl trains its thinker alone; save that as a folder of its own (docs/audio.md, 'Models')",
 }
 """By `model_type`, why a family that users ask for is not there."""
 OPTION_OF_FAMILY = {
@@ -77,6 +78,7 @@ OPTION_OF_FAMILY = {
     **dict.fromkeys(("granitemoehybrid", "nemotron_h"), "state_spaces"),
     "deepseek_v4": "compressed_attention",
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "kimi_k25"), "pictures"),
+    "qwen3_omni_moe_thinker": "pictures",
 }
 """The option that brings a family, also where an installation lacks it: for the sentence that says so."""
 REFUSED |= {

@@ -139,7 +139,14 @@ def _shrunk_seeing(hf_config: HFConfig, layouts: list[Layout], **sizes: int) -> 
     if "embed_dim" in tower:
         widths = {"embed_dim": TOWER_HIDDEN, "hidden_size": small["hidden_size"]}
     vision_fields = {"vision_config": tower | widths}
+    if "audio_config" in hf_config:
+        vision_fields["audio_config"] = _shrunk_audio(hf_config["audio_config"], small["hidden_size"])
     return {**small, **vision_fields} if nested is None else {**hf_config, "text_config": small, **vision_fields}
+
+
+def _shrunk_audio(tower: HFConfig, out: int) -> HFConfig:
+    sizes = {"encoder_layers": 2, "encoder_attention_heads": TOWER_HIDDEN // HEAD, "encoder_ffn_dim": 2 * TOWER_HIDDEN}
+    return tower | sizes | {"d_model": TOWER_HIDDEN, "downsample_hidden_size": 8, "output_dim": out}
 
 
 def _shrunk_kimi(tower: HFConfig) -> HFConfig:

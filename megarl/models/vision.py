@@ -18,7 +18,7 @@ from megarl.option_list import part
 
 TOWER = "visual."
 """Beginning of the names of the tower's parameters in the model that is trained, and in its checkpoints."""
-PROJECTOR = (f"{TOWER}merger.", f"{TOWER}deepstack_merger_list.", f"{TOWER}downsample.")
+PROJECTOR = tuple(f"{TOWER}{name}." for name in ("merger", "deepstack_merger_list", "downsample", "proj1", "proj2"))
 """Beginnings of the names of those of its parameters that make tokens' features of patches' ones."""
 
 
@@ -73,7 +73,9 @@ class Vision:
     file, which is made of the whole config: it is the tower's `merger`, behind the last layer's norm, a norm of its own and two
     linear layers. `mrope` None: the decoder's tokens have one position. `qkv` is what the hub calls the one matrix of queries,
     keys and values of a layer whose module has three, with pairs of dimensions that rotate together side by side: the tower
-    has it so.
+    has it so. `section` is the tower's part of the config.
+
+    A tower that hears is described alike: a patch is a token's worth of a sound, and sounds are rows of patches.
     """
 
     tower: str
@@ -101,6 +103,7 @@ class Vision:
     projector_ffn: int = 0
     projector: str | None = None
     qkv: str | None = None
+    section: str = "vision_config"
 
     @property
     def parameters(self) -> int:

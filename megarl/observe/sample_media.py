@@ -52,7 +52,9 @@ def sample_parts(sample: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def frames_shown(media: Media) -> tuple[str, ...]:
-    """The digests of a picture, or of those frames of a video that a page shows."""
+    """The digests of a picture, or of those frames of a video that a page shows; none of a sound."""
+    if media.kind == "audio":
+        return ()
     number = len(media.digests)
     return media.digests if number <= FRAMES else tuple(media.digests[index * number // FRAMES] for index in range(FRAMES))
 
@@ -60,6 +62,8 @@ def frames_shown(media: Media) -> tuple[str, ...]:
 def describe_media(number: int, media: Media, folder: Path) -> str:
     """`picture 1: /media/9b….png, 448x336 px, 192 tokens`; of a video the first frame and how many there are."""
     file = media.files(folder)[0]
+    if media.kind == "audio":
+        return f"sound {number}: {file}, {media.tokens} tokens"
     size = _size_or_fault(media.digests[0], folder)
     what = f"{size[0]}x{size[1]} px" if isinstance(size, tuple) else size
     frames = f"{len(media.digests)} frames, the first is " if media.kind == "video" else ""

@@ -290,22 +290,28 @@ def test_learning_curve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert (tmp_path / "curve.png").stat().st_size > 0
 
 
+def pretend_to_learn(command: list[str]) -> None:
+    """Stand in for a command that takes minutes: it loads the config that it names."""
+    if command[1:3] != ["-m", "megarl"]:
+        return
+    run = Path(load_any(ROOT / command[4], command[5:]).run_folder)
+    run.mkdir(parents=True)
+    row = {"step": 1, "reward/mean": 0.5, "mismatch/log_prob_max": 1e-6}
+    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    summary = {"eval": {"before": {"accuracy": 0.2}, "after": {"accuracy": 0.8}}, "steps": 1}
+    (run / "summary.json").write_text(json.dumps(summary | {"seconds_per_step": 1.0, "gates": {}}))
+
+
+def test_learning_to_hear(measured: Measured) -> None:
+    found = measured("learning_to_hear", "--seeds", "1", call=pretend_to_learn)
+    assert found.keys() >= SETUP
+    assert [run["held_out_accuracy"] for run in found["runs"]] == [{"0": 0.2, "1": 0.8}] * 2
+
+
 def test_learning_to_see(measured: Measured, tmp_path: Path) -> None:
-    """With a stand-in for the commands, of which each takes minutes: they load the config that they name."""
     pytest.importorskip("matplotlib")
-
-    def call(command: list[str]) -> None:
-        if command[1:3] != ["-m", "megarl"]:
-            return
-        run = Path(load_any(ROOT / command[4], command[5:]).run_folder)
-        run.mkdir(parents=True)
-        row = {"step": 1, "reward/mean": 0.5, "mismatch/log_prob_max": 1e-6}
-        (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-        summary = {"eval": {"before": {"accuracy": 0.2}, "after": {"accuracy": 0.8}}, "steps": 1}
-        (run / "summary.json").write_text(json.dumps(summary | {"seconds_per_step": 1.0, "gates": {}}))
-
     picture = tmp_path / "vision.png"
-    found = measured("learning_to_see", "--seeds", "1", "--picture", str(picture), call=call)
+    found = measured("learning_to_see", "--seeds", "1", "--picture", str(picture), call=pretend_to_learn)
     assert found.keys() >= SETUP
     assert len(found["runs"]) == 5
     assert all(run["held_out_accuracy"] == {"0": 0.2, "1": 0.8} for run in found["runs"])
@@ -465,6 +471,7 @@ RUN_BY = {
     "learning": f"{OF_RUNS}::test_learning",
     "learning_curve": f"{HERE}::test_learning_curve",
     "learning_to_see": f"{HERE}::test_learning_to_see",
+    "learning_to_hear": f"{HERE}::test_learning_to_hear",
     "log_probs": f"{HERE}::test_log_probs",
     "partial_responses": f"{HERE}::test_partial_responses",
     "planner": f"{HERE}::test_planner",

@@ -235,7 +235,7 @@ def test_rotary_parameters_of_both_kinds_of_layers_are_read_in_either_spelling(c
     assert architecture.gpt_kwargs(old) == architecture.gpt_kwargs(old | {"rope_parameters": said, "rope_scaling": None})
 
 
-SEE = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "kimi_k25"}
+SEE = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "kimi_k25", "qwen3_omni_moe_thinker"}
 OF_MEGARL_ALONE = {
     "granite", "granitemoehybrid", "nemotron_h", "kimi_linear", "olmo_hybrid",
     "qwen3_5_moe_text", "glm4_moe", "exaone_moe", "glm4_moe_lite", "minimax_m2", "ernie4_5", "ernie4_5_moe",

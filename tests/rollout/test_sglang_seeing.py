@@ -98,6 +98,8 @@ def test_answers_are_transformers_also_after_updates_and_for_pictures_asked_befo
     folder = served_folder(family, tmp_path / "model", monkeypatch)
     # no picture, one, and two of which one is the same; then conversations, with pictures in the middle
     units = [*seeing.units(family)[:3], *seeing.conversations(family)]
+    if seeing.SEEING[family].frames_apart:  # a native video, and a picture behind it
+        units += seeing.units(family)[3:]
     prompts, media = [unit.prompt_ids.tolist() for unit in units], [unit.media for unit in units]
     params = SamplingParams(max_new_tokens=6, cut_token_ids=(seeing.IMAGE, seeing.VIDEO))
     options = ServerOptions(

@@ -1,7 +1,7 @@
 """The table of docs/models.md: a line for each family that is registered, by what the program answers about its models.
 
-The questions are asked of the tiny models of the tests (tests/families, tests/seeing.py), which have of their families what
-decides, and of the published configs in examples/models. `SEEN_IN_SGLANG` alone is written by hand.
+The questions are asked of the tiny models of the tests (tests/families, tests/seeing.py, tests/hearing.py), which have of their
+families what decides, and of the published configs in examples/models. `SEEN_IN_SGLANG` alone is written by hand.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def sources() -> dict[str, Sources]:
             config = load_hf_config(file.parent)
             found[architecture_for(config).name].published[file.parent.name] = config
     if missing := [name for name, of_family in found.items() if not of_family.tiny]:
-        raise SystemExit(f"tests/families and tests/seeing.py have no model of {', '.join(missing)}: add a tiny one")
+        raise SystemExit(f"tests/families, tests/seeing.py and tests/hearing.py have no model of {', '.join(missing)}: add one")
     return found
 
 
@@ -123,7 +123,7 @@ def _of_tests() -> Iterator[dict[str, Any]]:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    from tests import seeing
+    from tests import hearing, seeing
     from tests.families import ODD, VARIANTS
     from tests.families.family import SIZES as OF_ALL
 
@@ -136,6 +136,7 @@ def _of_tests() -> Iterator[dict[str, Any]]:
         }
     for name, seen in seeing.SEEING.items():
         yield seeing.hf_config(name).to_dict() | {"architectures": [f"{seen.class_prefix}ForConditionalGeneration"]}
+    yield hearing.hf_config().to_dict() | {"architectures": ["Qwen3OmniMoeThinkerForConditionalGeneration"]}
 
 
 def split_by(of_family: Sources) -> tuple[list[str], dict[str, str]]:
@@ -180,7 +181,8 @@ def prediction(family: Architecture, of_family: Sources) -> str:
         for more in ({}, {"num_nextn_predict_layers": 1}, {"mtp_num_hidden_layers": 1}):
             with contextlib.suppress(ModelError):
                 of_model = family.weight_map(config | more)
-                found.add("trained" if of_model.prediction is not None else "carried" if of_model.left_out else "")
+                carried = [name for name in of_model.left_out if not name.startswith("visual.")]  # a tower is no such layer
+                found.add("trained" if of_model.prediction is not None else "carried" if carried else "")
     return next((word for word in ("trained", "carried") if word in found), "")
 
 

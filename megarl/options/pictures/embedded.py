@@ -11,9 +11,11 @@ import torch
 from megarl.data.media import Media
 from megarl.errors import EngineError
 from megarl.models.vision import Vision
+from megarl.options.pictures.hearing import Hearing
 from megarl.options.pictures.picture_rules import load_picture_rules
 from megarl.options.pictures.pixels import Pictures
 from megarl.options.pictures.positions import prompt_positions
+from megarl.options.pictures.sounds import Sounds, load_sound_rules
 from megarl.rollout.engines.embedded_batch import SeenPrompt
 
 
@@ -22,7 +24,11 @@ class PictureInputs:
 
     def __init__(self, vision: Vision, folder: str | Path, media_folder: Path | None) -> None:
         self.vision = vision
-        self.pictures = Pictures(media_folder, load_picture_rules(folder)) if media_folder is not None else None
+        self.pictures: Pictures | Sounds | None = None
+        if media_folder is not None and isinstance(vision, Hearing):
+            self.pictures = Sounds(media_folder, load_sound_rules(folder, vision))
+        elif media_folder is not None:
+            self.pictures = Pictures(media_folder, load_picture_rules(folder))
 
     def prompt(self, ids: Sequence[int], media: Sequence[Media]) -> SeenPrompt:
         """Raises EngineError if it shows a video as one, not by frames or pairs of them, or pictures that are in no folder."""
@@ -44,6 +50,8 @@ class PictureInputs:
             for shown in prompt.media:
                 kinds[row, start + shown.place : start + shown.place + shown.tokens] = 1 if shown.kind == "image" else 2
         found: dict[str, Any] = {"position_ids": laid}
+        if isinstance(self.vision, Hearing):
+            return found | self._heard([shown for prompt in prompts for shown in prompt.media])
         found |= {"mm_token_type_ids": kinds} if self.vision.mrope is not None else {}
         for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
             media = [shown for prompt in prompts for shown in prompt.media if shown.kind == kind]
@@ -51,3 +59,13 @@ class PictureInputs:
                 found[pixels] = torch.cat([self.pictures.patches(shown) for shown in media])
                 found[f"{kind}_grid_thw"] = torch.tensor([shown.grid for shown in media])
         return found
+
+    def _heard(self, media: Sequence[Media]) -> dict[str, Any]:
+        """Frames `[sounds, mel_bins, most frames]` and which of them each sound has; nothing where there is none."""
+        if not media or self.pictures is None:
+            return {}
+        frames = [self.pictures.patches(shown) for shown in media]
+        laid = torch.nn.utils.rnn.pad_sequence(frames, batch_first=True)
+        lengths = torch.tensor([len(of_one) for of_one in frames])
+        mask = (torch.arange(laid.shape[1]) < lengths[:, None]).long()
+        return {"input_features": laid.mT, "feature_attention_mask": mask}

@@ -14,12 +14,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from megarl.models.vision import Vision
+from megarl.options.pictures.hearing import Hearing
+from megarl.options.pictures.sounds import hear_each_alone
 
 PARTS = ("q_proj", "k_proj", "v_proj")
 
 
 def hold_as_on_the_hub(model: torch.nn.Module, vision: Vision) -> None:
     """Give every layer of the tower in `model`, or that it is, one matrix `vision.qkv` with the values of its three."""
+    if isinstance(vision, Hearing) and hasattr(model, "audio_tower"):
+        hear_each_alone(model)
+        model.visual = torch.nn.Module()  # nothing is shown to it, and no update has its weights
     if vision.qkv is None:
         return
     for tower in [module for module in model.modules() if type(module).__name__ == vision.tower]:

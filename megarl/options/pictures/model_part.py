@@ -17,9 +17,11 @@ from megarl.megatron.options import ModelOptions
 from megarl.megatron.pass_parts import PassPart
 from megarl.models.hf_folder import HFFolder
 from megarl.models.vision import Vision
+from megarl.options.pictures.hearing import Hearing
 from megarl.options.pictures.picture_rules import PictureRules, load_picture_rules
 from megarl.options.pictures.pixels import Pictures
 from megarl.options.pictures.positions import with_positions
+from megarl.options.pictures.sounds import Sounds, load_sound_rules
 from megarl.options.pictures.stream_media import StreamMedia
 from megarl.options.pictures.tower import SeeingModel, build_tower
 
@@ -33,10 +35,16 @@ def seeing_model(options: ModelOptions, folder: HFFolder, vision: Vision, **kwar
     tower = pictures = None
     if kwargs["pre_process"]:
         if options.media_folder is not None:
-            pictures = Pictures(Path(options.media_folder), _picture_rules(folder.path, vision))
+            pictures = _opened(Path(options.media_folder), folder.path, vision)
         tower = build_tower(folder.config, vision, DTYPES[options.dtype], recompute=options.recompute == "full")
     eager = options.trainable and ddp_config(options).overlap_grad_reduce
     return SeeingModel(vision, tower, pictures, eager=eager, **kwargs)
+
+
+def _opened(media_folder: Path, folder: str | Path, vision: Vision) -> Pictures | Sounds:
+    if isinstance(vision, Hearing):
+        return Sounds(media_folder, load_sound_rules(folder, vision))
+    return Pictures(media_folder, _picture_rules(folder, vision))
 
 
 def _picture_rules(folder: str | Path, vision: Vision) -> PictureRules:

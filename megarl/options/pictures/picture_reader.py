@@ -19,7 +19,7 @@ from PIL import Image
 
 from megarl.config.sections import PictureFields
 from megarl.data.chat import ChatMessage
-from megarl.data.media import MARKS, Expanded, kind_of, source_of
+from megarl.data.media import MARKS, NOUNS, Expanded, Kind, kind_of, source_of
 from megarl.data.row_media import MediaReader, with_parts, without_bytes
 from megarl.data.rows import Origin, Row, RowPlace
 from megarl.data.told import KeptPicture
@@ -31,7 +31,6 @@ from megarl.options.pictures.video import chosen_frames, timed_frames_of
 
 READ_AHEAD = 4
 """Rows that are in memory with their pictures, per thread."""
-USUAL_KEYS = ("image", "images", "video", "videos")
 REMEDY = "mend the row, or set data.bad_pictures to 'drop'"
 
 ContentParts = list[dict[str, Any]]
@@ -43,6 +42,10 @@ class PictureReader(MediaReader):
     """Reads the pictures of rows as `settings` say, as `model` takes them."""
 
     model: PictureSettings
+    kinds: tuple[Kind, ...] = ("image", "video")
+    usual_keys: tuple[str, ...] = ("image", "images", "video", "videos")
+    noun, allowed = "picture", "text, a picture or a video"
+    """What sentences call one of the media, and what a part of a message may be."""
 
     def __init__(self, settings: PictureFields, model: PictureSettings) -> None:
         super().__init__(settings)
@@ -94,15 +97,17 @@ class PictureReader(MediaReader):
 
     def _check_keys(self, keys: set[str], origin: Origin) -> None:
         """`keys`: those under which any row has something."""
-        image_key = self.settings.image_key
-        others = [name for name in USUAL_KEYS if name in keys]
-        if image_key is not None and others and not keys & {image_key, self.settings.video_key}:
+        main = next((kind for kind in self.keys if kind != "video"), None)
+        others = [name for name in self.usual_keys if name in keys]
+        if main is not None and others and not keys & {*self.keys.values()}:
+            field = f"data.{main}_key"
             raise DataError(
-                f"{origin} has nothing under '{image_key}' (data.image_key), but under '{others[0]}'; set data.image_key to "
+                f"{origin} has nothing under '{self.keys[main]}' ({field}), but under '{others[0]}'; set {field} to "
                 f"'{others[0]}', or to null to train on the text alone"
             )
 
     def _light(self, row: Row, message_keys: Sequence[str], place: RowPlace) -> Row:
+        self.refuse_media(row, message_keys, place)
         row = {**row, **{key: parsed_messages(row[key]) for key in message_keys if isinstance(row.get(key), str)}}
         for kind, key in self.keys.items():
             if row.get(key) is None:
@@ -153,8 +158,7 @@ class PictureReader(MediaReader):
             timed = timed_frames_of(original, settings.fps, settings.max_frames, keep)
             return timed.kept if model.videos is None else {"frames": timed.kept, "seconds": timed.seconds}
         except PictureError as error:
-            name = "picture" if kind == "image" else "video"
-            raise PictureError(f"{place}: {name} {which} ({describe_original(value)}) {error}; {REMEDY}") from error
+            raise PictureError(f"{place}: {NOUNS[kind]} {which} ({describe_original(value)}) {error}; {REMEDY}") from error
         except OSError as error:
             raise DataError(f"the media folder '{model.media_folder}' cannot be written: {error}") from error
 
@@ -194,8 +198,8 @@ class PictureReader(MediaReader):
         """
         self.check_texts(messages, place)
         waiting = self._of_columns(row)
-        numbers = {kind: len(items) for kind, items in waiting.items()}
-        mark_counts = dict.fromkeys(MARKS, 0)
+        numbers: dict[str, int] = {kind: len(items) for kind, items in waiting.items()}
+        mark_counts: dict[str, int] = dict.fromkeys(MARKS, 0)
         pictures: list[Showable] = []
 
         def parts_for(kind: str, part: dict[str, Any]) -> ContentParts:
@@ -223,13 +227,13 @@ class PictureReader(MediaReader):
         ]
         if not any(mark_counts.values()) and any(waiting.values()):
             if pictures:
-                raise self._error(place, "has pictures both in its messages and in a column; one of them must go")
-            first = [self._parts_of(item) for kind in ("image", "video") for item in waiting[kind]]
+                raise self._error(place, f"has {self.noun}s both in its messages and in a column; one of them must go")
+            first = [self._parts_of(item) for kind in MARKS for item in waiting[kind]]
             pictures = [item for _, shown in first for item in shown]
             return _before_user_text(arranged, [part for parts, _ in first for part in parts], place), pictures
         for kind, mark in MARKS.items():
             if mark_counts[kind] != numbers[kind]:
-                what = _several(numbers[kind], "picture" if kind == "image" else "video")
+                what = _several(numbers[kind], NOUNS[kind])
                 places = f"{_several(mark_counts[kind], 'place')} for them ({mark})"
                 key = f"under '{self.keys[kind]}'" if kind in self.keys else f"as data.{kind}_key is null"
                 raise self._error(place, f"has {what} {key}, but {places}")
@@ -255,7 +259,8 @@ class PictureReader(MediaReader):
         [message], pictures = self.arrange(row, [{"role": "user", "content": text}], place)
         if isinstance(message["content"], str):
             return message["content"], pictures
-        marks = {"image": self.model.tokens.mark, "video": self.model.tokens.video_mark}
+        tokens = self.model.tokens
+        marks = {"image": tokens.mark, "video": tokens.video_mark, "audio": tokens.mark}
         return "".join(part["text"] if part["type"] == "text" else marks[part["type"]] for part in message["content"]), pictures
 
     def expand(self, ids: Sequence[int], shown: Sequence[Showable], place: RowPlace) -> Expanded:
@@ -270,7 +275,7 @@ class PictureReader(MediaReader):
             tokens = self.model.tokens
             placeholders = sum(token in (tokens.image_id, tokens.video_id) for token in ids)
             raise DataError(
-                f"{place} has {_several(len(shown), 'picture')}, but the chat template makes "
+                f"{place} has {_several(len(shown), self.noun)}, but the chat template makes "
                 f"{_several(placeholders, 'placeholder')}; the model's folder must have the template of its processor"
             ) from None
 
@@ -296,12 +301,12 @@ class PictureReader(MediaReader):
                 text = part.get("text") if isinstance(part, dict) else None
                 is_picture = isinstance(part, dict) and kind_of(part) is not None
                 if is_picture and role == "assistant":
-                    raise self._error(place, "has a picture in an assistant turn; it must be in another turn")
+                    raise self._error(place, f"has a {self.noun} in an assistant turn; it must be in another turn")
                 if not is_picture and not isinstance(text, str):
-                    raise DataError(f"{place} has {part!r:.80} in the {role}'s turn; it must be text, a picture or a video")
+                    raise DataError(f"{place} has {part!r:.80} in the {role}'s turn; it must be {self.allowed}")
                 for token in self.model.tokens.reserved:
                     if text is not None and token in text:
-                        raise self._error(place, f"has the text '{token}' in the {role}'s turn, which stands for a picture")
+                        raise self._error(place, f"has the text '{token}' in the {role}'s turn, which stands for a {self.noun}")
 
     def _error(self, place: RowPlace, why: str) -> PictureError:
         return PictureError(f"{place} {why}; {REMEDY}")

@@ -17,11 +17,14 @@ from megarl.config.sources import FILE_SOURCES
 from megarl.data.micro_batches import Grid
 from megarl.errors import ConfigError, MegarlError
 from megarl.models.vision import Vision
+from megarl.options.pictures.hearing import Hearing
 from megarl.options.pictures.picture_rules import PictureRules, counts_frames, padding_rules
 from megarl.planning.prompt_pictures import NO_PICTURES, PromptPictures
 
 ROWS = 32
 """Rows whose pictures are looked at."""
+ASSUMED_FRAMES = 3000
+"""Frames of 10 ms in the longest sound of a prompt."""
 UNLIMITED = 10**9
 LONGEST = "the longest prompt"
 LIMITS = (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
@@ -32,6 +35,8 @@ def pictures_shown(
     config: AnyConfig, vision: Vision, per_prompt: int | None, pixels: float | None, prompt: float | None
 ) -> PromptPictures:
     """The pictures of prompts of a model that sees; see `pictures_of` in `planning/prompt_pictures.py`."""
+    if isinstance(vision, Hearing):
+        return _sounds(config, vision, per_prompt, pixels, prompt)
     rules, limit = _rules(config, vision)
     if per_prompt is not None or pixels is not None:
         from megarl.options.pictures.picture_sizes import square_grid
@@ -45,6 +50,18 @@ def pictures_shown(
             )
         return PromptPictures((grids,), grids, _stated(grids, rules, "as given"))
     return _of_rows(config, rules) or _largest(config, rules, limit, prompt)
+
+
+def _sounds(
+    config: AnyConfig, hearing: Hearing, per_prompt: int | None, pixels: float | None, prompt: float | None
+) -> PromptPictures:
+    """A sound of 30 s for each prompt, or as long as the longest prompt allows."""
+    if per_prompt is not None or pixels is not None:
+        raise ConfigError("--pictures-per-prompt and --picture-pixels are for models that see; one that hears has one sound")
+    most = min(hearing.tokens_of(ASSUMED_FRAMES), config.longest_parts[0])
+    mean = max(1, min(most, int(most * MEAN_SHARE if prompt is None else prompt)))
+    stated = f"1 sound for each prompt, of {mean:,} tokens, assumed, at most {most:,}"
+    return PromptPictures((((1, 1, mean),),), ((1, 1, most),), stated)
 
 
 def _rules(config: AnyConfig, vision: Vision) -> tuple[PictureRules, str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megarl.models.vision import Vision
+from megarl.options.pictures.hearing import CHUNK_TOKENS, Hearing
 from megarl.planning.activations import STATISTICS, Precision
 from megarl.planning.schedules import first_chunk_in_flight
 
@@ -51,6 +52,8 @@ class TowerActivations:
 
 def tower_activations(vision: Vision, itemsize: int, freeze: Collection[str] = ()) -> TowerActivations:
     """The activations of a tower that computes in `itemsize` bytes; of what `freeze` names nothing has a gradient."""
+    if isinstance(vision, Hearing):
+        return _of_hearing(vision, itemsize, freeze)
     row, is_rms = vision.hidden * itemsize, not any(name.endswith(".0.norm1.bias") for name in vision.shapes)
     layers, projector = "vision" not in freeze, "projector" not in freeze
     if not layers and not projector:
@@ -77,6 +80,21 @@ def tower_activations(vision: Vision, itemsize: int, freeze: Collection[str] = (
     layer = 2 * norm + attention + ffn
     own_input = row if is_rms and itemsize < FLOAT32 else 0  # whose float32 copy is kept, not the layer's input itself
     return TowerActivations(embedding + projectors, layer, row, layer + own_input - row - last, vision.depth)
+
+
+def _of_hearing(tower: Hearing, itemsize: int, freeze: Collection[str]) -> TowerActivations:
+    """Per token of a sound. Before and behind each convolution's GELU there is a tensor, and of the last one another order."""
+    layers, projector = "vision" not in freeze, "projector" not in freeze
+    if not layers and not projector:
+        return TowerActivations(0.0, 0.0, 0.0, 0.0, 0)
+    row, norm = tower.hidden * itemsize, _norm(tower.hidden, itemsize, is_rms=False)
+    behind = norm + row * (3 if projector else 1) + 2 * INT64
+    if not layers:
+        return TowerActivations(behind, 0.0, 0.0, 0.0, 0)
+    numbers = 2 * sum(tower.convolved) + tower.convolved[-1]
+    stem = (tower.channels * numbers / CHUNK_TOKENS + tower.patch_width) * itemsize + 2 * INT64
+    layer = 2 * norm + 5 * row + STATISTICS * tower.heads + row + 2 * tower.ffn * itemsize
+    return TowerActivations(stem + behind, layer, row, layer - row - behind, tower.depth)
 
 
 def tower_bytes(role: PlannedRole, precision: Precision, work: Workload, freed: float) -> float:

@@ -1,4 +1,4 @@
-"""The reader of rows' pictures for a model that sees, for `data/row_media.py`."""
+"""The reader of rows' pictures for a model that sees, or of their sounds for one that hears, for `data/row_media.py`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megarl.models.registry import sees
 from megarl.options.pictures.picture_reader import PictureReader
 from megarl.options.pictures.picture_rules import load_picture_rules, load_picture_tokens, load_video_rules
 from megarl.options.pictures.picture_settings import PictureSettings
+from megarl.options.pictures.sound_reader import hearing_of, open_sounds
 
 
 def open_media(
@@ -27,6 +28,10 @@ def open_media(
     """
     if not sees(model_folder):
         return None
+    if run_folder is None and settings.media_folder is None:
+        settings = settings.model_copy(update={"media_folder": tempfile.mkdtemp(prefix="megarl-media-")})
+    if (hearing := hearing_of(model_folder)) is not None:
+        return open_sounds(settings, model_folder, hearing, tokenizer, settings.kept_in(str(run_folder)))
     rules = load_picture_rules(model_folder, settings.min_pixels, settings.max_pixels)
     smallest = (rules.patch * rules.merge) ** 2
     if not rules.min_pixels <= rules.max_pixels or rules.max_pixels < smallest:
@@ -36,6 +41,4 @@ def open_media(
         )
     tokens = load_picture_tokens(model_folder, tokenizer)
     videos = load_video_rules(model_folder, rules) if settings.video == "native" else None
-    if run_folder is None and settings.media_folder is None:
-        settings = settings.model_copy(update={"media_folder": tempfile.mkdtemp(prefix="megarl-media-")})
     return PictureReader(settings, PictureSettings(rules, tokens, settings.kept_in(str(run_folder)), videos))

@@ -6,6 +6,7 @@ from megarl.config import Config
 from megarl.errors import ConfigError
 from megarl.models.registry import sees
 from megarl.options.pictures.picture_rules import load_picture_rules
+from megarl.options.pictures.sound_reader import hearing_of
 
 
 def check_servers(config: Config, platform: str) -> None:
@@ -17,7 +18,7 @@ def check_servers(config: Config, platform: str) -> None:
     Raises:
         ConfigError: names the limit.
     """
-    if not sees(config.model.path):
+    if not sees(config.model.path) or hearing_of(config.model.path) is not None:
         return
     rules, data = load_picture_rules(config.model.path), config.data
     for field, value, beyond in (

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from megarl.errors import ModelError
 from megarl.models.vision import Vision
+from megarl.options.pictures.hearing import Hearing
 from megarl.options.pictures.hub_layout import hold_as_on_the_hub
 from megarl.options.pictures.pixels import Pictures
+from megarl.options.pictures.sounds import Sounds, listen
 from megarl.options.pictures.stream_media import StreamMedia
 from megarl.options.pictures.tower_time import TowerTime
 
@@ -31,10 +33,9 @@ def build_tower(hf_config: dict[str, Any], vision: Vision, dtype: torch.dtype, *
     from transformers import AutoConfig
     from transformers.initialization import no_init_weights
 
-    model_type = hf_config["model_type"]
-    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     whole = AutoConfig.for_model(**hf_config)
-    config = whole.vision_config
+    module = importlib.import_module(type(whole).__module__.replace(".configuration_", ".modeling_"))
+    config = getattr(whole, vision.section)
     config._attn_implementation = "sdpa"
     with no_init_weights():
         tower = getattr(module, vision.tower)._from_config(config, dtype=dtype)
@@ -63,7 +64,13 @@ class SeeingModel(GPTModel):
     """A GPTModel whose first chunk has the tower, `visual`, and reads the pictures that `seen` names."""
 
     def __init__(
-        self, vision: Vision, tower: torch.nn.Module | None, pictures: Pictures | None, *, eager: bool, **kwargs: Any
+        self,
+        vision: Vision,
+        tower: torch.nn.Module | None,
+        pictures: Pictures | Sounds | None,
+        *,
+        eager: bool,
+        **kwargs: Any,
     ) -> None:
         """`tower` is None in all chunks but the first, and `pictures` where no prompt shows any. `eager`: gradients are reduced
         while others are computed, so every parameter must have one in every micro-batch."""
@@ -105,10 +112,12 @@ class SeeingModel(GPTModel):
         if self.pictures is None:
             raise ModelError("a prompt shows pictures, but the model was built without a media folder to read them from")
         device, dtype = seen.places.device, self.config.params_dtype
-        patches = torch.cat([self.pictures.patches(picture) for picture in seen.pictures]).to(device, dtype)
+        patches = [self.pictures.patches(picture).to(device, dtype) for picture in seen.pictures]
         grids = torch.tensor([picture.grid for picture in seen.pictures], device=device)
         with self.tower_time.measured(device) if self.training else contextlib.nullcontext():
-            return look(self.visual, self.vision, patches, grids)
+            if isinstance(self.vision, Hearing):
+                return [listen(self.visual, patches)]
+            return look(self.visual, self.vision, torch.cat(patches), grids)
 
 
 class _WithoutPictures(torch.autograd.Function):

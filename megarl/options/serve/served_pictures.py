@@ -48,7 +48,9 @@ class ServedPictures:
 
     def __init__(self, model: ModelMedia, image_token: int, kept_bytes: int = KEPT_BYTES) -> None:
         """`model` keeps pictures in its media folder, and `image_token` is its id of each of a picture's tokens."""
-        self.image_token, self._model, self._keeper = image_token, model, model.keeper(None)
+        keeper = model.keeper(None)
+        assert keeper is not None, "a model that is shown no pictures has none served"
+        self.image_token, self._model, self._keeper = image_token, model, keeper
         self._kept_bytes, self._lock = kept_bytes, threading.Lock()
         self._kept: OrderedDict[bytes, tuple[KeptPicture, int]] = OrderedDict()
 
@@ -173,4 +175,4 @@ def open_pictures(config: Config, tokenizer: Any, folder: Path | None = None) ->
     settings = config.data if folder is None else config.data.model_copy(update={"media_folder": str(folder)})
     model = open_media(settings, config.model.path, tokenizer, config.run_folder).model
     assert model is not None, "an option that knows the model's tower takes its pictures"
-    return ServedPictures(model, vision.image_token)
+    return ServedPictures(model, vision.image_token) if model.keeper(None) is not None else None

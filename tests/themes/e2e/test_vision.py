@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from megarl.cli import main
-from megarl.config import Config, SupervisedConfig, parse_config
+from megarl.config import Config, SupervisedConfig, engine_kinds, parse_config
 from megarl.config.load import parse_supervised_config
 from megarl.data.sample import Sample, read_record
 from megarl.errors import ConfigError
 from megarl.observe import read_metrics
+from megarl.rollout.engines import registry
 from megarl.rollout.engines.registry import check_engine
 from megarl.trainers.rl.train import train as train_rl
 from megarl.trainers.supervised.train import train as train_supervised
@@ -273,7 +275,10 @@ def test_supervised_losses_are_transformers_and_a_resumed_run_is_the_same(
 
 
 @pytest.mark.slow
-def test_a_run_on_native_videos_sees_them_alike_in_engine_and_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("engine", ["sglang", pytest.param("embedded", marks=pytest.mark.exhaustive)])
+def test_a_run_on_native_videos_sees_them_alike_in_engine_and_trainer(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows with a video in the model's own kind and a picture, on two ranks of Qwen3-VL."""
     model = served_folder("qwen3_vl", tmp_path / "model", monkeypatch)
     size = {"size": {"shortest_edge": 4 * 32 * 32, "longest_edge": 64 * 32 * 32}, "patch_size": 16, "temporal_patch_size": 2}
@@ -288,8 +293,8 @@ def test_a_run_on_native_videos_sees_them_alike_in_engine_and_trainer(tmp_path: 
         "train": {"source": "jsonl", "path": str(rows)}, "prompt_key": "problem", "chat_template": "never",
         "max_prompt_tokens": 128, "video": "native",
     }  # fmt: skip
-    embedded = {"engine": "embedded", "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6, "threads": 1}
-    config = rl_config(model, tmp_path, data=data, rollout=embedded)
+    rollout = {"engine": engine, "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6, "threads": 1}
+    config = rl_config(model, tmp_path, data=data, rollout=rollout)
     train_rl(config)
     found = list(read_metrics(Path(config.run_folder) / "metrics.jsonl"))
     assert [int(row["step"]) for row in found] == [1, 2]
@@ -306,12 +311,16 @@ def test_limits_that_an_engine_would_not_keep_are_refused(limit: str, pixels: in
         check_engine(rl_config(seeing_model, tmp_path, data={limit: pixels}), "cpu")
 
 
-def test_native_videos_are_refused_with_engines_that_compute_them_otherwise(seeing_model: Path, tmp_path: Path) -> None:
+def test_native_videos_are_refused_with_engines_that_compute_them_otherwise(
+    seeing_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for engine in ("sglang", "embedded"):
+        check_engine(rl_config(seeing_model, tmp_path, data={"video": "native"}, rollout={"engine": engine}), "cpu")
+    blind = replace(engine_kinds.SGLANG, sees_videos=False)  # as an engine of a user's own may be
+    monkeypatch.setattr(registry, "capabilities_of", lambda rollout: blind)
     sentence = r"^data.video is 'native', which is not how rollout.engine = 'sglang' computes videos; it must be 'frames', or"
     with pytest.raises(ConfigError, match=sentence):
         check_engine(rl_config(seeing_model, tmp_path, data={"video": "native"}), "cpu")
-    embedded = rl_config(seeing_model, tmp_path, data={"video": "native"}, rollout={"engine": "embedded"})
-    check_engine(embedded, "cpu")
 
 
 def test_engines_that_do_not_see_are_refused(seeing_model: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """One prompt as SGLang is asked for it, and whether it computed with that prompt.
 
-SGLang (0.5.23) takes a prompt with one placeholder for each picture, and puts in as many as the picture has tokens.
+SGLang (0.5.23) takes a prompt with one placeholder for each picture, and puts in as many as the picture has tokens. A prompt
+that shows a video is sent whole, with the two frames of each part of it.
 """
 
 from __future__ import annotations
@@ -27,17 +28,21 @@ class AskedPrompt:
         """A prompt that shows `media`, whose pictures the server reads in `folder`.
 
         Raises:
-            EngineError: there is no such folder, or a video among them, which SGLang would show otherwise than it was counted.
+            EngineError: there is no such folder, or a video among them that is more than two frames.
         """
         if not media:
             return cls(ids)
         if folder is None:
             raise EngineError("a prompt shows pictures, but the engine was started without a media folder to read them from")
-        if any(item.kind == "video" for item in media):
-            raise EngineError("a prompt shows a video as one; SGLang's servers are shown its frames as pictures")
+        if any(item.grid[0] > 1 for item in media):
+            raise EngineError("a prompt shows a video as one; SGLang's servers are shown its frames, as pictures or in pairs")
+        pictures = [str(file) for item in media if item.kind == "image" for file in item.files(folder)]
+        pairs = [[str(file) for file in item.files(folder)] for item in media if item.kind == "video"]
+        if pairs:
+            body = {"input_ids": list(ids), "image_data": pictures or None, "video_data": pairs}
+            return cls(ids, body | {"return_prompt_token_ids": True})
         dropped = {at for item in media for at in range(item.place + 1, item.place + item.tokens)}
         short = [token for at, token in enumerate(ids) if at not in dropped]
-        pictures = [str(file) for item in media for file in item.files(folder)]
         return cls(ids, {"input_ids": short, "image_data": pictures, "return_prompt_token_ids": True})
 
     def followed_by(self, ids: Sequence[int]) -> AskedPrompt:
