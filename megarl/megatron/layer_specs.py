@@ -31,6 +31,7 @@ from megarl.errors import LayoutError
 from megarl.megatron.attention import ReferenceAttention, core_attention_called, variant_of
 from megarl.megatron.branches import BranchLayer
 from megarl.megatron.core_traits import with_score_traits
+from megarl.megatron.head_gates import HeadGatedSelfAttention
 from megarl.megatron.latent_attention import LatentSelfAttention, has_no_positions
 from megarl.megatron.latent_experts import latent_mixture
 from megarl.megatron.model_config import has_experts
@@ -134,7 +135,8 @@ def block_spec(
                 attention.q_layernorm = attention.k_layernorm = UnitNorm
         attends, has_mlp = kind[5]
         of_layer = traits if traits.of_variant is None or not kind[1] else traits.of_variant
-        return _only(_with_rotary_set(_with_traits(layer, of_layer), kind[2]), attends=attends, has_mlp=has_mlp)
+        rotating = _with_rotary_set(_with_traits(layer, of_layer), kind[2], rope, traits)
+        return _only(rotating, attends=attends, has_mlp=has_mlp)
 
     specs = {kind: make(kind) for kind in set(kinds)}
     of_layers = [specs[kind] for kind in kinds]
@@ -233,11 +235,12 @@ def _with_traits(layer: ModuleSpec, traits: DecoderTraits) -> ModuleSpec:
     return layer
 
 
-def _with_rotary_set(layer: ModuleSpec, number: int | None) -> ModuleSpec:
+def _with_rotary_set(layer: ModuleSpec, number: int | None, rope: LayerRope | None, traits: DecoderTraits) -> ModuleSpec:
     """The layer whose attention rotates by the set of frequencies of this number; None: there is one for all layers."""
-    if number is not None:
+    if number is not None and rope is not None:
         attention = layer.submodules.self_attention
-        attention.module, attention.params = RotarySetSelfAttention, {**attention.params, "rotary_set": number}
+        attention.module = HeadGatedSelfAttention if traits.head_gates else RotarySetSelfAttention
+        attention.params = {**attention.params, "rotary_set": number, "heads": rope.heads}
     return layer
 
 

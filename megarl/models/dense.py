@@ -155,14 +155,15 @@ def attention_rules(
     pre_norm: bool = True,
     gated: bool = False,
     hf_gate: str | None = None,
+    gate_rows: int = 0,
     layers: frozenset[int] | None = None,
 ) -> list[Rule]:
     """Grouped attention behind its norm (`pre_norm`), with biases on q, k and v, with a bias on o, and with norms of every q
     and k head, which the hub calls `hf_norms`.
 
     With `projection_norms` one norm is of all heads of q together, and one of all heads of k. `gated`: a part of q gates the
-    output; `hf_gate` is what the hub calls the gate where it is a projection of its own. `layers` are those that have it, None
-    for all.
+    output; `hf_gate` is what the hub calls the gate where it is a projection of its own, with `gate_rows` for each head (0: as
+    many as the head has). `layers` are those that have it, None for all.
     """
     hidden, width = sizes.hidden_size, sizes.num_heads * sizes.head_dim
     prefix, hf = LAYER + "self_attention.", HF_LAYER + "self_attn."
@@ -173,7 +174,7 @@ def attention_rules(
     rules = [input_norm_rule(hidden, te_name=prefix + "linear_qkv.layer_norm_weight", layers=layers)] if pre_norm else []
     for kind in ("weight", "bias") if bias else ("weight",):
         columns = hidden if kind == "weight" else None
-        packing = GroupedQKV(sizes.num_heads, sizes.num_groups, sizes.head_dim, columns, gated, hf_gate is not None)
+        packing = GroupedQKV(sizes.num_heads, sizes.num_groups, sizes.head_dim, columns, gated, hf_gate is not None, gate_rows)
         parts = [*(f"{part}_proj" for part in "qkv"), *([hf_gate] if hf_gate else ())]
         rules.append(rule(f"linear_qkv.{kind}", [f"{part}.{kind}" for part in parts], packing))
     of_heads = zip("qk", hf_norms, (sizes.num_heads, sizes.num_groups), strict=True)

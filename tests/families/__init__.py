@@ -21,10 +21,10 @@ from torch import Tensor
 
 from megarl.models.hf_folder import write_hf_folder
 from megarl.option_list import OPTIONS
-from tests.families import linear, mixtures, positions_and_caps, settings, sparse, state_spaces
+from tests.families import kinds_of_layers, linear, mixtures, positions_and_caps, settings, sparse, state_spaces
 from tests.families.family import SIZES, SPREAD, Family
 
-_LISTS = (settings, linear, mixtures, positions_and_caps, sparse, state_spaces)
+_LISTS = (settings, linear, mixtures, positions_and_caps, sparse, state_spaces, kinds_of_layers)
 FAMILIES: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.FAMILIES.items()}
 VARIANTS: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.VARIANTS.items()}
 ODD: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.ODD.items()}
@@ -46,7 +46,7 @@ UNDER_TRANSFORMER_ENGINE = [
 chosen keys has no layers there."""
 
 
-CHOOSES = ("e_score_correction_bias", ".expert_bias")
+CHOOSES = ("e_score_correction_bias", ".expert_bias", ".router_bias")
 """Ends of names of what is only added to choose experts, and has no gradient."""
 
 
@@ -67,7 +67,8 @@ def hugging_face(family: str) -> Any:
         | entry.settings
     )
     config = getattr(transformers, entry.config_class)(**settings)
-    model = getattr(transformers, f"{entry.class_prefix}ForCausalLM")(config).float().eval()
+    model = entry.model_class(config).float().eval()
+    model.get_input_embeddings().padding_idx = None
     generator = torch.Generator().manual_seed(7)
     values = dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name.endswith(CHOOSES)}
     with torch.no_grad():
@@ -92,7 +93,7 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
         name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         name = name.replace(".mlp.gate.moe_statics.", ".mlp.moe_statics.")  # ERNIE's
         name = name.replace(".gate.e_score", ".e_score") if model.config.model_type == "exaone_moe" else name
-        name = state_spaces.hub_name(model.config.model_type, name)
+        name = kinds_of_layers.hub_name(model.config.model_type, state_spaces.hub_name(model.config.model_type, name))
         prefix, fused, part = name.partition(".experts.")
         if not fused:
             found[name] = tensor

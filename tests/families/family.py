@@ -51,7 +51,7 @@ class Family:
     @property
     def norms_less_one(self) -> bool:
         """Whether the weights of norms over the residual stream and over heads are stored less one."""
-        return self.class_prefix.startswith(("Qwen3Next", "Qwen3_5", "Gemma2", "Gemma3"))
+        return self.class_prefix.startswith(("Qwen3Next", "Qwen3_5", "Gemma2", "Gemma3", "Step3p5"))
 
     @property
     def needs_reference(self) -> bool:
@@ -75,6 +75,19 @@ class Family:
         }
 
     @property
+    def model_class(self) -> Any:
+        """The class of the text model: transformers' own, or megarl's of transformers' layers."""
+        import transformers
+
+        if self.class_prefix == "Step3p5":
+            from megarl.models.step3p5_module import Step3p5ForCausalLM
+
+            return Step3p5ForCausalLM
+        return getattr(transformers, f"{self.class_prefix}ForCausalLM")
+
+    @property
     def config_class(self) -> str:
         """transformers' config class of the text model."""
+        if self.class_prefix == "Step3p5":
+            return "Step3p7TextConfig"
         return f"{self.class_prefix}{'Text' if self.class_prefix.startswith(('Qwen3_5', 'Gemma3', 'Llama4')) else ''}Config"
