@@ -25,6 +25,7 @@ OPTIONS = (
     "linear_attention",
     "sparse_attention",
     "state_spaces",
+    "gemma4",
     "environments",
     "tools",
     "agents",

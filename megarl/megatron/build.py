@@ -82,7 +82,10 @@ def build_model(options: ModelOptions, folder: HFFolder, switch: Any = None) -> 
             layer_specs.set_latent_norm_epsilon(chunk)
             layer_specs.stop_rotation(chunk)
         norm_behind_rotary(chunk)
-        clamp_gates(chunk, architecture.traits(hf_config).gate_limits)
+        traits = architecture.traits(hf_config)
+        clamp_gates(chunk, traits.gate_limits)
+        if traits.own_layers is not None:
+            part(traits.own_layers.option, "decoder_layers", "this model").finish(chunk, traits.own_layers)
         chunk.to(device=torch.cuda.current_device())
         if config.num_moe_experts is not None and config.add_bias_linear:
             layer_specs.prepare_biased_experts(chunk)

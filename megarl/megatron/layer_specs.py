@@ -44,6 +44,7 @@ from megarl.models.deepseek_v3 import LATENT_NORM_EPS
 from megarl.models.layer_ropes import LayerRope
 from megarl.models.vision import vision_part
 from megarl.models.windows import check_windows
+from megarl.option_list import part
 
 PLAIN = DecoderTraits()
 CORE_VERSION = tuple(int(part) for part in version("megatron-core").split(".")[:2])
@@ -140,6 +141,8 @@ def block_spec(
 
     specs = {kind: make(kind) for kind in set(kinds)}
     of_layers = [specs[kind] for kind in kinds]
+    if (own := traits.own_layers) is not None:
+        of_layers = part(own.option, "decoder_layers", "this model").placed(of_layers, layers, config, own, name)
     if layers[0] == 0 and deepstack:
         layer = vision_part("tower").DeepstackLayer
         of_layers = [replace(spec, module=layer) if n < deepstack else spec for n, spec in enumerate(of_layers)]

@@ -78,6 +78,18 @@ class GateLimits:
     """Of the others."""
 
 
+class OwnLayers(Protocol):
+    """What layers have that an option computes: its `decoder_layers.py` puts them into specs and finishes chunks."""
+
+    @property
+    def option(self) -> str:
+        """The option's name."""
+
+    @property
+    def keyless(self) -> frozenset[int]:
+        """The layers that keep no keys and values."""
+
+
 @dataclass(frozen=True)
 class DecoderTraits:
     """Traits of a family's decoder that megatron-core's layers do not have by themselves; the defaults are Llama's."""
@@ -121,6 +133,8 @@ class DecoderTraits:
     """Whether a sigmoid for each head, of a projection of the layer's input, multiplies what the head gives."""
     gate_limits: tuple[GateLimits, ...] = ()
     """How each layer's MLP and experts are clamped; empty: in no layer."""
+    own_layers: OwnLayers | None = None
+    """What an option's layers have that no others have."""
 
 
 class LinearAttention(Protocol):

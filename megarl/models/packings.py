@@ -83,7 +83,7 @@ class GroupedQKV:
     megatron-core keeps no replica of k and v, it gathers the projection's output and picks its heads from it.
     `hidden_size` is None for the biases. `gated`: behind each head of q are as many rows of its gate, which a rank holds
     behind the q heads of the group. `gate_apart`: the gates are a tensor of their own instead, the fourth, with `gate_rows` for
-    each head; 0: as many as the head has.
+    each head; 0: as many as the head has. `keys_as_values`: there is no v.
     """
 
     num_heads: int
@@ -93,6 +93,7 @@ class GroupedQKV:
     gated: bool = False
     gate_apart: bool = False
     gate_rows: int = 0
+    keys_as_values: bool = False
     tp_axis: ClassVar[int] = 0
 
     @property
@@ -103,7 +104,8 @@ class GroupedQKV:
         if self.gate_apart:
             rows_of_gates = self.num_heads * self._gate_rows
             return ((rows_of_q, *columns), (rows_of_kv, *columns), (rows_of_kv, *columns), (rows_of_gates, *columns))
-        return ((self.num_heads * (self.head_dim + self._gate_rows), *columns), (rows_of_kv, *columns), (rows_of_kv, *columns))
+        rows_in_all = (self.num_heads * (self.head_dim + self._gate_rows), *[rows_of_kv] * self._of_group)
+        return tuple((rows, *columns) for rows in rows_in_all)
 
     def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
         """The rank's window of the interleaved order."""
@@ -115,10 +117,14 @@ class GroupedQKV:
         for group in range(self.num_groups):
             whole += self._queries(group * heads_per_group, heads_per_group)
             rows = group * self.head_dim, (group + 1) * self.head_dim
-            whole += [(1, *rows), (2, *rows)]
-        rows_in_all = self.num_heads * (self.head_dim + self._gate_rows) + 2 * self.num_groups * self.head_dim
+            whole += [(part, *rows) for part in range(1, 1 + self._of_group)]
+        rows_in_all = self.num_heads * (self.head_dim + self._gate_rows) + self._of_group * self.num_groups * self.head_dim
         share = _share(rows_in_all, tp_size, "the rows of q, k and v")
         return list(_clip_ranges(whole, tp_rank * share, (tp_rank + 1) * share))
+
+    @property
+    def _of_group(self) -> int:
+        return 1 if self.keys_as_values else 2
 
     @property
     def _gate_rows(self) -> int:

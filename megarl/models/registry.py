@@ -70,6 +70,7 @@ REFUSED = {
     "gemma3": _TOWER,
     "mistral3": _TOWER,
     "step3p7": _TOWER,
+    "gemma4": _TOWER,
 }
 """By `model_type`, why a family that users ask for is not there."""
 OPTION_OF_FAMILY = {
@@ -77,6 +78,7 @@ OPTION_OF_FAMILY = {
     **dict.fromkeys(("kimi_linear", "olmo_hybrid"), "linear_attention"),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "sparse_attention"),
     **dict.fromkeys(("granitemoehybrid", "nemotron_h"), "state_spaces"),
+    "gemma4_text": "gemma4",
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "kimi_k25"), "pictures"),
 }
 """The option that brings a family, also where an installation lacks it: for the sentence that says so."""

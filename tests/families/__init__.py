@@ -46,8 +46,8 @@ UNDER_TRANSFORMER_ENGINE = [
 chosen keys has no layers there."""
 
 
-CHOOSES = ("e_score_correction_bias", ".expert_bias", ".router_bias")
-"""Ends of names of what is only added to choose experts, and has no gradient."""
+CHOOSES = ("e_score_correction_bias", ".expert_bias", ".router_bias", ".layer_scalar")
+"""Ends of names of what is only added to choose experts, or is no parameter, and has no gradient."""
 
 
 def hugging_face(family: str) -> Any:
@@ -75,6 +75,7 @@ def hugging_face(family: str) -> Any:
         for name, value in values.items():
             centre = 1.0 if "norm" in name and (not entry.norms_less_one or ".linear_attn." in name) else 0.0
             centre = -3.0 if name.endswith("A_log") else centre  # states that last, as models have them
+            centre = 1.0 if name.endswith(("scale", ".layer_scalar")) else centre
             spread = SPREAD / 5 if name.endswith(CHOOSES) else SPREAD  # tokens must still matter
             spread = spread / 10 if entry.small is not None and entry.small in name else spread
             value.copy_(centre + spread * torch.randn(value.shape, generator=generator))

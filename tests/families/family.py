@@ -56,7 +56,7 @@ class Family:
     @property
     def needs_reference(self) -> bool:
         """Whether attention scores are capped, or chunks attended to, which only the reference layers do."""
-        return self.class_prefix in ("Gemma2", "Llama4")
+        return self.class_prefix in ("Gemma2", "Gemma4", "Llama4")
 
     @property
     def in_local_layers(self) -> bool:
@@ -66,12 +66,13 @@ class Family:
 
     @property
     def kind(self) -> dict[str, bool]:
-        """What the layouts depend on that it can be split by: experts, experts with biases, layers that follow others."""
+        """What the layouts depend on that it can be split by: experts, their biases, layers that follow others or embeddings."""
         return {
             "experts": self.num_experts is not None,
             "biases": self.class_prefix == "GptOss",
             "follows": self.follows,
             "one_context_rank": self.comes_with == "state_spaces",
+            "one_stage": self.comes_with == "gemma4" and bool(self.settings["hidden_size_per_layer_input"]),
         }
 
     @property
@@ -90,4 +91,5 @@ class Family:
         """transformers' config class of the text model."""
         if self.class_prefix == "Step3p5":
             return "Step3p7TextConfig"
-        return f"{self.class_prefix}{'Text' if self.class_prefix.startswith(('Qwen3_5', 'Gemma3', 'Llama4')) else ''}Config"
+        of_text = self.class_prefix.startswith(("Qwen3_5", "Gemma3", "Gemma4", "Llama4"))
+        return f"{self.class_prefix}{'Text' if of_text else ''}Config"
