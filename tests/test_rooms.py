@@ -232,6 +232,7 @@ IMPORTS_OF_OPTIONS: dict[str, int] = {
     "linear_attention": 0,
     "sparse_attention": 0,
     "state_spaces": 0,
+    "gemma4": 0,
     "environments": 0,
     "tools": 0,
     "agents": 0,

@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.errors import ModelError
 from megarl.models import dense, moe
-from megarl.models.architecture import DecoderTraits, GateLimits, HFConfig
+from megarl.models.architecture import DecoderTraits, GateLimits, HFConfig, SglangFacts
 from megarl.models.fused_rows import FusedRows
 from megarl.models.hf_fields import positive, refuse, refuse_biases, size, with_defaults
 from megarl.models.layer_ropes import LayerHeads, LayerRope, rope_of_windows, with_rope_of_full_layers
@@ -42,11 +42,7 @@ OF_PUBLISHED: dict[str, Any] = {
     "yarn_only_types": [FULL], "tie_word_embeddings": False, "sparse_attention_config": {},
 }  # fmt: skip
 """Fields that transformers does not read, or must have so, with the only values that megarl has a model for."""
-READ_BY_SGLANG = (
-    "attention_other_setting", "moe_layers_enum", "swiglu_limits", "swiglu_limits_shared", "use_head_wise_attn_gate",
-    "need_fp32_gate", "use_moe_router_bias", "yarn_only_types", "num_attention_groups", "moe_num_experts", "moe_top_k",
-)  # fmt: skip
-"""Fields of published configs that SGLang 0.5.23 reads."""
+NOT_SERVED = "megarl has not compared its servers of this family with training; rollout.engine 'embedded' serves it"
 MOE, SHARED = "moe.", "share_expert."
 
 
@@ -232,14 +228,6 @@ def hub_name(name: str) -> str:
     return name.replace(".mlp.gate.", f".{MOE}gate.").replace(".mlp.experts.", f".{MOE}experts.")
 
 
-def _sglang_refusal(hf_config: HFConfig) -> str | None:
-    missing = [field for field in READ_BY_SGLANG if hf_config.get(field) is None]
-    missing += [field for field in ("rope_theta", "partial_rotary_factors") if not isinstance(hf_config.get(field), list)]
-    if missing:
-        return f"its config.json must say {', '.join(missing)}, as published ones do, because SGLang reads them there"
-    return None
-
-
 ARCHITECTURE = text_family(
     "step3p5",
     ("Step3p5ForCausalLM", "Step3p5ForSequenceClassification"),
@@ -247,7 +235,7 @@ ARCHITECTURE = text_family(
     weight_map,
     partial(dense.gpt_kwargs, partial_rotary=True),
     text_config=text_config,
-    refusal=_sglang_refusal,
+    sglang=SglangFacts(refusal=lambda hf_config: NOT_SERVED),
     hub_name=hub_name,
     traits=traits,
     layer_rope=layer_rope,

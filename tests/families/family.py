@@ -66,7 +66,7 @@ class Family:
 
     @property
     def kind(self) -> dict[str, bool]:
-        """What the layouts depend on that it can be split by: experts, their biases, layers that follow others or embeddings."""
+        """What the layouts it can be split by depend on: experts, their biases, layers that follow others or embeddings."""
         return {
             "experts": self.num_experts is not None,
             "biases": self.class_prefix == "GptOss",
