@@ -49,8 +49,8 @@ class ModelShape:
     `linear` is the linear attention that some layers have in place of the other; `gated`: a part of the query projection gates
     attention. `sinks`: a score of its own for each head is among those that a token attends by. `predicts`: it has a layer for
     multi-token prediction behind its `layers`. `lora`: its adapters, which alone are trained (`with_lora`). `gated_mlp`: MLPs
-    and experts have a gate. `expert_latent`: width of what experts work in, 0 if that is the residual stream. `other_heads`: the
-    layers that have other heads than these, and which; None: there are none.
+    and experts have a gate. `expert_latent`: width of what experts work in, 0 if that is the residual stream. `other_heads`:
+    the layers that have other heads than these, and which; None: there are none.
     """
 
     config: dict[str, Any]

@@ -145,7 +145,7 @@ def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> d
     scaling = {"routed_scaling_factor": positive(hf_config, "moe_router_scaling_factor")}
     return (
         dense.transformer_config_kwargs(hf_config, sizes, sliding_layers(hf_config))
-        | {"qk_layernorm": True, "layernorm_zero_centered_gamma": True}
+        | {"qk_layernorm": True, "layernorm_zero_centered_gamma": True, "hetereogenous_dist_checkpoint": True}
         | {"softmax_scale": positive(hf_config, "query_pre_attn_scalar", sizes.head_dim) ** -0.5}
         | moe.transformer_config_kwargs(experts, sizes.num_layers)
         | moe.sigmoid_router_kwargs(scaling, experts)

@@ -68,7 +68,8 @@ def hugging_face(family: str) -> Any:
     )
     config = getattr(transformers, entry.config_class)(**settings)
     model = entry.model_class(config).float().eval()
-    model.get_input_embeddings().padding_idx = None
+    for embedding in (module for module in model.modules() if isinstance(module, torch.nn.Embedding)):
+        embedding.padding_idx = None  # which may not be null in every config
     generator = torch.Generator().manual_seed(7)
     values = dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name.endswith(CHOOSES)}
     with torch.no_grad():

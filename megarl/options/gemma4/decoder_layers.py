@@ -48,7 +48,7 @@ def _placed(spec: ModuleSpec, own: Gemma4Layers, layer: int, kept: dict[int, Any
     params = {**attention.params, "kind": kind, "kept": kept}
     parts = replace(parts, self_attention=replace(attention, module=Gemma4Attention, params=params))
     if own.mixture:
-        parts = replace(parts, mlp=mixture_beside(parts.mlp), pre_mlp_layernorm=IdentityOp, sharded_state_dict_keys_map={})
+        parts = replace(parts, mlp=mixture_beside(parts.mlp), pre_mlp_layernorm=IdentityOp)
     params = {**spec.params, "kind": kind, "kept": kept, "inputs": own.inputs}
     return replace(spec, module=Gemma4Layer, submodules=parts, params=params)
 

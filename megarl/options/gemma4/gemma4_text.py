@@ -141,7 +141,7 @@ def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> d
     if experts is not None and any(kind.wide for kind in layers.kinds):
         raise ModelError("config.json: use_double_wide_mlp and enable_moe_block are both true; one of them must be false")
     kwargs = dense.transformer_config_kwargs(hf_config, sizes, sliding_layers(hf_config))
-    kwargs |= {"qk_layernorm": True, "softmax_scale": 1.0, "activation": "gelu_tanh"}
+    kwargs |= {"qk_layernorm": True, "softmax_scale": 1.0, "activation": "gelu_tanh", "hetereogenous_dist_checkpoint": True}
     if experts is not None:
         kwargs |= moe.transformer_config_kwargs(experts, sizes.num_layers) | moe.softmax_router_kwargs(experts, normalised=True)
     return kwargs
@@ -164,7 +164,7 @@ def weight_map(hf_config: HFConfig, sizes: dense.DenseSizes) -> WeightMap:
         *_attention_rules(hf_config, sizes, layers),
         *dense.post_norm_rules(sizes, "post_attention_layernorm", "post_feedforward_layernorm"),
     ]
-    rules.append(Rule(LAYER + "layer_scalar", (HF_LAYER + "layer_scalar",), Copy((1,))))
+    rules.append(Rule(LAYER + "layer_scalar", (HF_LAYER + "layer_scalar",), Copy((1,)), constant=True))
     rules += _input_rules(sizes, layers) if layers.inputs else ()
     takers = [layer for layer, kind in enumerate(layers.kinds) if kind.takes is not None]
     left_out = tuple(

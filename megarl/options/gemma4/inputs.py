@@ -8,6 +8,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
 from megarl.megatron.latent_attention import ReplicatedLinear
@@ -53,8 +54,6 @@ class LayerInputs(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """The table, split as embeddings are, and the rest, whole on every tensor rank."""
-        from megatron.core.transformer.utils import sharded_state_dict_default
-
         entries: dict[str, Any] = {}
         for name, module in self.named_children():
             entries |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata)

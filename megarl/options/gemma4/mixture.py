@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
 from megarl.errors import LayoutError
@@ -67,13 +68,17 @@ class NormedMLP(SharedExpertMLP):
         normed: Tensor = self.post_norm(super().forward(self.pre_norm(hidden_states)))
         return normed
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """As megatron-core's; the norms are whole on every tensor rank."""
         norms = {name: self._modules.pop(name) for name in ("pre_norm", "post_norm")}
         try:
-            entries: dict[str, Any] = super().sharded_state_dict(*args, **kwargs)
+            entries: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         finally:
             self._modules |= norms
+        for name, norm in norms.items():
+            entries |= sharded_state_dict_default(norm, f"{prefix}{name}.", sharded_offsets, metadata)
         return entries
 
 

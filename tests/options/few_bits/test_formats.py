@@ -138,6 +138,9 @@ CANNOT = {
     "nemotron_h": "has linear attention",
     "kimi_linear": "has linear attention",
     "olmo_hybrid": "has linear attention",
+    "step3p5": "store several weights as one tensor",
+    "gemma4": "store several weights as one tensor",
+    "gemma4_moe": "store several weights as one tensor",
 }
 
 
