@@ -71,10 +71,10 @@ def _full_heads(hf_config: HFConfig) -> tuple[int, int]:
     if saved is None:
         of_full = size(hf_config, "num_global_key_value_heads", default=groups) if hf_config.get("attention_k_eq_v") else groups
         return size(hf_config, "global_head_dim", default=GLOBAL_HEAD), of_full
-    full = {str(layer) for layer, kind in enumerate(hf_config["layer_types"]) if kind == FULL}
+    full = {layer for layer, kind in enumerate(hf_config["layer_types"]) if kind == FULL}
     entries = list(saved.values())
     if (
-        set(map(str, saved)) != full
+        {int(layer) if str(layer).isdigit() else layer for layer in saved} != full
         or entries != entries[:1] * len(full)
         or not {*entries[0]} <= {"head_dim", "num_key_value_heads"}
     ):

@@ -55,6 +55,7 @@ class LayerInputs(torch.nn.Module):
     ) -> dict[str, Any]:
         """The table, split as embeddings are, and the rest, whole on every tensor rank."""
         entries: dict[str, Any] = {}
+        group = parallel_state.get_tensor_model_parallel_group()
         for name, module in self.named_children():
-            entries |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata)
+            entries |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=group)
         return entries

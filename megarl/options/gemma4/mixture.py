@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -77,8 +78,9 @@ class NormedMLP(SharedExpertMLP):
             entries: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         finally:
             self._modules |= norms
+        group = parallel_state.get_tensor_model_parallel_group()
         for name, norm in norms.items():
-            entries |= sharded_state_dict_default(norm, f"{prefix}{name}.", sharded_offsets, metadata)
+            entries |= sharded_state_dict_default(norm, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=group)
         return entries
 
 

@@ -29,7 +29,7 @@ REFUSED = [
     (SMALL, {"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4; it must be less than num_hidden_layers=4"),
     (SMALL, {"num_kv_shared_layers": 3}, "no layer before these is of kind 'full_attention'"),
     (SMALL, {"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1"),
-    (SMALL, {"layer_types": [WINDOW, "chunked_attention", WINDOW, FULL]}, "layer_types has 'chunked_attention'"),
+    (SMALL, {"layer_types": [WINDOW, "chunked_attention", WINDOW, FULL], "per_layer_config": None}, "has 'chunked_attention'"),
     (SMALL, {"per_layer_config": {"0": {"head_dim": 16}}}, "per_layer_config is .* of each layer without a window"),
     (SMALL, {"per_layer_config": {n: {"head_dim": 16, "num_attention_heads": 8} for n in "13"}}, "and nothing else"),
     (SMALL, {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters is .* each with parameters of its own"),
@@ -102,6 +102,12 @@ def test_last_layers_take_the_keys_of_the_last_one_of_their_kind(configs: Any) -
     assert own.keyless == {3}
 
 
+def rotation(hf_config: dict[str, Any]) -> Any:
+    """What is said of the layers with a window."""
+    found = architecture_for(hf_config).layer_rope(hf_config)
+    return found.layers, found.heads, found.config["rope_parameters"]
+
+
 def test_published_fields_and_those_of_transformers_mean_the_same(configs: Any) -> None:
     saved = configs[MIXTURE]
     published = {name: value for name, value in saved.items() if name != "per_layer_config"}
@@ -109,7 +115,7 @@ def test_published_fields_and_those_of_transformers_mean_the_same(configs: Any) 
     family = architecture_for(saved)
     assert family.weight_map(published) == family.weight_map(saved)
     assert family.transformer_config_kwargs(published) == family.transformer_config_kwargs(saved)
-    assert family.layer_rope(published) == family.layer_rope(saved)
+    assert rotation(published) == rotation(saved)
 
 
 def test_what_a_config_leaves_out_is_what_transformers_fills_in() -> None:
@@ -119,7 +125,7 @@ def test_what_a_config_leaves_out_is_what_transformers_fills_in() -> None:
     assert family.transformer_config_kwargs(bare) == family.transformer_config_kwargs(filled)
     assert family.gpt_kwargs(bare) == family.gpt_kwargs(filled)
     assert family.weight_map(bare).hf_shapes() == family.weight_map(filled).hf_shapes()
-    assert (family.layer_rope(bare), family.traits(bare)) == (family.layer_rope(filled), family.traits(filled))
+    assert (rotation(bare), family.traits(bare)) == (rotation(filled), family.traits(filled))
 
 
 def test_operations_are_those_of_the_matrices(configs: Any) -> None:
