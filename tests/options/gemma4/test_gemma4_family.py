@@ -29,7 +29,11 @@ REFUSED = [
     (SMALL, {"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4; it must be less than num_hidden_layers=4"),
     (SMALL, {"num_kv_shared_layers": 3}, "no layer before these is of kind 'full_attention'"),
     (SMALL, {"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1"),
-    (SMALL, {"layer_types": [WINDOW, "chunked_attention", WINDOW, FULL], "per_layer_config": None}, "has 'chunked_attention'"),
+    (
+        SMALL,
+        {"layer_types": [WINDOW, "chunked_attention", WINDOW, FULL], "per_layer_config": None, "num_kv_shared_layers": 0},
+        "has 'chunked_attention'",
+    ),
     (SMALL, {"per_layer_config": {"0": {"head_dim": 16}}}, "per_layer_config is .* of each layer without a window"),
     (SMALL, {"per_layer_config": {n: {"head_dim": 16, "num_attention_heads": 8} for n in "13"}}, "and nothing else"),
     (SMALL, {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters is .* each with parameters of its own"),
