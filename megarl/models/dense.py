@@ -175,8 +175,8 @@ def attention_rules(
     rules = [input_norm_rule(hidden, te_name=prefix + "linear_qkv.layer_norm_weight", layers=layers)] if pre_norm else []
     for kind in ("weight", "bias") if bias else ("weight",):
         columns = hidden if kind == "weight" else None
-        heads = sizes.num_heads, sizes.num_groups, sizes.head_dim, columns
-        packing = GroupedQKV(*heads, gated, hf_gate is not None, gate_rows, keys_as_values)
+        shape = sizes.num_heads, sizes.num_groups, sizes.head_dim, columns
+        packing = GroupedQKV(*shape, gated, hf_gate is not None, gate_rows, keys_as_values)
         parts = [*(f"{part}_proj" for part in ("qk" if keys_as_values else "qkv")), *([hf_gate] if hf_gate else ())]
         rules.append(rule(f"linear_qkv.{kind}", [f"{part}.{kind}" for part in parts], packing))
     of_heads = zip("qk", hf_norms, (sizes.num_heads, sizes.num_groups), strict=True)

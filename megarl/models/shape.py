@@ -130,9 +130,9 @@ class ModelShape:
         layers = frozenset(range(self.layers))
         if self.other_heads is None or (heads := self.other_heads.heads) is None:
             return ((self, layers),)
-        sizes = {"heads": heads.num_heads, "kv_heads": heads.num_groups, "head_dim": heads.head_dim}
-        other = replace(self, **sizes, value_dim=heads.head_dim, other_heads=None)
-        return (replace(self, other_heads=None), layers - self.other_heads.layers), (other, self.other_heads.layers)
+        base, width = replace(self, other_heads=None), heads.head_dim
+        other = replace(base, heads=heads.num_heads, kv_heads=heads.num_groups, head_dim=width, value_dim=width)
+        return (base, layers - self.other_heads.layers), (other, self.other_heads.layers)
 
     def kv_width(self, tp: int) -> float:
         """Numbers that an engine's rank keeps of a token in all layers with grouped attention: at least a KV head in each."""

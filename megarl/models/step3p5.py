@@ -186,7 +186,7 @@ def layer_rope(hf_config: HFConfig) -> LayerRope:
     """The layers with a window: their rotation, and their heads."""
     filled = _filled(hf_config)
     heads = LayerHeads(
-        *(size(filled, f"num_{which}") for which in ("sliding_attention_heads", "key_value_heads")), size(filled, "head_dim")
+        size(filled, "num_sliding_attention_heads"), size(filled, "num_key_value_heads"), size(filled, "head_dim")
     )
     return replace(rope_of_windows(filled, theta_field=None, theta=THETA, partial=True), heads=heads)
 
