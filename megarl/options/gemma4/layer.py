@@ -22,6 +22,7 @@ class Gemma4Layer(BranchLayer):
 
     read_input: Callable[[], Tensor]
     """The layer's input `[S, 1, inputs]`, of the tokens that it is given; set where the chunk is built."""
+    layer_scalar: Tensor
 
     def __init__(
         self, config: TransformerConfig, *args: Any, kind: LayerKind, kept: dict[int, Any], inputs: int, **kwargs: Any
@@ -32,7 +33,7 @@ class Gemma4Layer(BranchLayer):
         super().__init__(config, *args, **kwargs)
         self.kind, self.kept, self.has_input = kind, kept, inputs > 0
         self.recomputes = config.recompute_granularity == "full"
-        self.layer_scalar = torch.nn.Parameter(torch.ones(1, dtype=config.params_dtype), requires_grad=False)
+        self.register_buffer("layer_scalar", torch.ones(1, dtype=config.params_dtype))
         if inputs:
             self.input_gate = ReplicatedLinear(config.hidden_size, inputs, config)
             self.input_projection = ReplicatedLinear(inputs, config.hidden_size, config)
