@@ -180,7 +180,8 @@ def prediction(family: Architecture, of_family: Sources) -> str:
         for more in ({}, {"num_nextn_predict_layers": 1}, {"mtp_num_hidden_layers": 1}):
             with contextlib.suppress(ModelError):
                 of_model = family.weight_map(config | more)
-                found.add("trained" if of_model.prediction is not None else "carried" if of_model.left_out else "")
+                carried = any(".self_attn." not in beginning for beginning in of_model.left_out)  # not keys that nobody reads
+                found.add("trained" if of_model.prediction is not None else "carried" if carried else "")
     return next((word for word in ("trained", "carried") if word in found), "")
 
 
