@@ -26,6 +26,7 @@ OPTIONS = (
     "sparse_attention",
     "state_spaces",
     "compressed_attention",
+    "gemma4",
     "environments",
     "tools",
     "agents",

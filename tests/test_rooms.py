@@ -233,6 +233,7 @@ IMPORTS_OF_OPTIONS: dict[str, int] = {
     "sparse_attention": 0,
     "state_spaces": 0,
     "compressed_attention": 0,
+    "gemma4": 0,
     "environments": 0,
     "tools": 0,
     "agents": 0,

@@ -15,6 +15,7 @@ from megarl.config.layout import Layout
 from megarl.megatron import layer_specs
 from megarl.megatron.attention import core_attention_called
 from megarl.megatron.chosen_parameters import freeze
+from megarl.megatron.gate_limits import clamp_gates
 from megarl.megatron.heads import LogProbHead
 from megarl.megatron.model_config import DTYPES, ddp_config, fuses_gradient_accumulation, refused, transformer_config
 from megarl.megatron.norms import norm_behind_rotary
@@ -81,6 +82,10 @@ def build_model(options: ModelOptions, folder: HFFolder, switch: Any = None) -> 
             layer_specs.set_latent_norm_epsilon(chunk)
             layer_specs.stop_rotation(chunk)
         norm_behind_rotary(chunk)
+        traits = architecture.traits(hf_config)
+        clamp_gates(chunk, traits.gate_limits)
+        if traits.own_layers is not None:
+            part(traits.own_layers.option, "decoder_layers", "this model").finish(chunk, traits.own_layers)
         chunk.to(device=torch.cuda.current_device())
         if config.num_moe_experts is not None and config.add_bias_linear:
             layer_specs.prepare_biased_experts(chunk)

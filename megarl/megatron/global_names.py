@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megarl.models.weight_map import PREDICTION
 
-BUFFERS = ("mlp.router.expert_bias", "mlp.router.token_experts")
-"""The only buffers that are part of a checkpoint."""
+IN_CHECKPOINTS = ("mlp.router.expert_bias", "mlp.router.token_experts", ".layer_scalar")
+"""Ends of names of the buffers that are part of a checkpoint."""
 
 _PREDICTION_LAYER = f"{PREDICTION}layers.0.transformer_layer."
 
@@ -29,7 +29,7 @@ def global_tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Ten
     """(name with global, zero-based layer and expert indices, parameter or checkpointed buffer) of all on this rank."""
     for chunk in chunks:
         core: Any = unwrap_model(chunk)
-        buffers = ((name, buffer) for name, buffer in core.named_buffers() if name.endswith(BUFFERS))
+        buffers = ((name, buffer) for name, buffer in core.named_buffers() if name.endswith(IN_CHECKPOINTS))
         for name, tensor in (*core.named_parameters(), *buffers):
             yield _global_name(core, name), tensor
 

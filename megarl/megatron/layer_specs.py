@@ -31,6 +31,7 @@ from megarl.errors import LayoutError
 from megarl.megatron.attention import ReferenceAttention, core_attention_called, variant_of
 from megarl.megatron.branches import BranchLayer
 from megarl.megatron.core_traits import with_score_traits
+from megarl.megatron.head_gates import HeadGatedSelfAttention
 from megarl.megatron.latent_attention import LatentSelfAttention, has_no_positions
 from megarl.megatron.latent_experts import latent_mixture
 from megarl.megatron.model_config import has_experts
@@ -43,6 +44,7 @@ from megarl.models.deepseek_v3 import LATENT_NORM_EPS
 from megarl.models.layer_ropes import LayerRope
 from megarl.models.vision import vision_part
 from megarl.models.windows import check_windows
+from megarl.option_list import part
 
 PLAIN = DecoderTraits()
 CORE_VERSION = tuple(int(part) for part in version("megatron-core").split(".")[:2])
@@ -134,10 +136,13 @@ def block_spec(
                 attention.q_layernorm = attention.k_layernorm = UnitNorm
         attends, has_mlp = kind[5]
         of_layer = traits if traits.of_variant is None or not kind[1] else traits.of_variant
-        return _only(_with_rotary_set(_with_traits(layer, of_layer), kind[2]), attends=attends, has_mlp=has_mlp)
+        rotating = _with_rotary_set(_with_traits(layer, of_layer), kind[2], rope, traits)
+        return _only(rotating, attends=attends, has_mlp=has_mlp)
 
     specs = {kind: make(kind) for kind in set(kinds)}
     of_layers = [specs[kind] for kind in kinds]
+    if (own := traits.own_layers) is not None:
+        of_layers = part(own.option, "decoder_layers", "this model").placed(of_layers, layers, config, own, name)
     if layers[0] == 0 and deepstack:
         layer = vision_part("tower").DeepstackLayer
         of_layers = [replace(spec, module=layer) if n < deepstack else spec for n, spec in enumerate(of_layers)]
@@ -233,11 +238,12 @@ def _with_traits(layer: ModuleSpec, traits: DecoderTraits) -> ModuleSpec:
     return layer
 
 
-def _with_rotary_set(layer: ModuleSpec, number: int | None) -> ModuleSpec:
+def _with_rotary_set(layer: ModuleSpec, number: int | None, rope: LayerRope | None, traits: DecoderTraits) -> ModuleSpec:
     """The layer whose attention rotates by the set of frequencies of this number; None: there is one for all layers."""
-    if number is not None:
+    if number is not None and rope is not None:
         attention = layer.submodules.self_attention
-        attention.module, attention.params = RotarySetSelfAttention, {**attention.params, "rotary_set": number}
+        attention.module = HeadGatedSelfAttention if traits.head_gates else RotarySetSelfAttention
+        attention.params = {**attention.params, "rotary_set": number, "heads": rope.heads}
     return layer
 
 

@@ -15,12 +15,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.megatron.model_config import scale_rotary
-from megarl.models.layer_ropes import LayerRope
+from megarl.models.layer_ropes import LayerHeads, LayerRope
 from megarl.models.rope_frequencies import inverse_frequencies
 from megarl.models.vision import Mrope
-
-SETS = 2
-"""Sets of frequencies of a model with more than one: that of most families' layers, and that of a `LayerRope`, unscaled."""
 
 
 class PackedRotaryEmbedding(torch.nn.Module):
@@ -59,9 +56,15 @@ def set_rotary_embedding(
     Transformer Engine's attention `counts_itself` the positions of a sequence, but not those of three axes (`mrope`).
     """
     if not model.config.multi_latent_attention:
-        configs = [hf_config] if rope is None else [hf_config, rope.config]
-        frequencies = torch.cat([inverse_frequencies(config, model.config.kv_channels) for config in configs])
-        model.rotary_pos_emb.inv_freq = frequencies.to(torch.cuda.current_device())
+        sets = [inverse_frequencies(hf_config, model.config.kv_channels)]
+        if rope is not None:
+            head_dim = model.config.kv_channels if rope.heads is None else rope.heads.head_dim
+            sets.append(inverse_frequencies(rope.config, head_dim))
+            for module in model.modules():
+                if isinstance(module, RotarySetSelfAttention):
+                    first = module.rotary_set * len(sets[0])
+                    module.frequencies = slice(first, first + len(sets[module.rotary_set]))
+        model.rotary_pos_emb.inv_freq = torch.cat(sets).to(torch.cuda.current_device())
     if not counts_itself or mrope is not None:
         axes = torch.tensor(mrope.axes() * 2, device=torch.cuda.current_device()) if mrope is not None else None
         # Latent attention rotates inside its layers, by the positions that travel with the stream.
@@ -71,21 +74,28 @@ def set_rotary_embedding(
 
 
 class RotarySetSelfAttention(SelfAttention):
-    """megatron-core's attention in a model with several sets of frequencies: rotates by the angles of the set `rotary_set`.
+    """megatron-core's attention in a model with two sets of frequencies: 0, that of the decoder, and 1, that of a `LayerRope`.
 
-    The attention factor of a scaled embedding is that of set 0.
+    It rotates by those of the set `rotary_set`, and has `heads` in set 1, if they are said. The attention factor of a scaled
+    embedding is that of set 0.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, rotary_set: int, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *args: Any, rotary_set: int, heads: LayerHeads | None = None, **kwargs: Any
+    ) -> None:
+        config = copy.copy(config)
         if rotary_set:
-            config = copy.copy(config)
             scale_rotary(config, 1.0)
+        if rotary_set and heads is not None:
+            config.num_attention_heads, config.num_query_groups = heads.num_heads, heads.num_groups
+            config.kv_channels = heads.head_dim
         super().__init__(config, *args, **kwargs)
-        self.rotary_set = rotary_set
+        self.rotary_set, self.frequencies = rotary_set, slice(None)
+        """Place of its set in all frequencies, which `set_rotary_embedding` fills in."""
 
     def forward(self, hidden_states: Tensor, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> Any:
-        """Run the layer as megatron-core does; `rotary_pos_emb` are the angles `[S, 1, 1, SETS * d]` of all sets, twice
+        """Run the layer as megatron-core does; `rotary_pos_emb` are the angles `[S, 1, 1, 2 * n]` of all sets, twice
         one behind the other."""
         assert rotary_pos_emb is not None, "a model with several sets of frequencies rotates in all layers"
-        angles = rotary_pos_emb.unflatten(-1, (2, SETS, -1))[..., self.rotary_set, :].flatten(-2)
+        angles = rotary_pos_emb.unflatten(-1, (2, -1))[..., self.frequencies].flatten(-2)
         return super().forward(hidden_states, *args, rotary_pos_emb=angles, **kwargs)

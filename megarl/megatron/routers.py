@@ -37,15 +37,15 @@ class CorrectedSoftmaxRouter(TopKRouter):
         scores = logits.float().softmax(-1)
         corrected = scores.detach() + self.expert_bias
         if self.router_replay is None:
-            _, chosen = _best(corrected, self.topk)
+            _, chosen = highest(corrected, self.topk)
         else:
-            _, chosen = self.router_replay.get_replay_topk(corrected, self.topk, None, None, _best)
+            _, chosen = self.router_replay.get_replay_topk(corrected, self.topk, None, None, highest)
         weights = scores.gather(1, chosen)
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(self.least_sum)
         of_all = torch.zeros_like(logits).scatter(1, chosen, weights.type_as(logits))
         return of_all, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
 
 
-def _best(scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None) -> tuple[Tensor, Tensor]:
+def highest(scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None) -> tuple[Tensor, Tensor]:
     """The `topk` highest of `[T, E]` and their experts, as megatron-core's routing replay asks for them."""
     return torch.topk(scores, k=topk, dim=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -68,6 +69,28 @@ class QueryScale:
 
 
 @dataclass(frozen=True)
+class GateLimits:
+    """With a limit L, SiLU of a gate is at most L, and what it multiplies between -L and L; infinite: they are not clamped."""
+
+    mlp: float = math.inf
+    """Of the MLP, and of the expert that all tokens share."""
+    experts: float = math.inf
+    """Of the others."""
+
+
+class OwnLayers(Protocol):
+    """What layers have that an option computes: its `decoder_layers.py` puts them into specs and finishes chunks."""
+
+    @property
+    def option(self) -> str:
+        """The option's name."""
+
+    @property
+    def keyless(self) -> frozenset[int]:
+        """The layers that keep no keys and values."""
+
+
+@dataclass(frozen=True)
 class DecoderTraits:
     """Traits of a family's decoder that megatron-core's layers do not have by themselves; the defaults are Llama's."""
 
@@ -108,6 +131,12 @@ class DecoderTraits:
     """Residual streams that travel between layers one beside another."""
     attention_alone: frozenset[int] = frozenset()
     """The layers that are attention, or what stands in its place, alone, with no MLP."""
+    head_gates: bool = False
+    """Whether a sigmoid for each head, of a projection of the layer's input, multiplies what the head gives."""
+    gate_limits: tuple[GateLimits, ...] = ()
+    """How each layer's MLP and experts are clamped; empty: in no layer."""
+    own_layers: OwnLayers | None = None
+    """What an option's layers have that no others have."""
 
 
 class LinearAttention(Protocol):
@@ -176,6 +205,8 @@ class Architecture:
     layer_rope: Callable[[HFConfig], LayerRope | None] = lambda hf_config: None
     """The layers that rotate otherwise than `text_config` says; None: all rotate as it says."""
 
+    module: str | None = None
+    """The file of megarl's that tells transformers of the family's model of text, where it has the layers alone."""
     followed: Callable[[HFConfig], Mapping[int, int]] = lambda hf_config: {}
     """By layer, the earlier one that must be in the same model chunk, because the layer reads what that one computes."""
 

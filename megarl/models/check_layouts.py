@@ -171,7 +171,8 @@ def _check_layout(field: str, layout: Layout, model: ModelShape, layer_spec: str
             _check_biased_experts(layout)
         if model.latent is not None:
             _check_table_of_angles(layout, model.config)
-        layout.check_model(**model.layout_sizes)
+        for of_kind, _ in model.by_heads:
+            layout.check_model(**of_kind.layout_sizes)
         _check_followed(layout, model)
     except LayoutError as error:
         raise error.under(field, ConfigError) from None
@@ -188,11 +189,11 @@ def _check_followed(layout: Layout, model: ModelShape) -> None:
 
     def parted(other: Layout) -> list[int]:
         chunks = [layers for stage in other.stage_layers(model.layers) for layers in stage] if followed else []
-        return [layers[0] for layers in chunks if followed.get(layers[0], layers[0]) < layers[0]]
+        return [layer for layers in chunks for layer in layers if followed.get(layer, layer) < layers[0]]
 
     if first := parted(layout):
         field = next((name for name in ("vpp", "first_stage_layers", "last_stage_layers") if getattr(layout, name)), "pp")
-        reason = f"begins a model chunk with layer {first[0]}, which takes what layer {followed[first[0]]} chooses"
+        reason = f"has layer {first[0]} in another model chunk than layer {followed[first[0]]}, whose results it reads"
         fit = [pp for pp in divisors(model.layers) if not parted(Layout(pp=pp))]
         allowed = (
             closest(fit, layout.pp) if field == "pp" else f"such that none does, or null with pp = {closest(fit, layout.pp)}"

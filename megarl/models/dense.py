@@ -155,14 +155,16 @@ def attention_rules(
     pre_norm: bool = True,
     gated: bool = False,
     hf_gate: str | None = None,
+    gate_rows: int = 0,
+    keys_as_values: bool = False,
     layers: frozenset[int] | None = None,
 ) -> list[Rule]:
     """Grouped attention behind its norm (`pre_norm`), with biases on q, k and v, with a bias on o, and with norms of every q
     and k head, which the hub calls `hf_norms`.
 
     With `projection_norms` one norm is of all heads of q together, and one of all heads of k. `gated`: a part of q gates the
-    output; `hf_gate` is what the hub calls the gate where it is a projection of its own. `layers` are those that have it, None
-    for all.
+    output; `hf_gate` is what the hub calls the gate where it is a projection of its own, with `gate_rows` for each head (0: as
+    many as the head has). `keys_as_values`: there is no v. `layers` are those that have it, None for all.
     """
     hidden, width = sizes.hidden_size, sizes.num_heads * sizes.head_dim
     prefix, hf = LAYER + "self_attention.", HF_LAYER + "self_attn."
@@ -173,8 +175,9 @@ def attention_rules(
     rules = [input_norm_rule(hidden, te_name=prefix + "linear_qkv.layer_norm_weight", layers=layers)] if pre_norm else []
     for kind in ("weight", "bias") if bias else ("weight",):
         columns = hidden if kind == "weight" else None
-        packing = GroupedQKV(sizes.num_heads, sizes.num_groups, sizes.head_dim, columns, gated, hf_gate is not None)
-        parts = [*(f"{part}_proj" for part in "qkv"), *([hf_gate] if hf_gate else ())]
+        shape = sizes.num_heads, sizes.num_groups, sizes.head_dim, columns
+        packing = GroupedQKV(*shape, gated, hf_gate is not None, gate_rows, keys_as_values)
+        parts = [*(f"{part}_proj" for part in ("qk" if keys_as_values else "qkv")), *([hf_gate] if hf_gate else ())]
         rules.append(rule(f"linear_qkv.{kind}", [f"{part}.{kind}" for part in parts], packing))
     of_heads = zip("qk", hf_norms, (sizes.num_heads, sizes.num_groups), strict=True)
     for which, hf_norm, heads in of_heads if head_norms or projection_norms else ():

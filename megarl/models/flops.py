@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from megarl.data.micro_batches import Grid
 from megarl.models.adapters import is_adapter
+from megarl.models.packings import Vocabulary
 from megarl.models.shape import IndexerShape, ModelShape
 from megarl.models.vision import Vision
 
@@ -56,6 +57,8 @@ class FlopsModel:
         per_token, per_pair = _attention_products(shape)
         of_linear = len(shape.linear.layers) * shape.linear.products(shape.hidden) if shape.linear else 0
         whole = 2 * (shape.attention_layers * per_token + of_linear + _mlp_products(shape))
+        if shape.other_heads is not None:  # layers are not alike
+            return cls._of_matrices(shape)
         of_all, in_window = shape.attention_layers - len(shape.window_layers), len(shape.window_layers)
         indexer_pair = 0
         if shape.indexer is not None:
@@ -73,6 +76,24 @@ class FlopsModel:
             frozen_per_token=whole if shape.lora is not None else 0,
             frozen_per_row=2 * shape.hidden * shape.vocab if shape.lora is not None else 0,
             further_pairs=tuple((window, round(2 * products)) for window, products in getattr(shape.linear, "pairs", ())),
+        )
+
+    @classmethod
+    def _of_matrices(cls, shape: ModelShape) -> FlopsModel:
+        """Operations of a model whose layers have heads of their own: of its matrices, and of each layer's scores."""
+        whole, head = 2 * _matrix_products(shape), 2 * shape.hidden * shape.vocab
+        pairs = [0, 0]  # of layers without a window, and with
+        for kind, layers in shape.by_heads:
+            for windowed, here in enumerate((layers - shape.window_layers, layers & shape.window_layers)):
+                pairs[windowed] += 2 * len(here) * _attention_products(kind)[1]
+        return cls(
+            per_token=whole + 2 * _adapter_products(shape, per_row=False),
+            per_logit_row=head + 2 * _adapter_products(shape, per_row=True),
+            per_pair=pairs[0],
+            per_window_pair=pairs[1],
+            window=shape.window,
+            frozen_per_token=whole if shape.lora is not None else 0,
+            frozen_per_row=head if shape.lora is not None else 0,
         )
 
     @classmethod
@@ -163,6 +184,18 @@ def _mlp_products(shape: ModelShape) -> int:
     of_experts = matrices * (shape.top_k * (latent or hidden) * shape.expert_ffn + hidden * shape.shared_ffn)
     of_experts += hidden * (shape.experts + 2 * latent)
     return len(shape.expert_layers) * of_experts + shape.dense_layers * matrices * hidden * shape.ffn
+
+
+def _matrix_products(shape: ModelShape) -> int:
+    """Multiply-adds per token of all matrices before the output layer, but for tables; of experts, of those that it uses."""
+    products = 0
+    for rule in shape.weight_map.rules:
+        if rule.stage == "last" or isinstance(rule.packing, Vocabulary) or is_adapter(rule.megatron_name):
+            continue
+        layers = sum(map(rule.has_layer, range(shape.layers))) if rule.stage == "layer" else 1
+        of_layer = sum(math.prod(matrix) for matrix in rule.packing.hf_shapes if len(matrix) == 2)
+        products += layers * of_layer * (shape.top_k if rule.is_expert else 1)
+    return products
 
 
 def _adapter_products(shape: ModelShape, *, per_row: bool) -> int:

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from megarl.errors import ModelError
 
 _OF_EXPERT = re.compile(
-    r"(?P<block>.*\.(?:mlp|feed_forward)\.experts\.)(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.(?P<kind>weight|bias)"
+    r"(?P<block>.*\.(?:mlp|feed_forward|layers\.\d+)\.experts\.)(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.(?P<kind>weight|bias)"
 )
 BLOCKS, SCALES = "_blocks", "_scales"
 """The ends of the names of MXFP4 numbers and of their exponents, which are stored in the place of a tensor of experts."""
 _STORED = re.compile(
-    r"(?P<block>.*\.(?:mlp|feed_forward)\.experts\.)(?P<part>gate_up|down)_proj(?P<kind>|_bias|_blocks|_scales)"
+    r"(?P<block>.*\.(?:mlp|feed_forward|layers\.\d+)\.experts\.)(?P<part>gate_up|down)_proj(?P<kind>|_bias|_blocks|_scales)"
 )
 _KINDS = {"": "weight", BLOCKS: "weight", "_bias": "bias"}
 """Names of an expert's tensors, by the end of the stored one's; scales are a part of blocks."""

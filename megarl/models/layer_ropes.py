@@ -14,11 +14,24 @@ KINDS_OF_FULL = ("default", "linear", "yarn")
 
 
 @dataclass(frozen=True)
+class LayerHeads:
+    """So many heads of queries, and of keys, of width `head_dim`."""
+
+    num_heads: int
+    num_groups: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
 class LayerRope:
-    """The rotation of the `layers` (zero-based) rotate that do not rotate as the decoder's config says: as `config` says."""
+    """The rotation of the `layers` (zero-based) that do not rotate as the decoder's config says: as `config` says.
+
+    `heads` are those of these layers' attention; None: as many and as wide as in the others.
+    """
 
     layers: frozenset[int]
     config: dict[str, Any]
+    heads: LayerHeads | None = None
 
 
 def with_rope_of_full_layers(hf_config: dict[str, Any], *, full_theta: float) -> dict[str, Any]:
@@ -36,8 +49,10 @@ def with_rope_of_full_layers(hf_config: dict[str, Any], *, full_theta: float) ->
     return rest | {"rope_parameters": parameters}
 
 
-def rope_of_windows(hf_config: dict[str, Any], *, theta_field: str | None, theta: float) -> LayerRope:
+def rope_of_windows(hf_config: dict[str, Any], *, theta_field: str | None, theta: float, partial: bool = False) -> LayerRope:
     """The rotation of the layers with a window: unscaled, by a base that `theta_field` had before transformers 5, or `theta`.
+
+    `partial`: the config may say how many of a head's dimensions rotate.
 
     Raises:
         ModelError: `rope_parameters` is not by kind of layer, or their frequencies are scaled.
@@ -48,7 +63,7 @@ def rope_of_windows(hf_config: dict[str, Any], *, theta_field: str | None, theta
     for field in ("rope_scaling", "rope_theta"):
         window_config.pop(field, None)
     Rope.from_hf(window_config, kinds=("default",))
-    rope_kwargs(window_config, dense.DenseSizes.from_hf(hf_config).head_dim)
+    rope_kwargs(window_config, dense.DenseSizes.from_hf(hf_config).head_dim, partial=partial)
     return LayerRope(sliding_layers(hf_config) or frozenset(), window_config)
 
 

@@ -82,7 +82,8 @@ class GroupedQKV:
     A rank holds an even, contiguous share of that order. With more ranks than groups the share is a part of a group:
     megatron-core keeps no replica of k and v, it gathers the projection's output and picks its heads from it.
     `hidden_size` is None for the biases. `gated`: behind each head of q are as many rows of its gate, which a rank holds
-    behind the q heads of the group. `gate_apart`: the gates are a tensor of their own instead, the fourth.
+    behind the q heads of the group. `gate_apart`: the gates are a tensor of their own instead, the fourth, with `gate_rows` for
+    each head; 0: as many as the head has. `keys_as_values`: there is no v.
     """
 
     num_heads: int
@@ -91,6 +92,8 @@ class GroupedQKV:
     hidden_size: int | None
     gated: bool = False
     gate_apart: bool = False
+    gate_rows: int = 0
+    keys_as_values: bool = False
     tp_axis: ClassVar[int] = 0
 
     @property
@@ -99,8 +102,10 @@ class GroupedQKV:
         columns = () if self.hidden_size is None else (self.hidden_size,)
         rows_of_kv, rows_of_q = self.num_groups * self.head_dim, self.num_heads * self.head_dim
         if self.gate_apart:
-            return ((rows_of_q, *columns), (rows_of_kv, *columns), (rows_of_kv, *columns), (rows_of_q, *columns))
-        return ((rows_of_q * self._of_head, *columns), (rows_of_kv, *columns), (rows_of_kv, *columns))
+            rows_of_gates = self.num_heads * self._gate_rows
+            return ((rows_of_q, *columns), (rows_of_kv, *columns), (rows_of_kv, *columns), (rows_of_gates, *columns))
+        rows_in_all = (self.num_heads * (self.head_dim + self._gate_rows), *[rows_of_kv] * self._of_group)
+        return tuple((rows, *columns) for rows in rows_in_all)
 
     def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
         """The rank's window of the interleaved order."""
@@ -112,20 +117,26 @@ class GroupedQKV:
         for group in range(self.num_groups):
             whole += self._queries(group * heads_per_group, heads_per_group)
             rows = group * self.head_dim, (group + 1) * self.head_dim
-            whole += [(1, *rows), (2, *rows)]
-        share = _share(
-            (self.num_heads * self._of_head + 2 * self.num_groups) * self.head_dim, tp_size, "the rows of q, k and v"
-        )
+            whole += [(part, *rows) for part in range(1, 1 + self._of_group)]
+        rows_in_all = self.num_heads * (self.head_dim + self._gate_rows) + self._of_group * self.num_groups * self.head_dim
+        share = _share(rows_in_all, tp_size, "the rows of q, k and v")
         return list(_clip_ranges(whole, tp_rank * share, (tp_rank + 1) * share))
 
     @property
-    def _of_head(self) -> int:
-        return 2 if self.gated or self.gate_apart else 1
+    def _of_group(self) -> int:
+        return 1 if self.keys_as_values else 2
+
+    @property
+    def _gate_rows(self) -> int:
+        return (self.gate_rows or self.head_dim) if self.gated or self.gate_apart else 0
 
     def _queries(self, first: int, heads: int) -> Iterable[RowRange]:
         """The q heads from `first` on, then their gates."""
         if self.gate_apart:
-            return [(part, first * self.head_dim, (first + heads) * self.head_dim) for part in (0, 3)]
+            return [
+                (part, first * of_head, (first + heads) * of_head)
+                for part, of_head in ((0, self.head_dim), (3, self._gate_rows))
+            ]
         if not self.gated:
             return [(0, first * self.head_dim, (first + heads) * self.head_dim)]
         starts = [(2 * head + gate) * self.head_dim for gate in (0, 1) for head in range(first, first + heads)]

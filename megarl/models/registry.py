@@ -43,6 +43,7 @@ from megarl.models import (
     seed_oss,
     smollm3,
     solar_open,
+    step3p5,
 )
 from megarl.models.architecture import Architecture
 from megarl.option_list import OPTIONS, parts
@@ -51,7 +52,7 @@ from megarl.system.user_code import absolute_name, load_user_object
 _FAMILIES = (
     llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v3, glm4_moe, glm4, olmo2, olmo3, gemma3_text, phi3, smollm3,
     seed_oss, granite, gpt_oss, minimax_m2, ernie4_5, ernie4_5_moe, hunyuan_v1_dense, hunyuan_v1_moe, solar_open, afmoe,
-    ministral3, exaone4, exaone_moe, gemma2, glm4_moe_lite, mistral4, llama4_text,
+    ministral3, exaone4, exaone_moe, gemma2, glm4_moe_lite, mistral4, llama4_text, step3p5,
 )  # fmt: skip
 ARCHITECTURES: tuple[Architecture, ...] = (
     *(family.ARCHITECTURE for family in _FAMILIES),
@@ -69,6 +70,8 @@ REFUSED = {
     "gemma3": _TOWER,
     "mistral3": _TOWER,
     "qwen3_omni_moe": "megarl trains its thinker alone; save that as a folder of its own (docs/audio.md, 'Models')",
+    "step3p7": _TOWER,
+    "gemma4": _TOWER,
 }
 """By `model_type`, why a family that users ask for is not there."""
 OPTION_OF_FAMILY = {
@@ -77,6 +80,7 @@ OPTION_OF_FAMILY = {
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "sparse_attention"),
     **dict.fromkeys(("granitemoehybrid", "nemotron_h"), "state_spaces"),
     "deepseek_v4": "compressed_attention",
+    "gemma4_text": "gemma4",
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "kimi_k25"), "pictures"),
     "qwen3_omni_moe_thinker": "pictures",
 }

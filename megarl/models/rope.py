@@ -12,7 +12,7 @@ from typing import Any
 from megarl.errors import ModelError, nearest
 from megarl.models.hf_fields import size
 
-KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
 _KNOW_THEIR_POSITIONS = ("llama3", "yarn", "longrope")
 ORIGINAL = "original_max_position_embeddings"
 
@@ -193,8 +193,10 @@ def scaling_of(rope: Rope, hf_config: dict[str, Any], head_dim: int) -> Llama3Sc
         return Yarn.of(rope, hf_config)
     if rope.kind == "longrope":
         return LongRope.of(rope, hf_config, rope.rotated(head_dim))
-    factor = rope.number("factor", least=1.0) if rope.kind != "default" else 1.0
-    return factor if rope.kind == "linear" else 1.0  # dynamic NTK leaves sequences within the positions as they are
+    factor = rope.number("factor", 1.0 if rope.kind == "proportional" else None, least=1.0) if rope.kind != "default" else 1.0
+    return (
+        factor if rope.kind in ("linear", "proportional") else 1.0
+    )  # dynamic NTK leaves sequences within the positions as they are
 
 
 def rotary_scale(hf_config: dict[str, Any], head_dim: int) -> float:
@@ -226,6 +228,8 @@ def rope_refusal(hf_config: dict[str, Any]) -> str | None:
     rope = Rope.from_hf(hf_config)
     if rope.kind == "dynamic":
         return f"its dynamic NTK changes the frequencies of short sequences, too ({rope.field}.rope_type is 'dynamic')"
+    if rope.kind == "proportional":
+        return f"it has no such rotary embedding in this family ({rope.field}.rope_type is 'proportional')"
     if rope.kind not in ("yarn", "longrope"):
         return None
     read_otherwise = {

@@ -23,8 +23,13 @@ def inverse_frequencies(hf_config: dict[str, Any], head_dim: int) -> Tensor:
     """
     rope = Rope.from_hf(hf_config)
     rotated = rope.rotated(head_dim)
-    frequencies = 1.0 / (rope.base ** (torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated))
     scaling = scaling_of(rope, hf_config, head_dim)
+    if rope.kind == "proportional" and isinstance(
+        scaling, float
+    ):  # the pairs are those of the whole head, and the last ones do not turn
+        turning = torch.arange(0, rotated, 2, dtype=torch.int64).float() / head_dim
+        return torch.cat([1.0 / (rope.base**turning), torch.zeros((head_dim - rotated) // 2)]) / scaling
+    frequencies = 1.0 / (rope.base ** (torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated))
     if isinstance(scaling, Llama3Scaling):
         return _llama3(frequencies, scaling)
     if isinstance(scaling, Yarn):

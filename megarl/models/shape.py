@@ -10,6 +10,7 @@ from typing import Any
 
 from megarl.models.adapters import AdapterSpec
 from megarl.models.architecture import DecoderTraits, LinearAttention
+from megarl.models.layer_ropes import LayerRope
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.rope import exact_positions
 from megarl.models.vision import Vision
@@ -48,7 +49,8 @@ class ModelShape:
     `linear` is the linear attention that some layers have in place of the other; `gated`: a part of the query projection gates
     attention. `sinks`: a score of its own for each head is among those that a token attends by. `predicts`: it has a layer for
     multi-token prediction behind its `layers`. `lora`: its adapters, which alone are trained (`with_lora`). `gated_mlp`: MLPs
-    and experts have a gate. `expert_latent`: width of what experts work in, 0 if that is the residual stream.
+    and experts have a gate. `expert_latent`: width of what experts work in, 0 if that is the residual stream. `other_heads`:
+    the layers that have other heads than these, and which; None: there are none.
     """
 
     config: dict[str, Any]
@@ -82,6 +84,7 @@ class ModelShape:
     lora: AdapterSpec | None = None
     gated_mlp: bool = True
     expert_latent: int = 0
+    other_heads: LayerRope | None = None
 
     @cached_property
     def with_prediction(self) -> ModelShape:
@@ -120,6 +123,23 @@ class ModelShape:
             return min(context, self.indexer.top_k)
         share = len(self.window_layers) / self.layers
         return context if not share else (1 - share) * context + share * min(context, self.window)
+
+    @cached_property
+    def by_heads(self) -> tuple[tuple[ModelShape, frozenset[int]], ...]:
+        """The model with the heads of each kind of its layers, and the layers that have them."""
+        layers = frozenset(range(self.layers))
+        if self.other_heads is None or (heads := self.other_heads.heads) is None:
+            return ((self, layers),)
+        base, width = replace(self, other_heads=None), heads.head_dim
+        other = replace(base, heads=heads.num_heads, kv_heads=heads.num_groups, head_dim=width, value_dim=width)
+        return (base, layers - self.other_heads.layers), (other, self.other_heads.layers)
+
+    def kv_width(self, tp: int) -> float:
+        """Numbers that an engine's rank keeps of a token in all layers with grouped attention: at least a KV head in each."""
+        keyless = self.traits.own_layers.keyless if self.traits.own_layers is not None else frozenset()
+        attending = self.attention_layers / self.layers  # of any kind
+        kinds = ((2 * max(shape.kv_heads / tp, 1) * shape.head_dim, layers - keyless) for shape, layers in self.by_heads)
+        return attending * sum(width * len(layers) for width, layers in kinds)
 
     @property
     def query(self) -> int:
@@ -224,6 +244,7 @@ def shape_of(hf_config: dict[str, Any]) -> ModelShape:
         sinks=sizes.get("softmax_type") == "learnable",
         gated_mlp=bool(sizes["gated_linear_unit"]),
         expert_latent=sizes.get("moe_latent_size") or 0,
+        other_heads=rope if (rope := architecture.layer_rope(hf_config)) is not None and rope.heads is not None else None,
     )
 
 

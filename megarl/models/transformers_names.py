@@ -6,6 +6,7 @@ bias as a buffer; on the hub every expert has tensors of its own.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -44,8 +45,16 @@ def auto_class(hf_config: HFConfig) -> Any:
 
     of_text, of_both = listed.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, listed.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     model_type = hf_config.get("model_type")
+    tell_transformers(model_type)
     sees = "vision_config" in hf_config or (model_type in of_both and model_type not in of_text)
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+
+
+def tell_transformers(model_type: str | None) -> None:
+    """Tell transformers of the model of text that megarl has of a family of whose layers alone transformers knows."""
+    for family in architectures():
+        if family.name == model_type and family.module is not None:
+            importlib.import_module(family.module)
 
 
 def loader_of(folder: str | Path) -> Callable[..., Any]:

@@ -38,7 +38,7 @@ class Rule:
     output layer of a model with tied embeddings: it exists only on a last stage that is not also the first, is filled from
     the embedding, and is never exported. `dtype` (`float32`) is what it keeps whatever the model's dtype is.
     `whole_in_engines`: every rank of SGLang's engines holds all of it, though it could be split. `engine_heads`: these ranks
-    hold shares of so many heads, though training ranks hold all of it.
+    hold shares of so many heads, though training ranks hold all of it. `constant`: it has no gradient.
     """
 
     megatron_name: str
@@ -51,6 +51,12 @@ class Rule:
     dtype: str | None = None
     whole_in_engines: bool = False
     engine_heads: int | None = None
+    constant: bool = False
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether it is a parameter, and no buffer."""
+        return not self.constant and self.dtype is None
 
     @property
     def is_expert(self) -> bool:

@@ -99,7 +99,7 @@ def layer_activations(
     elif shape.latent:
         attention = _latent(shape, layout, precision, rows, mean_length)
     else:
-        attention = _grouped(shape, layout, precision, rows, mean_length)
+        attention = _of_all_heads(shape, layout, precision, rows, mean_length)
     outside, core, core_inputs = attention
     if has_mlp:
         mlp = _experts(shape, layout, precision, rows) if has_experts else _dense(shape, layout, precision, rows)
@@ -124,6 +124,17 @@ def norm(width: float, precision: Precision) -> float:
 def _branch_norms(shape: ModelShape, precision: Precision) -> float:
     """Bytes per row of the norms before and behind a layer's attention, or its MLP."""
     return (shape.traits.pre_norms + shape.traits.post_norms) * norm(shape.hidden, precision)
+
+
+def _of_all_heads(
+    shape: ModelShape, layout: Layout, precision: Precision, rows: float, mean_length: float
+) -> tuple[float, float, float]:
+    """What `_grouped` says, as a mean over layers whose heads are not alike."""
+    kinds = [
+        (len(layers) / shape.layers, _grouped(kind, layout, precision, rows, mean_length)) for kind, layers in shape.by_heads
+    ]
+    outside, core, inputs = (sum(share * of_kind[at] for share, of_kind in kinds) for at in range(3))
+    return outside, core, inputs
 
 
 def _grouped(

@@ -80,14 +80,14 @@ def stage_parameters(
         for rule in weight_map.rules:
             numel = _copies(rule, layers, stage, layout, shape.experts) * elements[rule]
             kind, is_tower = "expert" if rule.is_expert else "dense", rule.megatron_name.startswith(TOWER)
-            count["buffers" if rule.dtype else kind] += numel
+            count[kind if rule.is_trained else "buffers"] += numel
             count["tower"] += numel * is_tower
             frozen = 0
             of_adapter = is_adapter(rule.megatron_name)
             count["adapters"] += numel * of_adapter
-            if shape.lora is not None and not of_adapter and not rule.dtype:
+            if shape.lora is not None and not of_adapter and rule.is_trained:
                 frozen = numel
-            elif freeze and not rule.dtype:
+            elif freeze and rule.is_trained:
                 frozen = _frozen_copies(rule, layers, stage, layout, shape.experts, freeze) * elements[rule]
             count[f"frozen_{kind}"] += frozen
             count["frozen_tower"] += frozen * is_tower

@@ -155,9 +155,9 @@ class Engines:
     def kv_bytes_per_token(self) -> float:
         """Bytes on a rank that holds this token: KV heads are split over tp and at least one on each, latents are whole
         on each."""
-        shape, tp = self.shape, self.target.tp
-        width = shape.cached if shape.latent else 2 * max(shape.kv_heads / tp, 1) * shape.head_dim
-        return shape.attention_layers * width * self.itemsize
+        shape = self.shape
+        width = shape.attention_layers * shape.cached if shape.latent else shape.kv_width(self.target.tp)
+        return width * self.itemsize
 
     @property
     def state_bytes_per_sequence(self) -> float:

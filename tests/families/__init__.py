@@ -21,10 +21,10 @@ from torch import Tensor
 
 from megarl.models.hf_folder import write_hf_folder
 from megarl.option_list import OPTIONS
-from tests.families import compressed, linear, mixtures, positions_and_caps, settings, sparse, state_spaces
+from tests.families import compressed, kinds_of_layers, linear, mixtures, positions_and_caps, settings, sparse, state_spaces
 from tests.families.family import SIZES, SPREAD, Family
 
-_LISTS = (settings, linear, mixtures, positions_and_caps, sparse, state_spaces, compressed)
+_LISTS = (settings, linear, mixtures, positions_and_caps, sparse, state_spaces, compressed, kinds_of_layers)
 FAMILIES: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.FAMILIES.items()}
 VARIANTS: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.VARIANTS.items()}
 ODD: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.ODD.items()}
@@ -46,8 +46,10 @@ UNDER_TRANSFORMER_ENGINE = [
 chosen keys has no layers there."""
 
 
-CHOOSES = ("e_score_correction_bias", ".expert_bias", ".ffn.gate.bias", compressed.TABLE)
-"""Ends of names of what is only added to choose experts, and has no gradient."""
+DRAWN = ("e_score_correction_bias", ".expert_bias", ".router_bias", ".layer_scalar")
+"""Ends of names of buffers that are given random values as parameters are."""
+CHOOSES = (*DRAWN, ".ffn.gate.bias", compressed.TABLE)
+"""Ends of names of what is only added to choose experts, or is no parameter, and has no gradient."""
 
 
 def hugging_face(family: str) -> Any:
@@ -67,15 +69,20 @@ def hugging_face(family: str) -> Any:
         | entry.settings
     )
     config = getattr(transformers, entry.config_class)(**settings)
-    model = getattr(transformers, f"{entry.class_prefix}ForCausalLM")(config).float().eval()
+    model = entry.model_class(config).float().eval()
+    for embedding in (module for module in model.modules() if isinstance(module, torch.nn.Embedding)):
+        embedding.padding_idx = None  # which may not be null in every config
     generator = torch.Generator().manual_seed(7)
     values = dict(model.named_parameters()) | {
-        name: buffer for name, buffer in model.named_buffers() if name.endswith(CHOOSES[:2])
+        name: buffer for name, buffer in model.named_buffers() if name.endswith(DRAWN)
     }
     with torch.no_grad():
         for name, value in values.items():
             centre = 1.0 if "norm" in name and (not entry.norms_less_one or ".linear_attn." in name) else 0.0
             centre = -3.0 if name.endswith("A_log") else centre  # states that last, as models have them
+            centre = 1.0 if name.endswith(("scale", ".layer_scalar")) else centre
+            if entry.class_prefix == "Gemma4" and name.endswith(".q_norm.weight"):
+                centre = value.numel() ** -0.5  # nothing else scales scores
             spread = SPREAD / 5 if name.endswith(CHOOSES) else SPREAD  # tokens must still matter
             spread = spread / 10 if entry.small is not None and entry.small in name else spread
             value.copy_(centre + spread * torch.randn(value.shape, generator=generator))
@@ -96,7 +103,7 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
         name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         name = name.replace(".mlp.gate.moe_statics.", ".mlp.moe_statics.")  # ERNIE's
         name = name.replace(".gate.e_score", ".e_score") if model.config.model_type == "exaone_moe" else name
-        name = state_spaces.hub_name(model.config.model_type, name)
+        name = kinds_of_layers.hub_name(model.config.model_type, state_spaces.hub_name(model.config.model_type, name))
         name = compressed.hub_name(name) if model.config.model_type == "deepseek_v4" else name
         prefix, fused, part = name.partition(".experts.")
         if not fused:

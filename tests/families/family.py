@@ -51,12 +51,12 @@ class Family:
     @property
     def norms_less_one(self) -> bool:
         """Whether the weights of norms over the residual stream and over heads are stored less one."""
-        return self.class_prefix.startswith(("Qwen3Next", "Qwen3_5", "Gemma2", "Gemma3"))
+        return self.class_prefix.startswith(("Qwen3Next", "Qwen3_5", "Gemma2", "Gemma3", "Step3p5"))
 
     @property
     def needs_reference(self) -> bool:
         """Whether attention scores are capped, or chunks attended to, which only the reference layers do."""
-        return self.class_prefix in ("Gemma2", "Llama4")
+        return self.class_prefix in ("Gemma2", "Gemma4", "Llama4")
 
     @property
     def in_local_layers(self) -> bool:
@@ -66,15 +66,30 @@ class Family:
 
     @property
     def kind(self) -> dict[str, bool]:
-        """What the layouts depend on that it can be split by: experts, experts with biases, layers that follow others."""
+        """What the layouts it can be split by depend on: experts, their biases, layers that follow others or embeddings."""
         return {
             "experts": self.num_experts is not None,
             "biases": self.class_prefix == "GptOss",
             "follows": self.follows,
             "one_context_rank": self.comes_with == "compressed_attention",
+            "one_stage": self.comes_with == "gemma4" and bool(self.settings["hidden_size_per_layer_input"]),
         }
+
+    @property
+    def model_class(self) -> Any:
+        """The class of the text model: transformers' own, or megarl's of transformers' layers."""
+        import transformers
+
+        if self.class_prefix == "Step3p5":
+            from megarl.models.step3p5_module import Step3p5ForCausalLM
+
+            return Step3p5ForCausalLM
+        return getattr(transformers, f"{self.class_prefix}ForCausalLM")
 
     @property
     def config_class(self) -> str:
         """transformers' config class of the text model."""
-        return f"{self.class_prefix}{'Text' if self.class_prefix.startswith(('Qwen3_5', 'Gemma3', 'Llama4')) else ''}Config"
+        if self.class_prefix == "Step3p5":
+            return "Step3p7TextConfig"
+        of_text = self.class_prefix.startswith(("Qwen3_5", "Gemma3", "Gemma4", "Llama4"))
+        return f"{self.class_prefix}{'Text' if of_text else ''}Config"

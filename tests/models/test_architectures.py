@@ -154,6 +154,32 @@ REFUSED = [
     ("glm4_moe", {"first_k_dense_replace": 4}, "none of the layers has experts"),
     ("glm4_moe", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts is 0; it must be a positive integer"),
+    ("step3p5", {"attention_bias": True}, "attention_bias is True"),
+    ("step3p5", {"mlp_bias": True}, "mlp_bias is True"),
+    ("step3p5", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ("step3p5", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; it must be False"),
+    ("step3p5", {"use_head_wise_attn_gate": False}, "use_head_wise_attn_gate is False; it must be True"),
+    ("step3p5", {"moe_router_activation": "softmax"}, "moe_router_activation is 'softmax'; it must be 'sigmoid'"),
+    ("step3p5", {"norm_expert_weight": False}, "norm_expert_weight is False; it must be True"),
+    ("step3p5", {"zero_centered": False}, "zero_centered is False; it must be True"),
+    ("step3p5", {"sink": True}, "sink is True; it must be False"),
+    ("step3p5", {"yarn_only_types": ["sliding_attention"]}, "yarn_only_types is"),
+    ("step3p5", {"sparse_attention_config": {"sparse_topk_blocks": 2}}, "sparse_attention_config is"),
+    ("step3p5", {"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+    ("step3p5", {"moe_router_scaling_factor": 0}, "moe_router_scaling_factor is 0; it must be a number above 0"),
+    ("step3p5", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar is -1; it must be a number above 0"),
+    ("step3p5", {"mlp_layer_types": None, "moe_layers_enum": "1,two"}, "moe_layers_enum is '1,two'; it must be the numbers"),
+    ("step3p5", {"num_sliding_attention_heads": 6}, "per_layer_config says .* of layer 1; it must say num_attention_heads=6"),
+    ("step3p5", {"attention_other_setting": {"num_attention_groups": 1}}, "num_attention_groups is 1; it must be 2"),
+    ("step3p5", {"attention_other_setting": {"head_dim": 8}}, "head_dim is 8; it must be 12"),
+    ("step3p5", {"rope_theta": [1e4] * 3}, "rope_theta must have one entry for each layer"),
+    (
+        "step3p5",
+        {"partial_rotary_factors": [1.0, 0.5, 1.0, 1.0]},
+        "partial_rotary_factors must have one entry for each layer, alike",
+    ),
+    ("step3p5", {"n_routed_experts": 2}, "num_experts_per_tok is 3, but there are 2 experts"),
+    ("step3p5", {"sliding_window": None}, "layer_types has 'sliding_attention', but sliding_window is None"),
 ]
 
 
@@ -239,7 +265,7 @@ SEE = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "kimi_
 OF_MEGARL_ALONE = {
     "granite", "granitemoehybrid", "nemotron_h", "kimi_linear", "olmo_hybrid",
     "qwen3_5_moe_text", "glm4_moe", "exaone_moe", "glm4_moe_lite", "minimax_m2", "ernie4_5", "ernie4_5_moe",
-    "solar_open", "afmoe", "llama4_text", "deepseek_v32", "glm_moe_dsa", *SEE,
+    "solar_open", "afmoe", "llama4_text", "deepseek_v32", "glm_moe_dsa", "step3p5", "gemma4_text", *SEE,
 }  # fmt: skip
 """Families of which transformers has no class with a scalar head."""
 

@@ -83,14 +83,14 @@ def test_an_experts_shard_is_its_own_gate_and_up_rows_and_down_columns(models: A
     _, weight_map, tensors = models[name]
     number = max(n for n in range(4) if any(f".layers.{n}." in each and ".experts.0." in each for each in tensors))
     as_mixtral = name.startswith(("mixtral", "minimax_m2", "kimi_linear"))
-    blocks = {"granite_hybrid": "block_sparse_moe", "llama4": "feed_forward"}
-    block = "block_sparse_moe" if as_mixtral else blocks.get(name.partition("-")[0], "mlp")
+    blocks = {"granite_hybrid": "block_sparse_moe.", "llama4": "feed_forward.", "step3p5": "moe.", "gemma4_moe": ""}
+    block = "block_sparse_moe." if as_mixtral else blocks.get(name.partition("-")[0], "mlp.")
     layer = f"model.layers.{number}.{block}"
     gate, up, down = ("w1", "w3", "w2") if as_mixtral else ("gate_proj", "up_proj", "down_proj")
     for expert in range(weight_map.num_experts):
         prefix = f"decoder.layers.{number}.mlp.experts.local_experts.{expert}."
         fc1, fc2 = weight_map.rule_for(prefix + "linear_fc1.weight"), weight_map.rule_for(prefix + "linear_fc2.weight")
-        of = {which: tensors[f"{layer}.experts.{expert}.{which}.weight"] for which in (gate, up, down)}
+        of = {which: tensors[f"{layer}experts.{expert}.{which}.weight"] for which in (gate, up, down)}
         for rank in range(etp):
             halves = shard_from_hf(fc1, tensors.__getitem__, rank, etp).chunk(2)
             assert torch.equal(halves[0], of[gate].chunk(etp)[rank])
@@ -294,6 +294,49 @@ MOONLIGHT_16B = {
 }
 
 
+FULL, WINDOW = "full_attention", "sliding_attention"
+STEP_3_5_FLASH = {
+    "architectures": ["Step3p5ForCausalLM"],
+    "model_type": "step3p5",
+    "vocab_size": 128896,
+    "hidden_size": 4096,
+    "intermediate_size": 11264,
+    "num_hidden_layers": 45,
+    "num_attention_heads": 64,
+    "num_attention_groups": 8,
+    "head_dim": 128,
+    "moe_num_experts": 288,
+    "moe_top_k": 8,
+    "moe_intermediate_size": 1280,
+    "share_expert_dim": 1280,
+    "moe_router_scaling_factor": 3.0,
+    "moe_layers_enum": ",".join(map(str, range(3, 45))),
+    "attention_other_setting": {
+        "attention_type": WINDOW,
+        "num_attention_heads": 96,
+        "num_attention_groups": 8,
+        "head_dim": 128,
+    },
+    "layer_types": [WINDOW if layer % 4 else FULL for layer in range(48)],
+    "rope_theta": [1e4 if layer % 4 else 5e6 for layer in range(48)],
+    "partial_rotary_factors": [1.0 if layer % 4 else 0.5 for layer in range(48)],
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 2.0,
+        "original_max_position_embeddings": 131072,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 32.0,
+    },
+    "yarn_only_types": [FULL],
+    "swiglu_limits": [0.0] * 43 + [7.0, 7.0] + [0.0] * 3,
+    "swiglu_limits_shared": [0.0] * 44 + [16.0] + [0.0] * 3,
+    "sliding_window": 512,
+    "num_nextn_predict_layers": 3,
+    "max_position_embeddings": 262144,
+}
+"""With entries for the three layers for multi-token prediction, as published; 196.81 billion parameters are said of it."""
+
+
 def dense_config(
     name: str, vocab: int, hidden: int, ffn: int, layers: int, heads: int, groups: int, **more: Any
 ) -> dict[str, Any]:
@@ -309,6 +352,7 @@ PUBLISHED = {
     "Mixtral-8x7B": (MIXTRAL_8X7B, 46.703),
     "Llama-3.1-405B": (LLAMA_405B, 405.853),
     "GLM-4.5-Air": (GLM_4_5_AIR, 106.852),
+    "Step-3.5-Flash": (STEP_3_5_FLASH, 196.956),
     "gpt-oss-120b": (GPT_OSS_120B, 116.829),
     "gpt-oss-20b": (GPT_OSS_20B, 20.915),
     "Moonlight-16B-A3B": (MOONLIGHT_16B, 15.960),

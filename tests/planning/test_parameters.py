@@ -67,7 +67,7 @@ def test_counts_are_those_of_the_built_model_for_every_family(check: Callable[[l
             for family, entry in VARIANTS.items()
             if family in FAMILIES or family.endswith(("tied", "plain"))
             for layout in (EXPERT_LAYOUTS if entry.num_experts else LAYOUTS)
-            if layout.etp == 1 or family != "gpt_oss"
+            if (layout.etp == 1 or family != "gpt_oss") and not (entry.kind["one_stage"] and layout.pp > 1)
         ]
     )
 

@@ -181,7 +181,8 @@ def prediction(family: Architecture, of_family: Sources) -> str:
         for more in ({}, {"num_nextn_predict_layers": 1}, {"mtp_num_hidden_layers": 1}):
             with contextlib.suppress(ModelError):
                 of_model = family.weight_map(config | more)
-                carried = [name for name in of_model.left_out if not name.startswith("visual.")]  # a tower is no such layer
+                others = ("visual.", ".self_attn.")  # a tower is no such layer, nor are keys that nobody reads
+                carried = any(not any(other in beginning for other in others) for beginning in of_model.left_out)
                 found.add("trained" if of_model.prediction is not None else "carried" if carried else "")
     return next((word for word in ("trained", "carried") if word in found), "")
 

@@ -134,11 +134,12 @@ def model_names(hf_config: HFConfig, *, prediction: bool = False) -> ModelNames:
     architecture = architecture_for(hf_config)
     kwargs = architecture.transformer_config_kwargs(hf_config)
     frequencies = (kwargs.get("moe_layer_freq", 1), kwargs.get("linear_attention_freq", 1))
+    alike = not kwargs.get("hetereogenous_dist_checkpoint", False)
     weight_map = architecture.weight_map(hf_config)
     return ModelNames(
         weight_map=weight_map.with_prediction() if prediction else weight_map,
         vocab_size=architecture.gpt_kwargs(hf_config)["vocab_size"],
-        stacks_layers=all(isinstance(frequency, int) and frequency <= 1 for frequency in frequencies),
+        stacks_layers=alike and all(isinstance(frequency, int) and frequency <= 1 for frequency in frequencies),
     )
 
 

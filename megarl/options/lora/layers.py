@@ -413,7 +413,7 @@ def put_beside(layer: torch.nn.Module, adapter: torch.nn.Module, switch: Adapter
         added = adapter(_normed(hidden, layer), *more)
         return (output[0] + added, *output[1:]) if isinstance(output, tuple) else output + added
 
-    layer.register_forward_hook(add)
+    layer.register_forward_hook(add, prepend=True)  # what others make of the output comes after
 
 
 def _normed(hidden: Tensor, layer: Any) -> Tensor:

@@ -139,6 +139,9 @@ CANNOT = {
     "kimi_linear": "has linear attention",
     "olmo_hybrid": "has linear attention",
     "deepseek_v4": "has linear attention",
+    "step3p5": "store several weights as one tensor",
+    "gemma4": "store several weights as one tensor",
+    "gemma4_moe": "store several weights as one tensor",
 }
 
 

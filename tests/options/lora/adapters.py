@@ -20,7 +20,7 @@ from megarl.models.adapters import LORA_A, LORA_B
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import architecture_for
 from megarl.options.lora.weight_map import Lora, layer_shapes
-from tests.families import by_hub_name, linear, state_spaces
+from tests.families import by_hub_name, kinds_of_layers, linear, state_spaces
 
 LORA = Lora(rank=3, alpha=5.0)
 """A rank that no number of ranks divides."""
@@ -89,7 +89,7 @@ def tensors(made: Any, *, gradients: bool = False) -> dict[str, Tensor]:
 
 
 def _on_the_hub(model_type: str, layer: str) -> str:
-    return state_spaces.hub_name(model_type, linear.hub_layer(model_type, layer))
+    return kinds_of_layers.hub_name(model_type, state_spaces.hub_name(model_type, linear.hub_layer(model_type, layer)))
 
 
 def _of(parameter: Tensor, *, gradients: bool) -> Tensor:

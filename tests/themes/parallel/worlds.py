@@ -66,17 +66,28 @@ MODES = {
 
 
 def layout_for(
-    name: str, *, experts: bool, biases: bool = False, follows: bool = False, one_context_rank: bool = False
+    name: str,
+    *,
+    experts: bool,
+    biases: bool = False,
+    follows: bool = False,
+    one_context_rank: bool = False,
+    one_stage: bool = False,
 ) -> Layout | None:
     """The layout called `name`, None where families with `experts`, or those without, have no cell of their own in that row.
 
-    Stages of one layer are refused where it `follows` another, and context parallelism with `one_context_rank`.
+    Stages of one layer are refused where it `follows` another, context parallelism with `one_context_rank`, and several stages
+    with `one_stage`.
 
     Experts that are not spread over ranks are split like everything else, and under tensor parallelism megatron-core
     trains them with sequence parallelism only (see Layout). Experts with `biases` are not split.
     """
     layout = (LAYOUTS | ODD_LAYOUTS)[name]
-    if (follows and name in ("pp4", "vpp2", "pp2 uneven")) or (one_context_rank and layout.cp > 1):
+    if (
+        (follows and name in ("pp4", "vpp2", "pp2 uneven"))
+        or (one_context_rank and layout.cp > 1)
+        or (one_stage and layout.pp > 1)
+    ):
         return None
     if not experts:
         return layout if layout.ep == 1 else None
