@@ -73,9 +73,7 @@ def hugging_face(family: str) -> Any:
     for embedding in (module for module in model.modules() if isinstance(module, torch.nn.Embedding)):
         embedding.padding_idx = None  # which may not be null in every config
     generator = torch.Generator().manual_seed(7)
-    values = dict(model.named_parameters()) | {
-        name: buffer for name, buffer in model.named_buffers() if name.endswith(DRAWN)
-    }
+    values = dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name.endswith(DRAWN)}
     with torch.no_grad():
         for name, value in values.items():
             centre = 1.0 if "norm" in name and (not entry.norms_less_one or ".linear_attn." in name) else 0.0
