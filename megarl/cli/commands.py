@@ -382,8 +382,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
     settings["template_args"] = template_args(arguments)
     if arguments.prompt is not None:
         settings["prompt"] = _template(arguments.prompt)
-    names = ("image_key", "video_key", "audio_key", "image_folder", "media_folder", "max_pixels")
-    pictures = PictureFields(**{name: getattr(arguments, name) for name in names})
+    keys = ("image_key", "video_key", "audio_key", "image_folder", "media_folder", "max_pixels")
+    pictures = PictureFields(**{name: getattr(arguments, name) for name in keys})
     inspect(
         arguments.file,
         model_here(arguments.model, "--model", weights=False),

@@ -204,7 +204,7 @@ class RlRun(Run):
         return samples, rewards
 
     def attempts(self) -> Iterator[AbstractContextManager[None]]:
-        """What a step computes on ranks is inside; more than once where an option replaces ranks that are lost."""
+        """Have what a step computes on ranks inside; more than once where an option replaces ranks that are lost."""
         self.metrics |= self.rollouts.figures()
         recovery = self.session.recovery
         yield from [nullcontext()] if recovery is None else recovery.attempts(self)

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 Pixels = tuple[tuple[str, ...], tuple[int, int, int]]
 """Identity of a picture's pixels: digests of its files and its grid."""
-Kind = Literal["image", "video", "audio"]
-MARKS: dict[Kind, str] = {"image": "<image>", "video": "<video>", "audio": "<audio>"}
+MediaKind = Literal["image", "video", "audio"]
+MARKS: dict[MediaKind, str] = {"image": "<image>", "video": "<video>", "audio": "<audio>"}
 """Texts that stand for a picture, a video or a sound."""
 NOUNS: dict[str, str] = {"image": "picture", "video": "video", "audio": "sound"}
 """What sentences call them."""
@@ -33,7 +33,7 @@ class Media:
     video to the next.
     """
 
-    kind: Kind
+    kind: MediaKind
     digests: tuple[str, ...]
     grid: tuple[int, int, int]
     place: int
@@ -72,7 +72,7 @@ class Expanded:
     counts: list[int]
 
 
-def kind_of(part: Mapping[str, Any]) -> Kind | None:
+def kind_of(part: Mapping[str, Any]) -> MediaKind | None:
     """`image`, `video` or `audio` if a part of a message is one. Tables give every part all fields, most of them null."""
     named = {name: kind for kind in MARKS for name in (kind, f"{kind}_url")}
     if part.get("type") is not None:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from megarl.config.sections import PictureFields
 from megarl.data.chat import ChatMessage
-from megarl.data.media import NOUNS, Expanded, Kind, Media, kind_of
+from megarl.data.media import NOUNS, Expanded, Media, MediaKind, kind_of
 from megarl.data.rows import Origin, Row, RowPlace
 from megarl.data.told import MediaKeeper
 from megarl.errors import DataError, PictureError
@@ -50,7 +50,7 @@ class MediaReader:
 
     model: ModelMedia | None = None
     """None: the model takes none."""
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[MediaKind, ...] = ()
     """Kinds of media that the model takes."""
 
     def __init__(self, settings: PictureFields) -> None:

@@ -79,7 +79,7 @@ class GateLimits:
 
 
 class OwnLayers(Protocol):
-    """What layers have that an option computes: its `decoder_layers.py` puts them into specs and finishes chunks."""
+    """Parts of layers that an option computes: its `decoder_layers.py` puts them into specs and finishes chunks."""
 
     @property
     def option(self) -> str:

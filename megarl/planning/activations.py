@@ -129,7 +129,7 @@ def _branch_norms(shape: ModelShape, precision: Precision) -> float:
 def _of_all_heads(
     shape: ModelShape, layout: Layout, precision: Precision, rows: float, mean_length: float
 ) -> tuple[float, float, float]:
-    """What `_grouped` says, as a mean over layers whose heads are not alike."""
+    """The answer of `_grouped`, as a mean over layers whose heads are not alike."""
     kinds = [
         (len(layers) / shape.layers, _grouped(kind, layout, precision, rows, mean_length)) for kind, layers in shape.by_heads
     ]

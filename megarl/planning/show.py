@@ -94,7 +94,7 @@ def as_json(plan: CapacityPlan, search: Mapping[str, Any] | None = None, measure
 
 
 def _refusal(plan: CapacityPlan) -> list[str]:
-    """What is said of engines that a run would not start."""
+    """The line on engines that a run would not start."""
     if (why := plan.engine_refusal) is None:
         return []
     return [f"The engines are planned, but a run refuses them: SGLang was not seen with this model; {why}", ""]

@@ -1,4 +1,4 @@
-"""What a run knows of whoever replaces ranks that are lost: an option does."""
+"""The part of a run that replaces ranks which are lost, as the run knows it: an option has it."""
 
 from __future__ import annotations
 

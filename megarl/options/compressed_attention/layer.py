@@ -53,7 +53,7 @@ class Coefficients(torch.nn.Module):
 
 
 class HyperConnection(Coefficients):
-    """What a branch reads of the streams, and how its output joins them."""
+    """Input of a branch, read from the streams, and how its output joins them."""
 
     def __init__(self, config: TransformerConfig, sizes: CompressedSizes) -> None:
         streams = sizes.streams

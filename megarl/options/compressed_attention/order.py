@@ -1,4 +1,4 @@
-"""Which tokens of a stream make which compressed keys, and which of both a query may look at; no tensor is queries by tokens.
+"""The tokens of a stream that make each compressed key, and which of both a query may look at; no tensor is queries by tokens.
 
 Windows of compressed keys begin anew with every sequence. A window that ends in a segment that several sequences begin with is
 compressed once for all of them, one that reaches into what they do not share once for each. A last window that is not full

@@ -13,7 +13,7 @@ _RATE_BITS = 3
 
 
 class LayerKind(IntFlag):
-    """What a layer does, in an entry of megatron-core's `linear_attention_freq`, which says which layers have a variant.
+    """Work of a layer, in an entry of megatron-core's `linear_attention_freq`, which says which layers have a variant.
 
     The bits above are how many tokens a compressed key is made of, 0: there are none.
     """

@@ -40,7 +40,7 @@ class FetchingReader(BoxReader):
         self._fetch_objects([f"rng/shard_{torch.distributed.get_rank()}_{torch.distributed.get_world_size()}"])
 
     def kept(self, objects: Mapping[str, Any]) -> dict[str, Any]:
-        """As of `BoxReader`, with the entries fetched."""
+        """See `BoxReader`; the entries are fetched first."""
         entries = super().kept(objects)
         self._fetch_objects([entry.unique_key for entry in entries.values()])
         return entries

@@ -51,7 +51,7 @@ class NodeMemory:
             self._changed.notify_all()
 
     async def complete(self, slot: str, parts: Sequence[RolePart], buddy: Any | None) -> dict[RolePart, Written]:
-        """What ranks of this node wrote, once all of these `parts` are there and the `buddy` has them, too."""
+        """Files that ranks of this node wrote, once all of these `parts` are there and the `buddy` has them, too."""
         async with self._changed:
             await self._changed.wait_for(lambda: {*parts} <= self._written[slot].keys())
         own = {part: self._written[slot][part] for part in parts}

@@ -1,4 +1,4 @@
-"""What the process of a rank does when other ranks are replaced: it leaves its world, and becomes a rank of a new one."""
+"""Work of a rank's process when other ranks are replaced: it leaves its world, and becomes a rank of a new one."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class NormedMLP(SharedExpertMLP):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As megatron-core's; the norms are whole on every tensor rank."""
+        """See megatron-core's; the norms are whole on every tensor rank."""
         norms = {name: self._modules.pop(name) for name in ("pre_norm", "post_norm")}
         try:
             entries: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)

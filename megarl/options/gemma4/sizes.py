@@ -1,4 +1,4 @@
-"""What the layers of a Gemma 4 model have of their own, layer by layer."""
+"""Properties of the layers of a Gemma 4 model, layer by layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ OPTION = "gemma4"
 
 
 @dataclass(frozen=True)
-class LayerKind:
+class Gemma4Layer:
     """A layer's own: the layer whose keys and values it takes (None: it has some), and whether another layer takes its own.
 
     `keys_are_values`: values are keys as they were projected. `wide`: its MLP is twice as wide as others.
@@ -28,7 +28,7 @@ class Gemma4Layers:
     `mixture`: each has experts beside its MLP.
     """
 
-    kinds: tuple[LayerKind, ...]
+    kinds: tuple[Gemma4Layer, ...]
     inputs: int
     vocabulary: int
     mixture: bool

@@ -19,7 +19,7 @@ from PIL import Image
 
 from megarl.config.sections import PictureFields
 from megarl.data.chat import ChatMessage
-from megarl.data.media import MARKS, NOUNS, Expanded, Kind, kind_of, source_of
+from megarl.data.media import MARKS, NOUNS, Expanded, MediaKind, kind_of, source_of
 from megarl.data.row_media import MediaReader, with_parts, without_bytes
 from megarl.data.rows import Origin, Row, RowPlace
 from megarl.data.told import KeptPicture
@@ -42,7 +42,7 @@ class PictureReader(MediaReader):
     """Reads the pictures of rows as `settings` say, as `model` takes them."""
 
     model: PictureSettings
-    kinds: tuple[Kind, ...] = ("image", "video")
+    kinds: tuple[MediaKind, ...] = ("image", "video")
     usual_keys: tuple[str, ...] = ("image", "images", "video", "videos")
     noun, allowed = "picture", "text, a picture or a video"
     """What sentences call one of the media, and what a part of a message may be."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.sections import PictureFields
-from megarl.data.media import Expanded, Kind, Media
+from megarl.data.media import Expanded, Media, MediaKind
 from megarl.data.rows import RowPlace
 from megarl.errors import DataError, ModelError, PictureError
 from megarl.models.registry import architecture_for, load_hf_config
@@ -68,7 +68,7 @@ class SoundReader(PictureReader):
     """Reads the sounds of rows as a model takes them."""
 
     model: SoundSettings  # type: ignore[assignment]
-    kinds: tuple[Kind, ...] = ("audio",)
+    kinds: tuple[MediaKind, ...] = ("audio",)
     usual_keys = ("audio", "audios")
     noun, allowed = "sound", "text or a sound"
 

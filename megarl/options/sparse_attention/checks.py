@@ -39,7 +39,7 @@ def check_engines(config: Config, engine: EngineCapabilities) -> None:
 
 
 def check_supervised(config: SupervisedConfig) -> None:
-    """As `check`; there is no engine whose choices could be replayed."""
+    """See `check`; there is no engine whose choices could be replayed."""
     _check(config)
     if indexer_of(config.policy).replay != "none":
         reason = "only reinforcement learning has: no engine chose keys for rows"

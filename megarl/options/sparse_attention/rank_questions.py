@@ -17,7 +17,7 @@ def taken_losses(model: RankModel) -> tuple[dict[int, float], int]:
     return part.take_losses() if part is not None else ({}, 0)
 
 
-class ReplayCounts(NamedTuple):
+class ChoiceCounts(NamedTuple):
     """Queries in layers with an indexer that see more keys than they may choose, those of them whose choice was known, the keys
     of these, and the keys among these that the indexer would not choose now."""
 
@@ -27,7 +27,7 @@ class ReplayCounts(NamedTuple):
     differing: int = 0
 
 
-def taken_replays(model: RankModel) -> ReplayCounts:
+def taken_replays(model: RankModel) -> ChoiceCounts:
     """The counts of this rank's indexers since the last call."""
     import torch
 
@@ -38,4 +38,4 @@ def taken_replays(model: RankModel) -> ReplayCounts:
     counts = [counts for layer in layers for counts in layer.told_counts]
     for layer in layers:
         layer.told_counts.clear()
-    return ReplayCounts(*torch.stack(counts).sum(0).tolist()) if counts else ReplayCounts()
+    return ChoiceCounts(*torch.stack(counts).sum(0).tolist()) if counts else ChoiceCounts()

@@ -7,7 +7,7 @@ from typing import Any
 from megarl.config import AnyConfig, Config
 from megarl.data.batch import Batch
 from megarl.experience.step_parts import StepPart
-from megarl.options.sparse_attention.rank_questions import ReplayCounts, taken_losses, taken_replays
+from megarl.options.sparse_attention.rank_questions import ChoiceCounts, taken_losses, taken_replays
 from megarl.options.sparse_attention.section import IndexerConfig, indexer_of
 from megarl.runs.training_side import POLICY, TrainingSide
 
@@ -24,8 +24,8 @@ class IndexerPart(StepPart):
         return trained | (self._of_replay(roles) if self.indexer.replay != "none" else {})
 
     def _of_replay(self, roles: TrainingSide) -> dict[str, float]:
-        """Of queries that see more keys than they may choose."""
-        counts = ReplayCounts(*map(sum, zip(*roles.ask(POLICY, taken_replays), strict=True)))
+        """Counts of queries that see more keys than they may choose."""
+        counts = ChoiceCounts(*map(sum, zip(*roles.ask(POLICY, taken_replays), strict=True)))
         return {
             "indexer/missing": 1.0 - counts.known / max(counts.queries, 1) if counts.queries else 0.0,
             "indexer/differing": counts.differing / max(counts.keys, 1),

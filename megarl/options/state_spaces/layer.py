@@ -191,11 +191,11 @@ class Mamba2(MegatronModule):
         return torch.cat([inputs, groups], dim=-1), steps
 
     def _own(self, parameter: Tensor) -> Tensor:
-        """Of a tensor rank's parameter by heads or groups the part of the heads that this context rank runs."""
+        """The part of a tensor rank's parameter, by heads or groups, of the heads that this context rank runs."""
         return parameter.chunk(self.cp_group.size())[self.cp_group.rank()]
 
     def _own_channels(self, parameter: Tensor) -> Tensor:
-        """Of a parameter of the convolution the rows of the channels that this rank computes."""
+        """The rows of a parameter of the convolution that are of the channels which this rank computes."""
         if self.cp_group.size() == 1:
             return parameter
         inputs, *of_groups = parameter.split([self.inner, self.shared, self.shared])
