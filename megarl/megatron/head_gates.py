@@ -43,7 +43,7 @@ class HeadGatedSelfAttention(RotarySetSelfAttention):
 
 
 def of_own_group(attention: Any, mixed: Tensor) -> tuple[Tensor, slice]:
-    """Rows `[S, 1, rows]` that `linear_qkv` gives, of this rank's query groups, and the places of this rank's heads among theirs.
+    """Rows `[S, 1, rows]` that `linear_qkv` gives, of this rank's query groups, and where this rank's heads are among theirs.
 
     Where several tensor ranks share a group, each is given all of it, and has some of its heads.
     """

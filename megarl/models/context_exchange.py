@@ -1,4 +1,4 @@
-"""Ways in which context-parallel ranks exchange tokens under Transformer Engine's attention, and which models each way computes.
+"""Ways of context-parallel ranks to exchange tokens under Transformer Engine's attention, and which models each way computes.
 
 megatron-core's field `cp_comm_type` says which way; megarl's streams are packed. The rules are those of Transformer Engine
 2.20: `attn_forward_func_with_cp` in dot_product_attention/context_parallel.py, `get_attention_backend` in utils.py beside it.

@@ -11,7 +11,7 @@ from torch import Tensor
 from megarl.megatron.head_gates import of_own_group, with_more_rows
 from megarl.megatron.norms import UnitNorm
 from megarl.megatron.rotary import RotarySetSelfAttention
-from megarl.options.gemma4.sizes import Gemma4Layer
+from megarl.options.gemma4.sizes import OwnKind
 
 
 class Gemma4Attention(RotarySetSelfAttention):
@@ -21,7 +21,7 @@ class Gemma4Attention(RotarySetSelfAttention):
     """
 
     def __init__(
-        self, config: TransformerConfig, submodules: Any, *args: Any, kind: Gemma4Layer, kept: dict[int, Any], **kwargs: Any
+        self, config: TransformerConfig, submodules: Any, *args: Any, kind: OwnKind, kept: dict[int, Any], **kwargs: Any
     ) -> None:
         heads = kwargs["heads"] if kwargs["rotary_set"] else None
         groups, dim = (config.num_query_groups, config.kv_channels) if heads is None else (heads.num_groups, heads.head_dim)

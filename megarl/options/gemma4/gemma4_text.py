@@ -22,7 +22,7 @@ from megarl.models.rope import Rope
 from megarl.models.text_family import text_family
 from megarl.models.weight_map import Rule, WeightMap
 from megarl.models.windows import FULL, SLIDING, sliding_layers, with_windows
-from megarl.options.gemma4.sizes import Gemma4Layer, Gemma4Layers
+from megarl.options.gemma4.sizes import Gemma4Layers, OwnKind
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,
@@ -109,7 +109,7 @@ def layers_of(hf_config: HFConfig) -> Gemma4Layers:
     sources = {kind: max(layer for layer in range(first) if kinds[layer] == kind) for kind in {*kinds[first:]}}
     return Gemma4Layers(
         kinds=tuple(
-            Gemma4Layer(
+            OwnKind(
                 takes=sources[kind] if layer >= first else None,
                 is_taken=layer in sources.values(),
                 keys_are_values=kind == FULL and bool(hf_config.get("attention_k_eq_v")),

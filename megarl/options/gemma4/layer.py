@@ -14,7 +14,7 @@ from torch import Tensor
 from megarl.megatron.branches import BranchLayer
 from megarl.megatron.latent_attention import ReplicatedLinear
 from megarl.megatron.norms import ReferenceRMSNorm
-from megarl.options.gemma4.sizes import Gemma4Layer
+from megarl.options.gemma4.sizes import OwnKind
 
 
 class Gemma4Layer(BranchLayer):
@@ -25,7 +25,7 @@ class Gemma4Layer(BranchLayer):
     layer_scalar: Tensor
 
     def __init__(
-        self, config: TransformerConfig, *args: Any, kind: Gemma4Layer, kept: dict[int, Any], inputs: int, **kwargs: Any
+        self, config: TransformerConfig, *args: Any, kind: OwnKind, kept: dict[int, Any], inputs: int, **kwargs: Any
     ) -> None:
         if kind.wide:
             config = copy.copy(config)

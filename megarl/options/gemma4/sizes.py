@@ -9,7 +9,7 @@ OPTION = "gemma4"
 
 
 @dataclass(frozen=True)
-class Gemma4Layer:
+class OwnKind:
     """A layer's own: the layer whose keys and values it takes (None: it has some), and whether another layer takes its own.
 
     `keys_are_values`: values are keys as they were projected. `wide`: its MLP is twice as wide as others.
@@ -28,7 +28,7 @@ class Gemma4Layers:
     `mixture`: each has experts beside its MLP.
     """
 
-    kinds: tuple[Gemma4Layer, ...]
+    kinds: tuple[OwnKind, ...]
     inputs: int
     vocabulary: int
     mixture: bool

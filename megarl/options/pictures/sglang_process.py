@@ -51,7 +51,7 @@ def _take_pairs_of_frames(rules: PictureRules) -> None:
 
 
 def processed(shown: Sequence[Sequence[str]], kind: str, rules: PictureRules) -> dict[str, Any]:
-    """Items that SGLang takes in place of files: the patches of the kept pictures or pairs of frames `shown`, and the grid of each.
+    """Items for SGLang in place of files: the patches of the kept pictures or pairs of frames `shown`, and the grid of each.
 
     Raises:
         DataError: as `patches_of`.

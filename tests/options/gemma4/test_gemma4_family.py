@@ -16,7 +16,7 @@ from megarl.models.flops import FlopsModel
 from megarl.models.packings import GroupedQKV
 from megarl.models.registry import architecture_for
 from megarl.models.shape import shape_of
-from megarl.options.gemma4.sizes import Gemma4Layer, Gemma4Layers
+from megarl.options.gemma4.sizes import Gemma4Layers, OwnKind
 from tests.families import VARIANTS, hugging_face
 
 FULL, WINDOW = "full_attention", "sliding_attention"
@@ -90,7 +90,7 @@ def test_inputs_of_layers_are_made_where_tokens_are_embedded(configs: Any) -> No
 def test_other_layer_specs_and_parted_chunks_are_refused_where_chunks_are_built() -> None:
     from megarl.options.gemma4.decoder_layers import placed
 
-    own = Gemma4Layers((Gemma4Layer(None, True, False, False), Gemma4Layer(0, False, False, False)), 0, 10, mixture=False)
+    own = Gemma4Layers((OwnKind(None, True, False, False), OwnKind(0, False, False, False)), 0, 10, mixture=False)
     for name in ("transformer_engine", "local"):
         with pytest.raises(LayoutError, match=f"model.layer_spec is '{name}', but this model has layers of Gemma 4"):
             placed([], [0, 1], None, own, name)  # type: ignore[arg-type]
