@@ -78,8 +78,9 @@ def hugging_face(family: str) -> Any:
         for name, value in values.items():
             centre = 1.0 if "norm" in name and (not entry.norms_less_one or ".linear_attn." in name) else 0.0
             centre = -3.0 if name.endswith("A_log") else centre  # states that last, as models have them
-            centre = 1.0 if name.endswith(("scale", ".layer_scalar")) else centre
-            if entry.class_prefix == "Gemma4" and name.endswith(".q_norm.weight"):
+            if entry.class_prefix == "Gemma4" and name.endswith(("scale", ".layer_scalar")):
+                centre = 1.0
+            elif entry.class_prefix == "Gemma4" and name.endswith(".q_norm.weight"):
                 centre = value.numel() ** -0.5  # nothing else scales scores
             spread = SPREAD / 5 if name.endswith(CHOOSES) else SPREAD  # tokens must still matter
             spread = spread / 10 if entry.small is not None and entry.small in name else spread
