@@ -70,7 +70,7 @@ def finish(model: Any, generator: torch.Generator) -> None:
         if name.endswith("scale"):
             value.add_(1.0)
         elif name.endswith("base"):
-            value.mul_(15.0)
+            value.mul_(9.0)
             value[streams : 2 * streams].div_(3.0)
     for name, table in model.named_buffers():
         if name.endswith(TABLE):

@@ -265,7 +265,7 @@ SEE = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "kimi_
 OF_MEGARL_ALONE = {
     "granite", "granitemoehybrid", "nemotron_h", "kimi_linear", "olmo_hybrid",
     "qwen3_5_moe_text", "glm4_moe", "exaone_moe", "glm4_moe_lite", "minimax_m2", "ernie4_5", "ernie4_5_moe",
-    "solar_open", "afmoe", "llama4_text", "deepseek_v32", "glm_moe_dsa", "step3p5", "gemma4_text", *SEE,
+    "solar_open", "afmoe", "llama4_text", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "step3p5", "gemma4_text", *SEE,
 }  # fmt: skip
 """Families of which transformers has no class with a scalar head."""
 

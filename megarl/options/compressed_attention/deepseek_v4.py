@@ -356,7 +356,7 @@ def _connection_rules(sizes: CompressedSizes) -> list[Rule]:
 
 ARCHITECTURE = text_family(
     "deepseek_v4",
-    ("DeepseekV4ForCausalLM",),
+    ("DeepseekV4ForCausalLM", "DeepseekV4ForSequenceClassification"),
     transformer_config_kwargs,
     weight_map,
     gpt_kwargs,
