@@ -427,4 +427,4 @@ def test_an_unknown_architecture_names_the_known_ones_and_the_file_to_add() -> N
 def test_the_document_lists_every_architecture_and_stays_short() -> None:
     text = (Path(__file__).parents[2] / "docs" / "add_a_model.md").read_text(encoding="utf-8")
     assert {f"`{architecture.name}.py`" for architecture in ARCHITECTURES} <= set(re.findall(r"`\w+\.py`", text))
-    assert sum(not line.startswith("| ") for line in text.splitlines()) < 150  # beside the rows of its tables
+    assert sum(not line.startswith("| ") for line in text.splitlines()) < 155  # beside the rows of its tables
