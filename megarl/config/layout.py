@@ -202,6 +202,7 @@ class Layout:
         expert_ffn_size: int | None = None,
         deepstack: int = 0,
         linear_heads: int | None = None,
+        linear_exchanges: bool = True,
     ) -> None:
         """Refuse a layout that cannot hold a model of these sizes, naming the nearest sizes that can.
 
@@ -226,6 +227,9 @@ class Layout:
             reason = f"does not divide the model's {', '.join(sizes[:-1])} and {sizes[-1]}"
             fit = [n for n in divisors(num_heads) if holds(n)]
             raise self._refusal("tp", reason, fit, rule="does not divide the model's heads and feed-forward width")
+        if self.cp > 1 and not linear_exchanges:
+            reason = "splits a sequence, whose states the layers of this model hand from token to token"
+            raise self._refusal("cp", reason, allowed="1", rule="must be 1 for a model with such layers")
         if linear_heads is not None and linear_heads // self.tp % self.cp:
             heads = linear_heads // self.tp
             reason = f"does not divide the {heads} heads of layers with states that each of {self.tp} tensor ranks has"

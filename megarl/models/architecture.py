@@ -150,9 +150,9 @@ class LinearAttention(Protocol):
     def heads(self) -> int:
         """Heads that tensor and context parallelism together must divide."""
 
-    def exchanged(self, tp: int, cp: int) -> int:
+    def exchanged(self, tp: int, cp: int) -> int | None:
         """Numbers of a token that context ranks exchange in a layer's forward pass, on all tensor ranks together; those that
-        all of them get count `cp` times."""
+        all of them get count `cp` times. None: context ranks cannot share these layers out."""
 
     def products(self, hidden: int) -> int:
         """Multiply-adds per token of one layer of a decoder of width `hidden`."""

@@ -176,6 +176,7 @@ class ModelShape:
             "expert_ffn_size": self.expert_ffn or None,
             "deepstack": len(self.vision.deepstack) if self.vision else 0,
             "linear_heads": self.linear.heads if self.linear else None,
+            "linear_exchanges": self.linear is None or self.linear.exchanged(1, 1) is not None,
         }
 
     @property

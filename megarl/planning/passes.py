@@ -186,7 +186,8 @@ def _links(role: PlannedRole, gpu: GpuSpec, itemsize: int, tokens: float, layers
     width = (2 * shape.key_value if shape.latent is None else shape.heads * (shape.head_dim + shape.value_dim)) / layout.tp
     linear = len(shape.linear.layers) / shape.layers if shape.linear else 0.0  # of the layers
     gathered = (1 - linear) * tokens * width  # keys and values of all tokens
-    exchanged = linear * local * shape.linear.exchanged(layout.tp, layout.cp) / layout.tp if shape.linear else 0.0
+    of_token = shape.linear.exchanged(layout.tp, layout.cp) or 0 if shape.linear else 0
+    exchanged = linear * local * of_token / layout.tp
     context = layers * (gathered + exchanged) * itemsize * (layout.cp - 1) / layout.cp
     with_experts = layers * len(shape.expert_layers) / shape.layers
     rows = local / (layout.tp if layout.sequence_parallel else 1)

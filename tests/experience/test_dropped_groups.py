@@ -60,11 +60,11 @@ def a_run(settings: Config, more: Sequence[list[Sample]] = ()) -> Any:
     rewards.tolerate(settings.rewards)
     run.config, run.step, run.metrics, run.phases = settings, 5, {}, Phases()
     run.inputs = RlInputs(None, None, [], [], [], 0, {}, rewards, [])
-    run.session = SimpleNamespace(reward=rewards.score)
+    run.session = SimpleNamespace(reward=rewards.score, recovery=None)
     run.sampler = SimpleNamespace(takes_pass_rates=True, record=lambda rates: run.rates.update(rates), figures=dict)
     run.progress = SimpleNamespace(say=said.append)
     run.reward_errors = SimpleNamespace(log=lambda step, record: said.append(f"step {step}: {record['samples']}"))
-    run._greedy, run._scored_greedy = [], []
+    run._greedy, run.scored_greedy = [], []
     further = iter(more)
     run.generate = lambda missing: next(further)[: missing * MEMBERS]
     run.rates, run.said = {}, said
@@ -174,7 +174,7 @@ def test_a_greedy_response_that_was_not_judged_takes_its_group_along(tmp_path: P
     run._greedy = greedy
     left, _ = trained(run, step_of())
     assert list(dict.fromkeys(one.group_id for one in left)) == ["g0", "g1", "g2", "g4"]
-    assert [reward for _, reward in run._scored_greedy] == [0.0, 1.0, 2.0, 0.0, 1.0]
+    assert [reward for _, reward in run.scored_greedy] == [0.0, 1.0, 2.0, 0.0, 1.0]
     assert run._greedy == []
 
 

@@ -81,12 +81,13 @@ def test_hf_to_ranks_to_hf_is_byte_equal_and_complete(models: Any, name: str, tp
 @pytest.mark.parametrize("name", EXPERT_MODELS)
 def test_an_experts_shard_is_its_own_gate_and_up_rows_and_down_columns(models: Any, name: str, etp: int) -> None:
     _, weight_map, tensors = models[name]
-    number = max(n for n in range(4) if any(f".layers.{n}." in each and ".experts.0." in each for each in tensors))
+    number = max(n for n in range(4) if any(f"layers.{n}." in each and ".experts.0." in each for each in tensors))
+    deepseek_v4 = name.startswith("deepseek_v4")
     as_mixtral = name.startswith(("mixtral", "minimax_m2", "kimi_linear"))
     blocks = {"granite_hybrid": "block_sparse_moe.", "llama4": "feed_forward.", "step3p5": "moe.", "gemma4_moe": ""}
     block = "block_sparse_moe." if as_mixtral else blocks.get(name.partition("-")[0], "mlp.")
-    layer = f"model.layers.{number}.{block}"
-    gate, up, down = ("w1", "w3", "w2") if as_mixtral else ("gate_proj", "up_proj", "down_proj")
+    layer = f"layers.{number}.ffn." if deepseek_v4 else f"model.layers.{number}.{block}"
+    gate, up, down = ("w1", "w3", "w2") if as_mixtral or deepseek_v4 else ("gate_proj", "up_proj", "down_proj")
     for expert in range(weight_map.num_experts):
         prefix = f"decoder.layers.{number}.mlp.experts.local_experts.{expert}."
         fc1, fc2 = weight_map.rule_for(prefix + "linear_fc1.weight"), weight_map.rule_for(prefix + "linear_fc2.weight")

@@ -56,7 +56,7 @@ def by_transformers() -> dict[str, dict[str, Any]]:
     for name in FAMILIES:
         model = own = hugging_face(name)
         logits: list[Tensor] = []
-        exact = compressed.in_float64 if name.startswith("deepseek_v4") else nullcontext()
+        exact = compressed.in_float64 if name.startswith("deepseek_v4") else nullcontext
         if name.startswith("deepseek_v4"):
             model = deepcopy(own).double()
         for unit in split_shared_prompts(units()):

@@ -16,8 +16,8 @@ from torch import Tensor
 from megarl.megatron.attention import PackedSequences
 from megarl.megatron.latent_attention import ReplicatedLinear
 from megarl.megatron.norms import ReferenceRMSNorm, UnitNorm
+from megarl.options.compressed_attention.attended import attend
 from megarl.options.compressed_attention.compressor import Compressor, WindowIndexer
-from megarl.options.compressed_attention.core_attention import attend
 from megarl.options.compressed_attention.order import CompressedOrder
 from megarl.options.compressed_attention.rotation import Waves
 from megarl.options.compressed_attention.sizes import CompressedSizes

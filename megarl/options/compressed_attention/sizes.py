@@ -90,10 +90,8 @@ class CompressedSizes:
         """A number that tensor parallelism must divide: a rank has whole heads, and whole groups of them."""
         return math.gcd(self.num_heads, self.groups)
 
-    @property
-    def exchanged(self) -> int | None:
-        """None: context ranks cannot share these layers out."""
-        return None
+    def exchanged(self, tp: int, cp: int) -> None:
+        """None: context ranks cannot share a sequence."""
 
     @property
     def series(self) -> tuple[int, ...]:

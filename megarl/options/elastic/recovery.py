@@ -71,7 +71,7 @@ class RankReplacement:
                 break
             self._recover(errors[0], run)
             put_back()
-        run.metrics |= {"ranks/replaced": self._replaced, "ranks/replaced_s": self._seconds}
+        run.metrics |= {"recovery/replaced_ranks": self._replaced, "recovery/seconds": self._seconds}
         self._seconds = 0.0
 
     def again(self, run: RlRun, work: Callable[[], T]) -> T:

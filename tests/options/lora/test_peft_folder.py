@@ -143,7 +143,7 @@ def written_by_peft(model: Any, folder: Path, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("settings", [{"target_modules": "all-linear"}, {"use_rslora": True, "lora_alpha": 3}])
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", [family for family in DENSE if family != "gemma4"])  # whose layers' inputs have no adapters
 def test_a_folder_that_peft_wrote_is_read(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
     model = hugging_face(family).double()
     targets = ["o_proj", "down_proj", "out_proj"] if "use_rslora" in settings else None

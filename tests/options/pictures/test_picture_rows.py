@@ -431,7 +431,7 @@ def test_a_part_without_a_picture_is_refused_where_there_is_no_column(tmp_path: 
 
 
 def test_a_part_that_is_neither_text_nor_a_picture_is_refused(tmp_path: Path) -> None:
-    row = {"problem": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]}
+    row = {"problem": [{"role": "user", "content": [{"type": "smell", "smell": "a.wav"}]}]}
     with pytest.raises(DataError, match=r"in the user's turn; it must be text, a picture or a video"):
         _prompts(tmp_path, [row])
 

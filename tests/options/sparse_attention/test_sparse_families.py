@@ -80,11 +80,12 @@ def test_layers_share_choices_as_transformers_reads_the_fields(configs: Any, fie
 def test_layers_that_share_choices_are_on_one_stage(configs: Any) -> None:
     shape = shape_of(configs[GLM])
     _check_layout("policy.layout", Layout(pp=2), shape)
-    of_pp = "pp is 4, which begins a model chunk with layer 1, which takes what layer 0 chooses; it must be 1 or 2"
+    apart = "has layer 1 in another model chunk than layer 0, whose results it reads"
+    of_pp = f"pp is 4, which {apart}; it must be 1 or 2"
     for layout, message in (
         (Layout(pp=4), of_pp),
-        (Layout(pp=2, vpp=2), "vpp is 2, which begins a model chunk with layer 1"),
-        (Layout(pp=2, first_stage_layers=1), "first_stage_layers is 1, which begins a model chunk with layer 1"),
+        (Layout(pp=2, vpp=2), f"vpp is 2, which {apart}"),
+        (Layout(pp=2, first_stage_layers=1), f"first_stage_layers is 1, which {apart}"),
     ):
         with pytest.raises(ConfigError, match=rf"policy\.layout\.{message}"):
             _check_layout("policy.layout", layout, shape)

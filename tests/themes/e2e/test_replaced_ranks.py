@@ -89,7 +89,7 @@ def test_a_step_in_which_a_rank_dies_is_computed_again_with_the_same_numbers(
     train(config)
     assert killed
     assert curve(config) == curve(whole)
-    assert [row["ranks/replaced"] for row in read_metrics(Path(config.run_folder) / "metrics.jsonl")][-1] == 1
+    assert [row["recovery/replaced_ranks"] for row in read_metrics(Path(config.run_folder) / "metrics.jsonl")][-1] == 1
 
 
 def flip(process: Any) -> None:
