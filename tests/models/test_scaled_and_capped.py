@@ -180,8 +180,8 @@ def test_queries_of_a_core_attention_are_scaled_by_the_positions_that_travel_wit
 
 def test_layers_that_know_no_positions_or_no_cap_are_refused() -> None:
     class Config:
-        window_size = experimental_attention_variant = cp_comm_type = None
-        softmax_type = "vanilla"
+        window_size = experimental_attention_variant = cp_comm_type = num_query_groups = None
+        tensor_model_parallel_size, num_attention_heads, softmax_type = 1, 4, "vanilla"
         context_parallel_size, multi_latent_attention, layernorm_zero_centered_gamma = 1, False, False
 
     scaled, capped = DecoderTraits(query_scale=QueryScale(0.1, 8.0)), DecoderTraits(score_cap=50.0)
