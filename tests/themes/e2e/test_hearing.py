@@ -41,7 +41,7 @@ def config_of(model: Path, folder: Path, **sections: Any) -> Any:
     tree: dict[str, Any] = {
         "run": {"name": "run", "folder": str(folder), "steps": 2, "save_every": 2},
         "model": {"path": str(model), "dtype": "float32"},
-        "policy": {"threads_per_rank": 1, "optimizer": {"lr": 0.01}, "max_tokens_per_micro_batch": 256},
+        "policy": {"threads_per_rank": 1, "optimizer": {"lr": 0.01}, "max_tokens_per_micro_batch": 640},
         "data": {"train": {"source": "jsonl", "path": str(rows)}, "prompt_key": "problem", "chat_template": "never"},
         "rollout": {"engine": "embedded", "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 4, "threads": 1},
         "rewards": [{"name": f"{reward}:reward"}],
@@ -63,7 +63,7 @@ def config_of(model: Path, folder: Path, **sections: Any) -> Any:
 def test_engine_and_trainer_hear_the_same_and_a_frozen_tower_keeps_its_bytes(
     policy: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
-    own = {"threads_per_rank": 1, "optimizer": {"lr": 0.01}, "max_tokens_per_micro_batch": 256}
+    own = {"threads_per_rank": 1, "optimizer": {"lr": 0.01}, "max_tokens_per_micro_batch": 640}
     config = config_of(model, tmp_path, policy=own | policy)
     train(config)
     rows = list(read_metrics(Path(config.run_folder) / "metrics.jsonl"))
