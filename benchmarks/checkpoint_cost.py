@@ -33,10 +33,13 @@ def one_step(run: RlRun) -> None:
     with run.next_step():
         run.sync_weights()
         samples = run.generate()
-        batch = run.prepare(samples)
-        run.estimate_advantages(batch, run.score(samples))
-        for rows in run.mini_batches(batch):
-            run.update(batch, rows)
+        rewards = run.score(samples)
+        for attempt in run.attempts():
+            with attempt:
+                batch = run.prepare(samples)
+                run.estimate_advantages(batch, rewards)
+                for rows in run.mini_batches(batch):
+                    run.update(batch, rows)
     run.report(batch)
 
 

@@ -94,7 +94,8 @@ def layers_of(settings: dict[str, Any]) -> tuple[Any, Any, Any]:
         init_method=None,
         output_layer_init_method=None,
     )
-    alone = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
+    single = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    alone = SimpleNamespace(tp=single, cp=single)
     ours = Mamba2(mcore, MambaSubmodules(Linear, Linear), 1, alone, sizes=sizes)  # type: ignore[arg-type]
     ours.load_state_dict(theirs.state_dict())
     return theirs, ours, sizes
