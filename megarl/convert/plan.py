@@ -8,6 +8,7 @@ options. So any number of workers and machines may run them in any order, and ag
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -243,7 +244,7 @@ def _hf_outputs(source: ConversionSource, dtype: str | None) -> Iterator[_Tensor
     fused, format = source.fused, _format_of(dtype)
     if format is not None:
         format.check_model(source.hf_config)
-    together: list[Part] = []
+    together: dict[str, list[Part]] = defaultdict(list)  # of several stored tensors, whose parts may come in turns
     copies: dict[str, list[str]] = {}
     for copy, original in source.names.weight_map.copies:
         copies.setdefault(original, []).append(copy)
@@ -259,23 +260,21 @@ def _hf_outputs(source: ConversionSource, dtype: str | None) -> Iterator[_Tensor
             elif place is None or fused is None:
                 yield from (_Tensor(output_name, target_dtype, shape, parts) for output_name in (name, *copies.get(name, ())))
             elif isinstance(fused, FusedRows):
-                together += parts
+                together[place.stored] += parts
                 if place.stop == fused.rows(place.stored):
-                    stack = fused.is_stack(place.stored)
+                    stack, joined = fused.is_stack(place.stored), tuple(together.pop(place.stored))
                     shape = fused.shape(place.stored)
-                    yield _Tensor(place.stored, target_dtype, shape, tuple(together), rows_of_last_axis=stack)
-                    together = []
+                    yield _Tensor(place.stored, target_dtype, shape, joined, rows_of_last_axis=stack)
             elif isinstance(place, ExpertPlace) and place.start == 0:  # up is beside gate, in the same matrix
                 [part] = parts
                 alternating = part.step < place.step  # not yet in the source
                 rows = part.cols if fused.transposed else fused.shape(place.stored)[1]
                 transposed = part.transposed != fused.transposed
-                together.append(Part(part.source, 0, rows, transposed, alternating=alternating))
-                if len(together) == fused.experts:
-                    yield _Tensor(
-                        place.stored, target_dtype, fused.shape(place.stored), tuple(together), rows_of_last_axis=True
-                    )
-                    together = []
+                matrices = together[place.stored]
+                matrices.append(Part(part.source, 0, rows, transposed, alternating=alternating))
+                if len(matrices) == fused.experts:
+                    shape, joined = fused.shape(place.stored), tuple(together.pop(place.stored))
+                    yield _Tensor(place.stored, target_dtype, shape, joined, rows_of_last_axis=True)
 
 
 def _box(prefix: tuple[int, ...], shape: tuple[int, ...], chunk: Chunk) -> tuple[tuple[int, ...], tuple[int, ...]]:
