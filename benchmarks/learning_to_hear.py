@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from learning_to_see import call
+from learning_to_see import call, outcome
 from measured_code import code_of
 from workload import machine, versions
 
@@ -30,19 +30,7 @@ def learn(name: str, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         settings = [f"run.folder={folder}", f"run.seed={seed}", "run.name=run", *RUNS[name]]
         call([sys.executable, "-m", "megarl", "train", CONFIG, *settings])
-        rows = list(map(json.loads, Path(folder, "run", "metrics.jsonl").read_text().splitlines()))
-        summary = json.loads(Path(folder, "run", "summary.json").read_text())
-    accuracy = {str(row["step"]): row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
-    accuracy |= {"0": summary["eval"]["before"]["accuracy"], str(summary["steps"]): summary["eval"]["after"]["accuracy"]}
-    return {
-        "name": name,
-        "seed": seed,
-        "reward": [row["reward/mean"] for row in rows if row.get("step") and "reward/mean" in row],
-        "held_out_accuracy": dict(sorted(accuracy.items(), key=lambda item: int(item[0]))),
-        "seconds_per_step": summary["seconds_per_step"],
-        "gates": summary["gates"],
-        "largest_mismatch": max(row["mismatch/log_prob_max"] for row in rows if "mismatch/log_prob_max" in row),
-    }
+        return outcome(name, seed, Path(folder, "run"))
 
 
 def main() -> None:

@@ -57,8 +57,13 @@ def learn(name: str, seed: int) -> dict[str, Any]:
                 *overrides,
             ]
         )
-        rows = list(map(json.loads, Path(folder, "run", "metrics.jsonl").read_text().splitlines()))
-        summary = json.loads(Path(folder, "run", "summary.json").read_text())
+        return outcome(name, seed, Path(folder, "run"))
+
+
+def outcome(name: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Figures of a run that has ended in `folder`: what `learn` returns."""
+    rows = list(map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines()))
+    summary = json.loads(Path(folder, "summary.json").read_text())
     accuracy = {str(row["step"]): row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
     accuracy |= {"0": summary["eval"]["before"]["accuracy"], str(summary["steps"]): summary["eval"]["after"]["accuracy"]}
     return {

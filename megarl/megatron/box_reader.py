@@ -16,7 +16,7 @@ import torch
 from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -78,7 +78,11 @@ class BoxReader:
             if sum(prod(chunk.sizes) for chunk in stored.chunks) < prod(stored.size):
                 self._check_covered(key, sum(prod(item.lengths) for item in read_items), sum(prod(box.sizes) for box in of_key))
             items += read_items
+        self._fetch(item.storage_index for item in items)
         self._reader.read_data(LoadPlan(items), _IntoBoxes(by_key)).wait()
+
+    def _fetch(self, indices: Iterable[MetadataIndex]) -> None:
+        """Have these entries where they can be read, if they are elsewhere."""
 
     def _check_covered(self, key: str, found: int, wanted: int) -> None:
         """Refuse a tensor that lacks elements that are asked for; moments are not whole if parameters were frozen."""

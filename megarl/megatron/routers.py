@@ -12,19 +12,45 @@ from torch import Tensor
 from megarl.errors import LayoutError
 
 
-class CorrectedSoftmaxRouter(TopKRouter):
+class OwnRouter(TopKRouter):
+    """The part that is the same in all: who is chosen by which scores, in training or by a replay, and how it is told."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        """Raise LayoutError where choices are to be dropped, which these routers do not do."""
+        if config.moe_expert_capacity_factor is not None:
+            raise LayoutError(
+                f"moe_expert_capacity_factor is {config.moe_expert_capacity_factor:g}, but this model's router drops no "
+                "choices; it must be left out"
+            )
+        super().__init__(config, *args, **kwargs)
+
+    def best(
+        self, scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and experts `[T, k]` that tokens choose by `[T, E]`, as megatron-core's routing replay asks for them."""
+        return torch.topk(scores, k=topk, dim=1)
+
+    def chosen(self, scores: Tensor) -> Tensor:
+        """Experts `[T, k]` that tokens choose by `[T, E]`, or those of a replay."""
+        if self.router_replay is None:
+            return self.best(scores, self.topk)[1]
+        experts: Tensor = self.router_replay.get_replay_topk(scores, self.topk, None, None, self.best)[1]
+        return experts
+
+
+def of_all_experts(logits: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights and choices `[T, E]`, like `logits`, of the `chosen` experts and their `weights` `[T, k]`."""
+    of_all = torch.zeros_like(logits).scatter(1, chosen, weights.type_as(logits))
+    return of_all, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
+
+
+class CorrectedSoftmaxRouter(OwnRouter):
     """Scores experts by a softmax over all and chooses with a correction bias `[1, E]` (ERNIE 4.5).
 
     Weights are the scores of the chosen over their sum, which counts as `least_sum` at least.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, least_sum: float, **kwargs: Any) -> None:
-        """Raise LayoutError where choices are to be dropped, which this router does not do."""
-        if config.moe_expert_capacity_factor is not None:
-            raise LayoutError(
-                f"moe_expert_capacity_factor is {config.moe_expert_capacity_factor:g}, but this model's router drops no "
-                "choices; it must be left out"
-            )
         super().__init__(config, *args, **kwargs)
         self.least_sum = least_sum
         del self.expert_bias
@@ -35,17 +61,6 @@ class CorrectedSoftmaxRouter(TopKRouter):
         """Weights and choices `[T, E]` of experts from logits `[..., E]`."""
         logits = logits.view(-1, self.num_experts)
         scores = logits.float().softmax(-1)
-        corrected = scores.detach() + self.expert_bias
-        if self.router_replay is None:
-            _, chosen = highest(corrected, self.topk)
-        else:
-            _, chosen = self.router_replay.get_replay_topk(corrected, self.topk, None, None, highest)
+        chosen = self.chosen(scores.detach() + self.expert_bias)
         weights = scores.gather(1, chosen)
-        weights = weights / weights.sum(-1, keepdim=True).clamp_min(self.least_sum)
-        of_all = torch.zeros_like(logits).scatter(1, chosen, weights.type_as(logits))
-        return of_all, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
-
-
-def highest(scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None) -> tuple[Tensor, Tensor]:
-    """The `topk` highest of `[T, E]` and their experts, as megatron-core's routing replay asks for them."""
-    return torch.topk(scores, k=topk, dim=1)
+        return of_all_experts(logits, chosen, weights / weights.sum(-1, keepdim=True).clamp_min(self.least_sum))

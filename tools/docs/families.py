@@ -170,12 +170,12 @@ def _refusal(shape: ModelShape, name: str, size: int) -> str | None:
 
 
 def _without_sizes(sentence: str) -> str:
-    """What a refusal says, but for the value that was asked for."""
+    """Return the text of a refusal, but for the value that was asked for."""
     return sentence.partition(", which ")[2].partition("; it must be")[0] or sentence
 
 
 def prediction(family: Architecture, of_family: Sources) -> str:
-    """What becomes of layers for multi-token prediction that folders of a family have."""
+    """Say what becomes of layers for multi-token prediction that folders of a family have."""
     found = set()
     for config in of_family.tiny:
         for more in ({}, {"num_nextn_predict_layers": 1}, {"mtp_num_hidden_layers": 1}):
@@ -200,7 +200,7 @@ def few_bits(family: Architecture, of_family: Sources) -> list[str]:
 
 
 def served_by(family: Architecture, of_family: Sources) -> tuple[str, str | None]:
-    """Whether SGLang serves models of a family, and, of one that it is refused for, why."""
+    """Say whether SGLang serves models of a family, and, of one that it is refused for, why."""
     if family.name in SEEN_IN_SGLANG:
         return "seen on a CPU", None
     configs = [*of_family.published.values(), *of_family.tiny]
@@ -214,7 +214,7 @@ def served_by(family: Architecture, of_family: Sources) -> tuple[str, str | None
 
 
 def adapters(family: Architecture, of_family: Sources, served: str) -> str:
-    """How SGLang, if it may be `served` with the family, gets what adapters have learnt."""
+    """Say how SGLang, if it may be `served` with the family, gets what adapters have learnt."""
     try:
         shape_of(of_family.tiny[0]).with_lora(Lora(rank=1, alpha=1.0))
     except ConfigError:

@@ -75,7 +75,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def rules_of(model: Any) -> SoundRules:
-    """How the model takes sounds."""
+    """Return the rules by which the model takes sounds."""
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     hearing = architecture_for(config).vision(config)
     assert isinstance(hearing, Hearing)

@@ -6,28 +6,22 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.errors import LayoutError, ModelError
+from megarl.megatron.routers import OwnRouter, of_all_experts
 
 LEAST_SUM = 1e-20
 
 
-class RootRouter(TopKRouter):
+class RootRouter(OwnRouter):
     """Chooses by scores and a correction bias, until it is told to `choose_by_token`. Weights are scores over their sum."""
 
     token_experts: Tensor | None
     """int64 `[V, k]`, the experts of each token id, where these alone choose."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        """Raise LayoutError where choices are to be dropped, which this router does not do."""
-        if config.moe_expert_capacity_factor is not None:
-            raise LayoutError(
-                f"moe_expert_capacity_factor is {config.moe_expert_capacity_factor:g}, but this model's router drops no "
-                "choices; it must be left out"
-            )
         super().__init__(config, *args, **kwargs)
         self.score_function = "sqrtsoftplus"  # which losses that keep experts in balance ask for
         self.register_buffer("token_experts", None)
@@ -51,19 +45,15 @@ class RootRouter(TopKRouter):
         """Weights and choices `[T, E]` of experts from logits `[..., E]`."""
         logits = logits.view(-1, self.config.num_moe_experts or 0)
         scores = F.softplus(logits.to(torch.promote_types(logits.dtype, torch.float32))).sqrt()
-        if self.router_replay is None:
-            _, chosen = self._best(scores, self.topk)
-        else:
-            _, chosen = self.router_replay.get_replay_topk(scores, self.topk, None, None, self._best)
+        chosen = self.chosen(scores)
         weights = scores.gather(1, chosen)
         weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM) * (self.config.moe_router_topk_scaling_factor or 1.0)
-        of_all = torch.zeros_like(logits).scatter(1, chosen, weights.type_as(logits))
-        return of_all, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
+        return of_all_experts(logits, chosen, weights)
 
-    def _best(
+    def best(
         self, scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Scores and experts `[T, k]` that tokens choose, as megatron-core's routing replay asks for them."""
+        """Choose by the bias, too, or by the table of the tokens' ids; see `OwnRouter`."""
         if self.token_experts is None:
             chosen = torch.topk(scores.detach() + self.expert_bias, k=topk, dim=1).indices
         else:

@@ -30,13 +30,6 @@ class FetchingReader(BoxReader):
         super().__init__(folder)
         self._of, self._holder_of, self._at = of, holder_of, Path(folder)
         self._places = self._reader.storage_data
-        read_data = self._reader.read_data
-
-        def fetch_and_read(plan: Any, planner: Any) -> Any:
-            self._fetch(item.storage_index for item in plan.items)
-            return read_data(plan, planner)
-
-        self._reader.read_data = fetch_and_read  # type: ignore[method-assign]
         self._fetch_objects([f"rng/shard_{torch.distributed.get_rank()}_{torch.distributed.get_world_size()}"])
 
     def kept(self, objects: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,8 +81,8 @@ class Memory:
         for node, has in zip(used, free, strict=True):
             if has < needed[node]:
                 raise ClusterError(
-                    f"resources.spares keeps {gib(needed[node])} of checkpoints in {SHARED_MEMORY} of a node, which has "
-                    f"{gib(has)} free; give it more, use more nodes, or set resources.spares to null"
+                    f"resources.spares keeps {_gib(needed[node])} of checkpoints in {SHARED_MEMORY} of a node, which has "
+                    f"{_gib(has)} free; give it more, use more nodes, or set resources.spares to null"
                 )
 
     def _used(self) -> list[str]:
@@ -139,19 +139,20 @@ class Memory:
         assert self.kept is not None, "asked for before"
         kept = self.kept
         self.find_nodes()
-        here = {node for nodes in self._node_of.values() for node in nodes}
+        here = self._used()
         self._write_contents(kept, here)
-        self._alive |= here
+        self._alive |= {*here}
         for role, wrote in kept.layout_of.items():
             group = self._roles.group_of(role)
             having = {
                 rank: [node for node in (at, kept.buddies[at]) if node is not None and node in self._alive]
                 for rank, at in enumerate(wrote)
             }
-            arguments = []
-            for here_is in self._node_of[group.name]:
-                holder_of = {rank: None if here_is in nodes else self._nodes[nodes[0]].actor for rank, nodes in having.items()}
-                arguments.append((role, PutBack(role, kept.slot, self._nodes[here_is], holder_of)))
+            of_node = {}
+            for node in here:
+                holder_of = {rank: None if node in nodes else self._nodes[nodes[0]].actor for rank, nodes in having.items()}
+                of_node[node] = PutBack(role, kept.slot, self._nodes[node], holder_of)
+            arguments = [(role, of_node[node]) for node in self._node_of[group.name]]
             group.wait(group.submit(RankCalls.ask, arguments), phase="state from memory", deadline_s=self._deadline_s)
 
     def look(self) -> bool:
@@ -174,7 +175,7 @@ class Memory:
         """Return whether the node of a rank answered when it was last looked at."""
         return self._node_of[group][rank] in self._alive
 
-    def _write_contents(self, kept: WholeInMemory, nodes: set[str]) -> None:
+    def _write_contents(self, kept: WholeInMemory, nodes: Iterable[str]) -> None:
         firsts = {}
         for role, (first, *_) in kept.layout_of.items():
             having = first if first in self._alive or not self._alive else kept.buddies[first]
@@ -192,7 +193,7 @@ def _buddy(nodes: Sequence[str], node: str) -> str | None:
     return nodes[(nodes.index(node) + 1) % len(nodes)] if len(nodes) > 1 else None
 
 
-def gib(size: int) -> str:
+def _gib(size: int) -> str:
     """A size in words."""
     return f"{size / 2**30:.3g} GiB"
 

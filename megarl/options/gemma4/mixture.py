@@ -10,27 +10,19 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
-from megarl.errors import LayoutError
 from megarl.megatron.norms import ReferenceRMSNorm, UnitNorm
-from megarl.megatron.routers import highest
+from megarl.megatron.routers import OwnRouter, of_all_experts
 
 
-class NormedRouter(TopKRouter):
+class NormedRouter(OwnRouter):
     """Scores experts by a softmax of a normed and scaled token; the chosen ones' weights sum to one, times a number of each."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        """Raise LayoutError where choices are to be dropped, which this router does not do."""
-        if config.moe_expert_capacity_factor is not None:
-            raise LayoutError(
-                f"moe_expert_capacity_factor is {config.moe_expert_capacity_factor:g}, but this model's router drops no "
-                "choices; it must be left out"
-            )
         super().__init__(config, *args, **kwargs)
         self.norm = UnitNorm(config, config.hidden_size, config.layernorm_epsilon)
         self.scale = torch.nn.Parameter(torch.ones(config.hidden_size, dtype=config.params_dtype))
@@ -46,14 +38,9 @@ class NormedRouter(TopKRouter):
         """Weights and choices `[T, E]` of experts from logits `[..., E]`."""
         logits = logits.view(-1, self.num_experts)
         scores = logits.float().softmax(-1)
-        if self.router_replay is None:
-            _, chosen = highest(scores.detach(), self.topk)
-        else:
-            _, chosen = self.router_replay.get_replay_topk(scores.detach(), self.topk, None, None, highest)
+        chosen = self.chosen(scores.detach())
         weights = scores.gather(1, chosen)
-        weights = weights / weights.sum(-1, keepdim=True) * self.expert_scale[chosen]
-        of_all = torch.zeros_like(logits).scatter(1, chosen, weights.type_as(logits))
-        return of_all, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
+        return of_all_experts(logits, chosen, weights / weights.sum(-1, keepdim=True) * self.expert_scale[chosen])
 
 
 class NormedMLP(SharedExpertMLP):
