@@ -104,7 +104,7 @@ def layers_of(settings: dict[str, Any]) -> tuple[Any, Any, Any]:
 def measure(settings: dict[str, Any], tokens: int, sequences: int, rounds: int) -> dict[str, Any]:
     """Seconds of both layers over `tokens` in so many sequences, and how far apart they are."""
     from megarl.data.stream import Response, Unit, pack
-    from megarl.options.state_spaces.order import scan_order
+    from megarl.options.state_spaces.scan_order import scan_order
 
     theirs, ours, sizes = layers_of(settings)
     length = tokens // sequences

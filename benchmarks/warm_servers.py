@@ -29,7 +29,7 @@ OF_COMMANDS = (
     "ray", "uvicorn", "fastapi", "tinker", "transformers", "aiohttp",
     "megarl.cli.commands", "megarl.core.session", "megarl.supervise.restarts", "megarl.trainers.rl.train",
     "megarl.options.serve.app", "megarl.options.serve.command", "megarl.options.serve.http_server",
-    "megarl.options.serve.recovery", "megarl.options.serve.sampler", "megarl.options.serve.server_run",
+    "megarl.options.serve.after_restart", "megarl.options.serve.sampler", "megarl.options.serve.server_run",
     "megarl.options.serve.trainer",
 )  # fmt: skip
 OF_SERVERS = (

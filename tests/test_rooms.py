@@ -9,6 +9,8 @@ import ast
 import functools
 import re
 import runpy
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -261,6 +263,43 @@ def test_only_these_imports_of_options_are_left() -> None:
                 counts[option] += 1
     assert {name: count for name, count in counts.items() if count > IMPORTS_OF_OPTIONS[name]} == {}
     assert {*OPTIONS} <= IMPORTS_OF_OPTIONS.keys()
+
+
+def places_called(*rooms: str) -> dict[str, set[str]]:
+    """place → names of functions that are called there, of calls with literal names in these rooms."""
+    places: defaultdict[str, set[str]] = defaultdict(set)
+    for module, path in MODULES.items():
+        if module.split(".")[1:2] == ["options"] or (rooms and not {*rooms} & {*module.split(".")[1:2]}):
+            continue
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "functions":
+                place, name = (argument.value for argument in node.args if isinstance(argument, ast.Constant))
+                places[str(place)].add(str(name))
+    return places
+
+
+def test_a_file_with_the_name_of_a_place_is_one() -> None:
+    """Else it is imported wherever that place is called, with all that it imports."""
+    places = places_called()
+    assert places.keys() > {"checks", "order", "questions"}
+    text = "\n".join(path.read_text() for path in MODULES.values())
+    mistaken = []
+    for place, names in places.items():
+        asked = re.search(rf'parts?\([^()]*"{place}"', text) or re.search(rf'[a-z]+_part\("{place}"', text)
+        for option in OPTIONS:
+            path = MODULES.get(f"megarl.options.{option}.{place}")
+            if path and not asked and not names & names_of(f"megarl.options.{option}.{place}"):
+                mistaken.append(f"{option}/{place}.py")
+    assert mistaken == []
+
+
+def test_the_driver_calls_options_without_megatron() -> None:
+    """A process that torchrun started is driver and rank; on a CPU, megatron is imported after `megarl.platform.install`."""
+    places = sorted(places_called("config", "core", "data", "experience", "observe", "rollout", "runs", "trainers"))
+    assert len(places) > 5
+    calls = f"import sys; from megarl.option_list import parts; [parts(place) for place in {places}]"
+    code = f"{calls}; sys.exit('megatron.core' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 PLAIN_PATH = {"lines": 10_505, "lines_that_name_an_option": 141}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.options.compressed_attention.order import BlockCall
+from megarl.options.compressed_attention.windows import BlockCall
 
 
 class BlocksPart(NamedTuple):

@@ -18,9 +18,9 @@ from megarl.megatron.latent_attention import ReplicatedLinear
 from megarl.megatron.norms import ReferenceRMSNorm, UnitNorm
 from megarl.options.compressed_attention.attended import attend
 from megarl.options.compressed_attention.compressor import Compressor, WindowIndexer
-from megarl.options.compressed_attention.order import CompressedOrder
 from megarl.options.compressed_attention.rotation import Waves
 from megarl.options.compressed_attention.sizes import CompressedSizes
+from megarl.options.compressed_attention.windows import CompressedOrder
 
 
 @dataclass

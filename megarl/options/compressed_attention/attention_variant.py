@@ -12,9 +12,9 @@ from megarl.data.stream import PackedStream, context_parallel_shard
 from megarl.errors import LayoutError
 from megarl.options.compressed_attention.attention import CompressedAttention, Projections
 from megarl.options.compressed_attention.layer import HyperLayer
-from megarl.options.compressed_attention.order import CompressedOrder, compressed_order
 from megarl.options.compressed_attention.routers import RootRouter
 from megarl.options.compressed_attention.sizes import VARIANT, LayerKind
+from megarl.options.compressed_attention.windows import CompressedOrder, compressed_order
 
 NAME = VARIANT
 

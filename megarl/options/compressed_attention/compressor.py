@@ -9,9 +9,9 @@ from torch import Tensor
 
 from megarl.megatron.latent_attention import ReplicatedLinear
 from megarl.megatron.norms import ReferenceRMSNorm
-from megarl.options.compressed_attention.order import BlockCall, CompressedOrder, Windows
 from megarl.options.compressed_attention.rotation import Waves
 from megarl.options.compressed_attention.sizes import CompressedSizes
+from megarl.options.compressed_attention.windows import BlockCall, CompressedOrder, Windows
 
 
 class Compressor(torch.nn.Module):

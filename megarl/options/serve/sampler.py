@@ -28,7 +28,7 @@ from megarl.options.serve.engine_arguments import loaded_adapters
 from megarl.options.serve.engine_server import AskedEngine, EngineServer, NamedAdapter, ServerLostError, WholeServer
 from megarl.options.serve.section import serve_of
 from megarl.options.serve.served_pictures import ServedPictures
-from megarl.options.serve.turns import TenantTurns
+from megarl.options.serve.tenant_turns import TenantTurns
 from megarl.options.serve.values import RequestError, Sampled, SampleRequest
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from tinker import types
 
 from megarl.options.serve.futures import Promises
 from megarl.options.serve.old_records import KEPT_S
-from megarl.options.serve.order import FairSlots
 from megarl.options.serve.places import CheckpointPath
 from megarl.options.serve.registry import SamplerRecord
+from megarl.options.serve.request_order import FairSlots
 from megarl.options.serve.settings import ServiceOptions
 from megarl.options.serve.store import CheckpointStore
 from megarl.options.serve.tenants import Tenant, Tenants

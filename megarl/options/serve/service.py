@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from tinker import types
 
+from megarl.options.serve.after_restart import bring_back
 from megarl.options.serve.custom_losses import CustomLosses
 from megarl.options.serve.futures import Promises, Reply
 from megarl.options.serve.idle import IdleState, idle_sentence
 from megarl.options.serve.models import ServedModels, choice_of, with_choice
 from megarl.options.serve.old_records import forget_old
 from megarl.options.serve.places import CheckpointPath
-from megarl.options.serve.recovery import bring_back
 from megarl.options.serve.registry import IDLE, ServedRun, SessionRecord
 from megarl.options.serve.sampling import ServedSamplers
 from megarl.options.serve.settings import ServiceOptions

@@ -19,7 +19,7 @@ from typing import Any
 from megarl.errors import CheckpointError, DeadlineError, WorkerError
 from megarl.options.serve.futures import JSON, Promise, Promises
 from megarl.options.serve.journal import Content, JournalEntry, RequestJournal
-from megarl.options.serve.order import FairQueue, Lane
+from megarl.options.serve.request_order import FairQueue, Lane
 from megarl.options.serve.values import AdapterChoice, RequestError, Trainer
 from megarl.options.serve.wire import PROTOBUF
 

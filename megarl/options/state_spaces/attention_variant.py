@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.data.stream import PackedStream
 from megarl.errors import ModelError
 from megarl.options.state_spaces.layer import Mamba2, MambaSubmodules
-from megarl.options.state_spaces.order import ScanOrder, scan_order
+from megarl.options.state_spaces.scan_order import ScanOrder, scan_order
 
 NAME = "mamba2"
 

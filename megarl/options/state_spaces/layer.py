@@ -36,8 +36,8 @@ from megarl.megatron.context_parallel import all_heads_of_own_tokens, all_tokens
 from megarl.megatron.norms import rms_norm
 from megarl.megatron.sections import in_sections
 from megarl.options.state_spaces.mamba import MambaSizes
-from megarl.options.state_spaces.order import ScanOrder
 from megarl.options.state_spaces.scan import chunked_scan
+from megarl.options.state_spaces.scan_order import ScanOrder
 
 
 @dataclass

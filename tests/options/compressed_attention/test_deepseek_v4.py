@@ -23,7 +23,7 @@ from megarl.options.compressed_attention.attention_variant import put_into
 from megarl.options.compressed_attention.compressor import best
 from megarl.options.compressed_attention.deepseek_v4 import ARCHITECTURE, text_config
 from megarl.options.compressed_attention.families import ARCHITECTURES
-from megarl.options.compressed_attention.order import CompressedOrder, compressed_order
+from megarl.options.compressed_attention.windows import CompressedOrder, compressed_order
 from tests.families import build_folder, hub_tensors, hugging_face
 
 SLIDING, CHOSEN, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"

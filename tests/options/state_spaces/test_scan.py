@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megarl.data.stream import Response, Unit, pack, split_shared_prompts
 from megarl.options.state_spaces.layer import Convolution, Mamba2
-from megarl.options.state_spaces.order import scan_order
 from megarl.options.state_spaces.scan import chunked_scan
+from megarl.options.state_spaces.scan_order import scan_order
 
 HEADS, WIDTH, GROUPS, STATE = 6, 4, 2, 5
 

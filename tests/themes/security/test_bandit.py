@@ -28,6 +28,7 @@ SHELTERED = {
         "system/own_temporary.py",
     ): "where mkdtemp makes a folder, for this user alone",
     ("B108", "platform/shared_memory.py"): "a folder of which the free space is asked",
+    ("B108", "options/elastic/node_memory.py"): "where a folder is made that must be new, for this user alone",
     ("B108", "options/sandboxes/containers.py"): "the /tmp of a container, which is its own",
     ("B701", "launch/submit.py"): "the templates are batch scripts, not HTML; shellcheck reads what comes out",
 }

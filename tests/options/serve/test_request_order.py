@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megarl.options.serve.order import FairQueue, FairSlots, Lane
+from megarl.options.serve.request_order import FairQueue, FairSlots, Lane
 from megarl.options.serve.values import RequestError
 
 

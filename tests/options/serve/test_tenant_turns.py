@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from megarl.options.serve.turns import TenantTurns
+from megarl.options.serve.tenant_turns import TenantTurns
 
 
 async def until(condition: Callable[[], Any]) -> None:
