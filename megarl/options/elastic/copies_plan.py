@@ -1,8 +1,8 @@
-"""Bytes of the checkpoints that a planned run keeps in its nodes' memory, and the seconds that they take. Without torch and Ray.
+"""Bytes of the checkpoints that a planned run keeps in its nodes' memory, and seconds that they take. Without torch and Ray.
 
 Of each rank's part two checkpoints are in shared memory of its node and of the node's buddy, and one in the rank's process,
-from which the next is written. Buddies are neighbours in an order that only Ray knows, so another node's files count as those of
-the fullest other node.
+from which the next is written. Buddies are neighbours in an order that only Ray knows, so another node's files count as those
+of the fullest other node.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class CopiesPlan:
     """Bytes of one checkpoint: `own` of the ranks of the fullest node, `buddys` of those whose files that node has, too, and
     `of_rank` of the fullest rank.
 
-    `nodes` have ranks; a single one has no buddy. `rest` are bytes in main memory of a node besides. `link_bytes_per_s` are those
-    of the network between two nodes, `host_bytes_per_s` those from a GPU; a step takes `step_s`.
+    `nodes` have ranks; a single one has no buddy. `rest` are bytes in main memory of a node besides. `link_bytes_per_s` are
+    those of the network between two nodes, `host_bytes_per_s` those from a GPU; a step takes `step_s`.
     """
 
     own: float
