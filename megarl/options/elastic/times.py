@@ -66,8 +66,8 @@ def node_refusal(plan: CapacityPlan) -> str | None:
         return None
     return (
         f"resources.spares keeps {_size(copies.shared_memory)} of checkpoints in /dev/shm of a node, with which it would hold "
-        f"{_size(copies.main_memory)} in main memory, but node_memory_gb of {plan.gpu.name} is {has:,g}; use more nodes, or set "
-        f"resources.spares to null{_smaller(copies, has)}"
+        f"{_size(copies.main_memory)} in main memory, but node_memory_gb of {plan.gpu.name} is {has:,g}; use more nodes, or "
+        f"set resources.spares to null{_smaller(copies, has)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""What `megarl plan` says of checkpoints in the nodes' memory: against sums made by hand, and against files that ranks wrote."""
+"""Checkpoints in the nodes' memory as `megarl plan` has them: against sums made by hand, and files that ranks wrote."""
 
 from __future__ import annotations
 
