@@ -24,6 +24,7 @@ OPTION_OF_FIELD = {
     "reward_model": "reward_model",
     "resources.compare_replicas": "elastic",
     "resources.shrink": "elastic",
+    "resources.slow_ranks": "elastic",
     "resources.spares": "elastic",
     "rollout.episode.agent": "agents",
     "rollout.episode.mcp": "tools",
@@ -37,7 +38,10 @@ OPTION_OF_FIELD = {
     "trackers": "telemetry",
 }
 """The option that each added field belongs to, also where an installation lacks it: for the sentence that says so."""
-SINGLE_FIELDS = ("resources.compare_replicas", "resources.shrink", "resources.spares", "rollout.schedule.lent_engines")
+SINGLE_FIELDS = (
+    "resources.compare_replicas", "resources.shrink", "resources.slow_ranks", "resources.spares",
+    "rollout.schedule.lent_engines",
+)  # fmt: skip
 """Those of `OPTION_OF_FIELD` that are no sections."""
 
 
