@@ -61,7 +61,7 @@ def test_what_a_rank_computes_is_cut_short(method: str) -> None:
     def compute() -> None:
         try:
             process.call(method)
-        except BaseException as error:  # noqa: BLE001 - which one is what is looked at
+        except BaseException as error:
             raised.append(error)
 
     Slow.began.clear()
