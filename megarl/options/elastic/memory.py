@@ -21,6 +21,8 @@ from megarl.workers.group import WorkerGroup, wait_for
 from megarl.workers.rank_calls import RankCalls
 from megarl.workers.roles import Roles
 
+UNKNOWN = ""
+"""In place of a node's name."""
 SLOTS = ("0", "1")
 """One checkpoint is whole while the next one is written."""
 FINISH_S = 10.0
@@ -178,8 +180,14 @@ class Memory:
         )
 
     def is_there(self, group: str, rank: int) -> bool:
-        """Return whether the node of a rank answered when it was last looked at."""
-        return self._node_of[group][rank] in self._alive
+        """Return whether the node of a rank answered when it was last looked at; one that is not known yet is taken to."""
+        node = self._node_of[group][rank]
+        return node == UNKNOWN or node in self._alive
+
+    def renumber(self, group: str, before: Sequence[int | None]) -> None:
+        """Have the ranks of a group be where these were before; None: a process that is new, on a node not known yet."""
+        nodes = self._node_of[group]
+        self._node_of[group] = [UNKNOWN if rank is None else nodes[rank] for rank in before]
 
     def _write_contents(self, kept: WholeInMemory, nodes: Iterable[str]) -> None:
         firsts = {}

@@ -192,6 +192,7 @@ class RankReplacement:
         self._whole.setdefault(group.name, (layout, self._cluster.placement.ranks[group.name]))
         self._places.assign(group.name, [self._cluster.placement.ranks[group.name][rank] for rank in kept])
         group.regroup(fits, [group.actors[rank] for rank in kept])
+        self._memory.renumber(group.name, kept)
 
     def _grow(self, run: RlRun) -> None:
         """Have groups that lost replicas be whole again, once there are places for all of their ranks."""
@@ -207,6 +208,8 @@ class RankReplacement:
                 continue
             if _stuck(own):
                 raise WorkerError(f"ranks of {name} did not leave the world of fewer replicas within {LEAVE_S:.0f} s")
+            before = {number: rank for rank, number in enumerate(own)}
+            self._memory.renumber(name, [before.get(number) for number in places])
             self._places.assign(name, places)
             group.regroup(layout, [found[rank] if rank in found else own[number] for rank, number in enumerate(places)])
             grown.append(group)
