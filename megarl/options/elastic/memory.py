@@ -108,8 +108,8 @@ class Memory:
             group.wait(group.submit(RankCalls.ask, arguments), phase="checkpoint in memory", deadline_s=self._deadline_s)
         buddies = _buddies(used)
         parts: dict[str, list[RolePart]] = {node: [] for node in used}
-        for role, nodes in layout_of.items():
-            for rank, node in enumerate(nodes):
+        for role, of_ranks in layout_of.items():
+            for rank, node in enumerate(of_ranks):
                 parts[node].append((role, rank))
         asked = []
         for node, buddy in buddies.items():
