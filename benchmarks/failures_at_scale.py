@@ -261,11 +261,18 @@ class Simulation:
         while cluster.now < self.days * DAY_S:
             train_s = (plan["step_s"] - plan["generate_s"]) * whole / group.layout.dp
             step_s = plan["generate_s"] + train_s + plan["copy_s"]
-            grows_s = cluster.repairs[0] if group.layout.dp < whole and cluster.repairs else float("inf")
+            grows_s = self._next_growth_s(recovery) if group.layout.dp < whole else float("inf")
             before = self.step
             self._steps_until_a_failure(step_s, at_most=grows_s)
             self.shrunk_steps += (self.step - before) * (group.layout.dp < whole)
             self._disturbed_step(recovery, group)
+
+    def _next_growth_s(self, recovery: Any) -> float:
+        """When replicas may come back: at once where all of their ranks have nodes, else when a node is repaired."""
+        sought = [actor for actor, _ in recovery._places._sought.values()]
+        if sought and False not in [actor.has_node() for actor in sought]:
+            return self.cluster.now
+        return self.cluster.repairs[0] if self.cluster.repairs else float("inf")
 
     def _disturbed_step(self, recovery: Any, group: Any) -> None:
         """A step in which something fails, or in which replicas come back, as the loop does it."""

@@ -66,14 +66,14 @@ _waits = _Waits()
 
 
 @dataclass
-class _Work:
+class _OwnWork:
     """By phase the seconds and tokens since the last question."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
 
 
-_work: WeakKeyDictionary[RankModel, _Work] = WeakKeyDictionary()
+_work: WeakKeyDictionary[RankModel, _OwnWork] = WeakKeyDictionary()
 
 
 def seconds_of_a_token(model: RankModel) -> tuple[float, ...]:
@@ -84,7 +84,7 @@ def seconds_of_a_token(model: RankModel) -> tuple[float, ...]:
     if model not in _work:
         _watch(model)
     work = _work[model]
-    _work[model] = _Work()
+    _work[model] = _OwnWork()
     return tuple(work.seconds[phase] / work.tokens[phase] if work.tokens[phase] else 0.0 for phase in PHASES)
 
 
@@ -95,7 +95,7 @@ def _watch(model: RankModel) -> None:
         Work.wait = _waits.timed(Work.wait)  # type: ignore[method-assign]
         for name in COLLECTIVES:
             setattr(ProcessGroup, name, _waits.timed(getattr(ProcessGroup, name)))
-    _work[model] = _Work()
+    _work[model] = _OwnWork()
     for phase in PHASES:
         setattr(model, phase, _timed(model, phase))
 

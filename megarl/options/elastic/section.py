@@ -9,7 +9,6 @@ from pydantic import Field
 from megarl.config.option_sections import AddedField
 from megarl.config.section import Count
 
-Positive = Annotated[float, Field(gt=0)]
 DESCRIPTION = (
     "Processes, each with a place of its own, that wait to replace lost ranks; the step is computed again from memory. 0: new "
     "ones are started in their places. null: the run starts again from disk."
@@ -33,7 +32,7 @@ COMPARE: AddedField[int] = AddedField(
 SLOW: AddedField[float | None] = AddedField(
     "ResourcesConfig",
     "slow_ranks",
-    Positive | None,
+    Annotated[float, Field(gt=0)] | None,
     0.05,
     "Name a rank whose own work on a token takes longer than the median of its peers' by more than this share, over 20 steps. "
     "null: nobody is asked.",

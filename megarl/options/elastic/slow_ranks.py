@@ -20,7 +20,7 @@ STEPS = 20
 STEPS_BEHIND = 15
 """Steps of these in which a rank that is named was behind at all; one of equal ranks is so often by chance in 1 of 48 cases,
 and by little."""
-Values = npt.NDArray[np.float64]
+OfRanks = npt.NDArray[np.float64]
 Process = tuple[str, int]
 """Address of a rank's node, and the process's number there: another process's steps are not the same rank's."""
 
@@ -46,7 +46,7 @@ def peers_of(layout: Layout) -> list[list[int]]:
     return [ranks for ranks in sets.values() if len(ranks) > 1]
 
 
-def median_of_others(values: Values) -> Values:
+def median_of_others(values: OfRanks) -> OfRanks:
     """For each of two or more values the median of all others."""
     order = np.argsort(values, kind="stable")
     places = np.empty(len(values), np.int64)
@@ -68,7 +68,7 @@ class RoleWatch:
         """`[phases, STEPS, ranks]`: by how much a rank was behind; no number where that is not known."""
         self.named: dict[tuple[int, str], Slowness] = {}
 
-    def take(self, layout: Layout, processes: Sequence[Process], seconds: Values) -> list[Slowness]:
+    def take(self, layout: Layout, processes: Sequence[Process], seconds: OfRanks) -> list[Slowness]:
         """Take a step's `seconds` `[ranks, phases]` of a token, 0 where a rank did nothing; returns what changed."""
         changed = [*self._forget_others(layout, processes)]
         for phase, of_phase in enumerate(self._behind):
@@ -99,7 +99,7 @@ class RoleWatch:
             was = self.named.pop((rank, phase))
             yield Slowness(rank, was.process, phase, was.behind, was.peers, is_slow=False)
 
-    def _medians(self) -> Values:
+    def _medians(self) -> OfRanks:
         """By phase and rank the median of the last steps; no number before there are so many."""
         return np.median(self._behind, axis=1)
 
