@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +332,7 @@ def main() -> None:
     seconds = seconds_of(plan, Scenario("", None))
     found = {
         "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "code": code_of("failures_at_scale"),
         "kind": "simulation: nothing was measured",
         "published": {name: PUBLISHED[name] for name in ("source", "url", "gpus", "days", "note")},
