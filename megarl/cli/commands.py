@@ -31,7 +31,7 @@ from megarl.cli.tries import add_tries
 from megarl.config import AnyConfig, SupervisedConfig, config_fields, load_any, load_config, to_yaml
 from megarl.config.checks import check_evaluates
 from megarl.config.evaluated import load_to_evaluate
-from megarl.config.secrets import redacted
+from megarl.system.redaction import redacted
 from megarl.errors import ConfigError, MegarlError, RunInterrupted, RunStopped, counted, nearest, written_out
 from megarl.models.from_hub import model_here, models_here
 from megarl.system.garbage import collect_rarely

@@ -16,7 +16,7 @@ from megarl.config.option_sections import absent_option
 from megarl.config.reference import allowed_values, config_fields, fields_of, section_of, unwrapped
 from megarl.config.renamed import FOREIGN, FOREIGN_VALUES, check_renamed, new_names
 from megarl.config.schema import Config
-from megarl.config.secrets import HIDDEN, hidden_at, without_secrets
+from megarl.config.secrets import references, with_environment, without_secrets
 from megarl.config.section import Section
 from megarl.config.supervised import SupervisedConfig
 from megarl.config.yaml_tree import apply_overrides, read_yaml
@@ -80,8 +80,7 @@ def parse_supervised_config(tree: dict[str, Any]) -> SupervisedConfig:
 
 
 def _parse(tree: dict[str, Any], root: type[Root]) -> Root:
-    if (path := hidden_at(tree)) is not None:
-        raise ConfigError.of(path, HIDDEN, "stands for a secret: saved configs keep none", allowed="given again")
+    tree = with_environment(tree)
     check_renamed(tree)
     try:
         return root.model_validate(tree)
@@ -100,14 +99,19 @@ def _parse(tree: dict[str, Any], root: type[Root]) -> Root:
 
 
 def to_yaml(config: Section) -> str:
-    """The resolved config, every leaf written out but secrets, as YAML that reads back to an equal config."""
+    """The resolved config as YAML that reads back to an equal config where the environment has its secrets.
+
+    Every leaf is written out; a comment at the top says which variables stand for secrets, and where.
+    """
     tree = without_secrets(config.model_dump(mode="json"))
-    return yaml.safe_dump(tree, sort_keys=False, width=120, allow_unicode=True)
+    wanted = ", ".join(f"{name} ({place})" for name, place in references(tree).items())
+    remark = f"# To be in the environment of a run that reads this file: {wanted}\n" if wanted else ""
+    return remark + yaml.safe_dump(tree, sort_keys=False, width=120, allow_unicode=True)
 
 
 def save_resolved(config: Section, path: str | Path) -> None:
-    """Write the resolved config to `path` atomically (a reader never sees half a file)."""
-    write_text_atomically(path, to_yaml(config))
+    """Write the resolved config to `path` atomically (a reader never sees half a file), for its owner alone."""
+    write_text_atomically(path, to_yaml(config), is_private=True)
 
 
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megarl.config.secrets import redacted
+from megarl.system.redaction import redacted
 from megarl.errors import OwnerError, RunInterrupted, RunStopped
 from megarl.observe import machine, versions
 from megarl.runs.provenance import commit

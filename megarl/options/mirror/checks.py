@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl.config import AnyConfig
-from megarl.config.secrets import redacted
+from megarl.system.redaction import redacted
 from megarl.errors import ConfigError
 from megarl.options.mirror.section import mirror_of
 

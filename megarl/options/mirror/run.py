@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megarl.config import AnyConfig
-from megarl.config.secrets import redacted
+from megarl.system.redaction import redacted
 from megarl.errors import CheckpointError, ConfigError, MirrorError
 from megarl.options.mirror.mirror import Mirror, open_store
 from megarl.options.mirror.section import mirror_of

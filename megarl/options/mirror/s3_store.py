@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from megarl.config.secrets import redacted
+from megarl.system.redaction import redacted
 from megarl.errors import ConfigError, MirrorError
 from megarl.options.mirror.stores import BLOCK
 from megarl.runs.manifest import FileRecord
