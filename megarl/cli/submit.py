@@ -21,6 +21,7 @@ from megarl.config import load_any
 from megarl.config.reference import fields_of
 from megarl.errors import ConfigError, ModelError, counted
 from megarl.system.atomic_files import write_text_atomically
+from megarl.system.redaction import redacted
 
 if TYPE_CHECKING:
     from megarl.launch.cluster_profile import ClusterProfile
@@ -119,7 +120,10 @@ def _submit(arguments: argparse.Namespace) -> int:
     if arguments.rehearse:
         return show_rehearsal(load_any(arguments.config, arguments.overrides), profile.places, steps=True)
     if arguments.dry_run:
-        sys.stdout.write(script)
+        shown = redacted(script)
+        sys.stdout.write(shown)
+        if shown != script:
+            print("megarl: secrets are not shown; put them in before you submit this script yourself", file=sys.stderr)
         _warn_of_folders(job)
         folder = script_path(job, arguments.system).parent
         if arguments.system in ("slurm", "pbs", "lsf") and not folder.is_dir():
@@ -179,7 +183,7 @@ def _submit_ray(arguments: argparse.Namespace) -> int:
     job = plan_job(arguments.config, arguments.overrides, ClusterProfile(nodes=1, gpus_per_node=0, places_per_node=2**20))
     command = ray_job(job, arguments.address)
     if arguments.dry_run:
-        sys.stdout.write(f"# needs {PlacementRequest.of(job.config).bundles} places\n{shlex.join(command)}\n")
+        sys.stdout.write(f"# needs {PlacementRequest.of(job.config).bundles} places\n{redacted(shlex.join(command))}\n")
         return 0
     return subprocess.run(command, check=False).returncode
 

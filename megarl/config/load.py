@@ -19,7 +19,7 @@ from megarl.config.schema import Config
 from megarl.config.secrets import references, with_environment, without_secrets
 from megarl.config.section import Section
 from megarl.config.supervised import SupervisedConfig
-from megarl.config.yaml_tree import apply_overrides, read_yaml
+from megarl.config.yaml_tree import apply_overrides, read_yaml, tree_places
 from megarl.errors import ConfigError, MegarlError, nearest
 from megarl.option_list import functions
 from megarl.system.atomic_files import write_text_atomically
@@ -80,6 +80,8 @@ def parse_supervised_config(tree: dict[str, Any]) -> SupervisedConfig:
 
 
 def _parse(tree: dict[str, Any], root: type[Root]) -> Root:
+    for place in (place for place, value in tree_places(tree) if isinstance(value, str) and "\0" in value):
+        raise ConfigError(f"{place} has a null character, which no name and no path may have; remove it")
     tree = with_environment(tree)
     check_renamed(tree)
     try:

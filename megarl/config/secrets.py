@@ -77,7 +77,9 @@ def with_environment(tree: Any) -> Any:
     Raises:
         ConfigError: a variable is not set, or the tree was saved by an earlier version, which kept no reference.
     """
-    if (path := next((path for path, value in tree_places(tree) if isinstance(value, str) and HIDDEN in value), None)) is not None:
+    if (
+        path := next((path for path, value in tree_places(tree) if isinstance(value, str) and HIDDEN in value), None)
+    ) is not None:
         raise ConfigError.of(path, HIDDEN, "stands for a secret: saved configs keep none", allowed="given again")
     wanted = references(tree)
     missing = [name for name in wanted if not os.environ.get(name)]

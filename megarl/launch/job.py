@@ -62,7 +62,7 @@ class Job:
         """The folder of each run."""
         if not self.seeds:
             return (self.run_folder,)
-        return tuple(self.run_folder.with_name(f"{self.name}-seed{seed}") for seed in self.seeds)
+        return tuple(self.run_folder.with_name(f"{self.run_folder.name}-seed{seed}") for seed in self.seeds)
 
 
 def checkpoint_bytes(job: Job) -> int:

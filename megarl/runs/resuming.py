@@ -67,7 +67,9 @@ def differences_at_resume(checkpoint: Path | None, config: AnyConfig, step: int)
     lines = code_differences(made_by(checkpoint), provenance(to_yaml(config), step, None))
     wanted = [f"{place} from {name}" for name, place in references(load_text(to_yaml(config))).items()]
     if wanted:
-        lines.append(f"saved configs keep no secrets: a run that reads this one's takes from its environment {', '.join(wanted)}")
+        lines.append(
+            f"saved configs keep no secrets: a run that reads this one's takes from its environment {', '.join(wanted)}"
+        )
     changed = _checked(checkpoint, config)
     if isinstance(changed, str):
         return [*lines, f"the config has changed since the checkpoint, whose own cannot be read: {changed}"]

@@ -26,11 +26,16 @@ def write_bytes_atomically(path: str | Path, content: bytes, *, is_private: bool
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if is_private else 0o666), "wb") as file:
+        with open(part, "wb", opener=for_owner if is_private else None) as file:
             file.write(content)
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+
+
+def for_owner(path: str, flags: int) -> int:
+    """Open a file as `open(…, opener=for_owner)` does: a new one can be read by its owner alone, whatever the umask."""
+    return os.open(path, flags, 0o600)
 
 
 @contextmanager

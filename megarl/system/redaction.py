@@ -51,7 +51,9 @@ _REST = re.compile(r"(?:[\w~+=-]|\.(?=\w))*")
 _PRIVATE_KEY = re.compile(r"-----BEGIN[ A-Z0-9]*PRIVATE KEY(?: BLOCK)?-----(.*?)(?:-----END|\Z)", re.DOTALL)
 _USER = re.compile(r"(?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://([^\s/?#'\"<>]+)@", re.IGNORECASE)
 _PASSWORD = re.compile(r"(?<=://)([^\s/?#'\"<>:@\\]*:[^\s/?#'\"<>\\]+)@")
-_QUERY = re.compile(r"(?<=[^\s?&'\"])[?&][\w.%\[\]-]+=([^\s&#'\"<>`,;)]+)|://[^\s'\"<>?]{0,500}\?([^\s=&'\"<>`,;)]{8,})(?![=\w])")
+_QUERY = re.compile(
+    r"(?<=[^\s?&'\"])[?&][\w.%\[\]-]+=([^\s&#'\"<>`,;)]+)|://[^\s'\"<>?]{0,500}\?([^\s=&'\"<>`,;)]{8,})(?![=\w])"
+)
 _BEARER = re.compile(r"\bbearer\s+([\w.~+/=-]{6,})", re.IGNORECASE)
 _SURE_BEARER = re.compile(r"\bbearer\s+((?=[\w.~+/=-]{0,200}\d)[\w.~+/=-]{16,})", re.IGNORECASE)
 _SURE_HEADER = re.compile(
@@ -86,20 +88,18 @@ def redacted(text: str, hide: Callable[[str], str] = lambda secret: HIDDEN) -> s
 
     URLs keep their host and path and lose user, password and values of the query; headers lose their values.
     """
-    text = _without_known(text, hide)
     for form in (_PRIVATE_KEY, _USER, _QUERY, _BEARER):
         text = _replaced(text, (_place(found) for found in form.finditer(text)), hide)
-    return _without_keys(_replaced(text, _assigned(text), hide), hide)
+    return _without_known(_without_keys(_replaced(text, _assigned(text), hide), hide), hide)
 
 
 def redacted_data(text: str, hide: Callable[[str], str] = lambda secret: HIDDEN) -> str:
     """`text`, which may be JSON, without what is surely a secret; other text stays as it is, whatever it speaks of."""
-    text = _without_known(text, hide)
     folded = text.lower()
     for form, words in _SURE_FORMS:
         if any(word in folded for word in words):  # nearly no text has one, and looking for it costs less
             text = _replaced(text, (_place(found) for found in form.finditer(text)), hide)
-    return _without_keys(text, hide)
+    return _without_known(_without_keys(text, hide), hide)
 
 
 def _place(found: re.Match[str]) -> tuple[int, int]:
@@ -201,5 +201,5 @@ def _forms() -> list[tuple[re.Pattern[str], Callable[[str], bool]]]:
 
 
 def _bounded(form: re.Pattern[str]) -> re.Pattern[str]:
-    """A form that reads on without an end (`eyJ…`) is tried where words begin, or repetitions cost the square of their length."""
+    """A form that reads on without an end (`eyJ…`) is tried where words begin: repetitions would cost their length squared."""
     return re.compile(f"(?:{_STARTS.pattern}){form.pattern}") if form.pattern.startswith("eyJ") else form
