@@ -42,7 +42,7 @@ _LATER_FORMS = (
     r"github_pat_\w{16,}", r"gl[a-z]{2,5}-[\w-]{16,}", r"gh[pousr]_\w{12,}", r"nvapi-[\w-]{16,}", r"AIza[\w-]{30,}",
     r"hf_\w{13,}", r"sk-(?:[a-z0-9]+-){0,3}\w{13,}", r"xox[a-z]-[\w-]{11,}", r"npm_\w{30,}", r"wandb_v1_\w{16,}",
 )  # fmt: skip
-_STARTS = re.compile(r"(?<![\w-])|(?<=\\[nrtbf])|(?<=\\u[0-9a-f]{4})")
+_STARTS = re.compile(r"(?:(?<![\w-])|(?<=\\[nrtbf])|(?<=\\u[0-9a-f]{4}))")
 """A word begins here, also behind an escape of JSON."""
 _LONG = re.compile(r"[\w-]{16}")
 _REST = re.compile(r"(?:[\w~+=-]|\.(?=\w))*")
@@ -55,9 +55,9 @@ _QUERY = re.compile(
     r"(?<=[^\s?&'\"])[?&][\w.%\[\]-]+=([^\s&#'\"<>`,;)]+)|://[^\s'\"<>?]{0,500}\?([^\s=&'\"<>`,;)]{8,})(?![=\w])"
 )
 _BEARER = re.compile(r"\bbearer\s+([\w.~+/=-]{6,})", re.IGNORECASE)
-_SURE_BEARER = re.compile(r"\bbearer\s+((?=[\w.~+/=-]{0,200}\d)[\w.~+/=-]{16,})", re.IGNORECASE)
+_SURE_BEARER = re.compile(r"bearer\s+((?=[\w.~+/=-]{0,200}\d)[\w.~+/=-]{16,})", re.IGNORECASE)
 _SURE_HEADER = re.compile(
-    r"\b(?:(?:proxy-)?authorization|(?:x-)?api-key|x-auth-token|(?:set-)?cookie)(?:\\*['\"])?:\s*(?:\\*['\"])?"
+    r"(?:(?:proxy-)?authorization|(?:x-)?api-key|x-auth-token|(?:set-)?cookie)(?:\\*['\"])?:\s*(?:\\*['\"])?"
     r"((?=[^\n'\"\\]{0,200}\d)[^\n'\"\\]{8,})",
     re.IGNORECASE,
 )
@@ -98,7 +98,8 @@ def redacted_data(text: str, hide: Callable[[str], str] = lambda secret: HIDDEN)
     folded = text.lower()
     for form, words in _SURE_FORMS:
         if any(word in folded for word in words):  # nearly no text has one, and looking for it costs less
-            text = _replaced(text, (_place(found) for found in form.finditer(text)), hide)
+            begun = (found for found in form.finditer(text) if form is _PRIVATE_KEY or _STARTS.match(text, found.start()))
+            text = _replaced(text, map(_place, begun), hide)
     return _without_known(_without_keys(text, hide), hide)
 
 
@@ -172,6 +173,8 @@ def _keys(text: str) -> list[tuple[int, int]]:
     """The places of keys of services; each goes on to where its word ends."""
     places = []
     for form, is_valid in _forms():
+        if _STARTS.pattern in form.pattern and "eyJ" not in text:
+            continue
         reach = 0
         for found in form.finditer(text):
             if found.start() < reach or not _STARTS.match(text, found.start()):
@@ -202,4 +205,4 @@ def _forms() -> list[tuple[re.Pattern[str], Callable[[str], bool]]]:
 
 def _bounded(form: re.Pattern[str]) -> re.Pattern[str]:
     """A form that reads on without an end (`eyJ…`) is tried where words begin: repetitions would cost their length squared."""
-    return re.compile(f"(?:{_STARTS.pattern}){form.pattern}") if form.pattern.startswith("eyJ") else form
+    return re.compile(_STARTS.pattern + form.pattern) if form.pattern.startswith("eyJ") else form
