@@ -34,6 +34,9 @@ REQUIRES = [
     "einops>=0.8",  # megatron-core's hierarchical data-parallel groups, which does not ask for it
     "xxhash>=3",  # checksums of converted tensors, at the speed of memory
     "tensorboard>=2.18",
+    # forms of keys, which runs leave out of what they write; needs PyYAML and requests, which are here anyway. Its patterns are
+    # read from its plugins (megarl/system/redaction.py), which a second major version may move
+    "detect-secrets>=1.5,<2",
     "prometheus-client>=0.20,<1",  # trackers.prometheus; pure Python without requirements, and SGLang needs it too
 ]
 

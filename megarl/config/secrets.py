@@ -87,8 +87,8 @@ def with_environment(tree: Any) -> Any:
         places = ", ".join(wanted[name] for name in missing)
         them = f"the environment variable{'s' * (len(missing) > 1)} {', '.join(missing)}"
         raise ConfigError.needs(places, them, "set what is missing, or give the value in the config")
-    for name in wanted:
-        KNOWN[os.environ[name]] = f"${{{name}}}"
+    for name in wanted:  # those of megarl's own are named after their places anyway
+        KNOWN[os.environ[name]] = "" if name.startswith(OWN_PREFIX) else f"${{{name}}}"
     filled = _filled(tree, wanted)
     _remember(filled)
     return filled

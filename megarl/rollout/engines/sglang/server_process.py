@@ -43,7 +43,7 @@ class ServerProcess:
         self.log_file = log_file
         log_file.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "megarl.rollout.engines.sglang.launch", *arguments]
-        with log_file.open("w", opener=for_owner) as log:
+        with open(log_file, "w", opener=for_owner) as log:
             log.write(f"{redacted(shlex.join(command))}\n")
             log.flush()
             self._process = subprocess.Popen(
