@@ -198,8 +198,8 @@ def _forms() -> list[tuple[re.Pattern[str], Callable[[str], bool]]]:
         module = importlib.import_module(f"detect_secrets.plugins.{name}")
         for kind in vars(module).values():
             if isinstance(kind, type) and issubclass(kind, base) and kind.__module__ == module.__name__:
-                check = getattr(kind, "is_formally_valid", bool)
-                forms += [(_bounded(form), check) for form in kind.denylist if not form.flags & re.IGNORECASE]
+                check, denied = getattr(kind, "is_formally_valid", bool), vars(kind)["denylist"]
+                forms += [(_bounded(form), check) for form in denied if not form.flags & re.IGNORECASE]
     return forms
 
 
