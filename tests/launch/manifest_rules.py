@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def schema(name: str) -> dict[str, Any]:
     return tree
 
 
+@cache
 def registry() -> Registry[Any]:
     """All schemas, by the names of their files."""
     return Registry().with_resources((path.name, Resource.from_contents(schema(path.name))) for path in SCHEMAS.glob("*.json"))
