@@ -159,7 +159,9 @@ class KubernetesProfile(ContainerProfile):
         for name in (self.gpu_resource, *self.devices):
             if not is_extended_resource(name):
                 field = "gpu_resource" if name == self.gpu_resource else "devices"
-                raise ValueError(f"{field} names the resource '{name}', which no node offers; it must be DOMAIN/NAME, as rdma/hca")
+                raise ValueError(
+                    f"{field} names the resource '{name}', which no node offers; it must be DOMAIN/NAME, as rdma/hca"
+                )
         if self.gpu_resource in self.devices:
             raise ValueError(f"devices names {self.gpu_resource}, which gpus_per_node counts; remove it from devices")
         for name, count in self.devices.items():

@@ -59,9 +59,7 @@ def submit(profile: SkyProfile, text: str) -> str:
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
         path = Path(folder) / "task.yaml"
         path.write_text(text)
-        return run_quietly(
-            ["sky", "jobs", "launch", "--yes", "--detach-run", *named, str(path)], deadline_s=LAUNCH_DEADLINE_S
-        )
+        return run_quietly(["sky", "jobs", "launch", "--yes", "--detach-run", *named, str(path)], deadline_s=LAUNCH_DEADLINE_S)
 
 
 def _task(run: PodRun, profile: SkyProfile) -> Task:
@@ -114,7 +112,7 @@ def _script(run: PodRun, profile: SkyProfile, place: str) -> str:
         "MEGARL_IS_HEAD=no",
         "if ((MEGARL_RANK == 0)); then MEGARL_IS_HEAD=yes; fi",
         "export MEGARL_NODE_ADDRESS MEGARL_IS_HEAD",
-        *(_here(name, text) for name, text in written.items()),
+        *(here_document(name, text) for name, text in written.items()),
         "# the hook for preemption has another environment",
         'printf "export MEGARL_START=%s MEGARL_IS_HEAD=%s\\n" "$MEGARL_START" "$MEGARL_IS_HEAD" >"$files/start.sh"',
         'cat "$files/start.sh" "$files/job.sh" >"$files/job.new"',
@@ -124,8 +122,8 @@ def _script(run: PodRun, profile: SkyProfile, place: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _here(name: str, text: str) -> str:
-    """Shell that writes a file; the word that ends it is no line of the text."""
+def here_document(name: str, text: str) -> str:
+    """Shell that writes `text` as the file `name` of the folder `$files`; the word that ends it is no line of the text."""
     end = "END"
     while end in text.splitlines():
         end += "_"

@@ -19,7 +19,9 @@ SCHEMAS = Path(__file__).parent / "schemas"
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 LABEL_1035 = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
-QUALIFIED = re.compile(rf"({SUBDOMAIN.pattern.replace('{1,253}$', '{1,253}/')}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?")
+QUALIFIED = re.compile(
+    rf"({SUBDOMAIN.pattern.replace('{1,253}$', '{1,253}/')}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?"
+)
 VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 QUANTITY = re.compile(r"([+-]?\d+(?:\.\d*)?|\.\d+)([eE][+-]?\d+|[numkMGTPE]|[KMGTPE]i)?")
 EXPONENTS = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
@@ -205,7 +207,9 @@ def _container(held: dict[str, Any], volumes: list[str], *, of_host: bool) -> It
         if key and not (SUBDOMAIN.fullmatch(key["name"]) and re.fullmatch(r"[-._a-zA-Z0-9]+", key["key"])):
             yield f"secret of {variable['name']}"
         path = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "status.podIP")
-        if not re.fullmatch(r"status\.(podIP|hostIP)|metadata\.(name|namespace|uid)|metadata\.(labels|annotations)\['[^']+'\]", path):
+        if not re.fullmatch(
+            r"status\.(podIP|hostIP)|metadata\.(name|namespace|uid)|metadata\.(labels|annotations)\['[^']+'\]", path
+        ):
             yield f"fieldPath {path!r}"
     yield from _resources(held.get("resources", {}))
 

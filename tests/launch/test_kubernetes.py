@@ -271,7 +271,9 @@ def test_manifests_go_to_kubectl_and_its_refusal_is_told(
     assert main(words) == 2
     assert "kubectl is not on this machine" in capsys.readouterr().err
     kubectl = tmp_path / "bin" / "kubectl"
-    kubectl.write_text(f"#!/bin/bash\necho \"$*\" >{tmp_path}/words\n/bin/cat >{tmp_path}/given\necho rayjob.ray.io/big created\n")
+    kubectl.write_text(
+        f'#!/bin/bash\necho "$*" >{tmp_path}/words\n/bin/cat >{tmp_path}/given\necho rayjob.ray.io/big created\n'
+    )
     kubectl.chmod(0o755)
     assert main(words) == 0
     assert "rayjob.ray.io/big created" in capsys.readouterr().out
