@@ -1,4 +1,4 @@
-"""`megarl submit kubernetes` and `megarl submit skypilot`: a run in pods, and on machines of clouds. `commands.py` adds both."""
+"""`megarl submit kubernetes` and `megarl submit skypilot`: a run in pods, on machines of clouds. `commands.py` adds both."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def add_pods(systems: Any) -> None:
     kubernetes = systems.add_parser(
         "kubernetes",
         help="a RayJob of KubeRay, or a JobSet",
-        description="Submit CONFIG to Kubernetes by kubectl: as a RayJob of KubeRay, or, without KubeRay and for training on given "
-        "responses, as a JobSet.",
+        description="Submit CONFIG to Kubernetes by kubectl: as a RayJob of KubeRay, or, without KubeRay and for training on "
+        "given responses, as a JobSet.",
     )
     add_config(kubernetes)
     common_options(kubernetes, "the manifests")
@@ -37,7 +37,7 @@ def add_pods(systems: Any) -> None:
     sky = systems.add_parser(
         "skypilot",
         help="a managed job of SkyPilot",
-        description="Submit CONFIG by `sky jobs launch`, which finds machines and starts the run again where they are taken back.",
+        description="Submit CONFIG by `sky jobs launch`, which finds machines and starts the run again if they are taken back.",
     )
     add_config(sky)
     common_options(sky, "the task")

@@ -5,6 +5,7 @@ Manifests are made as data and written by PyYAML. The same job gives the same ma
 
 from __future__ import annotations
 
+import re
 import shutil
 from importlib.metadata import version
 from typing import Any
@@ -20,6 +21,8 @@ from megarl.version import __version__
 
 LABEL_OF_RUN = "app.kubernetes.io/instance"
 _RESTART = "jobset.sigs.k8s.io/restart-attempt"
+
+_VERSION = re.sub(r"[^A-Za-z0-9._-]", "-", __version__)  # a label takes no + of a version from git
 
 Manifest = dict[str, Any]
 
@@ -66,7 +69,7 @@ def _metadata(run: PodRun, profile: KubernetesProfile) -> dict[str, Any]:
 
 
 def _labels(run: PodRun) -> dict[str, str]:
-    return {"app.kubernetes.io/name": "megarl", LABEL_OF_RUN: run.name, "app.kubernetes.io/version": __version__}
+    return {"app.kubernetes.io/name": "megarl", LABEL_OF_RUN: run.name, "app.kubernetes.io/version": _VERSION}
 
 
 def _queued(metadata: dict[str, Any], profile: KubernetesProfile) -> dict[str, Any]:
@@ -226,8 +229,8 @@ def _variables(profile: KubernetesProfile) -> list[Manifest]:
     """The environment of every process. Kubernetes would replace `$(NAME)` in a value; it stays as it was typed."""
     cache = f"{profile.local_folder}/megarl"
     values = {
-        "TRITON_CACHE_DIR": f"{cache}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "CUDA_CACHE_PATH": f"{cache}/cuda",
-        "PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0",
+        "TRITON_CACHE_DIR": f"{cache}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
+        "CUDA_CACHE_PATH": f"{cache}/cuda", "PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0",
         **({"GLOO_SOCKET_IFNAME": profile.interface, "NCCL_SOCKET_IFNAME": profile.interface} if profile.interface else {}),
         **profile.env,
     }  # fmt: skip

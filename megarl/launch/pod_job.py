@@ -83,8 +83,8 @@ def pod_runs(job: Job, profile: ContainerProfile, mounts: Mapping[str, str], vol
     folder = PurePosixPath(profile.workdir, job.config.run_folder)
     if mount_of(folder, mounts) is None:
         raise ConfigError(
-            f"run.folder/run.name is {folder} in the pods, which is on no volume, so that checkpoints would be lost with a pod; "
-            f"mount one there with {volumes}, or change run.folder or workdir"
+            f"run.folder/run.name is {folder} in the pods, which is on no volume, so that checkpoints would be lost with a "
+            f"pod; mount one there with {volumes}, or change run.folder or workdir"
         )
     if not job.seeds:
         return [PodRun(job, job.name, folder, job.overrides)]
@@ -107,8 +107,8 @@ def check_name(name: str, run_name: str) -> None:
     possible = re.sub(r"^[^a-z]+", "", possible)[: LONGEST_NAME - len(name) + len(run_name)].strip("-") or "run"
     why = f"with its seed has {len(name)} characters" if _NAME.fullmatch(name) and len(run_name) <= LONGEST_NAME else ""
     raise ConfigError(
-        f"run.name is '{run_name}', which {why or 'is no name of a Kubernetes object'}; it must be lower-case letters, digits and -, "
-        f"a letter first and no - last, at most {LONGEST_NAME} characters, such as {possible}"
+        f"run.name is '{run_name}', which {why or 'is no name of a Kubernetes object'}; it must be lower-case letters, digits "
+        f"and -, a letter first and no - last, at most {LONGEST_NAME} characters, such as {possible}"
     )
 
 

@@ -24,7 +24,12 @@ LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _QUALIFIED = re.compile(rf"(?:(?P<domain>{SUBDOMAIN.pattern})/)?(?P<name>[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?)")
 _SECRET_KEY = re.compile(r"[-._A-Za-z0-9]{1,253}")
 _QUANTITY = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[KMGTPE]i|[kMGTPE]|m)?")
-_UNITS = {"m": 1e-3, "": 1, **{u: 1000.0**n for n, u in enumerate("kMGTPE", 1)}, **{f"{u}i": 1024.0**n for n, u in enumerate("KMGTPE", 1)}}  # fmt: skip
+_UNITS = {
+    "m": 1e-3,
+    "": 1,
+    **{unit: 1000.0**power for power, unit in enumerate("kMGTPE", 1)},
+    **{f"{unit}i": 1024.0**power for power, unit in enumerate("KMGTPE", 1)},
+}
 _TOLERATION = re.compile(r"(?P<key>[^=:\s]+)(?:=(?P<value>[^=:\s]*))?(?::(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?")
 _NO_PLACE = {"gres": None, "account": None, "venv": None, "directives": (), "mounts": ()}
 
@@ -83,13 +88,13 @@ class KubernetesProfile(ContainerProfile):
     """A Kubernetes cluster and what a job asks of it; every field is an option of `megarl submit kubernetes` as well."""
 
     kuberay: bool = True
-    """KubeRay's operator is in the cluster, and runs are RayJobs; false: they are JobSets, as training on given responses is."""
+    """KubeRay's operator is in the cluster, and runs are RayJobs; false: JobSets, as training on given responses is."""
     restarts: Count = 100
     """Times that Kubernetes starts the run again is started again; it goes on from its newest checkpoint."""
     namespace: str | None = None
     """Namespace of the job; null: that of kubectl's context."""
     claims: dict[str, str] = Field(default_factory=dict)
-    """PersistentVolumeClaims and where each is mounted, as CLAIM=PATH. One must hold run.folder, and be writable by all pods."""
+    """PersistentVolumeClaims and where each is mounted, as CLAIM=PATH. One must hold run.folder, writable by all pods."""
     shared_memory: str = "64Gi"
     """Size of /dev/shm, which is memory of the node: Ray's objects, NCCL and checkpoints in memory are there."""
     memory: str | None = None
@@ -205,9 +210,7 @@ class SkyProfile(ContainerProfile):
                 raise ValueError(f"{name} is '{getattr(self, name)}', which SkyPilot has no place for; remove it")
         for name in self.secrets:
             if not _is_variable(name):
-                raise ValueError(
-                    "secrets has an entry that is no variable's name; it must be names alone, letters, digits and _, never values"
-                )
+                raise ValueError("secrets has an entry that is no variable's name; it must be names alone, never values")
             if name in self.env:
                 raise ValueError(f"{name} is in env and in secrets; it must be in one of them")
         if self.memory is not None and re.fullmatch(r"\d+(\.\d+)?\+?", self.memory) is None:

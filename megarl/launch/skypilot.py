@@ -1,4 +1,4 @@
-"""A job as a task of SkyPilot, for `sky jobs launch`: the same scripts as in pods of Kubernetes, written by the task's `run`."""
+"""A job as a task of SkyPilot, for `sky jobs launch`: the scripts of Kubernetes' pods, written by its `run`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def as_text(job: Job, task: Task) -> str:
     step = f"# A step takes about {job.step.seconds:.3g} s ({job.step.source}).\n" if job.step else ""
     return (
         f"# train {job.config_path.name} as {task['name']}, by {job.launcher} on {counted(job.nodes, 'node')} of SkyPilot\n"
-        f"# Written by `megarl submit` {__version__}; to submit it by hand, saved as a file: sky jobs launch{secrets} FILE\n{step}"
-        + yaml.dump(task, Dumper=YamlDumper, sort_keys=False, width=130)
+        f"# Written by `megarl submit` {__version__}; to submit it by hand, saved as a file: sky jobs launch{secrets} FILE\n"
+        f"{step}" + yaml.dump(task, Dumper=YamlDumper, sort_keys=False, width=130)
     )
 
 
@@ -65,12 +65,13 @@ def submit(profile: SkyProfile, text: str) -> str:
 def _task(run: PodRun, profile: SkyProfile) -> Task:
     place = f"$HOME/megarl-{run.name}"
     warning = {"run": f'bash "{place}/warn.sh"', "events": ["preemption"], "timeout": profile.warn_s}
+    buckets = {path: {"source": url, "mode": "MOUNT"} for url, path in profile.buckets.items()}
     environment = {"PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0", **profile.env}
     return {
         "name": run.name,
         "num_nodes": run.job.nodes,
         "resources": _resources(run.job, profile),
-        **({"file_mounts": {path: {"source": url, "mode": "MOUNT"} for url, path in profile.buckets.items()}} if profile.buckets else {}),
+        **({"file_mounts": buckets} if buckets else {}),
         "volumes": {path: name for name, path in profile.volumes.items()},
         "envs": environment,
         **({"secrets": dict.fromkeys(profile.secrets)} if profile.secrets else {}),

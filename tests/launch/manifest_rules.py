@@ -174,7 +174,8 @@ def _pod(template: dict[str, Any]) -> Iterator[str]:
             yield f"quantity {size!r}"
     references = [source["secretRef"]["name"] for held in spec["containers"] for source in held.get("envFrom", [])]
     references += [secret["name"] for secret in spec.get("imagePullSecrets", [])]
-    references += [volume["persistentVolumeClaim"]["claimName"] for volume in spec.get("volumes", []) if "persistentVolumeClaim" in volume]  # fmt: skip
+    claims = [volume["persistentVolumeClaim"] for volume in spec.get("volumes", []) if "persistentVolumeClaim" in volume]
+    references += [claim["claimName"] for claim in claims]
     references += [spec["priorityClassName"]] if "priorityClassName" in spec else []
     yield from (f"object name {name!r}" for name in references if not SUBDOMAIN.fullmatch(name))
     for held in spec["containers"]:

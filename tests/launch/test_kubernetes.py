@@ -18,6 +18,7 @@ from megarl.cli import main
 from tests.launch.manifest_rules import problems
 
 Tree = Any
+ROOT = Path(__file__).parents[2]
 ON_SHARED = ["run.folder=runs", "--image", "registry/megarl:gpu", "--claims", "data=/shared"]
 OPTIONS = {
     "plain": [],
@@ -94,6 +95,19 @@ def _strict(tree: Tree) -> Tree:
     return made
 
 
+@pytest.mark.parametrize(("profile", "kind"), [("cluster", "RayJob"), ("jobset", "JobSet")])
+def test_the_example_is_a_run_on_three_nodes(
+    profile: str, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    words = ["examples/kubernetes/llama-3-1-8b-grpo.yaml", "--cluster-profile", f"examples/kubernetes/{profile}.yml"]
+    assert main(["submit", "kubernetes", *words, "--dry-run"]) == 0
+    files, made = yaml.safe_load_all(capsys.readouterr().out)
+    assert made["kind"] == kind
+    assert [problem for manifest in (files, made) for problem in problems(manifest)] == []
+    assert "\nnodes=3\n" in files["data"]["job.sh"]
+
+
 def put(path: str, value: Tree) -> Callable[[Tree], None]:
     """A change that sets what is at a dotted path of a manifest; `+` at its end adds to a list."""
 
@@ -109,10 +123,21 @@ def put(path: str, value: Tree) -> Callable[[Tree], None]:
     return change
 
 
+def secret(name: str) -> Tree:
+    """An environment variable from a secret of this name."""
+    return {"name": "T", "valueFrom": {"secretKeyRef": {"name": name, "key": "k"}}}
+
+
+def field(path: str) -> Tree:
+    """An environment variable from a field of the pod."""
+    return {"name": "T", "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
 HEAD = "spec.rayClusterSpec.headGroupSpec.template.spec"
 HELD = f"{HEAD}.containers.0"
 GROUP = "spec.rayClusterSpec.workerGroupSpecs.0"
 JOB = "spec.replicatedJobs.0.template.spec"
+CODES = f"{JOB}.podFailurePolicy.rules.1"
 BROKEN: dict[str, tuple[str, Callable[[Tree], None], str]] = {
     "another kind": ("RayJob", put("kind", "RayJobs"), "no such kind"),
     "an unknown field": ("RayJob", put("spec.retries", 3), "'retries' was unexpected"),
@@ -133,21 +158,21 @@ BROKEN: dict[str, tuple[str, Callable[[Tree], None], str]] = {
     "replicas": ("RayJob", put(f"{GROUP}.maxReplicas", 0), "replicas of node"),
     "no quantity": ("RayJob", put(f"{HELD}.resources.limits.memory", "64 GB"), "quantity '64 GB'"),
     "more asked for than allowed": ("RayJob", put(f"{HELD}.resources.limits.cpu", "2"), "cpu: more asked for"),
-    "GPUs in requests alone": ("RayJob", lambda tree: _held(tree)["resources"]["limits"].pop("nvidia.com/gpu"), "nvidia.com/gpu must"),
+    "GPUs asked for": ("RayJob", lambda tree: _held(tree)["resources"]["limits"].pop("nvidia.com/gpu"), "nvidia.com/gpu"),
     "other GPUs in requests": ("RayJob", put(f"{HELD}.resources.requests", {"nvidia.com/gpu": "4"}), "nvidia.com/gpu must"),
     "an unknown resource": ("RayJob", put(f"{HELD}.resources.limits.gpus", "8"), "resource 'gpus'"),
     "a volume that is missing": ("RayJob", put(f"{HELD}.volumeMounts.0.name", "none"), "no volume 'none'"),
     "two volumes of one name": ("RayJob", put(f"{HEAD}.volumes.0.name", "shared-memory"), "two volumes"),
     "two mounts at one path": ("RayJob", put(f"{HELD}.volumeMounts.0.mountPath", "/dev/shm"), "two mounts"),
     "a volume of two sources": ("RayJob", put(f"{HEAD}.volumes.0.emptyDir", {}), "2 sources"),
-    "two ports of one name": ("RayJob", put(f"{HELD}.ports", [{"name": "a", "containerPort": n} for n in (1, 2)]), "two ports"),
+    "two ports": ("RayJob", put(f"{HELD}.ports", [{"name": "a", "containerPort": n} for n in (1, 2)]), "two ports"),
     "two containers of one name": ("JobSet", lambda tree: _twice(tree), "two containers"),
-    "a secret as a value beside its reference": ("RayJob", put(f"{HELD}.env.+", {"name": "T", "value": "x", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}), "two sources of T"),
-    "a secret's name": ("RayJob", put(f"{HELD}.env.+", {"name": "T", "valueFrom": {"secretKeyRef": {"name": "hf_x", "key": "k"}}}), "secret of T"),
-    "a field that pods lack": ("RayJob", put(f"{HELD}.env.+", {"name": "T", "valueFrom": {"fieldRef": {"fieldPath": "status.ip"}}}), "fieldPath"),
+    "a secret with its value": ("RayJob", put(f"{HELD}.env.+", {**secret("s"), "value": "x"}), "two sources of T"),
+    "a secret's name": ("RayJob", put(f"{HELD}.env.+", secret("hf_x")), "secret of T"),
+    "a field that pods lack": ("RayJob", put(f"{HELD}.env.+", field("status.ip")), "fieldPath"),
     "restarts within a pod": ("JobSet", put(f"{JOB}.template.spec.restartPolicy", "OnFailure"), "restartPolicy Never"),
     "a job that is not there": ("JobSet", put("spec.successPolicy.targetReplicatedJobs.0", "driver"), "no replicated job"),
-    "success in a rule": ("JobSet", put(f"{JOB}.podFailurePolicy.rules.1.onExitCodes", {"operator": "In", "values": [0]}), "exit codes"),
+    "success in a rule": ("JobSet", put(f"{CODES}.onExitCodes", {"operator": "In", "values": [0]}), "exit codes"),
     "no image": ("JobSet", put(f"{JOB}.template.spec.containers.0.image", ""), "image"),
 }  # fmt: skip
 

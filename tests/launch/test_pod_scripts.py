@@ -1,4 +1,4 @@
-"""The scripts in pods, as real processes: a run is warned once, whoever warns it, and its exit code reaches who starts it again.
+"""The scripts in pods, as real processes: a run is warned once, whoever warns it, and its exit code is its pod's.
 
 `megarl`, `ray` and `torchrun` are stand-ins that keep what they were told.
 """
@@ -76,7 +76,8 @@ class Pod:
         (self.files / "job.sh").write_text(
             f"workdir={self.folder}\nrun={self.run}\njob=$run/jobs/big.$MEGARL_START\nlauncher={launcher}\nnodes=2\ngpus=8\n"
             f"ranks_per_node=8\nlimit_s={limit_s}\nstart_s=20\nreplaces_ranks={replaces_ranks}\n"
-            'ray_options=(--num-cpus=64 --num-gpus=8)\narguments=("$files/run.yaml" data.system_prompt="two words")\nresume=auto\n'
+            'ray_options=(--num-cpus=64 --num-gpus=8)\narguments=("$files/run.yaml" data.system_prompt="two words")\n'
+            "resume=auto\n"
         )
 
     def start(self, script: str, **environment: str) -> subprocess.Popen[str]:

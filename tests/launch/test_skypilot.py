@@ -15,6 +15,7 @@ from megarl.launch.pod_job import scripts
 from megarl.launch.skypilot import here_document
 from tests.launch.manifest_rules import against, schema
 
+ROOT = Path(__file__).parents[2]
 ON_VOLUME = ["run.folder=runs", "--image", "registry/megarl:gpu", "--volumes", "data=/shared", "--accelerator", "H100"]
 OPTIONS = {
     "plain": [],
@@ -80,6 +81,15 @@ def test_a_task_asks_for_what_the_profile_says(rl_yaml: Path, capsys: pytest.Cap
     assert task["setup"] == "nvidia-smi\n"
     (hook,) = task["config"]["hooks"]
     assert (hook["events"], hook["timeout"]) == (["preemption"], 600)
+
+
+def test_the_example_is_a_run_on_three_nodes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    words = ["examples/kubernetes/llama-3-1-8b-grpo.yaml", "--cluster-profile", "examples/kubernetes/skypilot.yml"]
+    assert main(["submit", "skypilot", *words, "--dry-run"]) == 0
+    task = yaml.safe_load(capsys.readouterr().out)
+    assert against(schema("skypilot-0.14.1.json"), task) == []
+    assert task["num_nodes"] == 3
 
 
 def test_the_gpu_is_that_of_the_config_unless_it_is_named(rl_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
