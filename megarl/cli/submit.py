@@ -116,7 +116,7 @@ def read_options(arguments: argparse.Namespace, kind: type[Profile]) -> Profile:
     """
     from megarl.launch.cluster_profile import option_kind, read_profile
 
-    options = {name: getattr(arguments, name, None) for name in fields_of(kind)}
+    options: dict[str, Any] = {name: getattr(arguments, name, None) for name in fields_of(kind)}
     for name, field in fields_of(kind).items():
         if options[name] is not None and option_kind(field.annotation) is dict:
             if wrong := [pair for pair in options[name] if "=" not in pair]:

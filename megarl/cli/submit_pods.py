@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,8 @@ def _submit_kubernetes(arguments: argparse.Namespace) -> int:
 
     profile = read_options(arguments, KubernetesProfile)
     job = _planned(arguments, profile)
-    text = as_text(job, manifests(job, profile))
+    submission = {} if arguments.dry_run else {"submission": secrets.token_hex(4)}
+    text = as_text(job, manifests(job, profile, **submission))
     if _shown(arguments, profile, job, text):
         return 0
     make_console().print(f"{submit(profile, text).strip()}\n{counted(job.nodes, 'node')}; --dry-run shows the manifests")

@@ -27,8 +27,10 @@ _VERSION = re.sub(r"[^A-Za-z0-9._-]", "-", __version__)  # a label takes no + of
 Manifest = dict[str, Any]
 
 
-def manifests(job: Job, profile: KubernetesProfile) -> list[Manifest]:
+def manifests(job: Job, profile: KubernetesProfile, submission: str = "by-hand") -> list[Manifest]:
     """The objects of `job`: for each of its runs a ConfigMap, and a RayJob or, without KubeRay or Ray, a JobSet.
+
+    `submission` tells this submission of the run from others, which may begin anew what an earlier one ended.
 
     Raises:
         ConfigError: Kubernetes would not take a name, a volume is missing, or a secret would be shown.
@@ -36,7 +38,9 @@ def manifests(job: Job, profile: KubernetesProfile) -> list[Manifest]:
     objects = []
     for run in pod_runs(job, profile, profile.claims, "claims"):
         of_ray = profile.kuberay and job.launcher == "ray"
-        objects += [_config_map(run, profile), _ray_job(run, profile) if of_ray else _job_set(run, profile)]
+        data = run.files(profile, f"{run.name}.{submission}.ended" if of_ray else "")
+        config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(run, profile), "data": data}
+        objects += [config_map, _ray_job(run, profile) if of_ray else _job_set(run, profile)]
     return objects
 
 
@@ -77,11 +81,6 @@ def _queued(metadata: dict[str, Any], profile: KubernetesProfile) -> dict[str, A
     if profile.partition is None:
         return metadata
     return {**metadata, "labels": {**metadata["labels"], "kueue.x-k8s.io/queue-name": profile.partition}}
-
-
-def _config_map(run: PodRun, profile: KubernetesProfile) -> Manifest:
-    data = run.files(profile)
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(run, profile), "data": data}
 
 
 def _ray_job(run: PodRun, profile: KubernetesProfile) -> Manifest:

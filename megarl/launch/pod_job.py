@@ -38,8 +38,10 @@ class PodRun:
     folder: PurePosixPath
     overrides: tuple[str, ...]
 
-    def files(self, profile: ContainerProfile) -> dict[str, str]:
+    def files(self, profile: ContainerProfile, ended: str = "") -> dict[str, str]:
         """The files that pods see in one folder. `$MEGARL_START`, which pods have, tells one start of the run from another.
+
+        `ended`: name of a file that keeps the exit code with which the run ended, for who would start it again (empty: none).
 
         Raises:
             ConfigError: the config holds a secret, or is too large.
@@ -48,9 +50,9 @@ class PodRun:
         if len(text.encode()) > LARGEST_CONFIG:
             raise ConfigError(f"{self.job.config_path} has {len(text.encode())} bytes; it must be at most {LARGEST_CONFIG}")
         _check_secrets(self.job)
-        return {"run.yaml": text, "job.sh": self._told(profile), **scripts()}
+        return {"run.yaml": text, "job.sh": self._told(profile, ended), **scripts()}
 
-    def _told(self, profile: ContainerProfile) -> str:
+    def _told(self, profile: ContainerProfile, ended: str) -> str:
         quoted = shlex.quote
         arguments = " ".join(['"$files/run.yaml"', *map(quoted, self.overrides)])
         cpus = profile.cpus if profile.gpus_per_node else profile.places
@@ -59,6 +61,7 @@ class PodRun:
             f"workdir={quoted(profile.workdir)}",
             f"run={quoted(str(self.folder))}",
             f"job=$run/jobs/{self.name}.$MEGARL_START",
+            f"ended={f'$run/jobs/{ended}' if ended else ''}",
             f"launcher={self.job.launcher}",
             f"nodes={self.job.nodes}",
             f"gpus={profile.gpus_per_node}",

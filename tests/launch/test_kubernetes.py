@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Callable
@@ -279,6 +280,11 @@ def test_a_seed_is_a_run_of_its_own_and_words_reach_it_as_they_were_typed(
     assert shown[-2:] == ["run.seed=5", "run.name=big-seed5"]
 
 
+def test_only_ray_jobs_remember_that_a_run_ended(rl_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "\nended=$run/jobs/big.by-hand.ended\n" in rendered(capsys, rl_yaml)[0]["data"]["job.sh"]
+    assert "\nended=\n" in rendered(capsys, rl_yaml, "--no-kuberay")[0]["data"]["job.sh"]
+
+
 def test_the_same_job_is_the_same_text_and_nothing_is_written(
     rl_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -303,7 +309,13 @@ def test_manifests_go_to_kubectl_and_its_refusal_is_told(
     assert main(words) == 0
     assert "rayjob.ray.io/big created" in capsys.readouterr().out
     assert shlex.split((tmp_path / "words").read_text()) == ["create", "--namespace=lab", "-f", "-"]
-    assert [made["kind"] for made in yaml.safe_load_all((tmp_path / "given").read_text())] == ["ConfigMap", "RayJob"]
+    files, ray_job = yaml.safe_load_all((tmp_path / "given").read_text())
+    assert problems(files) == problems(ray_job) == []
+    ends = re.findall(r"^ended=\$run/jobs/big\.(\w{8})\.ended$", files["data"]["job.sh"], re.M)
+    assert main(words) == 0
+    again = next(yaml.safe_load_all((tmp_path / "given").read_text()))["data"]["job.sh"]
+    assert ends
+    assert ends[0] not in again  # what an earlier submission ended, this one begins anew
     kubectl.write_text("#!/bin/bash\necho 'Error from server (AlreadyExists): configmaps \"big\" already exists' >&2\nexit 1\n")
     assert main(words) == 2
     assert 'kubectl refused: Error from server (AlreadyExists): configmaps "big" already exists' in capsys.readouterr().err

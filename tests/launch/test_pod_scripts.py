@@ -71,11 +71,11 @@ class Pod:
         self.processes: list[subprocess.Popen[str]] = []
         self.tell()
 
-    def tell(self, launcher: str = "ray", limit_s: int = 1000, replaces_ranks: str = "no") -> None:
+    def tell(self, launcher: str = "ray", limit_s: int = 1000, replaces_ranks: str = "no", ended: str = "") -> None:
         """Write what the scripts are told."""
         (self.files / "job.sh").write_text(
             f"workdir={self.folder}\nrun={self.run}\njob=$run/jobs/big.$MEGARL_START\nlauncher={launcher}\nnodes=2\ngpus=8\n"
-            f"ranks_per_node=8\nlimit_s={limit_s}\nstart_s=20\nreplaces_ranks={replaces_ranks}\n"
+            f"ended={ended}\nranks_per_node=8\nlimit_s={limit_s}\nstart_s=20\nreplaces_ranks={replaces_ranks}\n"
             'ray_options=(--num-cpus=64 --num-gpus=8)\narguments=("$files/run.yaml" data.system_prompt="two words")\n'
             "resume=auto\n"
         )
@@ -142,6 +142,18 @@ def test_the_exit_code_of_a_run_is_that_of_its_pod(code: int, pod: Pod) -> None:
     assert driver.wait(30) == code
     assert pod.said("megarl") == [f"train {pod.files}/run.yaml data.system_prompt=two words run.resume=auto"]
     assert (pod.job / "left").exists()
+
+
+@pytest.mark.parametrize(("code", "starts"), [(0, 2), (2, 1), (75, 2), (137, 2)])
+def test_a_run_that_ended_is_not_started_again_by_kuberay(code: int, starts: int, pod: Pod) -> None:
+    """KubeRay has no exit code with which a job is over: whatever fails is tried again."""
+    pod.tell(ended="$run/jobs/big.1a2b.ended")
+    (pod.kept / "end").write_text(str(code))
+    assert [pod.start("driver.sh", MEGARL_START=start).wait(30) for start in ("1", "2")] == [code, code]
+    assert len(pod.said("megarl")) == starts
+    pod.tell(ended="$run/jobs/big.3c4d.ended")  # another submission
+    assert pod.start("driver.sh", MEGARL_START="3").wait(30) == code
+    assert len(pod.said("megarl")) == starts + 1
 
 
 @pytest.mark.parametrize("by", ["SIGTERM", "its group", "a pod", "time"])

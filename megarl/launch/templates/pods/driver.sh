@@ -11,6 +11,10 @@ cd "$workdir"
 say() { echo "$(date +%H:%M:%S) $*"; }
 rank=${MEGARL_RANK:-0}
 mkdir -p "$job"
+if [[ -n $ended && -s $ended ]]; then # KubeRay tries again whatever the exit code was
+  say "the run ended with exit code $(<"$ended"); to start it again, submit it again, or remove $ended"
+  exit "$(<"$ended")"
+fi
 if ((rank == 0)); then
   rm -f "$job"/{warned,left,stopped,driver.pid}
   touch "$job/alive"
@@ -61,5 +65,6 @@ if ((rank == 0)); then
   : >"$job/left"
   rm -f "$job/ray_token"
 fi
+if [[ -n $ended ]] && ((code != 0 && code != 75 && code < 128)); then echo "$code" >"$ended"; fi
 say "the run left with exit code $code"
 exit "$code"
