@@ -21,10 +21,10 @@ from megarl.version import __version__
 LAUNCH_DEADLINE_S = 900
 """For `sky jobs launch`, which starts a controller of its own where there is none."""
 
-Task = dict[str, Any]
+SkyTask = dict[str, Any]
 
 
-def tasks(job: Job, profile: SkyProfile) -> list[Task]:
+def tasks(job: Job, profile: SkyProfile) -> list[SkyTask]:
     """The tasks of `job`, one for each of its runs.
 
     Raises:
@@ -33,7 +33,7 @@ def tasks(job: Job, profile: SkyProfile) -> list[Task]:
     return [_task(run, profile) for run in pod_runs(job, profile, profile.volumes, "volumes")]
 
 
-def as_text(job: Job, task: Task) -> str:
+def as_text(job: Job, task: SkyTask) -> str:
     """A task as YAML for `sky jobs launch`."""
     secrets = "".join(f" --secret {name}" for name in task.get("secrets", {}))
     step = f"# A step takes about {job.step.seconds:.3g} s ({job.step.source}).\n" if job.step else ""
@@ -62,7 +62,7 @@ def submit(profile: SkyProfile, text: str) -> str:
         return run_quietly(["sky", "jobs", "launch", "--yes", "--detach-run", *named, str(path)], deadline_s=LAUNCH_DEADLINE_S)
 
 
-def _task(run: PodRun, profile: SkyProfile) -> Task:
+def _task(run: PodRun, profile: SkyProfile) -> SkyTask:
     place = f"$HOME/megarl-{run.name}"
     warning = {"run": f'bash "{place}/warn.sh"', "events": ["preemption"], "timeout": profile.warn_s}
     buckets = {path: {"source": url, "mode": "MOUNT"} for url, path in profile.buckets.items()}
@@ -81,7 +81,7 @@ def _task(run: PodRun, profile: SkyProfile) -> Task:
     }  # fmt: skip
 
 
-def _resources(job: Job, profile: SkyProfile) -> Task:
+def _resources(job: Job, profile: SkyProfile) -> SkyTask:
     gpu = profile.accelerator or (job.config.resources.gpu or "").upper()
     if profile.gpus_per_node and not gpu:
         raise ConfigError("accelerator is not given, and neither is resources.gpu of the config; name the GPU, such as H100")
