@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
+from megarl.option_list import OPTIONS
 
 SECRET = "hf_abcdefghijklmnopqrst"
 IMAGE = ["--image", "registry/megarl:gpu"]
@@ -61,12 +62,13 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "a label": ([*SOUND, "--node-selector", "zone=a b"], "node_selector names 'a b', which Kubernetes does not take"),
     "lines of shell": ([*SOUND, "--setup", "module load cuda"], "setup has shell lines, which Ray's pods do not run"),
     "seeds in words": ([*SOUND, "--seeds", "one"], "--seeds is 'one'; it must be whole numbers with commas between them"),
-    "too few nodes for the spares": (
-        [*SOUND, "policy.layout.dp=8", "resources.spares=1", "--nodes", "1"],
-        "nodes is 1, which have 8 GPUs, but the layouts need 9; ask for --nodes 2",
-    ),
     "a warning shorter than a step": ([*SOUND, "--step-seconds", "400"], "set --warn-s to 600 or more"),
 }  # fmt: skip
+if "elastic" in OPTIONS:
+    MISTAKES["too few nodes for the spares"] = (
+        [*SOUND, "policy.layout.dp=8", "resources.spares=1", "--nodes", "1"],
+        "nodes is 1, which have 8 GPUs, but the layouts need 9; ask for --nodes 2",
+    )
 VOLUME = ["run.folder=runs", *IMAGE, "--volumes", "data=/shared"]
 OF_SKYPILOT: dict[str, tuple[list[str], str]] = {
     "no image": (["run.folder=runs"], "runtime is pod, but image is missing"),

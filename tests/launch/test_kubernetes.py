@@ -16,9 +16,11 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from megarl.cli import main
+from megarl.option_list import OPTIONS as INSTALLED
 from tests.launch.manifest_rules import problems
 
 Tree = Any
+NEEDS_SPARES = pytest.mark.skipif("elastic" not in INSTALLED, reason="resources.spares is a field of the option elastic")
 ROOT = Path(__file__).parents[2]
 ON_SHARED = ["run.folder=runs", "--image", "registry/megarl:gpu", "--claims", "data=/shared"]
 OPTIONS = {
@@ -96,6 +98,7 @@ def _strict(tree: Tree) -> Tree:
     return made
 
 
+@NEEDS_SPARES
 @pytest.mark.parametrize(("profile", "kind"), [("cluster", "RayJob"), ("jobset", "JobSet")])
 def test_the_example_is_a_run_on_three_nodes(
     profile: str, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -240,6 +243,7 @@ def test_pods_of_a_run_are_on_nodes_of_their_own_unless_they_may_share(
     assert all("affinity" not in pod["spec"] for pod in pods(rendered(capsys, rl_yaml, "--no-exclusive")[1]))
 
 
+@NEEDS_SPARES
 def test_nodes_are_those_of_the_layout_and_of_its_spares(rl_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, nodes in (([], 2), (["resources.spares=0"], 2), (["resources.spares=1"], 3), (["resources.spares=9"], 4)):
         files, ray_job = rendered(capsys, rl_yaml, *words)

@@ -13,6 +13,7 @@ import yaml
 from megarl.cli import main
 from megarl.launch.pod_job import scripts
 from megarl.launch.skypilot import here_document
+from megarl.option_list import OPTIONS as INSTALLED
 from tests.launch.manifest_rules import against, schema
 
 ROOT = Path(__file__).parents[2]
@@ -67,8 +68,8 @@ def test_a_broken_task_is_found_out(mistake: str, rl_yaml: Path, capsys: pytest.
 
 
 def test_a_task_asks_for_what_the_profile_says(rl_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (task,) = rendered(capsys, rl_yaml, *OPTIONS["full"], "resources.spares=1")
-    assert (task["name"], task["num_nodes"]) == ("big", 3)
+    (task,) = rendered(capsys, rl_yaml, *OPTIONS["full"])
+    assert (task["name"], task["num_nodes"]) == ("big", 2)
     assert task["resources"] == {
         "infra": "k8s/my-context", "accelerators": "H100:8", "cpus": "96+", "memory": "512+", "disk_size": 1000,
         "image_id": "docker:registry/megarl:gpu", "use_spot": True,
@@ -83,6 +84,7 @@ def test_a_task_asks_for_what_the_profile_says(rl_yaml: Path, capsys: pytest.Cap
     assert (hook["events"], hook["timeout"]) == (["preemption"], 600)
 
 
+@pytest.mark.skipif("elastic" not in INSTALLED, reason="resources.spares is a field of the option elastic")
 def test_the_example_is_a_run_on_three_nodes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
     words = ["examples/kubernetes/llama-3-1-8b-grpo.yaml", "--cluster-profile", "examples/kubernetes/skypilot.yml"]
