@@ -144,7 +144,14 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megarl", "megarl.*"]),
     package_data={
-        "megarl": ["observe/page/*", "observe/page/vendor/*", "py.typed", "launch/templates/*.j2", "planning/gpus.yaml"],
+        "megarl": [
+            "observe/page/*",
+            "observe/page/vendor/*",
+            "py.typed",
+            "launch/templates/*.j2",
+            "launch/templates/pods/*.sh",
+            "planning/gpus.yaml",
+        ],
     },
     install_requires=REQUIRES,
     extras_require={

@@ -29,6 +29,7 @@ from megarl.cli.rehearse import add_rehearse
 from megarl.cli.report import add_report
 from megarl.cli.serve import add_serve
 from megarl.cli.submit import add_submit
+from megarl.cli.submit_pods import add_pods
 from megarl.cli.tries import add_tries
 from megarl.config import AnyConfig, SupervisedConfig, config_fields, load_any, load_config, to_yaml
 from megarl.config.checks import check_evaluates
@@ -154,8 +155,9 @@ def build_parser() -> argparse.ArgumentParser:
     _training_commands(commands)
     _model_commands(commands)
     _serving_and_data_commands(commands)
-    for add_command in (add_tries, add_convert, add_plan, add_rehearse, add_report, add_submit):
+    for add_command in (add_tries, add_convert, add_plan, add_rehearse, add_report):
         add_command(commands)
+    add_pods(add_submit(commands))
     config = commands.add_parser(
         "config",
         help="list config fields, or show the resolved CONFIG",
