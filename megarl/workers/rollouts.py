@@ -40,6 +40,7 @@ from megarl.workers.group import wait_for
 from megarl.workers.roles import Roles
 from megarl.workers.weight_updates import WeightUpdates
 
+SHORT_POLL_S = 0.2  # between two looks whether there are enough engines
 GRACE_S = 30.0  # an engine that did not start in time says so itself, with the end of its log
 
 
@@ -72,10 +73,11 @@ class Rollouts:
         at = cluster.placement
         beside_each_other = -(-rollout.engines // max(1, len(at.machines)))
         cores = cluster.cores // (1 if rollout.schedule.mode == "sync" else 2)
-        threads = rollout.threads or max(1, cores // beside_each_other)
+        self.threads = threads = rollout.threads or max(1, cores // beside_each_other)
         self._machines = Machines.of(at) if len(at.machines) > 1 else None
         platform = cluster.platform.name
-        self.lent = range(rollout.engines, rollout.engines + rollout.lent_engines)
+        placed = rollout.engines if rollout.further_engines is None else 0  # else all of them come
+        self.lent = range(placed, placed + rollout.lent_engines)
         """Numbers of the engines that the trainer's GPUs are lent to."""
         self.takes_turns = takes_turns(config, platform) or bool(self.lent)
         """Whether engines sleep while the trainer works: all, or those that are lent."""
@@ -120,7 +122,7 @@ class Rollouts:
             restart_deadline_s=self.config.resources.deadlines.start_s + GRACE_S,
             cuts=able.continues,
             keeps_turns=able.keeps_turns,
-            lent=self.lent,
+            dispensable=self.lent if rollout.further_engines is None else range(rollout.engines + rollout.further_engines),
             say=say,
         )
 
@@ -223,7 +225,7 @@ class Rollouts:
 
     def engine_status(self) -> list[EngineStatus]:
         """The activity of every engine; another thread may ask."""
-        return [engine.status for engine in self.scheduler.engines]
+        return [engine.status for engine in self.scheduler.engines if not engine.is_absent]
 
     def state(self) -> dict[str, Any]:
         """The prompts that were drawn and have not been trained on, JSON-able: a resumed run repeats and drops none."""
@@ -310,6 +312,9 @@ class Rollouts:
             self._turns.before_wait(self.version if version is None else version, answers)
         while not self.scheduler.wait(ends_at - time.monotonic(), answers):
             engines = self.scheduler.without_weights
+            if self.scheduler.is_short:  # engines are waited for as long as it takes
+                time.sleep(SHORT_POLL_S)
+                ends_at = time.monotonic() + self.config.rollout.deadlines.generate_s
             if self.updates is None:
                 errors = (self.scheduler.engines[engine].error for engine in engines)
                 raise next(filter(None, errors), None) or EngineError(f"engines {engines} have no weights, and nothing trains")

@@ -63,6 +63,7 @@ class WeightUpdates:
         if sharing is not None:
             sharing.update()
             engines = [engine for engine in engines if scheduler.engines[engine].is_up]
+        self.under_way = engines
         for engine in engines:
             if scheduler.engines[engine].version is None:  # it may be another process than before
                 self.forget(engine)

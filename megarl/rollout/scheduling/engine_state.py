@@ -60,8 +60,10 @@ class EngineState:
     restarting: asyncio.Task[None] | None = None
     fell_behind: bool = False
     """Failed since the update began that is under way, and so cannot have what that update gave it."""
-    is_lent: bool = False
-    """Stands on GPUs of the trainer, which are lent to it while the trainer waits."""
+    is_dispensable: bool = False
+    """If it fails for good the run goes on without it."""
+    is_absent: bool = False
+    """Left, or has not come: there is nothing under its number."""
     rests: bool = False
     """Sleeps: it is given neither requests nor weights."""
     is_left_out: bool = False
