@@ -62,8 +62,7 @@ class Rollouts:
         self.config, self.tokenizer, self.episodes = config, tokenizer, episodes
         rollout = config.rollout
         engine = check_engine(config, cluster.platform.name)
-        self.stale = False
-        self.version = 0
+        self.stale, self.version = False, 0
         hf_config = load_hf_config(config.model.path)
         vision = architecture_for(hf_config).vision(hf_config)
         # one that is sampled would be taken for a picture by whoever reads the response
@@ -76,18 +75,17 @@ class Rollouts:
         self.threads = threads = rollout.threads or max(1, cores // beside_each_other)
         self._machines = Machines.of(at) if len(at.machines) > 1 else None
         platform = cluster.platform.name
-        placed = rollout.engines if rollout.further_engines is None else 0  # else all of them come
-        self.lent = range(placed, placed + rollout.lent_engines)
+        self.lent = range(len(at.engines) - rollout.lent_engines, len(at.engines))
         """Numbers of the engines that the trainer's GPUs are lent to."""
         self.takes_turns = takes_turns(config, platform) or bool(self.lent)
         """Whether engines sleep while the trainer works: all, or those that are lent."""
         beside = bytes_beside_engines(config) if self.takes_turns and platform == "cuda" else 0
-        places = []
+        options = []
         for number in range(self.lent.stop):
             gpus, *others = [at.gpus(bundles) for bundles in at.engine_nodes(number)] or [()]
             beside_it = beside if number in self.lent or not self.lent else 0
-            places.append(EnginePlace(number, threads, platform, logs, gpus, beside_it, tuple(others)))
-        options = [engine.options(config, place) for place in places]
+            place = EnginePlace(number, threads, platform, logs, gpus, beside_it, tuple(others))
+            options.append(engine.options(config, place))
         model_path = str(Path(config.model.path).resolve())
         self.engines = cluster.start_engines(engine_path(rollout), model_path, options, threads)
         self._say = say or (lambda line: None)

@@ -76,7 +76,7 @@ class EngineMembers:
         self._leaving: set[str] = set()
         self._has_begun = False
         self._told: Any = None
-        self._error: MegarlError | None = None
+        self._error: Exception | None = None
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="engine-member")
         scheduler = rollouts.scheduler
@@ -133,6 +133,7 @@ class EngineMembers:
                 return
 
     def _end_run(self, error: Exception) -> None:
+        self._error = self._error or error
         scheduler = self._rollouts.scheduler
         scheduler.thread.loop.call_soon_threadsafe(scheduler.give_up, error)
 

@@ -15,8 +15,8 @@ def add_action(actions: Any) -> None:
     leave = actions.add_parser(
         "leave",
         help="have a node's engines leave a run, which goes on elsewhere with what they have sampled",
-        description="Ask the run in RUN, whose rollout.engines has min and max, to go on without NODE, and wait until no engine "
-        "is left there: then the node may go. None comes to that node any more.",
+        description="Ask the run in RUN, whose rollout.engines has min and max, to go on without NODE, and wait until no "
+        "engine is left there: then the node may go. None comes to that node any more.",
     )
     leave.add_argument("run_folder", metavar="RUN", help="the run's folder")
     leave.add_argument("node", metavar="NODE", help="the node's name, as engines.json in that folder has it, or its id in Ray")

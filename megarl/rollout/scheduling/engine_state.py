@@ -23,8 +23,6 @@ FAILURES = 3
 """Failures of an engine in a row, or of a request on engines that are well, before the run ends with the last sentence."""
 END_S = 10.0
 """For an engine to free what it keeps for conversations."""
-
-
 GenerateGroups = Callable[["AskedGroups"], Awaitable[list[list[Sample]]]]
 """Answers the prompts of a request: a group of samples for each."""
 PendingResult = asyncio.Future[list[list[Sample]]]
@@ -104,8 +102,7 @@ class EngineState:
     @property
     def status(self) -> EngineStatus:
         """Its present activity, as far as the scheduler knows; another thread may ask."""
-        version, condition = self.version, self._condition()
-        return EngineStatus(self.number, condition, version, len(self.requests), self.failed_times)
+        return EngineStatus(self.number, self._condition(), self.version, len(self.requests), self.failed_times)
 
     def _condition(self) -> EngineCondition:
         if self.restarting is not None:

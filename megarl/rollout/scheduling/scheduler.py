@@ -82,13 +82,11 @@ class Scheduler:
         self._groups: dict[int, list[Sample]] = {}
         self._asked: deque[PromptRequest] = deque()
         self._error: BaseException | None = None
-        self.is_short = False
-        """Whether there are too few engines to go on: nothing starts. Who changes it sets `changed` and calls `dispatch`."""
+        self.is_short = False  # too few engines to go on: nothing starts; who changes it sets `changed` and calls `dispatch`
         self._goes_on = False  # starting was interrupted after `AT_ONCE` requests, and goes on
         self.thread = thread or LoopThread("rollout-scheduler")
         self._loop = self.thread.loop
         self.changed, self.engines = self.thread.run(self._make(handles), 30)
-
         for engine in self.engines:
             engine.keeps_turns, engine.is_dispensable = keeps_turns, engine.number in dispensable
         self.order = EngineOrder(self.engines, self.dispatch, groups_per_engine, samples_per_group, reports=reports)
@@ -106,7 +104,6 @@ class Scheduler:
 
     def open_step(self, version: int, next_prompts: Callable[[int], list[Prompt]], due: int | None = None) -> None:
         """The next batch is for a policy of `version`; as many prompts are drawn as there may be use for before it is taken."""
-
         if room := self._open(version, due):
             self.add(next_prompts(room))
 
@@ -158,7 +155,6 @@ class Scheduler:
 
         `per_request` prompts go to an engine together; each is answered `n` times (None: as often as a group's).
         """
-
         starts = range(0, len(prompts), per_request)
         answers: list[PendingResult] = [self._loop.create_future() for _ in starts]
         for start, answer in zip(starts, answers, strict=True):
@@ -183,7 +179,6 @@ class Scheduler:
         self, engines: Iterable[int], call: Callable[[int, EngineHandle], Awaitable[T]], deadline_s: float
     ) -> dict[int, T | Exception]:
         """Await `call` on several engines at once; by engine its answer, or the exception that it raised."""
-
         numbers = list(engines)
         return dict(zip(numbers, self.thread.run(self._on_each(numbers, call), deadline_s + 30), strict=True))
 
