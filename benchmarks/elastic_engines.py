@@ -156,6 +156,7 @@ def measure(given: argparse.Namespace, name: str, folder: str, *overrides: str) 
     import ray
     from ray.cluster_utils import Cluster
 
+    os.environ.setdefault("RAY_worker_niceness", "0")  # as for a Ray that a run starts itself
     ray.shutdown()  # a benchmark's is another than whoever calls it may have
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 10**8})
     over = threading.Event()

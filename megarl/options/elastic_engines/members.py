@@ -27,7 +27,7 @@ from megarl.options.elastic_engines import requests
 from megarl.options.elastic_engines.peers import POLL_S, newest_weights
 from megarl.options.elastic_engines.places import EnginePlaceFound, EnginePlaces, Nodes
 from megarl.options.elastic_engines.section import max_engines_of
-from megarl.rollout.engines.protocol import EnginePlace
+from megarl.rollout.engines.protocol import Engine, EnginePlace
 from megarl.rollout.engines.registry import check_engine, engine_path
 from megarl.rollout.scheduling.engine_order import CAPACITY_S
 from megarl.rollout.scheduling.engine_state import EngineState
@@ -38,8 +38,8 @@ from megarl.workers.engine_calls import EngineCalls
 from megarl.workers.node_models import download_on_nodes
 from megarl.workers.rollouts import GRACE_S, Rollouts
 
-LOOK_S = 0.5
-"""Between two looks at nodes and engines."""
+LOOK_S, SOON_S = 1.0, 0.1
+"""Between two looks at nodes and engines; until the first engines are there, and behind one that was given a place."""
 TRIES = 2
 """Starts of an engine at a place, before the place is left empty."""
 AT_ONCE = 16
@@ -74,7 +74,7 @@ class EngineMembers:
         self._empty: list[EnginePlaceFound] = []
         """Places that no engine is to have: one failed there, or their node leaves."""
         self._leaving: set[str] = set()
-        self._has_begun = False
+        self._has_begun = self._has_placed = False
         self._told: Any = None
         self._error: Exception | None = None
         self._closing = threading.Event()
@@ -123,11 +123,15 @@ class EngineMembers:
     # who is there -------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self._closing.wait(LOOK_S if self._has_begun else POLL_S):
+        is_silent = False
+        while not self._closing.wait(LOOK_S if self._has_begun and not self._has_placed else SOON_S):
             try:
                 self._look()
+                is_silent = False
             except ray.exceptions.RayError as error:  # it may answer the next time
-                self._say(f"Ray did not say which nodes there are: {error}")
+                if not is_silent:
+                    self._say(f"Ray did not say which nodes there are: {error}")
+                is_silent = True
             except Exception as error:  # noqa: BLE001 - whatever it is, the driver must hear of it
                 self._end_run(error)
                 return
@@ -149,8 +153,14 @@ class EngineMembers:
         self._seek(nodes)
         self._settle()
         engines = [
-            {"number": member.number, "node": member.place.node, "node_id": member.place.node_id, "stage": member.stage}
+            {
+                "number": member.number,
+                "node": nodes.names.get(at.node_id, at.node),
+                "node_id": at.node_id,
+                "stage": member.stage,
+            }
             for member in self._members.values()
+            for at in [member.place]  # whose node may be called otherwise by now
         ]
         if (told := (nodes.names, engines)) != self._told:
             requests.tell(self._folder, *told)
@@ -187,6 +197,7 @@ class EngineMembers:
     def _seek(self, nodes: Nodes) -> None:
         """Start an engine at the place that was sought, if Ray has found it, and ask for the next."""
         at = self._places.found(nodes)
+        self._has_placed = at is not None
         if at is not None and at.node_id in self._leaving:
             self._empty.append(at)
         elif at is not None:
@@ -230,7 +241,7 @@ class EngineMembers:
         for left in reversed(range(TRIES)):
             try:
                 version, source = self._start(member), None
-                if version is None or version != self._rollouts.version:
+                if version != self._rollouts.version and self._kind.give_weights is not Engine.give_weights:
                     version, source = newest_weights(self._rollouts, member.actor, self._closing.is_set)
                 break
             except (MegarlError, ray.exceptions.RayError) as error:

@@ -89,7 +89,7 @@ def test_a_plan_tells_how_many_engines_there_may_be(
 
 
 def test_a_node_is_asked_to_leave_by_a_file_that_is_gone_when_it_may_go(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no engines.json"):
+    with pytest.raises(ConfigError, match=r"has no engines\.json"):
         requests.ask_to_leave(tmp_path, "10.0.0.2", 0.0)
     engines = [{"number": 3, "node": "10.0.0.2/ab12", "node_id": "ab12cd", "stage": "there"}]
     requests.tell(tmp_path, {"ab12cd": "10.0.0.2/ab12", "ff00ff": "10.0.0.3"}, engines)

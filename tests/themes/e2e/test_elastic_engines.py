@@ -25,7 +25,7 @@ from tests.themes.e2e import slow_lent_engine
 from tests.themes.e2e.test_async import drawn, groups, results
 
 pytestmark = pytest.mark.needs_option("elastic_engines")
-PROMPTS, STALENESS, COME_S = 4, 1, 60.0
+PROMPTS, STALENESS, COME_S = 4, 1, 120.0
 SETTINGS: dict[str, Any] = {
     "data.eval": None,
     "run.log_samples": 1000,
@@ -43,12 +43,16 @@ SETTINGS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def ray_nodes() -> Iterator[Cluster]:
     """A Ray of a head without places and a node with one, which the rank gets; each test adds others."""
+    ray.shutdown()  # one that other tests share, which they begin anew
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # as for a Ray that a run starts itself
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 10**8})
     try:
         nodes.add_node(num_cpus=1, object_store_memory=10**8)
         yield nodes
     finally:
         nodes.shutdown()
+        monkeypatch.undo()
 
 
 @pytest.fixture
