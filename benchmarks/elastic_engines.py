@@ -191,8 +191,8 @@ def main() -> None:
     given = parser.parse_args()
     least, most = given.engines - 1, given.engines
     with tempfile.TemporaryDirectory() as folder:
-        fixed = measure(given, "fixed", folder, f"rollout.engines={{min: {most}, max: {most}}}")
-        elastic = measure(given, "elastic", folder, f"rollout.engines={{min: {least}, max: {most}}}")
+        fixed = measure(given, "fixed", folder, f"rollout.engines={most}", f"rollout.max_engines={most}")
+        elastic = measure(given, "elastic", folder, f"rollout.engines={least}", f"rollout.max_engines={most}")
     first = {number: comings[:1] for number, comings in elastic.comings.items()}
     later = [one for number, comings in elastic.comings.items() for one in comings[len(first[number]) :]]
     came = [one for one in later if one.first_request is not None]

@@ -86,7 +86,7 @@ def test_it_waits_while_engines_are_given_newer_weights(monkeypatch: pytest.Monk
 
 
 def test_too_few_engines_start_nothing_and_an_engine_that_has_left_is_neither_opened_nor_started_again() -> None:
-    engines = [FakeEngine(number) for number in range(2)]
+    engines: list[Any] = [FakeEngine(number) for number in range(2)]
     ask = single_turns(PARAMS, 1, 20.0, Spelling())
     scheduler = Scheduler(engines, StalenessManager(4, 0), ask, dispensable=range(2), restart_deadline_s=1.0)
     try:

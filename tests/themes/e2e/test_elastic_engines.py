@@ -178,7 +178,7 @@ def test_what_an_engine_that_leaves_has_sampled_is_gone_on_with(
 ) -> None:
     nodes = [add(cluster), add(cluster)]
     config = tiny_config(**of_cluster(cluster, 4, 1, 2))
-    left: dict[str, Any] = {}
+    left: dict[int, str] = {}
 
     def leave(script: Script) -> None:
         script.wait_for(2)
@@ -195,7 +195,7 @@ def test_what_an_engine_that_leaves_has_sampled_is_gone_on_with(
     train(config)
     metrics = check_trained_once(config, 4)
     assert [*left] == [0]
-    assert [left[0]] == [node for node in nodes if node != left[0]] or left[0] in nodes
+    assert left[0] in nodes
     assert sum(row["rollout/suspended"] for row in metrics) > 0
     assert [row["rollout/aborted_tokens"] for row in metrics] == [0] * 4
     handed_over = [one for number, one in cut_off if number == 1]
