@@ -24,6 +24,7 @@ from megarl.config import Config
 from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import ClusterError, EngineError, MegarlError, WorkerError, counted
 from megarl.options.elastic_engines import requests
+from megarl.options.elastic_engines.kept_answers import KeptAnswers
 from megarl.options.elastic_engines.peers import POLL_S, newest_weights
 from megarl.options.elastic_engines.places import EnginePlaceFound, EnginePlaces, Nodes
 from megarl.options.elastic_engines.section import max_engines_of
@@ -288,7 +289,7 @@ class EngineMembers:
         Else the ranks give it weights with the next update, or when the driver next waits for samples.
         """
         rollouts, scheduler, number = self._rollouts, self._rollouts.scheduler, member.number
-        handle = EngineCalls(member.actor, number)
+        handle = KeptAnswers(member.actor, number)
         state = EngineState(number, handle, keeps_turns=self._able.keeps_turns, is_dispensable=True)
         state.busy = scheduler.engines[number].busy
         if self._able.reports:

@@ -42,13 +42,14 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def ray_nodes() -> Iterator[Cluster]:
-    """A Ray of a head without places and a node with one, which the rank gets; each test adds others."""
+    """A Ray of a head without places, to which tests add nodes."""
     ray.shutdown()  # one that other tests share, which they begin anew
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setenv("RAY_worker_niceness", "0")  # as for a Ray that a run starts itself
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 10**8})
+    in_stores = {"max_direct_call_object_size": 100}  # what is smaller than 100 kB would be kept by the driver anyway
+    head = {"num_cpus": 0, "object_store_memory": 10**8, "_system_config": in_stores}
+    nodes = Cluster(initialize_head=True, head_node_args=head)
     try:
-        nodes.add_node(num_cpus=1, object_store_memory=10**8)
         yield nodes
     finally:
         nodes.shutdown()
@@ -57,16 +58,16 @@ def ray_nodes() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(ray_nodes: Cluster) -> Iterator[Cluster]:
-    """That Ray, from which what the test adds is taken away again."""
-    before = {*ray_nodes.worker_nodes}
+    """That Ray with a node for the rank; what the test adds is taken away again."""
+    add(ray_nodes)
     yield ray_nodes
     ray.shutdown()
-    for node in {*ray_nodes.worker_nodes} - before:
+    for node in [*ray_nodes.worker_nodes]:
         ray_nodes.remove_node(node, allow_graceful=False)
 
 
 def add(cluster: Cluster) -> str:
-    """A node with room for an engine; returns its id."""
+    """A node with room for an engine, or the rank; returns its id."""
     return str(cluster.add_node(num_cpus=1, object_store_memory=10**8).node_id)
 
 
@@ -176,7 +177,8 @@ def cut_off(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Generation]]:
 def test_what_an_engine_that_leaves_has_sampled_is_gone_on_with(
     cluster: Cluster, tiny_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, cut_off: list[tuple[int, Generation]]
 ) -> None:
-    nodes = [add(cluster), add(cluster)]
+    add(cluster)
+    add(cluster)
     config = tiny_config(**of_cluster(cluster, 4, 1, 2))
     left: dict[int, str] = {}
 
@@ -188,14 +190,15 @@ def test_what_an_engine_that_leaves_has_sampled_is_gone_on_with(
             assert time.monotonic() < ends_at, "it has been given work"
             time.sleep(0.02)
         time.sleep(0.5)  # for some tokens
-        assert main(["node", "leave", str(script.folder), script.engines()[1]]) == 0
+        node = script.engines()[1]
+        assert main(["node", "leave", str(script.folder), node]) == 0
         left.update(script.engines())
+        remove(cluster, node)
 
     script = Script(monkeypatch, config, before_3=leave)
     train(config)
     metrics = check_trained_once(config, 4)
     assert [*left] == [0]
-    assert left[0] in nodes
     assert sum(row["rollout/suspended"] for row in metrics) > 0
     assert [row["rollout/aborted_tokens"] for row in metrics] == [0] * 4
     handed_over = [one for number, one in cut_off if number == 1]
