@@ -26,6 +26,8 @@ from tests.themes.e2e.test_async import drawn, groups, results
 
 pytestmark = pytest.mark.needs_option("elastic_engines")
 PROMPTS, STALENESS, COME_S = 4, 1, 120.0
+LONG = 80
+"""Tokens of responses that are still under way when an engine is asked to leave."""
 SETTINGS: dict[str, Any] = {
     "data.eval": None,
     "run.log_samples": 1000,
@@ -179,7 +181,7 @@ def test_what_an_engine_that_leaves_has_sampled_is_gone_on_with(
 ) -> None:
     add(cluster)
     add(cluster)
-    config = tiny_config(**of_cluster(cluster, 4, 1, 2))
+    config = tiny_config(**of_cluster(cluster, 4, 1, 2) | {"rollout.max_new_tokens": LONG})
     left: dict[int, str] = {}
 
     def leave(script: Script) -> None:
@@ -204,7 +206,7 @@ def test_what_an_engine_that_leaves_has_sampled_is_gone_on_with(
     handed_over = [one for number, one in cut_off if number == 1]
     assert handed_over, "it was at work"
     _, samples = results(config)
-    said = {(tuple(s["response_ids"][:n]), tuple(s["rollout_log_probs"][:n])) for s in samples for n in range(1, 10)}
+    said = {(tuple(s["response_ids"][:n]), tuple(s["rollout_log_probs"][:n])) for s in samples for n in range(1, LONG)}
     found = [(tuple(one.response_ids), tuple(one.log_probs)) in said for one in handed_over]
     assert all(found), "each is how a response that was trained on begins"
     assert script.rollouts.scheduler.engines[1].is_absent
