@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import shlex
 import sys
@@ -33,6 +34,7 @@ if str(ROOT) not in sys.path:
 from benchmarks.measured_code import code_of  # noqa: E402
 from benchmarks.workload import publish, versions  # noqa: E402
 from megarl.config import Config, load_config  # noqa: E402
+from megarl.errors import DeadlineError  # noqa: E402
 from megarl.observe.summary import machine  # noqa: E402
 from megarl.options.elastic_engines import requests  # noqa: E402
 from megarl.options.elastic_engines.members import EngineMembers, Member  # noqa: E402
@@ -44,6 +46,7 @@ LOOK_S = 0.05
 FIRST = 2
 """Steps left out: what is done for the first time takes longer."""
 LEAVE_S = 60.0
+"""For an engine to hand over what it works on."""
 PACED = f"rollout.engine={ROOT}/benchmarks/paced_engine.py:PacedEngine"
 
 
@@ -137,18 +140,23 @@ def watched() -> Iterator[Watch]:
         looks.join()
 
 
-def come_and_go(cluster: Any, config: Config, last: Any, period_s: float, over: threading.Event) -> None:
+def come_and_go(cluster: Any, config: Config, most: int, period_s: float, over: threading.Event) -> None:
     """Take the last engine's node away and add one, in turns, until the run is over; every second time without notice."""
-    notice = True
+    notice, folder = True, Path(config.run_folder)
     while not over.wait(period_s):
+        file = folder / requests.ENGINES
+        told = json.loads(file.read_text())["engines"] if file.exists() else []
+        there = [engine["node_id"] for engine in told if engine["stage"] == "there"]
+        if len(there) < most:
+            continue
         if notice:
-            with contextlib.suppress(Exception):  # the run may end meanwhile
-                requests.ask_to_leave(Path(config.run_folder), last.node_id, LEAVE_S)
+            with contextlib.suppress(DeadlineError):  # the run may end meanwhile
+                requests.ask_to_leave(folder, there[-1], LEAVE_S)
+        last = next(node for node in cluster.worker_nodes if node.node_id == there[-1])
         cluster.remove_node(last, allow_graceful=False)
         notice = not notice
-        if over.wait(period_s):
-            return
-        last = cluster.add_node(num_cpus=1, object_store_memory=10**8)
+        if not over.wait(period_s):
+            cluster.add_node(num_cpus=1, object_store_memory=10**8)
 
 
 def measure(given: argparse.Namespace, name: str, folder: str, *overrides: str) -> Watch:
@@ -161,12 +169,13 @@ def measure(given: argparse.Namespace, name: str, folder: str, *overrides: str) 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 10**8})
     over = threading.Event()
     try:
-        nodes = [cluster.add_node(num_cpus=1, object_store_memory=10**8) for _ in range(1 + given.engines)]
+        for _ in range(1 + given.engines):
+            cluster.add_node(num_cpus=1, object_store_memory=10**8)
         of_run = {"run.name": name, "run.folder": folder, "run.steps": given.steps, "resources.ray_address": cluster.address}
         fields = [*(f"{key}={value}" for key, value in of_run.items()), PACED, *given.overrides, *overrides]
         config = load_config(ROOT / "examples/recipes/elastic_engines.yaml", fields)
         with watched() as watch, contextlib.redirect_stdout(io.StringIO()):
-            comings = threading.Thread(target=come_and_go, args=(cluster, config, nodes[-1], given.period, over))
+            comings = threading.Thread(target=come_and_go, args=(cluster, config, given.engines, given.period, over))
             if name == "elastic":
                 comings.start()
             train(config)
