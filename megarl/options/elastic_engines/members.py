@@ -217,9 +217,9 @@ class EngineMembers:
         if is_short == scheduler.is_short:
             return
         if self._has_begun:
+            engines = f"{counted(there, 'engine')} {'is' if there == 1 else 'are'} there"
             needed = f"of the {self._least} that rollout.engines.min asks for"
-            waits = f"{counted(there, 'engine')} {'are' if there != 1 else 'is'} there, {needed}: the run waits"
-            self._say(waits if is_short else f"{counted(there, 'engine')} are there: the run goes on")
+            self._say(f"{engines}, {needed}: the run waits" if is_short else f"{engines}: the run goes on")
 
         async def set_short() -> None:
             scheduler.is_short = is_short
