@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -70,6 +71,9 @@ def cluster(ray_nodes: Cluster) -> Iterator[Cluster]:
 
 def add(cluster: Cluster) -> str:
     """A node with room for an engine, or the rank; returns its id."""
+    for _ in range(2):
+        with contextlib.suppress(Exception):  # Ray gives it 30 s, which is little on a machine that is busy
+            return str(cluster.add_node(num_cpus=1, object_store_memory=10**8).node_id)
     return str(cluster.add_node(num_cpus=1, object_store_memory=10**8).node_id)
 
 
@@ -242,7 +246,8 @@ def test_a_run_goes_on_without_lost_engines_and_waits_where_too_few_are_left(
     assert waits == [True]
     assert "0 engines are there, of the 1 that rollout.engines.min asks for: the run waits" in said
     assert "there: the run goes on" in said
-    assert said.count("is lost") >= 2
+    assert "engine 0 failed" in said
+    assert "engine 1 failed" in said
 
 
 @pytest.mark.exhaustive  # the tests above have each way once
