@@ -21,6 +21,7 @@ from megarl.cli.rehearse import show_rehearsal
 from megarl.config import load_any
 from megarl.config.reference import fields_of
 from megarl.errors import ConfigError, ModelError, counted
+from megarl.option_list import functions
 from megarl.system.atomic_files import write_text_atomically
 from megarl.system.redaction import redacted
 
@@ -220,8 +221,8 @@ def _submit_ray(arguments: argparse.Namespace) -> int:
 def _add_node(commands: Any) -> None:
     group = commands.add_parser(
         "node",
-        help="commands that batch scripts run on the nodes of a job",
-        description="What a script of `megarl submit` asks on the nodes of its job.",
+        help="commands about the nodes of a job or a run",
+        description="What a script of `megarl submit` asks on the nodes of its job, and nodes that leave a run.",
     )
     actions = group.add_subparsers(metavar="ACTION", required=True)
     describe = actions.add_parser("describe", help="write this node's facts into a folder that all nodes share")
@@ -239,6 +240,8 @@ def _add_node(commands: Any) -> None:
     agree.add_argument("--interface", help="network interface (default: the fastest that all nodes have)")
     agree.set_defaults(run=_agree)
 
+    for add_action in functions("node_action", "add_action"):
+        add_action(actions)
     wait = actions.add_parser("wait-for-ray", help="wait until all nodes have joined Ray")
     wait.add_argument("--address", required=True, help="HOST:PORT of the head")
     wait.add_argument("--nodes", type=int, required=True)

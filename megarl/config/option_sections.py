@@ -25,6 +25,7 @@ OPTION_OF_FIELD = {
     "resources.compare_replicas": "elastic",
     "resources.shrink": "elastic",
     "resources.spares": "elastic",
+    "rollout.max_engines": "elastic_engines",
     "rollout.episode.agent": "agents",
     "rollout.episode.mcp": "tools",
     "rollout.episode.openenv": "environments",
@@ -37,7 +38,13 @@ OPTION_OF_FIELD = {
     "trackers": "telemetry",
 }
 """The option that each added field belongs to, also where an installation lacks it: for the sentence that says so."""
-SINGLE_FIELDS = ("resources.compare_replicas", "resources.shrink", "resources.spares", "rollout.schedule.lent_engines")
+SINGLE_FIELDS = (
+    "resources.compare_replicas",
+    "resources.shrink",
+    "resources.spares",
+    "rollout.max_engines",
+    "rollout.schedule.lent_engines",
+)
 """Those of `OPTION_OF_FIELD` that are no sections."""
 
 

@@ -462,6 +462,7 @@ RUN_BY = {
     "convert": f"{HERE}::test_convert",
     "corruption": f"{OF_RUNS}::test_corruption",
     "distillation": f"{OF_RUNS}::test_distillation",
+    "elastic_engines": f"{OF_RUNS}::test_elastic_engines",
     "faults": f"{OF_RUNS}::test_faults",
     "fuzz": f"{HERE}::test_fuzz",
     "gpu": "tests/test_gpu_benchmark.py::test_without_a_gpu_nothing_runs_and_the_record_says_so",
