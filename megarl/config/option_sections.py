@@ -26,6 +26,7 @@ OPTION_OF_FIELD = {
     "resources.shrink": "elastic",
     "resources.slow_ranks": "elastic",
     "resources.spares": "elastic",
+    "rollout.max_engines": "elastic_engines",
     "rollout.episode.agent": "agents",
     "rollout.episode.mcp": "tools",
     "rollout.episode.openenv": "environments",
@@ -39,7 +40,7 @@ OPTION_OF_FIELD = {
 }
 """The option that each added field belongs to, also where an installation lacks it: for the sentence that says so."""
 SINGLE_FIELDS = (
-    "resources.compare_replicas", "resources.shrink", "resources.slow_ranks", "resources.spares",
+    "resources.compare_replicas", "resources.shrink", "resources.slow_ranks", "resources.spares", "rollout.max_engines",
     "rollout.schedule.lent_engines",
 )  # fmt: skip
 """Those of `OPTION_OF_FIELD` that are no sections."""

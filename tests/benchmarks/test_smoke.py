@@ -474,6 +474,7 @@ RUN_BY = {
     "convert": f"{HERE}::test_convert",
     "corruption": f"{OF_RUNS}::test_corruption",
     "distillation": f"{OF_RUNS}::test_distillation",
+    "elastic_engines": f"{OF_RUNS}::test_elastic_engines",
     "failures_at_scale": f"{HERE}::test_failures_at_scale",
     "faults": f"{OF_RUNS}::test_faults",
     "fuzz": f"{HERE}::test_fuzz",
