@@ -147,6 +147,8 @@ class DecoderTraits:
     """Heads of values; None: as wide as those of keys, and multiplied by nothing."""
     sinks_in_windows: bool = False
     """Whether layers without a window have no sinks, though `softmax_type` gives layers some."""
+    sublayers: int = 1
+    """Attentions of a layer, each with a dense MLP behind it if there are several; experts are then beside the first MLP."""
     own_layers: OwnLayers | None = None
     """What an option's layers have that no others have."""
 

@@ -82,6 +82,7 @@ OPTION_OF_FAMILY = {
     **dict.fromkeys(("granitemoehybrid", "nemotron_h"), "state_spaces"),
     "deepseek_v4": "compressed_attention",
     "gemma4_text": "gemma4",
+    "longcat_flash": "shortcut_experts",
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "kimi_k25"), "pictures"),
     "qwen3_omni_moe_thinker": "pictures",
 }

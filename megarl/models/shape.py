@@ -104,12 +104,15 @@ class ModelShape:
 
     @property
     def attention_layers(self) -> int:
-        """Layers that keep keys and values, or latents, of every token."""
-        return self.layers - len(self.traits.mlp_alone) - (len(self.linear.layers) if self.linear else 0)
+        """Attentions that keep keys and values, or latents, of every token."""
+        with_linear = len(self.linear.layers) if self.linear else 0
+        return self.traits.sublayers * (self.layers - len(self.traits.mlp_alone) - with_linear)
 
     @property
     def dense_layers(self) -> int:
-        """Layers with an MLP in place of experts."""
+        """MLPs in place of experts, or beside them."""
+        if self.traits.sublayers > 1:
+            return self.traits.sublayers * self.layers
         return self.layers - len(self.traits.attention_alone) - len(self.expert_layers)
 
     @property

@@ -103,6 +103,9 @@ def layer_activations(
     outside, core, core_inputs = attention
     if has_mlp:
         mlp = _experts(shape, layout, precision, rows) if has_experts else _dense(shape, layout, precision, rows)
+    if (halves := shape.traits.sublayers) > 1:  # of attention and an MLP; the first one's norm is that of the experts, too
+        outside, core, core_inputs = halves * outside, halves * core, halves * core_inputs
+        mlp += halves * _dense(shape, layout, precision, rows) - rows * norm(shape.hidden, precision)
     if adapters is not None:
         outside, mlp = outside + adapters["self_attention"], mlp + adapters["mlp"]
     checkpoint = rows * shape.hidden * precision.itemsize * shape.traits.streams

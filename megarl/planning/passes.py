@@ -190,6 +190,7 @@ def _links(role: PlannedRole, gpu: GpuSpec, itemsize: int, tokens: float, layers
     exchanged = linear * local * of_token / layout.tp
     context = layers * (gathered + exchanged) * itemsize * (layout.cp - 1) / layout.cp
     with_experts = layers * len(shape.expert_layers) / shape.layers
+    tensor, context = shape.traits.sublayers * tensor, shape.traits.sublayers * context
     rows = local / (layout.tp if layout.sequence_parallel else 1)
     of_copy = 2 * with_experts * rows * row
     size = layout.ep * layout.etp

@@ -287,7 +287,7 @@ OF_MEGARL_ALONE = {
     "granite", "granitemoehybrid", "nemotron_h", "kimi_linear", "olmo_hybrid",
     "qwen3_5_moe_text", "glm4_moe", "exaone_moe", "glm4_moe_lite", "minimax_m2", "ernie4_5", "ernie4_5_moe",
     "solar_open", "afmoe", "llama4_text", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "step3p5", "gemma4_text", "mimo_v2_flash",
-    *SEE,
+    "longcat_flash", *SEE,
 }  # fmt: skip
 """Families of which transformers has no class with a scalar head."""
 

@@ -56,7 +56,7 @@ def slice_of_rank(name: str, tensor: Tensor, rank: int, to: EngineTarget, family
         if len(groups) >= to.tp:
             return tensor.chunk(to.tp)[heads]
         return groups[heads // (to.tp // len(groups))]
-    if "sinks" in name:
+    if "sinks" in name or "attention_sink_bias" in name:
         return tensor.chunk(to.tp)[heads]
     if "o_proj.weight" in name:
         return tensor.chunk(to.tp, dim=1)[heads]
