@@ -185,8 +185,8 @@ def _check_spec(name: str, config: TransformerConfig, traits: DecoderTraits, cor
         )
     if name == "local" and traits.values is not None:
         raise LayoutError(
-            "model.layer_spec is 'local', but this model's heads of values are not as wide as those of keys, which megatron-core's "
-            "local layers cannot compute; it must be 'reference' or 'transformer_engine'"
+            "model.layer_spec is 'local', but this model's heads of values are not as wide as those of keys, which "
+            "megatron-core's local layers cannot compute; it must be 'reference' or 'transformer_engine'"
         )
     if name == "local" and config.multi_latent_attention:
         raise LayoutError(

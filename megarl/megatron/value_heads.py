@@ -48,7 +48,10 @@ class WideValueSelfAttention(RotarySetSelfAttention):
         """Query and key `[S, 1, heads, d]`, and value `[S, 1, heads, v]`."""
         mixed, _ = self.linear_qkv(hidden_states)
         mixed, places = of_own_group(self, mixed)
-        dim, of_group = self.hidden_size_per_attention_head, self.config.num_attention_heads // (self.config.num_query_groups or 1)
+        dim, of_group = (
+            self.hidden_size_per_attention_head,
+            self.config.num_attention_heads // (self.config.num_query_groups or 1),
+        )
         mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
         query, key, value = mixed.split([of_group * dim, dim, self.values.width], dim=-1)
         query = query.reshape(*query.shape[:2], -1, dim)[:, :, places]

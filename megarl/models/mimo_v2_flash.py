@@ -43,7 +43,8 @@ def text_config(hf_config: HFConfig) -> HFConfig:
     """The config in transformers' fields, with its defaults; its rotary parameters are those of layers without a window.
 
     Raises:
-        ModelError: rotary parameters are not by kind of layer, or fields of published configs say what transformers does not do.
+        ModelError: rotary parameters are not by kind of layer, or a field of published configs says what transformers does
+            not compute.
     """
     return with_rope_of_full_layers(_filled(hf_config), full_theta=THETAS[FULL])
 
@@ -135,8 +136,8 @@ def layer_rope(hf_config: HFConfig) -> LayerRope:
     heads, groups = size(filled, "num_attention_heads"), IN_WINDOWS * size(filled, "num_key_value_heads")
     if heads % groups:
         raise ModelError(
-            f"config.json: num_key_value_heads is {groups // IN_WINDOWS}, so that layers with a window have {groups} KV heads; they "
-            f"must divide num_attention_heads={heads}"
+            f"config.json: num_key_value_heads is {groups // IN_WINDOWS}, so that layers with a window have {groups} KV heads; "
+            f"they must divide num_attention_heads={heads}"
         )
     of_windows = rope_of_windows(filled, theta_field=None, theta=THETAS[SLIDING], partial=True)
     return replace(of_windows, heads=LayerHeads(heads, groups, size(filled, "head_dim")))

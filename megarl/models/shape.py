@@ -135,7 +135,9 @@ class ModelShape:
             return ((self, layers),)
         base, width = replace(self, other_heads=None, sinks=self.sinks and not self.traits.sinks_in_windows), heads.head_dim
         value = width if self.traits.values is None else self.value_dim
-        other = replace(base, heads=heads.num_heads, kv_heads=heads.num_groups, head_dim=width, value_dim=value, sinks=self.sinks)
+        other = replace(
+            base, heads=heads.num_heads, kv_heads=heads.num_groups, head_dim=width, value_dim=value, sinks=self.sinks
+        )
         return (base, layers - self.other_heads.layers), (other, self.other_heads.layers)
 
     def kv_width(self, tp: int) -> float:

@@ -239,7 +239,20 @@ def test_fields_that_a_config_of_glm_leaves_out_are_those_of_transformers(config
     assert torch.equal(inverse_frequencies(architecture.text_config(bare), 12), inverse_frequencies(filled, 12))
 
 
-BARE = ["glm4", "olmo2", "olmo3", "gemma3", "phi3", "smollm3", "granite", "seed_oss", "ministral3", "exaone4", "gemma2", "mimo_v2"]
+BARE = [
+    "glm4",
+    "olmo2",
+    "olmo3",
+    "gemma3",
+    "phi3",
+    "smollm3",
+    "granite",
+    "seed_oss",
+    "ministral3",
+    "exaone4",
+    "gemma2",
+    "mimo_v2",
+]
 
 
 @pytest.mark.parametrize("family", BARE)
@@ -286,8 +299,8 @@ SEE = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "kimi_
 OF_MEGARL_ALONE = {
     "granite", "granitemoehybrid", "nemotron_h", "kimi_linear", "olmo_hybrid",
     "qwen3_5_moe_text", "glm4_moe", "exaone_moe", "glm4_moe_lite", "minimax_m2", "ernie4_5", "ernie4_5_moe",
-    "solar_open", "afmoe", "llama4_text", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "step3p5", "gemma4_text", "mimo_v2_flash",
-    "longcat_flash", *SEE,
+    "solar_open", "afmoe", "llama4_text", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "step3p5", "gemma4_text",
+    "mimo_v2_flash", "longcat_flash", *SEE,
 }  # fmt: skip
 """Families of which transformers has no class with a scalar head."""
 

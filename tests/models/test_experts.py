@@ -349,7 +349,7 @@ MIMO_V2_FLASH = {
     "num_key_value_heads": 4,
     "head_dim": 192,
     "v_head_dim": 128,
-    "hybrid_layer_pattern": [int(0 < layer and (layer + 1) % 6 > 0) for layer in range(48)],
+    "hybrid_layer_pattern": [int(layer > 0 and (layer + 1) % 6 > 0) for layer in range(48)],
     "moe_layer_freq": [0] + [1] * 47,
     "n_routed_experts": 256,
     "num_experts_per_tok": 8,

@@ -19,8 +19,8 @@ from megarl.options.shortcut_experts.sizes import DENSE, SECOND, ShortcutLayers
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 131072, "hidden_size": 6144, "num_layers": 28, "num_attention_heads": 64, "ffn_hidden_size": 12288,
-    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "head_dim": 64, "v_head_dim": 128,
-    "moe_topk": 12, "n_routed_experts": 512, "zero_expert_num": 256, "expert_ffn_hidden_size": 2048,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "head_dim": 64,
+    "v_head_dim": 128, "moe_topk": 12, "n_routed_experts": 512, "zero_expert_num": 256, "expert_ffn_hidden_size": 2048,
     "routed_scaling_factor": 6.0, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e7,
 }  # fmt: skip
 """transformers' defaults for fields that are missing."""

@@ -143,7 +143,7 @@ def test_other_layers_are_refused_by_name(config: dict[str, Any], name: str) -> 
 def test_the_published_model_is_counted_and_planned_with_both_halves_of_its_layers() -> None:
     shape = shape_of(PUBLISHED)
     parameters = sum(map(prod, shape.weight_map.hf_shapes().values()))
-    assert parameters / 1e9 == pytest.approx(560.687, abs=1e-3)
+    assert parameters / 1e9 == pytest.approx(560.665, abs=1e-3)  # 0.12 % above what is said
     assert (shape.layers, shape.attention_layers, shape.dense_layers, len(shape.expert_layers)) == (28, 56, 56, 28)
     assert shape.attention_layers * shape.cached == 56 * (512 + 64)
     tables = {"model.embed_tokens.weight", "lm_head.weight"}
