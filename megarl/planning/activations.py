@@ -163,6 +163,8 @@ def _grouped(
         core = size * (query + 2 * result + (key + value) * keys) + STATISTICS * heads
         if shape.sinks:  # scores of each token and one that it may attend to, keys and values of every head; no output
             core += size * ((heads * mean_length + query - key + result - value) * keys - result)
+        elif shape.value_dim != shape.head_dim:  # for which torch computes all scores, in float32, with keys of every head
+            core = 4 * (query + (query + result + heads * mean_length) * keys) + size * result
         elif shape.traits.score_cap is not None:  # scores as capped, and the shares of attention, in float32 and as multiplied
             of_score = size + 4 + (size if size < 4 else 0)
             core += (of_score * heads * mean_length + 2 * size * (query - key)) * keys - size * query

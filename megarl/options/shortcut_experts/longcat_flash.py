@@ -43,7 +43,10 @@ def text_config(hf_config: HFConfig) -> HFConfig:
     Raises:
         ModelError: two names of a field say different things.
     """
-    filled = with_defaults(hf_config, DEFAULTS)
+    named = {name: hf_config[other] for other, name in OTHER_NAMES.items() if hf_config.get(other) is not None}
+    if hf_config.get("num_hidden_layers") is not None:
+        named["num_layers"] = size(hf_config, "num_hidden_layers") // 2
+    filled = with_defaults(hf_config, DEFAULTS | named)
     layers = size(filled, "num_layers")
     refuse(filled, "num_hidden_layers", 2 * layers, "transformers counts attentions by it, two in each of num_layers")
     for other, name in OTHER_NAMES.items():
