@@ -1,4 +1,4 @@
-"""What LongCat-Flash's layers have that no others have."""
+"""Properties of LongCat-Flash's layers that no others have."""
 
 from __future__ import annotations
 
