@@ -28,6 +28,7 @@ from megarl.options.serve.tenants import Tenant
 from megarl.options.serve.values import RequestError
 from megarl.options.serve.wire import HEAD_BYTES, PROTOBUF, read_address, read_call, read_json, too_large
 from megarl.options.serve.worker import REFUSED_PASS
+from megarl.system.http_server import Admission
 
 API = "/api/v1"
 MOST_JSON_BYTES = 1 << 26
@@ -58,10 +59,11 @@ def build_app(service: Service) -> FastAPI:
             await service.stop()
 
     async def who(request: Request) -> Tenant:
-        service.tenants.check_asked_host(request.headers.get("host"))
         return await service.tenants.tenant_of(request.headers.get("x-api-key"))
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    is_open = not service.tenants.are_several
+    app.add_middleware(Admission, token=None, is_open=is_open, most_bytes=None, kinds=("application/json", PROTOBUF))
     app.state.service = service
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(HTTPException, _not_there)

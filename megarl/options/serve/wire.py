@@ -16,11 +16,13 @@ import numpy as np
 import zstandard
 from google.protobuf.message import DecodeError
 from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from megarl.options.serve.values import Array, Datum, Loss, Passed, Picture, RequestError, Sampled, SampleRequest
 from megarl.options.serve.wire_fields import first_fields, read_fields
+from megarl.system.http_server import check_values
 
 PROTOBUF = "application/x-protobuf"
 MOST_DATUMS = 1024
@@ -117,7 +119,10 @@ def read_json(kind: type[M], body: bytes) -> M:
         RequestError: names the first field that is not what it must be.
     """
     try:
+        check_values(body)
         return kind.model_validate_json(body)
+    except HTTPException as error:
+        raise RequestError(error.detail, status=error.status_code) from None
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "the body"
