@@ -127,14 +127,14 @@ def open_server(folders: Sequence[str | Path], port: int) -> ServerThread:
 
 
 def _application(follower: RunFollower) -> Starlette:
-    # One thread makes all answers, or each of many would keep the memory that its largest answer took.
-    answers = ThreadPoolExecutor(1, thread_name_prefix="answers")
+    # One thread makes all rows, or each of many would keep the memory that its largest answer took; pages keep nobody waiting.
+    rows_one_by_one, pages_one_by_one = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("rows", "pages"))
 
-    async def answered(kind: str, write: Callable[[str], object]) -> Response:
+    async def answered(made_by: ThreadPoolExecutor, kind: str, write: Callable[[str], object]) -> Response:
         with ExitStack() as until_sent:
             file = until_sent.enter_context(NamedTemporaryFile())
             try:
-                await asyncio.get_running_loop().run_in_executor(answers, write, file.name)
+                await asyncio.get_running_loop().run_in_executor(made_by, write, file.name)
             except DataError as error:
                 return json_answer({"error": str(error)}, 503)
             size = os.stat(file.name).st_size
@@ -142,16 +142,18 @@ def _application(follower: RunFollower) -> Starlette:
             return StreamingResponse(_pieces(file, until_sent.pop_all()), headers=headers, media_type=kind)
 
     async def page(request: Request) -> Response:
-        return await answered("text/html", partial(write_page_apart, follower.folders))
+        return await answered(pages_one_by_one, "text/html", partial(write_page_apart, follower.folders))
 
     async def rows(request: Request) -> Response:
         try:
             at = _places(request.query_params.get("at", ""))
         except ValueError:
             return json_answer({"error": "at is ROWS.SAMPLES of each run, with commas between"}, 400)
-        return await answered(
-            "application/json", lambda file: Path(file).write_text(as_inert_json(new_rows(follower.runs(), at)))
-        )
+
+        def write_rows(file: str) -> None:
+            Path(file).write_text(as_inert_json(new_rows(follower.runs(), at)))
+
+        return await answered(rows_one_by_one, "application/json", write_rows)
 
     return application([Route("/", page), Route("/rows", rows)])
 

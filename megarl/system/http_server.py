@@ -15,7 +15,7 @@ import socket
 import threading
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,7 +24,7 @@ import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -73,7 +73,8 @@ class Admission:
             if refused is not None:
                 await json_answer({"error": refused[1]}, refused[0])(scope, receive, send)
                 return
-        await self._app(scope, receive, send)
+        with suppress(ClientDisconnect):  # no failure, and no lines in the log that strangers could fill it with
+            await self._app(scope, receive, send)
 
     def _refusal(self, scope: Message) -> tuple[int, str] | None:
         pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
@@ -111,6 +112,8 @@ class Admission:
 def _malformed(scope: Message, headers: Sequence[tuple[str, str]]) -> tuple[int, str] | None:
     """Status and sentence for a request that two servers could read in two ways, or with a header too large."""
     names = [name for name, _ in headers]
+    if scope["http_version"] not in ("1.0", "1.1"):
+        return 505, "HTTP must be 1.0 or 1.1"
     if sum(len(name) + len(value) for name, value in headers) > MOST_HEADER_BYTES:
         return 431, f"the header must have at most {MOST_HEADER_BYTES} bytes"
     if "content-length" in names and "transfer-encoding" in names:

@@ -53,7 +53,10 @@ class Target:
     """Path that takes a JSON body; None: the server takes none."""
     body: bytes = b""
     """A body that `post` answers with 200."""
+    large: str | None = None
+    """Path that takes the largest JSON bodies, where that is another one."""
     most_bytes: int = 0
+    """Of a body on it."""
     is_open: bool = False
     """Whether it answers a client that shows nothing secret, and so has to keep web pages out."""
 
@@ -67,8 +70,9 @@ class Target:
         return "\r\n".join([*lines, "", ""]).encode("latin-1") + (body or b"")
 
     def posted(self, body: bytes, /, **changed: str | None) -> Answer:
-        """What a body is answered with, on `post` or on the path of `good`."""
-        return self.talk(self.request("POST", self.post or self.good, body, **changed))
+        """What a body is answered with, on `post` or on the path of `good`; a large one on `large`."""
+        path = self.large if self.large and len(body) > 1 << 20 else self.post or self.good
+        return self.talk(self.request("POST", path, body, **changed))
 
     def stranger(self) -> dict[str, None]:
         """Changes of a request that take away what is secret in it."""
@@ -158,7 +162,7 @@ def rewards(folder: Path, token: str | None = None) -> Iterator[Target]:
     server = ServerThread(app, listen("127.0.0.1", 0), "rewards")
     body = json.dumps({"query": ["p 1"], "prompts": ["p "], "labels": ["1"]}).encode()
     secret = {"Authorization": f"Bearer {token}"} if token else {}
-    yield Target(server.port, "/health", secret, "/get_reward", body, 256 << 20, is_open=token is None)
+    yield Target(server.port, "/health", secret, "/get_reward", body, None, 256 << 20, is_open=token is None)
     server.close()
 
 
@@ -186,7 +190,7 @@ def agents(folder: Path) -> Iterator[Target]:
     server = SessionServer(["policy"])
     key = server.open(asyncio.run_coroutine_threadsafe(session(), loop).result(30))
     body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "hello"}]}).encode()
-    yield Target(server.port, "/v1/models", {"Authorization": f"Bearer {key}"}, "/v1/chat/completions", body, 64 << 20)
+    yield Target(server.port, "/v1/models", {"Authorization": f"Bearer {key}"}, "/v1/chat/completions", body, None, 64 << 20)
     server.close()
     loop.call_soon_threadsafe(loop.stop)
 
@@ -222,8 +226,8 @@ def serve(folder: Path) -> Iterator[Target]:
     with serving(folder) as served:
         port = int(served.url.rpartition(":")[2])
         body = json.dumps({"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"}).encode()
-        path = "/api/v1/create_session"
-        yield Target(port, "/api/v1/healthz", {"X-API-Key": KEY}, path, body, 64 << 20, is_open=True)
+        post, large = "/api/v1/create_session", "/api/v1/asample"
+        yield Target(port, "/api/v1/healthz", {"X-API-Key": KEY}, post, body, large, 64 << 20, is_open=True)
 
 
 SERVERS: list[Callable[[Path], object]] = [rewards, rewards_with_token, agents, metrics, report, serve]
