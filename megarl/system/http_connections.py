@@ -19,6 +19,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 MOST_CONNECTIONS = 8192
 LEAST_CONNECTIONS = 16
+YOUNG_S = 0.5
+"""Of a connection that is ended for another one only when there is no other room: its client had no time to say anything."""
 LEAST_BYTES = 10 << 10
 """Of a body or an answer that must move in `Patience.stall_s`, as long as there is more."""
 
@@ -46,12 +48,12 @@ class WatchedProtocol(H11Protocol):
         """Take the connection, and end another where there are as many as the server may have."""
         super().connection_made(transport)
         self._phase, self._of = "head", self.cycle
-        self._moved_at = self.loop.time()
+        self._made_at = self._moved_at = self.loop.time()
         self._due = self._moved_at + self.patience.head_s
         self._moved = self._unsent = 0
         self._timer = self.loop.call_later(self.patience.look_s, self._look)
-        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
-            self._make_room()
+        if self.limit_concurrency is not None and len(self.connections) > self.limit_concurrency * 3 // 4:
+            self._make_room(self.limit_concurrency)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Look at it no longer."""
@@ -70,10 +72,12 @@ class WatchedProtocol(H11Protocol):
         self._moved_at = self.loop.time()
         self._note(LEAST_BYTES)
 
-    def _make_room(self) -> None:
+    def _make_room(self, most: int) -> None:
         """End the connection that moved nothing for the longest time, of those that wait for their client."""
         all_of_them = cast("set[WatchedProtocol]", self.connections)
         others = [one for one in all_of_them if one is not self and one.now() != "ours"]
+        if len(all_of_them) < most:
+            others = [one for one in others if one._made_at < self.loop.time() - YOUNG_S]
         if others:
             quietest = min(others, key=lambda one: one._moved_at)
             self.connections.discard(quietest)

@@ -36,7 +36,7 @@ App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], A
 
 KEPT_S = 15
 """For the next request of a connection; clients themselves keep theirs for 5 s, as httpx does."""
-ACCEPTED_AT_ONCE = 64
+ACCEPTED_AT_ONCE = 8
 WAITING_TO_BE_ACCEPTED = 1024
 MOST_HEADER_BYTES = 32 << 10
 MOST_VALUES = 1 << 22

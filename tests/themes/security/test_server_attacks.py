@@ -1,6 +1,6 @@
 """The same 40 attacks on each HTTP server of megarl: each comes to nothing, and a good client is served within a second.
 
-Servers are the real ones on real sockets; only their patience with slow clients is shorter, and 100 connections are all that
+Servers are the real ones on real sockets; only their patience with slow clients is shorter, and 360 connections are all that
 one may have.
 """
 
@@ -24,7 +24,7 @@ from megarl.system.http_connections import Patience, WatchedProtocol
 from tests.themes.security.attacked_servers import SERVERS, Answer, Target, answer_on, good_client, is_closed
 
 HEAD_S, STALL_S, REFUSED_S, KEPT_S, LOOK_S = 1.5, 1.5, 0.5, 2, 0.1
-MOST_CONNECTIONS = 100
+MOST_CONNECTIONS = 360
 SERVED_S = 1.0
 REFUSED = range(400, 500)
 
@@ -84,8 +84,8 @@ def a_header_byte_by_byte(at: Target) -> None:
             assert time.monotonic() < ends_at, "it goes on as long as the client likes"
 
 
-def half_bodies_of_150(at: Target) -> None:
-    connections = _connections(at, 150)
+def half_bodies_of_300(at: Target) -> None:
+    connections = _connections(at, 300)
     for one in connections:
         with suppress(ConnectionError):
             one.sendall(_head(at) + b'{"query": [')
@@ -142,7 +142,7 @@ def answers_that_are_not_read(at: Target) -> None:
 
 
 def connections_kept_without_a_request(at: Target) -> None:
-    connections = _connections(at, 150)
+    connections = _connections(at, 300)
     for one in connections:
         with suppress(ConnectionError):
             one.sendall(at.request("GET", at.good))
@@ -433,7 +433,7 @@ def headers_in_what_is_sent(at: Target) -> None:
 
 
 ATTACKS: list[Callable[[Target], Any]] = [
-    half_headers_of_300_strangers, silence_of_300_strangers, a_header_byte_by_byte, half_bodies_of_150, a_body_byte_by_byte,
+    half_headers_of_300_strangers, silence_of_300_strangers, a_header_byte_by_byte, half_bodies_of_300, a_body_byte_by_byte,
     chunks_without_an_end, a_flood_of_chunks, answers_that_are_not_read, connections_kept_without_a_request, resets_half_way,
     a_thousand_requests_in_one_packet, a_wait_for_continue,
     a_header_of_a_megabyte, twenty_thousand_headers, a_path_of_a_megabyte, a_body_said_to_be_a_terabyte,
