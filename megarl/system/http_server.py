@@ -39,7 +39,7 @@ KEPT_S = 15
 ACCEPTED_AT_ONCE = 8
 WAITING_TO_BE_ACCEPTED = 1024
 MOST_HEADER_BYTES = 32 << 10
-MOST_VALUES = 1 << 22
+MOST_VALUES = 1 << 20
 """Commas and brackets in a JSON body of any kind: a byte of them can make an object of 60."""
 START_S = 30.0
 JSON = "application/json"
