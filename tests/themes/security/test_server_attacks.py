@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import select
 import socket
 import struct
@@ -15,6 +16,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -215,11 +217,15 @@ def a_bomb_of_zstd(at: Target) -> None:
         assert at.talk(at.request("POST", "/api/v1/forward_backward", bomb, **kind)).status in REFUSED
 
 
+@lru_cache(maxsize=1)
+def _texts(size: int) -> bytes:
+    """Made once, as that keeps the other threads of this process waiting."""
+    return json.dumps({"query": ["p 1" + "x" * 1000] * (size // 1010), "prompts": [], "labels": []}).encode()
+
+
 def json_of_70_megabytes(at: Target) -> None:
     """Texts, as those who have a token may send them; who may not is told so at once."""
-    size = min(70 << 20, at.most_bytes - 1000) if at.post else 70 << 20
-    text = json.dumps({"query": ["p 1" + "x" * 1000] * (size // 1010), "prompts": [], "labels": []}).encode()
-    assert at.posted(text).status in REFUSED
+    assert at.posted(_texts(min(70 << 20, at.most_bytes - 1000) if at.post else 70 << 20)).status in REFUSED
 
 
 def json_of_many_small_values(at: Target) -> None:
@@ -451,9 +457,10 @@ ATTACKS: list[Callable[[Target], Any]] = [
 def test_an_attack_comes_to_nothing(target: Target, attack: Callable[[Target], Any]) -> None:
     if target.post:
         assert target.posted(target.body).status == 200
-    for left in (2, 1, 0):  # a machine that is busy with something else is slow at times; a server that is held up always is
+    for left in (2, 1, 0):  # a server that is held up is so each time; a machine that is busy with something else is not
+        busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         with good_client(target) as took:
             attack(target)
-        if max(took) < SERVED_S:
+        if max(took) < SERVED_S * busy:
             break
         assert left, sorted(took)[-5:]
