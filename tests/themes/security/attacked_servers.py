@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -184,8 +185,10 @@ def agents(folder: Path) -> Iterator[Target]:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
 
+    sampler: Any = Recorder()
+
     async def session() -> AgentSession:
-        return AgentSession(SessionLimits(10**6, 10**6, 10**6), Recorder(), template, Counter())
+        return AgentSession(SessionLimits(10**6, 10**6, 10**6), sampler, template, Counter())
 
     server = SessionServer(["policy"])
     key = server.open(asyncio.run_coroutine_threadsafe(session(), loop).result(30))
