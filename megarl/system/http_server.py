@@ -31,8 +31,10 @@ from starlette.routing import Route
 from megarl.system.bearer_tokens import is_loopback
 from megarl.system.http_connections import WatchedProtocol, most_connections
 
-Message = MutableMapping[str, Any]
-App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+AsgiMessage = MutableMapping[str, Any]
+AsgiApp = Callable[
+    [AsgiMessage, Callable[[], Awaitable[AsgiMessage]], Callable[[AsgiMessage], Awaitable[None]]], Awaitable[None]
+]
 
 KEPT_S = 15
 """For the next request of a connection; clients themselves keep theirs for 5 s, as httpx does."""
@@ -52,7 +54,7 @@ class Admission:
 
     def __init__(
         self,
-        app: App,
+        app: AsgiApp,
         *,
         token: str | None,
         is_open: bool,
@@ -66,7 +68,7 @@ class Admission:
         """
         self._app, self._token, self._is_open, self._most, self._kinds = app, token, is_open, most_bytes, tuple(kinds)
 
-    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: AsgiMessage, receive: Any, send: Any) -> None:
         """Answer a request that is refused, else have the application answer."""
         if scope["type"] == "http":
             refused = self._refusal(scope)
@@ -76,7 +78,7 @@ class Admission:
         with suppress(ClientDisconnect):  # no failure, and no lines in the log that strangers could fill it with
             await self._app(scope, receive, send)
 
-    def _refusal(self, scope: Message) -> tuple[int, str] | None:
+    def _refusal(self, scope: AsgiMessage) -> tuple[int, str] | None:
         pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         headers = dict(pairs)
         malformed = _malformed(scope, pairs)
@@ -109,7 +111,7 @@ class Admission:
         return None
 
 
-def _malformed(scope: Message, headers: Sequence[tuple[str, str]]) -> tuple[int, str] | None:
+def _malformed(scope: AsgiMessage, headers: Sequence[tuple[str, str]]) -> tuple[int, str] | None:
     """Status and sentence for a request that two servers could read in two ways, or with a header too large."""
     names = [name for name, _ in headers]
     if scope["http_version"] not in ("1.0", "1.1"):
@@ -276,7 +278,7 @@ class ServerThread:
     """A server in a thread and an event loop of its own."""
 
     def __init__(
-        self, app: App, listening: socket.socket, name: str, failed: Callable[[BaseException], None] | None = None
+        self, app: AsgiApp, listening: socket.socket, name: str, failed: Callable[[BaseException], None] | None = None
     ) -> None:
         """Serve on `listening`; returns once it does. `failed` is told what ended it."""
         self.port: int = listening.getsockname()[1]
