@@ -122,6 +122,7 @@ def _run_data(run: RunRecord, pictures: PagePictures) -> dict[str, Any]:
         "phases": run.summary.get("phases", {}),
         "faults": [dict(fault) for fault in run.faults],
         "reward_errors": _reward_errors(run.reward_errors),
+        "slow_ranks": [dict(row) for row in run.slow_ranks],
     }
 
 

@@ -18,14 +18,14 @@ from megarl.system.near_folders import nearest_folder
 
 IDENTITY = ("run.name", "run.seed", "run.folder", "run.resume")
 """Config fields in which repetitions of a run differ."""
-ROWS = ("metrics", "distributions", "experts", "trace", "faults", "reward_errors")
+ROWS = ("metrics", "distributions", "experts", "trace", "faults", "reward_errors", "slow_ranks")
 """Files of which a record has the rows."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run. `metrics`, `distributions`, `experts`, `trace`, `samples`, `faults` and `reward_errors` are the rows of the
-    files of these names."""
+    """One run. `metrics`, `distributions`, `experts`, `trace`, `samples`, `faults`, `reward_errors` and `slow_ranks` are rows
+    of the files of these names."""
 
     folder: Path
     name: str
@@ -37,6 +37,7 @@ class RunRecord:
     samples: SampleFile
     faults: Sequence[Mapping[str, Any]]
     reward_errors: Sequence[Mapping[str, Any]]
+    slow_ranks: Sequence[Mapping[str, Any]]
     summary: Mapping[str, Any]
     files: RunFiles
     """Files that the rows and samples were read from, to be read on."""
