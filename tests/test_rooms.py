@@ -242,6 +242,7 @@ IMPORTS_OF_OPTIONS: dict[str, int] = {
     "sandboxes": 0,
     "lending": 0,
     "elastic": 0,
+    "elastic_engines": 0,
     "transports": 0,
     "distillation": 0,
     "online_pairs": 0,
