@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rich.console import Console
 from rich.table import Table
 
 from megarl.cli.arguments import add_config, add_template_args, make_console, template_args, with_models
@@ -32,10 +31,11 @@ from megarl.config import AnyConfig, SupervisedConfig, config_fields, load_any, 
 from megarl.config.checks import check_evaluates
 from megarl.config.evaluated import load_to_evaluate
 from megarl.config.secrets import redacted
-from megarl.errors import ConfigError, MegarlError, RunInterrupted, RunStopped, counted, nearest, written_out
+from megarl.errors import ConfigError, MegarlError, RunInterrupted, RunStopped, counted, nearest
 from megarl.models.from_hub import model_here, models_here
 from megarl.system.garbage import collect_rarely
 from megarl.system.ray_token import want_a_token
+from megarl.system.terminal import SafeConsole, print_safely
 from megarl.system.torchrun import is_leader, is_torchrun
 from megarl.version import __version__
 
@@ -77,7 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(number, signal.default_int_handler)
         return int(arguments.run(arguments))
 
-    return reported(run)
+    before = sys.stdout, sys.stderr
+    print_safely()
+    try:
+        return reported(run)
+    finally:
+        if argv is not None:  # else also what is printed as the process ends
+            sys.stdout, sys.stderr = before
 
 
 def reported(run: Callable[[], int]) -> int:
@@ -85,7 +91,7 @@ def reported(run: Callable[[], int]) -> int:
     try:
         return run()
     except MegarlError as error:
-        print(f"megarl: {written_out(redacted(str(error)))}", file=sys.stderr)
+        print(f"megarl: {redacted(str(error))}", file=sys.stderr)
         if isinstance(error, RunInterrupted):
             return INTERRUPTED
         return STOPPED if isinstance(error, RunStopped) else USER_ERROR
@@ -290,7 +296,7 @@ def _watch(loop: str, config: AnyConfig, arguments: argparse.Namespace) -> int:
         train(config)
         return 0
     from megarl.supervise.restarts import run_with_restarts  # loads nothing that starts threads: it forks
-    from megarl.system.lost_output import outlive_readers
+    from megarl.system.terminal import outlive_readers
 
     _close_ray(config, arguments)
     outlive_readers()
@@ -315,10 +321,10 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         raise ConfigError("--out is given, but --watch writes no responses: remove one of them")
     if arguments.watch:
         with own_temporary():
-            watch(config, _say, Console(stderr=True))
+            watch(config, _say, SafeConsole(stderr=True))
     else:
         with own_temporary():
-            figures = evaluate(config, arguments.checkpoint, _say_aside, arguments.out, Console(stderr=True))
+            figures = evaluate(config, arguments.checkpoint, _say_aside, arguments.out, SafeConsole(stderr=True))
         print(json.dumps({"model": arguments.checkpoint or config.model.path} | figures, indent=2))
     return 0
 
@@ -330,7 +336,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     from megarl.trainers.generate import generate
 
     with own_temporary():
-        rows = generate(config, arguments.out, arguments.form, arguments.checkpoint, _say_aside, Console(stderr=True))
+        rows = generate(config, arguments.out, arguments.form, arguments.checkpoint, _say_aside, SafeConsole(stderr=True))
     print(f"{counted(rows, 'row')} written to {arguments.out}")
     return 0
 

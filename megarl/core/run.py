@@ -16,8 +16,6 @@ from math import ceil
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
-from rich.console import Console
-
 from megarl.config import AnyConfig, Config, SupervisedConfig, save_resolved, to_yaml
 from megarl.config.guard_rules import GuardRule
 from megarl.core.protocols import Placed
@@ -34,6 +32,8 @@ from megarl.errors import (
     nearest,
 )
 from megarl.observe import MetricsFile, Phases, Progress, build_summary, evaluation_line, write_summary
+from megarl.observe.growing_file import read_file
+from megarl.observe.kept_lines import mend_ends
 from megarl.observe.progress import aligned, gate_line
 from megarl.observe.run_state import RunState
 from megarl.runs.expert_record import ExpertRecord
@@ -54,6 +54,7 @@ from megarl.runs.training_side import POLICY, REFERENCE, TrainingSide
 from megarl.supervise.child_run import follow, is_restart
 from megarl.system.atomic_files import write_text_atomically
 from megarl.system.processor import slow_bfloat16
+from megarl.system.terminal import SafeConsole
 from megarl.system.torchrun import is_torchrun
 
 OneConfig = TypeVar("OneConfig", Config, SupervisedConfig)
@@ -229,6 +230,7 @@ class Run(ABC):
             self.checkpoints.remove_unfinished()
             save_resolved(config, self.folder / "config.yaml")
             self.marks.begin()
+            early += mend_ends(self.folder)
             resume_after = self.step if state is not None else None
             self._metrics_file = MetricsFile(self.folder / "metrics.jsonl", resume_after_step=resume_after)
             self._stack.callback(self._metrics_file.close)
@@ -239,7 +241,7 @@ class Run(ABC):
         self.timeline = Timeline(trace, self.phases, self.step if state is not None else None, self.observers)
         self._stack.callback(self.timeline.close)
         progress = Progress(
-            config.run.steps, self.phases, first_step=self.step, shown=self.shown, console=Console(quiet=not self.leads)
+            config.run.steps, self.phases, first_step=self.step, shown=self.shown, console=SafeConsole(quiet=not self.leads)
         )
         self.progress = self._stack.enter_context(progress)
         self.watching.say = self.progress.say
@@ -445,7 +447,7 @@ class Run(ABC):
         path = self.folder / "summary.json"
         if self.was_finished:
             self.progress.say(f"{self.folder} is finished; its summary is in {path}")
-            return json.loads(path.read_text())
+            return read_file(path)[0]
         model = self.folder / "model"
         if self._settings.run.export and not self.roles.groups[POLICY].any_rank(model.exists()):
             with self.phases("export"):

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
 def write_text_atomically(path: str | Path, text: str) -> None:
@@ -21,11 +22,19 @@ def write_bytes_atomically(path: str | Path, content: bytes) -> None:
 
     Threads and processes may write the same path at once: one of them is the last.
     """
+    with whole_file(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def whole_file(path: str | Path) -> Iterator[BinaryIO]:
+    """A file to write, which becomes `path` if the block succeeds and vanishes if it raises; as `write_bytes_atomically`."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
-        part.write_bytes(content)
+        with part.open("wb") as file:
+            yield file
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)

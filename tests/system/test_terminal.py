@@ -13,7 +13,7 @@ PROGRAM = """
 import os, sys
 from pathlib import Path
 from rich.console import Console
-from megarl.system.lost_output import outlive_readers
+from megarl.system.terminal import outlive_readers
 if sys.argv[2] == "endures":
     outlive_readers()
 console = Console()
@@ -48,7 +48,7 @@ def test_it_does_its_work_to_the_end(tmp_path: Path, kind: str, endures: bool) -
 
 
 def test_other_failures_are_still_raised() -> None:
-    program = "import sys\nfrom megarl.system.lost_output import outlive_readers\noutlive_readers()\nprint('x', flush=True)"
+    program = "import sys\nfrom megarl.system.terminal import outlive_readers\noutlive_readers()\nprint('x', flush=True)"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True, env=environment)

@@ -1,0 +1,280 @@
+"""Types of what stands in a run's folder: lines of its `.jsonl` files, and its small JSON files; reading checks them.
+
+A folder may be damaged, of another version or of somebody else. Only what readers use has a type; further keys may be there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import from_json
+from typing_extensions import TypedDict
+
+_CHECKED = ConfigDict(strict=True, extra="allow")
+LARGEST = 2**53
+"""Largest whole number that a float, and JavaScript, holds exactly."""
+Step = Annotated[int, Field(ge=0, le=LARGEST)]
+Whole = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
+Moment = Annotated[float, Field(ge=0, le=1e11)]
+"""Seconds since the epoch, up to the year 5138."""
+Digest = Annotated[str, Field(pattern=r"^[0-9A-Za-z_-]{1,128}$")]
+"""Name of a kept picture: it leads into no other folder."""
+Process = Annotated[str, Field(pattern=r"^\S{1,200}( [0-9]{1,9})?$")]
+"""`driver`, or a group and a rank such as `policy 0`."""
+
+LineCheck = Callable[[bytes], dict[str, Any]]
+"""Gives the object in a line; raises ValueError where that is not what the file holds."""
+
+
+class _MediaRecord(TypedDict):
+    """A picture, video or sound of a sample: `dataclasses.asdict` of `Media`."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[misc]
+    kind: Literal["image", "video", "audio"]
+    digests: Annotated[list[Digest], Field(min_length=1)]
+    grid: Annotated[list[Whole], Field(min_length=3, max_length=3)]
+    place: Step
+    tokens: Step
+    seconds_per_grid: NotRequired[float | None]
+
+
+class _Part(TypedDict, total=False):
+    __pydantic_config__ = _CHECKED  # type: ignore[misc]
+    type: str
+    text: str
+
+
+class _Turn(TypedDict, total=False):
+    __pydantic_config__ = _CHECKED  # type: ignore[misc]
+    role: str
+    content: str | list[_Part] | None
+
+
+class _Served(TypedDict):
+    __pydantic_config__ = _CHECKED  # type: ignore[misc]
+    tenant: str
+    model: str
+
+
+class _Training(TypedDict, total=False):
+    __pydantic_config__ = _CHECKED  # type: ignore[misc]
+    reward: float
+    pieces: list[str] | None
+    log_probs: list[float]
+    reference_log_probs: list[float]
+    advantages: list[float]
+
+
+class _Said(TypedDict, total=False):
+    __pydantic_config__ = _CHECKED  # type: ignore[misc]
+    prompt_text: str
+    response_text: str
+    prompt_ids: list[int]
+    response_ids: list[int]
+    sampled_mask: list[Any]
+    rollout_log_probs: list[float]
+    rewards: dict[str, float]
+    row: dict[str, Any]
+    finish_reason: str | None
+    media: list[_MediaRecord | str] | None
+    turns: list[_Turn] | None
+    training: _Training | None
+    served: _Served
+
+
+class SampleRecord(_Said):
+    """A line of `samples.jsonl`."""
+
+    step: Step
+    sample_id: str
+    group_id: str
+
+
+class TraceRecord(TypedDict):
+    """A line of `trace.jsonl`: by process name, begin and end of what it did."""
+
+    __pydantic_config__ = _CHECKED  # type: ignore[misc]
+    step: Step
+    spans: dict[Process, list[tuple[str, Moment, Moment]]]
+
+
+class FaultRecord(TypedDict, total=False):
+    """A line of `faults.jsonl`: `Fault` of `supervise/restarts.py`."""
+
+    __pydantic_config__ = _CHECKED  # type: ignore[misc]
+    who: str
+    what: str
+    wait_s: float | None
+    recovered_s: float | None
+
+
+class _RewardError(TypedDict, total=False):
+    __pydantic_config__ = _CHECKED  # type: ignore[misc]
+    traceback: str
+
+
+class RewardErrorRecord(_RewardError):
+    """A line of `reward_errors.jsonl`."""
+
+    step: Step
+    reward: str
+    errors: Whole
+    on_error: str
+    error: str
+
+
+class _Histogram(TypedDict):
+    __pydantic_config__ = _CHECKED  # type: ignore[misc]
+    low: float
+    high: float
+    counts: list[Whole]
+
+
+class _Routing(TypedDict):
+    __pydantic_config__ = _CHECKED  # type: ignore[misc]
+    layers: list[Whole]
+    loads: list[list[float]]
+    entropy: NotRequired[list[float]]
+
+
+class SummaryRecord(TypedDict, total=False):
+    """`summary.json`, as far as it is read."""
+
+    __pydantic_config__ = _CHECKED  # type: ignore[misc]
+    seconds_per_step: float | None
+    eval: dict[str, dict[str, float | None] | None] | None
+    phases: dict[str, dict[str, float]]
+    gates: dict[str, float | None]
+    machine: MachineFacts | None
+    versions: dict[str, str | None] | None
+
+
+class MachineFacts(TypedDict, total=False):
+    """`machine` of `machine.json`, and of an older run's `summary.json`."""
+
+    __pydantic_config__ = _CHECKED  # type: ignore[misc]
+    system: str
+    processor: str | None
+    cores: Whole
+    memory_bytes: Annotated[int, Field(ge=0, le=2**63)]
+
+
+class MachineRecord(TypedDict, total=False):
+    """`machine.json`."""
+
+    __pydantic_config__ = _CHECKED  # type: ignore[misc]
+    machine: MachineFacts | None
+    versions: dict[str, str | None] | None
+    commit: str | None
+    gpus: Whole | None
+    gpu: str | None
+
+
+class EndRecord(TypedDict, total=False):
+    """`end.json`."""
+
+    __pydantic_config__ = _CHECKED  # type: ignore[misc]
+    state: str
+    why: str | None
+
+
+class PlacementRecord(TypedDict):
+    """`placement.json`, of which the number of nodes is read."""
+
+    __pydantic_config__ = _CHECKED  # type: ignore[misc]
+    nodes: list[Any]
+
+
+def metrics_line(line: bytes) -> dict[str, Any]:
+    """The row in a line of `metrics.jsonl`: numbers by name, and `step`; names are kept once for all rows."""
+    row = from_json(line)
+    if not isinstance(row, dict):
+        raise ValueError("it is no object")
+    checked = {sys.intern(name): _metric(name, value) for name, value in row.items()}
+    _step_of(row)
+    return checked
+
+
+def stepped_line(line: bytes) -> dict[str, Any]:
+    """The object in a line of any file of steps: `step`, and whatever else."""
+    row = from_json(line)
+    if not isinstance(row, dict):
+        raise ValueError("it is no object")
+    _step_of(row)
+    return row
+
+
+def _metric(name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        return float(value) if value in ("nan", "inf", "-inf") else value
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ValueError(f"{_short(name)} is a number of more than 64 bits")
+    if value is None or isinstance(value, (int, float)):
+        return value
+    raise ValueError(f"{_short(name)} is no number")
+
+
+def _step_of(row: dict[str, Any]) -> None:
+    step = row.get("step")
+    if type(step) is not int or not 0 <= step <= LARGEST:
+        raise ValueError("it has no step" if step is None else "step is no number of a step")
+
+
+def _line_of(kind: Any) -> LineCheck:
+    adapter = TypeAdapter(kind)
+
+    def check(line: bytes) -> dict[str, Any]:
+        try:
+            row: dict[str, Any] = adapter.validate_json(line)
+        except ValidationError as error:
+            raise ValueError(_first_of(error)) from None
+        return row
+
+    return check
+
+
+def _by_name(kind: Any) -> LineCheck:
+    """Lines with a `step`, and under all other names a `kind`."""
+    adapter = TypeAdapter(dict[str, kind])
+
+    def check(line: bytes) -> dict[str, Any]:
+        row = stepped_line(line)
+        try:
+            return {"step": row.pop("step"), **adapter.validate_python(row)}
+        except ValidationError as error:
+            raise ValueError(_first_of(error)) from None
+
+    return check
+
+
+def _first_of(error: ValidationError) -> str:
+    """What is wrong first, as `training.reward: Input should be a valid number`."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    place = ".".join(str(part) for part in first["loc"] if not isinstance(part, str) or part.isidentifier())
+    return f"{_short(place)}: {first['msg']}" if place else first["msg"]
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 60 else f"{name[:60]}…"
+
+
+sample_line: LineCheck = _line_of(SampleRecord)
+LINES: dict[str, LineCheck] = {
+    "metrics": metrics_line,
+    "distributions": _by_name(_Histogram),
+    "experts": _by_name(_Routing),
+    "trace": _line_of(TraceRecord),
+    "faults": _line_of(FaultRecord),
+    "reward_errors": _line_of(RewardErrorRecord),
+}
+"""By name of a file of rows what checks its lines."""
+FILES: dict[str, LineCheck] = {
+    "summary": _line_of(SummaryRecord),
+    "machine": _line_of(MachineRecord),
+    "end": _line_of(EndRecord),
+    "placement": _line_of(PlacementRecord),
+}
+"""By name of a JSON file of one object what checks it."""
