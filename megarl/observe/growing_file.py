@@ -107,24 +107,23 @@ class SampleFile(GrowingFile, Sequence[Mapping[str, Any]]):
     """The samples of whole lines; none if there is no file. `read_on` takes what was written since.
 
     Iterating, slices and `at` read the file, and raise DataError if it was damaged or exchanged meanwhile. Of each sample are
-    at hand: `steps`, `groups` (a number for each step and group), `characters` of its response and `tokens`.
+    at hand: `steps`, `groups` (a number that tells steps and groups apart), `characters` of its response and `tokens`.
     """
 
     def __init__(self, file: Path) -> None:
         super().__init__(file, sample_line)
 
     def forget(self) -> None:
-        self._starts, self._sizes = array("Q"), array("L")
-        self.steps, self.groups = array("q"), array("L")
-        self.characters, self.tokens = array("L"), array("L")
-        self._group_numbers: dict[tuple[int, str], int] = {}
+        self._starts, self._sizes = array("Q"), array("I")
+        self.steps, self.groups = array("q"), array("q")
+        self.characters, self.tokens = array("I"), array("I")
 
     def take(self, content: dict[str, Any], nbytes: int) -> None:
         step = content["step"]
         self._starts.append(self.end)
         self._sizes.append(nbytes)
         self.steps.append(step)
-        self.groups.append(self._group_numbers.setdefault((step, content["group_id"]), len(self._group_numbers)))
+        self.groups.append(hash((step, content["group_id"])))
         self.characters.append(len(content.get("response_text", "")))
         self.tokens.append(len(content.get("response_ids", ())))
 

@@ -20,8 +20,12 @@ from megarl.observe.sample_media import PagePictures, frames_shown, shown_media,
 
 SAMPLES = 100_000
 """Samples of a run in a page at most: whole groups, evenly spread over its steps."""
-TEXT_CHARACTERS = 16_000_000
-"""Characters of responses of a run in a page at most; of more, fewer groups."""
+TEXT_CHARACTERS = 40_000_000
+"""Characters of responses of a run in a page at most, which the browser holds; of more, fewer groups."""
+PACKED_BYTES = 8_500_000
+"""Bytes of the packed samples of a run in a page at most."""
+LEAST_SHARE = 1e-4
+"""Share of groups of which no fewer are tried."""
 TOKENS = 100_000
 """Response tokens whose numbers are in a page at most, those of the newest samples; one makes about 25 bytes."""
 COMPRESSION = 6
@@ -33,9 +37,25 @@ MEDIA = ("media", "boxes", "gold_boxes")
 MORE = (*DETAILS, *MEDIA, SERVED)
 
 
-def page_samples(run: RunRecord, pictures: PagePictures) -> Iterator[dict[str, Any]]:
-    """Samples that the page shows of the run's samples, oldest step first, one after the other."""
-    places = shown_places(run.samples.groups, run.samples.characters)
+def listed_samples(run: RunRecord, pictures: PagePictures) -> list[dict[str, Any]]:
+    """Samples that the page shows of the run's samples, oldest step first."""
+    return list(_page_samples(run, pictures, 1.0))
+
+
+def packed_samples(run: RunRecord, pictures: PagePictures) -> tuple[dict[str, Any], str, list[str]]:
+    """The same as columns, prompts and chunks, packed; of samples that take more than `PACKED_BYTES` fewer groups."""
+    share = 1.0
+    while True:
+        columns, prompts, chunks = pack_samples(_page_samples(run, pictures, share), packed_text)
+        told = packed_text(prompts)
+        nbytes = len(told) + sum(map(len, chunks))
+        if nbytes <= PACKED_BYTES or share < LEAST_SHARE:
+            return columns, told, chunks
+        share *= 0.9 * PACKED_BYTES / nbytes
+
+
+def _page_samples(run: RunRecord, pictures: PagePictures, share: float) -> Iterator[dict[str, Any]]:
+    places = shown_places(run.samples.groups, run.samples.characters, share)
     room, first_with_numbers = TOKENS, len(places)
     for index in range(len(places) - 1, -1, -1):
         room -= run.samples.tokens[places[index]]
@@ -46,13 +66,15 @@ def page_samples(run: RunRecord, pictures: PagePictures) -> Iterator[dict[str, A
         yield sample_data(sample, run, pictures, has_numbers=index >= first_with_numbers)
 
 
-def shown_places(groups: Sequence[int], characters: Sequence[int]) -> list[int]:
-    """Places of all samples, or of as many whole groups as there is room for, evenly spread; what stands by sample are the
-    number of its group, and the characters of its response."""
+def shown_places(groups: Sequence[int], characters: Sequence[int], share: float = 1.0) -> list[int]:
+    """Places of a `share` of all samples, or of as many whole groups as there is room for, evenly spread.
+
+    Given are by sample the number of its group, and the characters of its response.
+    """
     members: dict[int, list[int]] = {}
     for place, group in enumerate(groups):
         members.setdefault(group, []).append(place)
-    share = min(1.0, SAMPLES / max(1, len(groups)), TEXT_CHARACTERS / max(1, sum(characters)))
+    share = min(share, SAMPLES / max(1, len(groups)), TEXT_CHARACTERS / max(1, sum(characters)))
     grouped = list(members.values())
     count = max(1, int(len(grouped) * share)) if grouped else 0
     chosen = grouped if count == len(grouped) else [grouped[index * len(grouped) // count] for index in range(count)]

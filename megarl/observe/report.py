@@ -10,7 +10,7 @@ import html
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 import yaml
 
-from megarl.observe.page_samples import pack_samples, packed_text, page_samples
+from megarl.observe.page_samples import listed_samples, packed_samples
 from megarl.observe.run_record import RunRecord, differences, figure_of, last_figure, metric_names, repetitions
 from megarl.observe.run_status import axes, run_status
 from megarl.observe.sample_media import PagePictures
@@ -47,7 +47,7 @@ def build_page(runs: Sequence[RunRecord], place: str | Path = ".", *, is_live: b
     title = "megarl: " + ", ".join(run.name for run in runs)
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
     policy += "; connect-src 'self'" if is_live else ""
-    data = page_data(runs, place, lambda samples: pack_samples(samples, packed_text)) | {"live": is_live}
+    data = page_data(runs, place, packed_samples) | {"live": is_live}
     elements = [_move_samples(run, number) for number, run in enumerate(data["runs"])]
     return Template((folder / "page.html").read_text()).substitute(
         policy=policy,
@@ -65,7 +65,7 @@ def build_page(runs: Sequence[RunRecord], place: str | Path = ".", *, is_live: b
 def _move_samples(run: dict[str, Any], number: int) -> str:
     """Leave of the packed samples in `run` the columns alone; the elements that hold their prompts and texts."""
     run["samples"], prompts, chunks = run["samples"]
-    parts = {"prompts": packed_text(prompts), **{str(index): chunk for index, chunk in enumerate(chunks)}}
+    parts = {"prompts": prompts, **{str(index): chunk for index, chunk in enumerate(chunks)}}
     element = '<script type="application/octet-stream" id="samples-{}-{}">{}</script>\n'
     return "".join(element.format(number, name, part) for name, part in parts.items())
 
@@ -79,12 +79,12 @@ def as_inert_json(value: Any) -> str:
 
 
 def page_data(
-    runs: Sequence[RunRecord], place: str | Path = ".", take: Callable[[Iterator[dict[str, Any]]], Any] = list
+    runs: Sequence[RunRecord], place: str | Path = ".", take: Callable[[RunRecord, PagePictures], Any] = listed_samples
 ) -> dict[str, Any]:
-    """All that the page shows; of each run's samples what `take` makes of them as they are read one by one."""
+    """All that the page shows; of each run's samples what `take` makes."""
     pictures = PagePictures()
     return {
-        "runs": [_run_data(run) | _samples(run, pictures, take) | {"profiles": _links(run, Path(place))} for run in runs],
+        "runs": [_run_data(run) | {"samples": take(run, pictures), "profiles": _links(run, Path(place))} for run in runs],
         "pictures": pictures.found,
         "pictures_left_out": pictures.left_out,
         "repetitions": repetitions(runs),
@@ -114,6 +114,7 @@ def _run_data(run: RunRecord) -> dict[str, Any]:
         "distributions": [dict(row) for row in _thinned(run.distributions, POINTS)],
         "experts": _expert_maps(run.experts),
         "trace": _last_spans(run.trace),
+        "samples_written": len(run.samples),
         "boxes_in": _boxes_in(run),
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
         "summary": {name: value for name, value in run.summary.items() if name == "eval"},
@@ -123,10 +124,6 @@ def _run_data(run: RunRecord) -> dict[str, Any]:
         "damage": list(run.damage),
         "reward_errors": _reward_errors(run.reward_errors),
     }
-
-
-def _samples(run: RunRecord, pictures: PagePictures, take: Callable[[Iterator[dict[str, Any]]], Any]) -> dict[str, Any]:
-    return {"samples": take(page_samples(run, pictures)), "samples_written": len(run.samples)}
 
 
 def _reward_errors(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

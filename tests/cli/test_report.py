@@ -247,9 +247,12 @@ def test_a_folder_that_is_no_run_leads_to_the_runs_beside_it_or_in_it(tmp_path, 
 
 def test_a_file_that_is_not_what_a_run_writes_is_named(tmp_path, capsys) -> None:
     run = write_run(tmp_path / "r")
-    (run / "samples.jsonl").write_text("not JSON\n")
-    assert main(["report", str(run)]) == 2
-    assert "cannot be read as a run" in capsys.readouterr().err
+    samples = (run / "samples.jsonl").read_text()
+    (run / "samples.jsonl").write_text(f"{samples}not JSON\n[]\n")
+    assert main(["report", str(run)]) == 0
+    said = capsys.readouterr().err
+    assert f"{run}/samples.jsonl: 2 lines are damaged or not of this file, and left out (first line 49, Invalid JSON" in said
+    assert said.count("\n") == 1
 
 
 needs_tiny = pytest.mark.skipif(not (TINY / "config.json").exists(), reason="needs models/tiny-arithmetic (make tiny-model)")

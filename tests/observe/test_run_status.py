@@ -108,7 +108,7 @@ def test_a_run_that_was_told_to_stop_and_one_that_failed_say_so(folder: Path) ->
 def test_a_placement_that_no_run_wrote_is_named(folder: Path) -> None:
     (folder / "placement.json").write_text("[]")
     run = read_run(folder)
-    assert (run.nodes, len(run.metrics)) == (1, 4)
+    assert (run.nodes, len(run.metrics)) == (1, 13)
     assert [*run.damage] == [f"{folder}/placement.json is damaged or not of a run, and left out (Input should be an object)"]
 
 
