@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import io
 import json
 import shutil
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megarl.errors import MegarlError, written_out
+from megarl.system.terminal import SafeStream
 from tests.observe.recorded import write_run
 
 FILES = {
@@ -21,7 +24,13 @@ FILES = {
 }  # fmt: skip
 EXPERTS = {"step": 1, "policy": {"layers": [0], "loads": [[1.0, 1.0]], "entropy": [0.5]}}
 REWARD_ERROR = {"step": 1, "reward": "r", "errors": 2, "on_error": "zero", "error": "ValueError", "traceback": "x"}
-TIMES = {"time/step_s": 2.0, "time/generate_s": 1.0, "rollout/samples": 4, "response/tokens_mean": 3.0, "speed/tokens_per_s": 9.0}
+TIMES = {
+    "time/step_s": 2.0,
+    "time/generate_s": 1.0,
+    "rollout/samples": 4,
+    "response/tokens_mean": 3.0,
+    "speed/tokens_per_s": 9.0,
+}
 
 
 def reader(read: Callable[[Path], None], room: Callable[[], Path]) -> Callable[[bytes], None]:
@@ -59,13 +68,21 @@ def whole_run(room: Path) -> Path:
     return folder
 
 
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
+    from megarl.cli.commands import build_parser
+
+    return build_parser()
+
+
 def said(arguments: list[str]) -> None:
     """Give the command line these arguments; it must end with 0 or 2 and print nothing that steers a terminal."""
-    from megarl.cli import main
+    from megarl.cli.commands import reported
 
     output = io.StringIO()
-    with redirect_stdout(output), redirect_stderr(output):
-        code = main(arguments)
+    with redirect_stdout(SafeStream(output)), redirect_stderr(SafeStream(output)):  # type: ignore[type-var]
+        parsed = _parser().parse_args(arguments)
+        code = reported(lambda: int(parsed.run(parsed)))
     assert code in (0, 2)
     text = output.getvalue()
     assert written_out(text) == text
@@ -154,11 +171,42 @@ def resume(folder: Path) -> None:
 
 READERS = {"report": report, "compare": compare, "samples": samples, "status": status, "watch": watch, "resume": resume}
 WORDS = (
-    *(b'"step"', b'"sample_id"', b'"group_id"', b'"training"', b'"rewards"', b'"reward"', b'"log_probs"', b'"turns"', b'"media"'),
-    *(b'"spans"', b'"driver"', b'"policy 0"', b'"counts"', b'"loads"', b'"served"', b'"row"', b'"wait_s"', b'"eval"', b'"gates"'),
+    *(
+        b'"step"',
+        b'"sample_id"',
+        b'"group_id"',
+        b'"training"',
+        b'"rewards"',
+        b'"reward"',
+        b'"log_probs"',
+        b'"turns"',
+        b'"media"',
+    ),
+    *(
+        b'"spans"',
+        b'"driver"',
+        b'"policy 0"',
+        b'"counts"',
+        b'"loads"',
+        b'"served"',
+        b'"row"',
+        b'"wait_s"',
+        b'"eval"',
+        b'"gates"',
+    ),
     *(b"NaN", b"Infinity", b"-Infinity", b"1e999", b"1e308", b"9" * 400, b"-1", b"true", b"null", b"[]", b"{}", b'""', b"\n"),
     *(b'{"step": 1, ', b"[" * 300, b'"\\ud800"', b"\\u0000", b"\\u001b]0;x\\u0007", b"\\u202e", b"\xff\xfe", b"\0" * 9),
-    *(b"policy: ", b"layout: ", b"data: ", b"media_folder: ", b"answer_key: ", b"rewards: ", b"2020-01-01", b"!!binary ", b": "),
+    *(
+        b"policy: ",
+        b"layout: ",
+        b"data: ",
+        b"media_folder: ",
+        b"answer_key: ",
+        b"rewards: ",
+        b"2020-01-01",
+        b"!!binary ",
+        b": ",
+    ),
 )
 
 
