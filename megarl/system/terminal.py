@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import IO, Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -64,8 +65,7 @@ class SafeStream:
     def write(self, text: str) -> int:
         if not text.isprintable():
             text = _COLOURS.sub("", text)
-            is_bar = "\r" in text and str(sys._getframe(1).f_globals.get("__name__")).startswith("tqdm")
-            parts = _MOVES_OF_BARS.split(text) if is_bar else [text]
+            parts = _MOVES_OF_BARS.split(text) if "\r" in text and _is_bar(sys._getframe().f_back) else [text]
             text = "".join(part if number % 2 else written_out(part) for number, part in enumerate(parts))
         self.stream.write(text)
         return len(text)
@@ -73,6 +73,11 @@ class SafeStream:
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
+
+
+def _is_bar(caller: FrameType | None) -> bool:
+    """Return whether tqdm writes; None: the interpreter does, a traceback."""
+    return caller is not None and str(caller.f_globals.get("__name__")).startswith("tqdm.")
 
 
 class SafeConsole(Console):

@@ -144,7 +144,7 @@ def watch(folder: Path) -> None:
 
 
 def resume(folder: Path) -> None:
-    """What a run does with its own files when it goes on: afterwards every line of them is whole, and none is of a later step."""
+    """What a run does with its own files when it goes on: afterwards every line is whole, and none is of a later step."""
     from megarl.experience.samples_file import SamplesFile
     from megarl.observe.kept_lines import APPENDED, cut_torn_end, mend_ends
     from megarl.observe.metrics import MetricsFile, read_metrics
