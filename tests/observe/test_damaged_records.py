@@ -159,8 +159,9 @@ def test_a_foreign_file_of_one_object_is_left_out(
 @pytest.mark.parametrize(
     "text",
     [
-        "policy: []", "policy: {layout: 3}", "data: text", "rewards: 3", "rewards: [3, {name: boxes, args: 4}]", "model: &a [*a]",
-        "run: {name: 2020-01-01, 2020-01-02: x}", "x: [{2020-01-02: 1}]", "data: {media_folder: 3, answer_key: [1]}", "- 1", "\0", "a: b: c",
+        "policy: []", "policy: {layout: 3}", "data: text", "rewards: 3", "rewards: [3, {name: boxes, args: 4}]",
+        "model: &a [*a]", "run: {name: 2020-01-01, 2020-01-02: x}", "x: [{2020-01-02: 1}]", "- 1", "\0", "a: b: c",
+        "data: {media_folder: 3, answer_key: [1]}",
     ],
 )  # fmt: skip
 def test_a_config_of_any_yaml_is_shown_or_left_out(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
