@@ -126,5 +126,5 @@ def test_a_command_sends_no_control_characters_of_others_to_the_terminal(name: s
     assert steering(output) == [], output[-2000:]
     assert code in (0, 1, 2)
     assert b"Traceback" not in output
-    if name in ("report", "compare", "samples", "samples by role", "data", "train", "config", "none"):
+    if name in ("report", "compare", "samples", "samples by role", "train", "config", "none"):
         assert b"\\u202e" in output, "it says what was written"
