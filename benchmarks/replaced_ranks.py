@@ -28,10 +28,9 @@ if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
 from benchmarks.measured_code import code_of  # noqa: E402
-from benchmarks.workload import versions, write_prompts  # noqa: E402
+from benchmarks.workload import machine, versions, write_prompts  # noqa: E402
 from megarl.config import load_config  # noqa: E402
 from megarl.observe import read_metrics  # noqa: E402
-from megarl.observe.summary import machine  # noqa: E402
 from megarl.runs.training_side import POLICY  # noqa: E402
 from megarl.trainers.rl.train import train  # noqa: E402
 from megarl.workers.roles import Roles  # noqa: E402
@@ -104,7 +103,7 @@ def main() -> None:
     result = {
         "command": shlex.join(["python", *sys.argv]),
         "code": code_of("replaced_ranks"),
-        "machine": machine() | {"load": os.getloadavg()[0]},
+        "machine": machine(),
         "versions": versions(),
         "setup": {"steps": given.steps, "kills": given.kills, "spares": given.spares, "config": given.config.name},
         "lost_to_resumed_s": kills.seconds,

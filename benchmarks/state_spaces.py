@@ -30,8 +30,8 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from benchmarks.measured_code import code_of  # noqa: E402
+from benchmarks.workload import machine  # noqa: E402
 from megarl import platform as megarl_platform  # noqa: E402
-from megarl.observe.summary import machine  # noqa: E402
 
 MODELS: dict[str, dict[str, Any]] = {
     "granite-4.0-h-tiny": {

@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -82,11 +83,12 @@ def free_port() -> int:
 
 
 def machine() -> dict[str, Any]:
-    """The processor, the cores that may be used, and the load when this was called."""
+    """The processor, the cores that may be used, and the date and the load when this was called."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "processor": names[0] if names else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
+        "date": datetime.now(UTC).date().isoformat(),
         "load": os.getloadavg()[0],
     }

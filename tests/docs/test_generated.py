@@ -68,6 +68,19 @@ def test_a_table_that_was_changed_by_hand_is_written_again(generate: ModuleType)
     assert generate.figures.with_tables("evidence/rollouts.md", by_hand) == text
 
 
+def test_a_table_tells_when_all_its_figures_were_measured(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {
+        "old": {"machine": {"date": "2026-11-21"}},
+        "new": {"date": "2026-11-29T08:00:00+00:00"},
+        "unread": {"date": "2026-11-30"},
+    }
+    monkeypatch.setattr(generate.results, "figures_of", lambda name: found[name])
+    read = generate.results.result
+    assert generate.figures.table_with_date(lambda: [str(len(read("new")))]) == ["1", "", "Measured 2026-11-29."]
+    both = generate.figures.table_with_date(lambda: [str(len(read("new")) + len(read("old")))])
+    assert both == ["2", "", "Measured 2026-11-21 to 2026-11-29."]
+
+
 def test_a_page_without_the_marks_of_a_table_is_named(generate: ModuleType) -> None:
     text = (DOCS / "evidence/rollouts.md").read_text().replace("<!-- drafts: end -->", "")
     with pytest.raises(SystemExit, match=r"docs/evidence/rollouts\.md lacks the marks of the table 'drafts'"):
@@ -94,11 +107,13 @@ def test_a_figure_that_is_not_the_measured_one_is_found(generate: ModuleType) ->
 
 
 def test_figures_older_than_their_code_are_named(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = generate.figures
-    monkeypatch.setattr(figures, "digest", lambda place: "of today" if place == "megarl/weights" else "as it was")
+    results = generate.results
+    monkeypatch.setattr(results, "digest", lambda place: "of today" if place == "megarl/weights" else "as it was")
     found = {"code": {"benchmarks/reshard.py": "as it was", "megarl/weights": "then"}}
-    monkeypatch.setattr(figures, "result", lambda name: found if name == "reshard" else {"code": {"megarl/data": "as it was"}})
-    assert figures.older_than_their_code() == ["benchmarks/results/reshard.json: measured before megarl/weights changed"]
+    monkeypatch.setattr(
+        results, "figures_of", lambda name: found if name == "reshard" else {"code": {"megarl/data": "as it was"}}
+    )
+    assert results.older_than_their_code() == ["benchmarks/results/reshard.json: measured before megarl/weights changed"]
 
 
 def test_comments_and_empty_lines_are_no_change_of_code(generate: ModuleType) -> None:
@@ -110,9 +125,10 @@ def test_comments_and_empty_lines_are_no_change_of_code(generate: ModuleType) ->
     assert digest_of({"b.py": "x = 1\ny = 2\n"}) != plain
 
 
-def test_all_figures_say_which_code_they_measured(generate: ModuleType) -> None:
+def test_all_figures_say_which_code_they_measured_and_when(generate: ModuleType) -> None:
     for path in sorted((ROOT / "benchmarks/results").glob("*.json")):
-        assert generate.figures.result(path.stem)["code"], path.name
+        assert generate.results.figures_of(path.stem)["code"], path.name
+        assert generate.results.measured_on(path.stem) >= "2026-11-21", path.name
 
 
 def test_every_field_has_a_row() -> None:

@@ -2,56 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
-from functools import cache
-from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks/results"
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from measured_code import digest  # noqa: E402
-
-Figures = Any
-"""What a benchmark wrote."""
-
-
-@cache
-def result(name: str) -> Figures:
-    """The committed figures of this name."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
+from results import READ, Figures, measured_on, result
 
 
 def with_tables(page: str, text: str) -> str:
     """`text` of this page with its tables written anew."""
     for name, table in TABLES[page].items():
+        lines = table_with_date(table)
         begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
         before, _, rest = text.partition(begin)
         if end not in rest:
             raise SystemExit(f"docs/{page} lacks the marks of the table {name!r}: {begin.strip()} and {end}")
-        text = f"{before}{begin}" + "\n".join(table()) + f"\n{end}{rest.partition(end)[2]}"
+        text = f"{before}{begin}" + "\n".join(lines) + f"\n{end}{rest.partition(end)[2]}"
     return text
 
 
-def older_than_their_code() -> list[str]:
-    """A line for each file of figures whose benchmark or measured code is not today's."""
-    lines = []
-    for path in sorted(RESULTS.glob("*.json")):
-        found = result(path.stem)
-        changed = [place for part in (found, found.get("transformer_engine", {})) for place in _changed(part.get("code", {}))]
-        if changed:
-            lines.append(f"benchmarks/results/{path.name}: measured before {', '.join(dict.fromkeys(changed))} changed")
-    return lines
-
-
-def _changed(code: dict[str, str]) -> list[str]:
-    return [place for place, then in code.items() if digest(place) != then]
+def table_with_date(table: Callable[[], list[str]]) -> list[str]:
+    """The table, and when its figures were measured."""
+    READ.clear()
+    lines = table()
+    dates = sorted({measured_on(name) for name in READ})
+    return [*lines, "", f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."]
 
 
 # --- cells and rows ---

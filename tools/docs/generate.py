@@ -22,6 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools/docs")]
 
 import families  # noqa: E402
 import figures  # noqa: E402
+import results  # noqa: E402
 
 from megarl import errors  # noqa: E402
 from megarl.cli import commands  # noqa: E402
@@ -45,7 +46,7 @@ def main() -> int:
         if not arguments.check:
             (arguments.folder / name).write_text(text)
         print(f"{name} {'is out of date' if arguments.check else 'written'}")
-    for line in figures.older_than_their_code():
+    for line in results.older_than_their_code():
         print(line, file=sys.stderr)
     return 1 if arguments.check and stale else 0
 

@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from megarl.config.layout import Layout
 from megarl.system.process_exit import log_to_file
 from megarl.workers.own_gpu import own_gpu
-from megarl.workers.rank_actor import start_rank
+from megarl.workers.rank_actor import RankProcess, start_rank
 
 if TYPE_CHECKING:
-    from megarl.workers.rank_actor import RankProcess
+    from collections.abc import Iterator
+
+
+class CutShort(BaseException):
+    """The world of this rank is lost, and what it computes is of no use."""
+
+
+def interrupt(process: RankProcess) -> None:
+    """End what another thread of this process computes as its rank, at its next step in Python, and what waits for others.
+
+    A loss is seen in collectives alone, and a forward and backward pass may take long to come to one.
+    """
+    import torch.distributed
+
+    if process.rank.platform.name == "cuda" and torch.distributed.is_initialized():
+        torch.distributed.distributed_c10d._abort_process_group()  # NCCL's do not see that a process is gone
+    for thread, frame in sys._current_frames().items():
+        if any(of_thread.f_code is RankProcess.call.__code__ for of_thread in _outwards(frame)):
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(CutShort))
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def leave(process: RankProcess) -> None:

@@ -19,7 +19,7 @@ from megarl.errors import LayoutError, RankLostError, WorkerError, counted
 from megarl.options.elastic.comparison import differing, digests_of_weights
 from megarl.options.elastic.memory import Memory, Moment
 from megarl.options.elastic.places import Places
-from megarl.options.elastic.rank_process import Become, leave
+from megarl.options.elastic.rank_process import Become, interrupt, leave
 from megarl.options.elastic.section import compared_every, shrinks, spares_of
 from megarl.weights.machines import Machines
 from megarl.workers.cluster import Cluster
@@ -218,6 +218,8 @@ class RankReplacement:
 
 def _stuck(actors: Mapping[int, Any]) -> set[int]:
     """Have processes leave their worlds; those that do not."""
+    for actor in actors.values():
+        actor.__ray_call__.options(concurrency_group="control").remote(interrupt)
     left = {number: actor.__ray_call__.remote(leave) for number, actor in actors.items()}
     ray.wait([*left.values()], num_returns=len(left), timeout=LEAVE_S)
     stuck = set()

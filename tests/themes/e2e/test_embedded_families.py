@@ -29,6 +29,8 @@ pytestmark = pytest.mark.usefixtures("local_ray")
             marks=pytest.mark.exhaustive,
         ),
         pytest.param("olmo_hybrid", {"tp": 2}, id="olmo_hybrid-tp2", marks=pytest.mark.exhaustive),
+        pytest.param("granite_hybrid", {"cp": 2}, id="granite_hybrid-cp2", marks=pytest.mark.exhaustive),
+        pytest.param("nemotron_h", {"tp": 2}, id="nemotron_h-tp2", marks=pytest.mark.exhaustive),
         pytest.param("smollm3", {"tp": 2}, id="smollm3-tp2", marks=pytest.mark.exhaustive),
         pytest.param("seed_oss", {"tp": 2}, id="seed_oss-tp2", marks=pytest.mark.exhaustive),
         pytest.param("gpt_oss", {"dp": 2, "ep": 2}, id="gpt_oss-dp2+ep2"),
