@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import yaml
 from rich.table import Table
 
 from megarl.cli.arguments import add_config, add_template_args, make_console, template_args, with_models
@@ -31,7 +32,7 @@ from megarl.config import AnyConfig, SupervisedConfig, config_fields, load_any, 
 from megarl.config.checks import check_evaluates
 from megarl.config.evaluated import load_to_evaluate
 from megarl.config.secrets import redacted
-from megarl.errors import ConfigError, MegarlError, RunInterrupted, RunStopped, counted, nearest
+from megarl.errors import ConfigError, MegarlError, RunInterrupted, RunStopped, counted, nearest, written_out
 from megarl.models.from_hub import model_here, models_here
 from megarl.system.garbage import collect_rarely
 from megarl.system.ray_token import want_a_token
@@ -446,7 +447,10 @@ def _config(arguments: argparse.Namespace) -> int:
             make_console().print(table, markup=False)
         return 0
     config = load_any(arguments.config, arguments.overrides)
-    print(to_yaml(config))
+    text = to_yaml(config)
+    if written_out(text) != text:  # in YAML's own escapes, with which it reads back the same
+        text = yaml.safe_dump(yaml.safe_load(text), sort_keys=False, width=120)
+    print(text)
     # as comments, so that the output as a whole is a config file again
     print("\n".join(f"# {line}" for line in aligned(config.batch_rows())))
     return 0

@@ -64,12 +64,13 @@ class GrowingFile(ABC):
         return f"{self.file}: {which} damaged or not of this file, and left out ({first}{self._first[1]})"
 
     def _leave_out(self, why: str) -> None:
-        self._first = self._first if self._left_out else (self._lines, why)
+        if not self._left_out:
+            self._first = (self._lines, why)
         self._left_out += 1
 
     def _forget_damage(self) -> None:
         self._lines = self._left_out = 0
-        self._first = (0, "")
+        self._first: tuple[int, str] = (0, "")
 
     @abstractmethod
     def forget(self) -> None:
