@@ -6,6 +6,7 @@ import json
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from megarl.observe.page_samples import PACKED_BYTES, packed_samples
 from megarl.observe.record_types import LINES, metrics_line, sample_line
 from megarl.observe.report import build_page
 from megarl.observe.run_record import read_run
+from megarl.observe.run_state import RunState
 from megarl.observe.sample_media import PagePictures
 from megarl.planning.calibration import read_run as read_times
 from tests.observe.recorded import write_run
@@ -253,6 +255,22 @@ data: {train: {source: jsonl, path: rows.jsonl}, max_prompt_tokens: 8}
 rollout: {engine: embedded, prompts_per_step: 4, samples_per_prompt: 2, max_new_tokens: 4}
 rewards: [{name: exact_number, args: {answer_key: a}}]
 """
+
+
+def test_restarts_are_counted_in_a_damaged_file_of_faults(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    lines = [
+        '{"wait_s": 1.0}',
+        "[" * 100_000,
+        '{"wait_s": null}',
+        '{"wait_s": "long"}',
+        "\0",
+        '{"wait_s": 2.0}',
+        '{"wait_s": 3',
+    ]
+    (run / "faults.jsonl").write_text("\n".join(lines))
+    settings: Any = SimpleNamespace(run_folder=run, run=SimpleNamespace(steps=3, name="a"), trainer="rl")
+    assert RunState(settings).restarts == 2
 
 
 def test_samples_that_compress_badly_leave_the_page_at_its_size(tmp_path: Path) -> None:
