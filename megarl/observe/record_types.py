@@ -16,9 +16,9 @@ from typing_extensions import TypedDict
 _CHECKED = ConfigDict(strict=True, extra="allow")
 LARGEST = 2**53
 """Largest whole number that a float, and JavaScript, holds exactly."""
-Step = Annotated[int, Field(ge=0, le=LARGEST)]
-Whole = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
-Moment = Annotated[float, Field(ge=0, le=1e11)]
+StepNumber = Annotated[int, Field(ge=0, le=LARGEST)]
+WholeNumber = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
+EpochSeconds = Annotated[float, Field(ge=0, le=1e11)]
 """Seconds since the epoch, up to the year 5138."""
 Digest = Annotated[str, Field(pattern=r"^[0-9A-Za-z_-]{1,128}$")]
 """Name of a kept picture: it leads into no other folder."""
@@ -35,13 +35,13 @@ class _MediaRecord(TypedDict):
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[misc]
     kind: Literal["image", "video", "audio"]
     digests: Annotated[list[Digest], Field(min_length=1)]
-    grid: Annotated[list[Whole], Field(min_length=3, max_length=3)]
-    place: Step
-    tokens: Step
+    grid: Annotated[list[WholeNumber], Field(min_length=3, max_length=3)]
+    place: StepNumber
+    tokens: StepNumber
     seconds_per_grid: NotRequired[float | None]
 
 
-class _Part(TypedDict, total=False):
+class _ContentPart(TypedDict, total=False):
     __pydantic_config__ = _CHECKED  # type: ignore[misc]
     type: str
     text: str
@@ -50,7 +50,7 @@ class _Part(TypedDict, total=False):
 class _Turn(TypedDict, total=False):
     __pydantic_config__ = _CHECKED  # type: ignore[misc]
     role: str
-    content: str | list[_Part] | None
+    content: str | list[_ContentPart] | None
 
 
 class _Served(TypedDict):
@@ -88,7 +88,7 @@ class _Said(TypedDict, total=False):
 class SampleRecord(_Said):
     """A line of `samples.jsonl`."""
 
-    step: Step
+    step: StepNumber
     sample_id: str
     group_id: str
 
@@ -97,8 +97,8 @@ class TraceRecord(TypedDict):
     """A line of `trace.jsonl`: by process name, begin and end of what it did."""
 
     __pydantic_config__ = _CHECKED  # type: ignore[misc]
-    step: Step
-    spans: dict[Process, list[tuple[str, Moment, Moment]]]
+    step: StepNumber
+    spans: dict[Process, list[tuple[str, EpochSeconds, EpochSeconds]]]
 
 
 class FaultRecord(TypedDict, total=False):
@@ -111,31 +111,28 @@ class FaultRecord(TypedDict, total=False):
     recovered_s: float | None
 
 
-class _RewardError(TypedDict, total=False):
-    __pydantic_config__ = _CHECKED  # type: ignore[misc]
-    traceback: str
-
-
-class RewardErrorRecord(_RewardError):
+class RewardErrorRecord(TypedDict):
     """A line of `reward_errors.jsonl`."""
 
-    step: Step
+    __pydantic_config__ = _CHECKED  # type: ignore[misc]
+    step: StepNumber
     reward: str
-    errors: Whole
+    errors: WholeNumber
     on_error: str
     error: str
+    traceback: NotRequired[str]
 
 
 class _Histogram(TypedDict):
     __pydantic_config__ = _CHECKED  # type: ignore[misc]
     low: float
     high: float
-    counts: list[Whole]
+    counts: list[WholeNumber]
 
 
 class _Routing(TypedDict):
     __pydantic_config__ = _CHECKED  # type: ignore[misc]
-    layers: list[Whole]
+    layers: list[WholeNumber]
     loads: list[list[float]]
     entropy: NotRequired[list[float]]
 
@@ -158,7 +155,7 @@ class MachineFacts(TypedDict, total=False):
     __pydantic_config__ = _CHECKED  # type: ignore[misc]
     system: str
     processor: str | None
-    cores: Whole
+    cores: WholeNumber
     memory_bytes: Annotated[int, Field(ge=0, le=2**63)]
 
 
@@ -169,7 +166,7 @@ class MachineRecord(TypedDict, total=False):
     machine: MachineFacts | None
     versions: dict[str, str | None] | None
     commit: str | None
-    gpus: Whole | None
+    gpus: WholeNumber | None
     gpu: str | None
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from megarl.config.yaml_tree import read_yaml, tree_leaves
 from megarl.errors import ConfigError, DataError, written_out
-from megarl.observe.growing_file import EndRows, RowFile, SampleFile, read_file
+from megarl.observe.growing_file import EndRows, RowFile, read_file
 from megarl.observe.record_types import LINES
+from megarl.observe.sample_file import SampleFile
 from megarl.system.near_folders import nearest_folder
 
 LONGEST_KEY = 200

@@ -13,12 +13,13 @@ import pytest
 
 from megarl.cli import main
 from megarl.observe import growing_file, read_metrics
-from megarl.observe.growing_file import RowFile, SampleFile
+from megarl.observe.growing_file import RowFile
 from megarl.observe.page_samples import PACKED_BYTES, packed_samples
 from megarl.observe.record_types import LINES, metrics_line, sample_line
 from megarl.observe.report import build_page
 from megarl.observe.run_record import read_run
 from megarl.observe.run_state import RunState
+from megarl.observe.sample_file import SampleFile
 from megarl.observe.sample_media import PagePictures
 from megarl.planning.calibration import read_run as read_times
 from tests.observe.recorded import write_run

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megarl.errors import DataError
-from megarl.observe import growing_file
-from megarl.observe.growing_file import SampleFile
+from megarl.observe import growing_file, sample_file
+from megarl.observe.sample_file import SampleFile
 
 
 def lines(numbers: range) -> str:
@@ -68,7 +68,7 @@ def test_samples_take_no_memory(tmp_path: Path) -> None:
     try:
         samples = SampleFile(file)
         # other threads of this process allocate too
-        readers = [tracemalloc.Filter(True, file.__file__) for file in (growing_file, json, json.decoder)]
+        readers = [tracemalloc.Filter(True, file.__file__) for file in (growing_file, sample_file)]
         of_readers = tracemalloc.take_snapshot().filter_traces(readers)
     finally:
         tracemalloc.stop()
