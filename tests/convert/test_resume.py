@@ -162,7 +162,7 @@ def test_a_journal_that_a_kill_cut_at_any_byte_goes_on_with_its_whole_lines(
     families: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next task's line stood behind half of one, so that it and all after it were done again once more."""
-    plan = plan_dist(open_hf(families("llama")), LAYOUT)
+    plan = plan_dist("import", open_hf(families("llama")), LAYOUT, None)
     journal = Journal(plan, tmp_path / "dist", 0, 1)
     with journal.opened():
         for task in range(4):
