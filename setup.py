@@ -34,6 +34,9 @@ REQUIRES = [
     "einops>=0.8",  # megatron-core's hierarchical data-parallel groups, which does not ask for it
     "xxhash>=3",  # checksums of converted tensors, at the speed of memory
     "tensorboard>=2.18",
+    # forms of keys, which runs leave out of what they write; needs PyYAML and requests, which are here anyway. Its patterns are
+    # read from its plugins (megarl/system/redaction.py), which a second major version may move
+    "detect-secrets>=1.5,<2",
     "prometheus-client>=0.20,<1",  # trackers.prometheus; pure Python without requirements, and SGLang needs it too
 ]
 
@@ -141,7 +144,14 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megarl", "megarl.*"]),
     package_data={
-        "megarl": ["observe/page/*", "observe/page/vendor/*", "py.typed", "launch/templates/*.j2", "planning/gpus.yaml"],
+        "megarl": [
+            "observe/page/*",
+            "observe/page/vendor/*",
+            "py.typed",
+            "launch/templates/*.j2",
+            "launch/templates/pods/*.sh",
+            "planning/gpus.yaml",
+        ],
     },
     install_requires=REQUIRES,
     extras_require={

@@ -23,6 +23,8 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "convert": ("megarl/checkpoint", "megarl/convert", "megarl/models"),
     "corruption": ("megarl/checkpoint", "megarl/runs"),
     "distillation": ("megarl/algorithms", "megarl/experience", "megarl/options/distillation"),
+    "elastic_engines": ("megarl/options/elastic_engines", "megarl/rollout", "megarl/workers"),
+    "failures_at_scale": ("megarl/options/elastic", "megarl/planning", "megarl/supervise"),
     "faults": ("megarl/core", "megarl/rollout", "megarl/runs", "megarl/supervise", "megarl/workers"),
     "fuzz": ("megarl/checkpoint", "megarl/config", "megarl/data", "megarl/models", "megarl/options/tools", "megarl/rewards"),
     "gpu": ("megarl/megatron", "megarl/models", "megarl/platform"),

@@ -33,6 +33,7 @@ OPTIONS = (
     "sandboxes",
     "lending",
     "elastic",
+    "elastic_engines",
     "transports",
     "distillation",
     "online_pairs",

@@ -6,12 +6,14 @@ What the user did wrong ends as one sentence on stderr and exit code 2; Ctrl-C a
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import json
 import re
 import signal
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,15 +29,16 @@ from megarl.cli.rehearse import add_rehearse
 from megarl.cli.report import add_report
 from megarl.cli.serve import add_serve
 from megarl.cli.submit import add_submit
+from megarl.cli.submit_pods import add_pods
 from megarl.cli.tries import add_tries
 from megarl.config import AnyConfig, SupervisedConfig, config_fields, load_any, load_config, to_yaml
 from megarl.config.checks import check_evaluates
 from megarl.config.evaluated import load_to_evaluate
-from megarl.config.secrets import redacted
 from megarl.errors import ConfigError, MegarlError, RunInterrupted, RunStopped, counted, nearest, written_out
 from megarl.models.from_hub import model_here, models_here
 from megarl.system.garbage import collect_rarely
 from megarl.system.ray_token import want_a_token
+from megarl.system.redaction import redacted
 from megarl.system.terminal import SafeConsole, print_safely
 from megarl.system.torchrun import is_leader, is_torchrun
 from megarl.version import __version__
@@ -102,6 +105,19 @@ def reported(run: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader of our output left, as `head` does
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            return _tell_defect()
+        name = written_out(redacted(str(error.filename)[:80]))
+        print(f"megarl: '{name}…' is longer than the names that the file system takes; shorten it", file=sys.stderr)
+        return USER_ERROR
+    except Exception:  # noqa: BLE001 - a defect, or what a user's own code raised: Python would print it as it is
+        return _tell_defect()
+
+
+def _tell_defect() -> int:
+    print(redacted(traceback.format_exc()), end="", file=sys.stderr)
+    return 1
 
 
 class _Parser(argparse.ArgumentParser):
@@ -146,8 +162,9 @@ def build_parser() -> argparse.ArgumentParser:
     _training_commands(commands)
     _model_commands(commands)
     _serving_and_data_commands(commands)
-    for add_command in (add_tries, add_convert, add_plan, add_rehearse, add_report, add_submit):
+    for add_command in (add_tries, add_convert, add_plan, add_rehearse, add_report):
         add_command(commands)
+    add_pods(add_submit(commands))
     config = commands.add_parser(
         "config",
         help="list config fields, or show the resolved CONFIG",
@@ -351,7 +368,7 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    print(redacted(line), flush=True)
 
 
 def _template(text: str) -> str:
@@ -368,7 +385,7 @@ def _template(text: str) -> str:
 
 def _say_aside(line: str) -> None:
     """Say how far a command is, apart from what it prints."""
-    print(line, file=sys.stderr, flush=True)
+    print(redacted(line), file=sys.stderr, flush=True)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:

@@ -149,6 +149,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"the run does not fit: {plan.excess}; {what_fits(config, plan, is_given=arguments.gpus is not None)}"
         )
+    if (refused := plan.node_refusal) is not None:
+        raise ConfigError(refused)
     return 0
 
 

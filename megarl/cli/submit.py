@@ -12,6 +12,7 @@ import secrets
 import shlex
 import subprocess
 import sys
+from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,22 +21,24 @@ from megarl.cli.rehearse import show_rehearsal
 from megarl.config import load_any
 from megarl.config.reference import fields_of
 from megarl.errors import ConfigError, ModelError, counted
+from megarl.option_list import functions
 from megarl.system.atomic_files import write_text_atomically
+from megarl.system.redaction import redacted
 
 if TYPE_CHECKING:
-    from megarl.launch.cluster_profile import ClusterProfile
+    from megarl.launch.cluster_profile import ClusterProfile, Profile
     from megarl.launch.job import Job
 
 BATCH_SYSTEMS = {"slurm": "Slurm", "pbs": "PBS", "lsf": "LSF"}
 
 
-def add_submit(commands: Any) -> None:
-    """Add the groups `submit` and `node` to the subparsers `commands`."""
+def add_submit(commands: Any) -> Any:
+    """Add the groups `submit` and `node` to the subparsers `commands`; returns the subparsers of `submit`."""
     group = commands.add_parser(
         "submit",
-        help="run CONFIG as a batch job: Slurm, PBS, LSF, or a job of a Ray cluster",
-        description="Run CONFIG as a job of a batch system: one script, which --dry-run prints. Reinforcement learning is "
-        "started by Ray on the job's nodes, training on given responses by torchrun.",
+        help="run CONFIG as a job: of Slurm, PBS, LSF, a Ray cluster, Kubernetes or SkyPilot",
+        description="Run CONFIG as a job of a batch system: one script, which --dry-run prints, or manifests of Kubernetes. "
+        "Reinforcement learning is started by Ray on the job's nodes, training on given responses by torchrun.",
     )
     systems = group.add_subparsers(metavar="SYSTEM", required=True)
     for system, title in BATCH_SYSTEMS.items():
@@ -53,19 +56,13 @@ def add_submit(commands: Any) -> None:
     ray.add_argument("--dry-run", action="store_true", help="print the command")
     ray.set_defaults(run=_submit_ray)
     _add_node(commands)
+    return systems
 
 
 def _job_options(parser: argparse.ArgumentParser) -> None:
-    from megarl.launch.cluster_profile import ClusterProfile, option_kind
+    from megarl.launch.cluster_profile import ClusterProfile
 
-    parser.add_argument("--cluster-profile", metavar="FILE", help="YAML file with the options below, as fields")
-    parser.add_argument("--dry-run", action="store_true", help="print the script; submit and write nothing")
-    parser.add_argument(
-        "--rehearse",
-        action="store_true",
-        help="rehearse the run on nodes as the job would get (`megarl rehearse`); submit nothing",
-    )
-    parser.add_argument("--seeds", metavar="1,2,3", help="submit a job array: one run per seed, named after the seed")
+    common_options(parser, "the script")
     parser.add_argument(
         "--after", action="append", metavar="CONDITION", default=[],
         help="dependency on another job in the batch system's syntax, such as afterok:1234",
@@ -73,53 +70,85 @@ def _job_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chain", type=int, default=1, help="number of jobs to submit; each continues where the one before ended"
     )
+    profile_options(parser, ClusterProfile)
+
+
+def common_options(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add the options that submissions to every system have; `what` --dry-run prints."""
+    parser.add_argument("--cluster-profile", metavar="FILE", help="YAML file with the options below, as fields")
+    parser.add_argument("--dry-run", action="store_true", help=f"print {what}; submit and write nothing")
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="rehearse the run on nodes as the job would get (`megarl rehearse`); submit nothing",
+    )
+    parser.add_argument("--seeds", metavar="1,2,3", help="submit a job array: one run per seed, named after the seed")
     parser.add_argument(
         "--step-seconds",
         type=float,
         help="seconds per step (default: as an earlier start recorded, else the estimate of megarl plan)",
     )
+
+
+def profile_options(parser: argparse.ArgumentParser, kind: type[ClusterProfile], without: Container[str] = ()) -> None:
+    """Add an option for each field of a profile of this `kind`, but for those in `without`."""
+    from megarl.launch.cluster_profile import option_kind
+
     fields = parser.add_argument_group("the cluster")
-    for name, field in fields_of(ClusterProfile).items():
-        kind, option = option_kind(field.annotation), f"--{name.replace('_', '-')}"
+    for name, field in fields_of(kind).items():
+        if name in without:
+            continue
+        value, option = option_kind(field.annotation), f"--{name.replace('_', '-')}"
         help_text = (field.description or "").replace("\n", " ").replace("%", "%%")
-        if kind is bool:
+        if value is bool:
             fields.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=help_text)
-        elif kind in (tuple, dict):
-            shown = "KEY=VALUE" if kind is dict else "TEXT"
+        elif value in (tuple, dict):
+            shown = "KEY=VALUE" if value is dict else "TEXT"
             fields.add_argument(option, action="append", metavar=shown, help=f"{help_text} May be repeated.")
         else:
-            shown = "N" if kind is int else name.upper()
-            fields.add_argument(option, type=kind, metavar=shown, help=help_text)
+            shown = "N" if value is int else name.upper()
+            fields.add_argument(option, type=value, metavar=shown, help=help_text)
 
 
-def _profile(arguments: argparse.Namespace) -> ClusterProfile:
-    from megarl.launch.cluster_profile import ClusterProfile, read_profile
+def read_options(arguments: argparse.Namespace, kind: type[Profile]) -> Profile:
+    """The profile of this `kind` that the command line gives, by a file and by options.
 
-    options = {name: getattr(arguments, name) for name in fields_of(ClusterProfile)}
-    if options["env"] is not None:
-        wrong = [pair for pair in options["env"] if "=" not in pair]
-        if wrong:
-            raise ConfigError(f"--env is '{wrong[0]}'; it must be KEY=VALUE, such as NCCL_IB_HCA=mlx5")
-        options["env"] = dict(pair.split("=", 1) for pair in options["env"])
-    return read_profile(arguments.cluster_profile, options)
+    Raises:
+        ConfigError: one sentence about an option or a field.
+    """
+    from megarl.launch.cluster_profile import option_kind, read_profile
+
+    options: dict[str, Any] = {name: getattr(arguments, name, None) for name in fields_of(kind)}
+    for name, field in fields_of(kind).items():
+        if options[name] is not None and option_kind(field.annotation) is dict:
+            if wrong := [pair for pair in options[name] if "=" not in pair]:
+                shown = f"is '{wrong[0]}'" if name != "secrets" else "has no ="
+                example = ", such as NCCL_IB_HCA=mlx5" if name == "env" else ""
+                raise ConfigError(f"--{name.replace('_', '-')} {shown}; it must be KEY=VALUE{example}")
+            options[name] = dict(pair.split("=", 1) for pair in options[name])
+    return read_profile(arguments.cluster_profile, options, kind)
 
 
 def _submit(arguments: argparse.Namespace) -> int:
+    from megarl.launch.cluster_profile import ClusterProfile
     from megarl.launch.job import check_folders, plan_job
     from megarl.launch.submit import render, script_path, submit
 
     if arguments.chain < 1:
         raise ConfigError(f"--chain is {arguments.chain}; it must be 1 or more jobs")
-    profile = _profile(arguments)
+    profile = read_options(arguments, ClusterProfile)
     job = plan_job(
         arguments.config, arguments.overrides, profile,
-        seeds=_seeds(arguments.seeds), after=arguments.after, step_s=arguments.step_seconds,
+        seeds=read_seeds(arguments.seeds), after=arguments.after, step_s=arguments.step_seconds,
     )  # fmt: skip
     script = render(arguments.system, job, profile, cwd=Path.cwd())
     if arguments.rehearse:
         return show_rehearsal(load_any(arguments.config, arguments.overrides), profile.places, steps=True)
     if arguments.dry_run:
-        sys.stdout.write(script)
+        shown = redacted(script)
+        sys.stdout.write(shown)
+        if shown != script:
+            print("megarl: secrets are not shown; put them in before you submit this script yourself", file=sys.stderr)
         _warn_of_folders(job)
         folder = script_path(job, arguments.system).parent
         if arguments.system in ("slurm", "pbs", "lsf") and not folder.is_dir():
@@ -149,7 +178,12 @@ def _warn_of_folders(job: Job) -> None:
         print(f"megarl: without --dry-run this job is refused: {error}", file=sys.stderr)
 
 
-def _seeds(text: str | None) -> list[int]:
+def read_seeds(text: str | None) -> list[int]:
+    """The seeds of `--seeds`.
+
+    Raises:
+        ConfigError: they are no whole numbers.
+    """
     if text is None:
         return []
     parts = text.split(",")
@@ -179,7 +213,7 @@ def _submit_ray(arguments: argparse.Namespace) -> int:
     job = plan_job(arguments.config, arguments.overrides, ClusterProfile(nodes=1, gpus_per_node=0, places_per_node=2**20))
     command = ray_job(job, arguments.address)
     if arguments.dry_run:
-        sys.stdout.write(f"# needs {PlacementRequest.of(job.config).bundles} places\n{shlex.join(command)}\n")
+        sys.stdout.write(f"# needs {PlacementRequest.of(job.config).bundles} places\n{redacted(shlex.join(command))}\n")
         return 0
     return subprocess.run(command, check=False).returncode
 
@@ -187,8 +221,8 @@ def _submit_ray(arguments: argparse.Namespace) -> int:
 def _add_node(commands: Any) -> None:
     group = commands.add_parser(
         "node",
-        help="commands that batch scripts run on the nodes of a job",
-        description="What a script of `megarl submit` asks on the nodes of its job.",
+        help="commands about the nodes of a job or a run",
+        description="What a script of `megarl submit` asks on the nodes of its job, and nodes that leave a run.",
     )
     actions = group.add_subparsers(metavar="ACTION", required=True)
     describe = actions.add_parser("describe", help="write this node's facts into a folder that all nodes share")
@@ -206,6 +240,8 @@ def _add_node(commands: Any) -> None:
     agree.add_argument("--interface", help="network interface (default: the fastest that all nodes have)")
     agree.set_defaults(run=_agree)
 
+    for add_action in functions("node_action", "add_action"):
+        add_action(actions)
     wait = actions.add_parser("wait-for-ray", help="wait until all nodes have joined Ray")
     wait.add_argument("--address", required=True, help="HOST:PORT of the head")
     wait.add_argument("--nodes", type=int, required=True)

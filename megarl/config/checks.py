@@ -6,7 +6,6 @@ What needs the model's own sizes is in `models/check_layouts.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import PurePosixPath
 
 from megarl.config.algorithm_checks import check_algorithm
 from megarl.config.batch import batch_arithmetic
@@ -23,6 +22,7 @@ from megarl.config.source_checks import check_held_out, check_source
 from megarl.config.supervised import OBJECTIVE_FIELDS, PAIR_LOSSES, TOKEN_LOSSES, ObjectiveConfig, SupervisedConfig
 from megarl.errors import ConfigError
 from megarl.option_list import functions
+from megarl.system.path_names import why_no_folder
 
 
 def check_fields_agree(config: Config, *, is_judged: bool = True) -> None:
@@ -139,9 +139,8 @@ def _check_mixture(objective: ObjectiveConfig) -> None:
 
 def check_run(run: RunConfig, *, evaluates: bool, evaluations: str) -> None:
     """Check what `run` alone says, and what of it needs evaluations; `evaluations`: the fields that set them."""
-    name = PurePosixPath(run.name)
-    if not run.name.strip() or not run.name.isprintable() or name.is_absolute() or ".." in name.parts:
-        raise ConfigError.of("run.name", run.name, "names no folder inside run.folder", allowed="a name such as 'run-1'")
+    if why := why_no_folder(run.name):
+        raise ConfigError.of("run.name", run.name, f"{why} run.folder", allowed="a name such as 'run-1'")
     rules = parse_guards(run.guards)
     if not run.save_every and (back := [rule for rule in rules if rule.action == "rollback"]):
         remedy = "set run.save_every, or choose another action in run.guards"

@@ -16,10 +16,10 @@ from megarl.config.option_sections import absent_option
 from megarl.config.reference import allowed_values, config_fields, fields_of, section_of, unwrapped
 from megarl.config.renamed import FOREIGN, FOREIGN_VALUES, check_renamed, new_names
 from megarl.config.schema import Config
-from megarl.config.secrets import HIDDEN, hidden_at, without_secrets
+from megarl.config.secrets import references, with_environment, without_secrets
 from megarl.config.section import Section
 from megarl.config.supervised import SupervisedConfig
-from megarl.config.yaml_tree import apply_overrides, read_yaml
+from megarl.config.yaml_tree import apply_overrides, read_yaml, tree_places
 from megarl.errors import ConfigError, MegarlError, nearest
 from megarl.option_list import functions
 from megarl.system.atomic_files import write_text_atomically
@@ -80,8 +80,9 @@ def parse_supervised_config(tree: dict[str, Any]) -> SupervisedConfig:
 
 
 def _parse(tree: dict[str, Any], root: type[Root]) -> Root:
-    if (path := hidden_at(tree)) is not None:
-        raise ConfigError.of(path, HIDDEN, "stands for a secret: saved configs keep none", allowed="given again")
+    for place in (place for place, value in tree_places(tree) if isinstance(value, str) and "\0" in value):
+        raise ConfigError(f"{place} has a null character, which no name and no path may have; remove it")
+    tree = with_environment(tree)
     check_renamed(tree)
     try:
         return root.model_validate(tree)
@@ -100,14 +101,19 @@ def _parse(tree: dict[str, Any], root: type[Root]) -> Root:
 
 
 def to_yaml(config: Section) -> str:
-    """The resolved config, every leaf written out but secrets, as YAML that reads back to an equal config."""
+    """The resolved config as YAML that reads back to an equal config where the environment has its secrets.
+
+    Every leaf is written out; a comment at the top says which variables stand for secrets, and where.
+    """
     tree = without_secrets(config.model_dump(mode="json"))
-    return yaml.safe_dump(tree, sort_keys=False, width=120, allow_unicode=True)
+    wanted = ", ".join(f"{name} ({place})" for name, place in references(tree).items())
+    remark = f"# To be in the environment of a run that reads this file: {wanted}\n" if wanted else ""
+    return remark + yaml.safe_dump(tree, sort_keys=False, width=120, allow_unicode=True)
 
 
 def save_resolved(config: Section, path: str | Path) -> None:
-    """Write the resolved config to `path` atomically (a reader never sees half a file)."""
-    write_text_atomically(path, to_yaml(config))
+    """Write the resolved config to `path` atomically (a reader never sees half a file), for its owner alone."""
+    write_text_atomically(path, to_yaml(config), is_private=True)
 
 
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")

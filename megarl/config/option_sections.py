@@ -24,7 +24,9 @@ OPTION_OF_FIELD = {
     "reward_model": "reward_model",
     "resources.compare_replicas": "elastic",
     "resources.shrink": "elastic",
+    "resources.slow_ranks": "elastic",
     "resources.spares": "elastic",
+    "rollout.max_engines": "elastic_engines",
     "rollout.episode.agent": "agents",
     "rollout.episode.mcp": "tools",
     "rollout.episode.openenv": "environments",
@@ -37,7 +39,10 @@ OPTION_OF_FIELD = {
     "trackers": "telemetry",
 }
 """The option that each added field belongs to, also where an installation lacks it: for the sentence that says so."""
-SINGLE_FIELDS = ("resources.compare_replicas", "resources.shrink", "resources.spares", "rollout.schedule.lent_engines")
+SINGLE_FIELDS = (
+    "resources.compare_replicas", "resources.shrink", "resources.slow_ranks", "resources.spares", "rollout.max_engines",
+    "rollout.schedule.lent_engines",
+)  # fmt: skip
 """Those of `OPTION_OF_FIELD` that are no sections."""
 
 

@@ -153,6 +153,13 @@ class RolloutConfig(Section):
         return sum(lent(self.schedule) for lent in functions("questions", "lent_engines"))
 
     @property
+    def further_engines(self) -> int | None:
+        """Engines that may come beside `engines` while the run goes on; None: their number is fixed."""
+        return next(
+            (more for further in functions("questions", "further_engines") if (more := further(self)) is not None), None
+        )
+
+    @property
     def drafts(self) -> Any:
         """The section by which engines draft tokens and verify several in one pass; None: they do not."""
         return next(filter(None, (drafts(self) for drafts in functions("questions", "drafts"))), None)

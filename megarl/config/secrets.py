@@ -1,65 +1,118 @@
-"""Secrets that a user put into a config or a URL: never in saved configs, trackers, error sentences or logs.
+"""Secrets that a user put into a config or a URL: a saved config names an environment variable in the place of each.
 
-Keys of free mappings (`rewards[].args`, `rollout.engine_args`, …) are told by their names, credentials in texts by their form.
+Keys of free mappings (`rewards[].args`, `rollout.engine_args`, …) are told by their names, credentials in texts by their form
+(`megarl/system/redaction.py`).
 """
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from megarl.config.yaml_tree import tree_places
+from megarl.errors import ConfigError
+from megarl.system.redaction import HIDDEN, KNOWN, is_secret, redacted
 
-HIDDEN = "(hidden)"
-"""Text in the place of a secret."""
-
-_NAMES = r"(?:api_?key|access_?key|private_?key|secret|token|password|passwd|credentials?|authorization)"
-_KEY = re.compile(rf"(?:.*_)?{_NAMES}", re.IGNORECASE)
-_NO_SECRET = re.compile(r"(?:.*_)?(?:bos|eos|pad|unk|mask|sep|cls|stop|start|end|image|think\w*)_token", re.IGNORECASE)
-_IN_TEXT = r"(?:api_?key|access_?key|private_?key|secret|(?:auth|access|api)_?token|password|passwd|credentials?|authorization)"
-_FORMS = (
-    (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s@'\"]+@", re.IGNORECASE), rf"\1{HIDDEN}@"),
-    (re.compile(r"(\bbearer\s+)(?!\(hidden\))[\w.~+/=-]{6,}", re.IGNORECASE), rf"\1{HIDDEN}"),
-    (re.compile(r"\b(?:sk-[\w-]{12,}|hf_\w{12,}|gh[pousr]_\w{12,}|xox[abp]-[\w-]{8,}|AKIA[0-9A-Z]{12,})"), HIDDEN),
-    (
-        # 'api_key': 'value', api_key=value, ...?api_key=value&...
-        re.compile(
-            rf"""((?<!\w)['"]?(?:\w*[_-])?{_IN_TEXT}['"]?\s*[=:]\s*)(['"]?)(?!\(hidden\)|bearer\b)[^\s'",;&}}\])]{{4,}}""",
-            re.IGNORECASE,
-        ),
-        rf"\1\2{HIDDEN}",
-    ),
-)
+OWN_PREFIX = "MEGARL_"
+"""Beginning of the variables that stand for secrets whose values were in the config."""
+_REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
 
 
-def is_secret(key: object) -> bool:
-    """Return whether a mapping's entry of this name is one: `api_key`, `Authorization`, `judge-token`; not `eos_token`."""
-    name = str(key).replace("-", "_")
-    return _KEY.fullmatch(name) is not None and _NO_SECRET.fullmatch(name) is None
+def without_secrets(tree: Any, place: str = "", *, hides_all: bool = False) -> Any:
+    """A copy of a plain tree with a reference `${VARIABLE}` in the place of every secret; URLs and headers keep the rest.
 
-
-def without_secrets(tree: Any) -> Any:
-    """A copy of a plain tree with `HIDDEN` in the place of every secret; credentials in URLs are secrets too."""
+    The variable is the one that the value came from, else one named after `place`, the dotted name of `tree`.
+    `hides_all`: every value in `tree` is a secret, as that of `auth: {user: …, pin: …}`.
+    """
     if isinstance(tree, dict):
         return {
-            key: HIDDEN if is_secret(key) and value not in (None, "", False) else without_secrets(value)
+            key: without_secrets(value, f"{place}.{key}" if place else str(key), hides_all=hides_all or is_secret(key))
             for key, value in tree.items()
         }
     if isinstance(tree, list | tuple):
-        return [without_secrets(value) for value in tree]
-    return redacted(tree) if isinstance(tree, str) else tree
+        return [without_secrets(value, f"{place}[{number}]", hides_all=hides_all) for number, value in enumerate(tree)]
+    if not hides_all:
+        return redacted(tree, _References(place)) if isinstance(tree, str) else tree
+    is_number = isinstance(tree, int | float) and not re.search(r"pass|pwd|key|secret", place.rpartition(".")[2].lower())
+    if tree in (None, "", False, True) or is_number or _REFERENCE.search(str(tree)):
+        return tree
+    return _References(place)(str(tree))
 
 
-def redacted(text: str) -> str:
-    """`text` without the credentials in it: in URLs, after `Bearer`, of well-known forms, or after a name like `api_key`."""
-    for form, instead in _FORMS:
-        text = form.sub(instead, text)
-    return text
+class _References:
+    """Names for the secrets at one place: the first is called after the place, later ones have numbers."""
+
+    def __init__(self, place: str) -> None:
+        self._place, self._names = place, {}  # type: tuple[str, dict[str, str]]
+
+    def __call__(self, secret: str) -> str:
+        if secret not in self._names:
+            name = OWN_PREFIX + re.sub(r"\W+", "_", self._place).strip("_").upper()
+            self._names[secret] = f"${{{name}_{len(self._names) + 1}}}" if self._names else f"${{{name}}}"
+        return KNOWN.get(secret) or self._names[secret]
 
 
-def hidden_at(tree: Any) -> str | None:
-    """The place at which `tree`, read back from a saved config, lacks a secret; None if nowhere."""
-    return next((path for path, value in tree_places(tree) if isinstance(value, str) and HIDDEN in value), None)
+def references(tree: Any) -> dict[str, str]:
+    """By variable the first place of a plain tree that takes it from the environment."""
+    found: dict[str, str] = {}
+    for place, value in tree_places(tree):
+        for name in _names_in(place, value):
+            found.setdefault(name, place)
+    return found
+
+
+def _names_in(place: str, value: Any) -> Iterator[str]:
+    """The variables that stand in a text: `MEGARL_…` anywhere, others in values of secrets and in URLs."""
+    if isinstance(value, str) and "${" in value:
+        keys = re.split(r"[.\[\]]+", place)
+        is_any = "://" in value or any(map(is_secret, keys))
+        yield from (name for name in _REFERENCE.findall(value) if is_any or name.startswith(OWN_PREFIX))
+
+
+def with_environment(tree: Any) -> Any:
+    """A copy of a plain tree with values of the environment in the places of references; what it has as secrets is remembered.
+
+    Raises:
+        ConfigError: a variable is not set, or the tree was saved by an earlier version, which kept no reference.
+    """
+    if (
+        path := next((path for path, value in tree_places(tree) if isinstance(value, str) and HIDDEN in value), None)
+    ) is not None:
+        raise ConfigError.of(path, HIDDEN, "stands for a secret: saved configs keep none", allowed="given again")
+    wanted = references(tree)
+    missing = [name for name in wanted if not os.environ.get(name)]
+    if missing:
+        places = ", ".join(wanted[name] for name in missing)
+        them = f"the environment variable{'s' * (len(missing) > 1)} {', '.join(missing)}"
+        raise ConfigError.needs(places, them, "set what is missing, or give the value in the config")
+    for name in wanted:  # those of megarl's own are named after their places anyway
+        KNOWN[os.environ[name]] = "" if name.startswith(OWN_PREFIX) else f"${{{name}}}"
+    filled = _filled(tree, wanted)
+    _remember(filled)
+    return filled
+
+
+def _filled(tree: Any, wanted: dict[str, str], place: str = "") -> Any:
+    if isinstance(tree, dict):
+        return {key: _filled(value, wanted, f"{place}.{key}" if place else str(key)) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_filled(value, wanted, f"{place}[{number}]") for number, value in enumerate(tree)]
+    names = {*_names_in(place, tree)}
+    if not names:
+        return tree
+    return _REFERENCE.sub(lambda found: os.environ[found[1]] if found[1] in names else found[0], tree)
+
+
+def _remember(tree: Any) -> None:
+    """Have `redacted` know the secrets of a plain tree, also those in the variables that `api_key_env` and its like name."""
+    for place, value in tree_places(tree):
+        key = next((key for key in reversed(re.split(r"[.\[\]]+", place)) if key and not key.isdigit()), "")
+        if isinstance(value, str) and key.endswith("_env") and os.environ.get(value):
+            KNOWN.setdefault(os.environ[value], f"${{{value}}}")
+        elif isinstance(value, str) and is_secret(key) and value:
+            KNOWN.setdefault(value, "")
 
 
 def bearer(token: str | None) -> dict[str, str]:

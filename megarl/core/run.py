@@ -226,11 +226,11 @@ class Run(ABC):
             self._refuse_unwritable()
             if not is_restart():
                 early += aligned(config.batch_rows()) + slow_bfloat16(config.model.dtype)
+            early += mend_ends(self.folder)
             self._watch(has_state=state is not None)
             self.checkpoints.remove_unfinished()
             save_resolved(config, self.folder / "config.yaml")
             self.marks.begin()
-            early += mend_ends(self.folder)
             resume_after = self.step if state is not None else None
             self._metrics_file = MetricsFile(self.folder / "metrics.jsonl", resume_after_step=resume_after)
             self._stack.callback(self._metrics_file.close)

@@ -16,6 +16,7 @@ from torch import Tensor
 from megarl.data.batch import Batch
 from megarl.data.columns import of_responses
 from megarl.observe.kept_lines import keep_lines
+from megarl.system.redaction import redacted_data
 
 COLUMNS = {"old_log_probs": "log_probs", "reference_log_probs": "reference_log_probs", "advantages": "advantages"}
 """Columns of a batch that are written, and their names in the file."""
@@ -35,7 +36,7 @@ class SamplesFile:
     def add(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Append samples of `step` as they are to stand in the file."""
         with self.path.open("a") as file:
-            file.writelines(json.dumps({"step": step, **record}) + "\n" for record in records)
+            file.writelines(_line({"step": step, **record}) for record in records)
 
     def _records(self, batch: Batch, rewards: Sequence[float], log_probs: Mapping[int, Tensor]) -> Iterator[dict[str, Any]]:
         for row, sample in enumerate(sample.loaded() for sample in batch.samples[: self.per_step]):
@@ -48,6 +49,18 @@ class SamplesFile:
             training |= {name: [round(value, 8) for value in column.tolist()] for name, column in columns.items()}
             record = replace(sample, extra=of_responses(sample.extra)).to_dict()  # columns of tokens are more than the rest
             yield {**record, "training": training}
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    """`record` as a line of JSON without keys of services and the like; tokens stay, as `engine: replay` needs them."""
+    line = json.dumps(record)
+    shown = redacted_data(line)
+    if shown != line and "pieces" in record.get("training", {}):  # no token has a whole key in it
+        texts = record["training"]["pieces"]
+        whole = redacted_data("".join(texts))
+        hidden = [whole, *[""] * (len(texts) - 1)] if whole != "".join(texts) else texts
+        shown = redacted_data(json.dumps({**record, "training": {**record["training"], "pieces": hidden}}))
+    return f"{shown}\n"
 
 
 def pieces(token_ids: Sequence[int], tokenizer: Any) -> list[str]:

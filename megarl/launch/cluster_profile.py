@@ -9,11 +9,12 @@ import re
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import Field, ValidationError, model_validator
 
 from megarl.config.reference import allowed_values, fields_of
+from megarl.config.secrets import without_secrets
 from megarl.config.section import Count, Positive, Section
 from megarl.config.yaml_tree import read_yaml
 from megarl.errors import ConfigError, describe_value, nearest
@@ -122,14 +123,17 @@ class ClusterProfile(Section):
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def read_profile(path: str | Path | None, options: Mapping[str, Any]) -> ClusterProfile:
-    """The profile in the YAML file `path` (None: the defaults), with those `options` on top that are not None.
+Profile = TypeVar("Profile", bound=ClusterProfile)
+
+
+def read_profile(path: str | Path | None, options: Mapping[str, Any], kind: type[Profile]) -> Profile:
+    """The profile of this `kind` in the YAML file `path` (None: the defaults), with those `options` on top that are not None.
 
     Raises:
         ConfigError: one sentence about the file, the field, its value and what it must be.
     """
     tree = read_yaml(path) if path is not None else {}
-    known = fields_of(ClusterProfile)
+    known = fields_of(kind)
     where = f"{path}: " if path is not None else ""
     for name in tree:
         if name not in known:
@@ -137,16 +141,17 @@ def read_profile(path: str | Path | None, options: Mapping[str, Any]) -> Cluster
             raise ConfigError(f"{where}{name} is not a field of a cluster profile{hint}; it has {', '.join(known)}")
     tree |= {name: value for name, value in options.items() if value is not None}
     try:
-        return ClusterProfile.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
     if not problem["loc"]:
         raise ConfigError(f"cluster profile: {problem['msg'].removeprefix('Value error, ')}")
     name = str(problem["loc"][0])
-    kind = known[name].annotation
-    choices = list(map(str, get_args(kind))) if get_origin(kind) is Literal else []
+    annotation = known[name].annotation
+    choices = list(map(str, get_args(annotation))) if get_origin(annotation) is Literal else []
     hint = nearest(tree[name], choices) if isinstance(tree[name], str) else ""
-    raise ConfigError(f"{where}{name} is {describe_value(tree[name])}; it must be {allowed_values(known[name])}{hint}")
+    value = describe_value(without_secrets({name: tree[name]})[name])
+    raise ConfigError(f"{where}{name} is {value}; it must be {allowed_values(known[name])}{hint}")
 
 
 def clock(seconds: int) -> str:

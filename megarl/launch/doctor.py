@@ -22,6 +22,7 @@ from rich.table import Table
 from megarl.config.fp8 import RECIPES, device_problem
 from megarl.megatron.options import untested_pair
 from megarl.observe.summary import machine, versions
+from megarl.system.redaction import redacted
 
 GIB = 1024**3
 PROBE_DEADLINE_S = 120
@@ -83,9 +84,9 @@ def render(findings: list[Finding]) -> Table:
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]problem[/]"}
     table = Table("", "subject", "finding", box=None, pad_edge=False)
     for finding in findings:
-        table.add_row(marks[finding.health], finding.subject, escape(finding.what))
+        table.add_row(marks[finding.health], finding.subject, escape(redacted(finding.what)))
         if finding.fix:
-            table.add_row("", "", f"[bold]fix:[/] {escape(finding.fix)}")  # an extra's brackets are no markup
+            table.add_row("", "", f"[bold]fix:[/] {escape(redacted(finding.fix))}")  # an extra's brackets are no markup
     return table
 
 

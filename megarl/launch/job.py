@@ -15,6 +15,7 @@ from megarl.launch.cluster_profile import ClusterProfile, clock
 from megarl.models.check_layouts import check_models
 from megarl.models.from_hub import model_in, models_here
 from megarl.observe import read_metrics
+from megarl.option_list import functions
 from megarl.planning.gpus import chosen_gpu
 from megarl.planning.plan import make_plan
 from megarl.system.hub import HubRepo
@@ -62,7 +63,7 @@ class Job:
         """The folder of each run."""
         if not self.seeds:
             return (self.run_folder,)
-        return tuple(self.run_folder.with_name(f"{self.name}-seed{seed}") for seed in self.seeds)
+        return tuple(self.run_folder.with_name(f"{self.run_folder.name}-seed{seed}") for seed in self.seeds)
 
 
 def checkpoint_bytes(job: Job) -> int:
@@ -179,7 +180,7 @@ def _nodes(config: AnyConfig, profile: ClusterProfile, launcher: str) -> int:
     """Nodes of the job; every sentence about GPUs and layouts that do not fit is here."""
     kind = "GPUs" if profile.gpus_per_node else "places"
     request = PlacementRequest.of(config)
-    needed = request.bundles if launcher == "ray" else config.policy.layout.world_size
+    needed = request.bundles + (spare_places(config) or 0) if launcher == "ray" else config.policy.layout.world_size
     fewest = math.ceil(needed / profile.places)
     nodes = profile.nodes or fewest
     if nodes < fewest:
@@ -205,5 +206,11 @@ def _nodes(config: AnyConfig, profile: ClusterProfile, launcher: str) -> int:
             f"ask for --nodes {fitting[0]}, or change policy.layout.dp"
         )
     if launcher == "ray" and profile.gpus_per_node:
-        place(request, planned_bundles(needed, profile.gpus_per_node))
+        place(request, planned_bundles(request.bundles, profile.gpus_per_node))
     return nodes
+
+
+def spare_places(config: AnyConfig) -> int | None:
+    """Number of places beside the run's own that wait for lost ranks; None: a run whose ranks are lost starts again."""
+    answers = (ask(config) for ask in functions("questions", "spare_places"))
+    return next((answer for answer in answers if answer is not None), None)

@@ -91,7 +91,7 @@ def _ray_cpus(profile: ClusterProfile) -> str:
 
 def script_path(job: Job, system: str) -> Path:
     """The path of a submitted job's script."""
-    return job.run_folder / "jobs" / f"{job.name}.{system}.sh"
+    return job.run_folder / "jobs" / f"{job.run_folder.name}.{system}.sh"
 
 
 def submit(system: str, job: Job, script: str, *, chain: int = 1) -> list[str]:
@@ -104,7 +104,7 @@ def submit(system: str, job: Job, script: str, *, chain: int = 1) -> list[str]:
     if shutil.which(program) is None:
         raise ConfigError(f"{program} is not on this machine; submit from a login node of the cluster, or look with --dry-run")
     path = script_path(job, system)
-    write_text_atomically(path, script)
+    write_text_atomically(path, script, is_private=True)  # it has the values of --env
     submitted: list[str] = []
     for _ in range(chain):
         after = shlex.split(_CONTINUES[system].format(submitted[-1])) if submitted else []

@@ -14,7 +14,7 @@ from megarl.observe.growing_file import LONGEST_LINE, whole_lines
 from megarl.observe.record_types import stepped_line
 from megarl.system.atomic_files import whole_file
 
-APPENDED = ("metrics", "samples", "distributions", "reward_errors", "experts", "trace")
+APPENDED = ("metrics", "samples", "distributions", "reward_errors", "experts", "trace", "slow_ranks")
 """Files of a run's folder that its driver appends lines to."""
 BLOCK = 1 << 16
 

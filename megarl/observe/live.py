@@ -31,7 +31,7 @@ from megarl.system.socket_names import NOTHING, SocketName
 HOST = "127.0.0.1"
 NEW_ROWS, NEW_SAMPLES = 1000, 2000
 """In an answer at most; for more the page is loaded anew, which shows no more rows."""
-FOLLOWED = ("metrics", "faults", "reward_errors")
+FOLLOWED = ("metrics", "faults", "reward_errors", "slow_ranks")
 """Files of rows that answers are made of, besides samples; the page has all, but is made apart."""
 
 

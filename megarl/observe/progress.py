@@ -16,6 +16,7 @@ from rich.text import Text
 
 from megarl.errors import counted
 from megarl.observe.phases import Phases
+from megarl.system.redaction import redacted
 from megarl.system.terminal import SafeConsole
 
 TOWER = {"tower": "policy/tower_flops_share"}
@@ -171,7 +172,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print a line above the view. On a terminal a long one goes on below, at a word; elsewhere lines stay whole."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=not self.console.is_terminal)
+        self.console.print(redacted(text), markup=False, highlight=False, soft_wrap=not self.console.is_terminal)
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that `step` (counted from 1) is done."""

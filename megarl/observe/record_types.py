@@ -266,6 +266,7 @@ LINES: dict[str, LineCheck] = {
     "trace": _line_of(TraceRecord),
     "faults": _line_of(FaultRecord),
     "reward_errors": _line_of(RewardErrorRecord),
+    "slow_ranks": metrics_line,
 }
 """By name of a file of rows what checks its lines."""
 FILES: dict[str, LineCheck] = {

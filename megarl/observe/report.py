@@ -123,6 +123,7 @@ def _run_data(run: RunRecord) -> dict[str, Any]:
         "faults": [dict(fault) for fault in run.faults],
         "damage": list(run.damage),
         "reward_errors": _reward_errors(run.reward_errors),
+        "slow_ranks": [dict(row) for row in run.slow_ranks],
     }
 
 

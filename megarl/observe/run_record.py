@@ -27,8 +27,8 @@ ROWS = tuple(LINES)
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run. `metrics`, `distributions`, `experts`, `trace`, `samples`, `faults` and `reward_errors` are the rows of the
-    files of these names."""
+    """One run. `metrics`, `distributions`, `experts`, `trace`, `samples`, `faults`, `reward_errors` and `slow_ranks` are rows
+    of the files of these names."""
 
     folder: Path
     name: str
@@ -40,6 +40,7 @@ class RunRecord:
     samples: SampleFile
     faults: Sequence[Mapping[str, Any]]
     reward_errors: Sequence[Mapping[str, Any]]
+    slow_ranks: Sequence[Mapping[str, Any]]
     summary: Mapping[str, Any]
     files: RunFiles
     """Files that the rows and samples were read from, to be read on."""

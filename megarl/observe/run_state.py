@@ -42,6 +42,17 @@ class EngineStatus:
 
 
 @dataclass(frozen=True)
+class SlowRank:
+    """A rank that is slower than its peers, on `node`: `behind` is the share by which `phase` takes it longer."""
+
+    group: str
+    rank: int
+    node: str
+    phase: str
+    behind: float
+
+
+@dataclass(frozen=True)
 class GuardCounts:
     """So far: by role, updates that were not applied; returns to a checkpoint; how often each rule of `run.guards` applied."""
 
@@ -79,6 +90,7 @@ class Snapshot:
     """Step of the newest checkpoint, and when it was whole."""
     disk: tuple[int, int] | None
     """Bytes that are free where the run writes, and all."""
+    slow_ranks: Sequence[SlowRank] = ()
 
 
 class RunState:
@@ -97,6 +109,7 @@ class RunState:
         self.engines: Callable[[], Sequence[EngineStatus]] = lambda: ()
         self.ranks: Mapping[str, Callable[[], Sequence[RankCondition]]] = {}
         self.guards: Callable[[], GuardCounts] = GuardCounts
+        self.slow_ranks: Callable[[], Sequence[SlowRank]] = lambda: ()
         self.checkpoint: Callable[[], Path | None] = lambda: None
         self.say: Callable[[str], None] = lambda line: None
         self._unknown = set[str]()
@@ -144,6 +157,7 @@ class RunState:
             restarts=self.restarts,
             checkpoint=self._ask("checkpoint", lambda: _checkpoint(self.checkpoint()), None),
             disk=self._ask("disk", lambda: _disk(self._folder), None),
+            slow_ranks=self._ask("slow ranks", self.slow_ranks, ()),
         )
 
     def _ask(self, what: str, supplier: Callable[[], T], instead: T) -> T:

@@ -88,7 +88,8 @@ def _engines(fields: Mapping[str, Any]) -> str | None:
         return None
     count, tp = fields.get("rollout.engines") or 1, fields.get("rollout.tp") or 1
     lent = f" and {fields['rollout.schedule.lent_engines']} lent" if fields.get("rollout.schedule.lent_engines") else ""
-    return f"{count} × {fields['rollout.engine']}{lent}" + (f", tp {tp}" if tp != 1 else "")
+    most = f" to {fields['rollout.max_engines']}" if fields.get("rollout.max_engines") else ""
+    return f"{count}{most} × {fields['rollout.engine']}{lent}" + (f", tp {tp}" if tp != 1 else "")
 
 
 def _hardware(run: RunRecord) -> str | None:

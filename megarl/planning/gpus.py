@@ -39,6 +39,8 @@ class GpuSpec:
     """How many of them NVLink joins."""
     cuda_name: str | None = None
     """CUDA's name of it."""
+    node_memory_gb: float | None = None
+    """Main memory of a node. None: not known, and nothing is refused for it."""
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
     """Shares of these figures that it reaches."""
 
@@ -143,7 +145,7 @@ def _of_file(path: str) -> GpuSpec:
         base = {name: getattr(_known()[like], name) for name in names} | {"cuda_name": None}
     base["efficiencies"] = _efficiencies(tree.pop("efficiencies", {}), base.get("efficiencies", Efficiencies()), path)
     figures = base | {"name": Path(path).stem} | tree
-    optional = ("cuda_name", "nvlink_gpus")
+    optional = ("cuda_name", "nvlink_gpus", "node_memory_gb")
     if missing := [name for name in names if name not in (*figures, *optional)]:
         raise ConfigError(f"'{path}' has no {', '.join(missing)}: give all figures of the GPU, or a kind that it is like")
     _check_figures(figures, path)
@@ -155,7 +157,7 @@ def _check_figures(figures: Mapping[str, Any], path: str) -> None:
         if name in ("name", "cuda_name"):
             if not isinstance(value, str) and not (name == "cuda_name" and value is None):
                 raise ConfigError(f"{name} in '{path}' is {describe_value(value)}; it must be text")
-        elif name == "efficiencies" or (name == "fp8_tflops" and value is None):
+        elif name == "efficiencies" or (name in ("fp8_tflops", "node_memory_gb") and value is None):
             continue
         elif name == "nvlink_gpus" and not (type(value) is int and value >= 1):
             raise ConfigError(f"{name} in '{path}' is {describe_value(value)}; it must be a whole number above 0")

@@ -132,13 +132,8 @@ def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workl
         parts["optimizer step"] = share * of_each.step * here
         parts["activations"] = activation_bytes(role, stage, precision, work)
         host = share * offloaded * HOST_BYTES_OF_A_PARAMETER
-        host += share * stored_bytes(precision.itemsize) + head * stored_bytes(4)
-        host -= 4 * _matrices(counts, role) if role.trained.optimizer.name == "muon" else 0
         host += role.kept_models * (counts.trained * precision.itemsize + parts["gradients"] + parts["optimizer"])
-        if role.shape.lora is None:  # beside adapters, what is not trained is in no checkpoint
-            host += (
-                counts.frozen_dense / _replicas(role) + counts.frozen_expert / role.layout.expert_shards
-            ) * precision.itemsize
+        host += checkpoint_bytes(role, stage, precision.itemsize)
     if stage == 0 and work.patches:
         parts["tower activations"] = tower_bytes(role, precision, work)
     if stage == role.layout.pp - 1 and not role.value_head:
@@ -169,6 +164,21 @@ def stored_bytes(itemsize: int) -> int:
     """Bytes of a parameter in a checkpoint, whose copy in main memory a rank keeps: the weight, its master copy, two
     moments."""
     return itemsize + 8 + (4 if itemsize < 4 else 0)
+
+
+def checkpoint_bytes(role: PlannedRole, stage: int, itemsize: int) -> float:
+    """Bytes of a checkpoint of a trained role that a rank of a stage contributes, for weights of `itemsize` bytes.
+
+    What tensor-parallel ranks hold alike one of them contributes; it is counted on each.
+    """
+    assert role.trained is not None, "checkpoints are of what is trained"
+    counts = role.parameters[stage]
+    nbytes = _shard(counts, role) * stored_bytes(itemsize) + counts.value_head / _replicas(role) * stored_bytes(4)
+    if role.trained.optimizer.name == "muon":
+        nbytes -= 4 * _matrices(counts, role)
+    if role.shape.lora is None:  # beside adapters, what is not trained is in no checkpoint
+        nbytes += (counts.frozen_dense / _replicas(role) + counts.frozen_expert / role.layout.expert_shards) * itemsize
+    return nbytes
 
 
 def _replicas(role: PlannedRole) -> int:

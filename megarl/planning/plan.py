@@ -57,6 +57,11 @@ class CapacityPlan:
         return architecture_for(model).sglang.refusal(model)
 
     @property
+    def node_refusal(self) -> str | None:
+        """Why the main memory of a node would not hold what options keep there. None: it does, or nobody knows its size."""
+        return next(filter(None, (refusal(self) for refusal in functions("times", "node_refusal"))), None)
+
+    @property
     def times(self) -> TimePlan:
         """Seconds by phase."""
         times = plan_times(self.run, self.gpu, self.memory, self.lengths, self.calibration)

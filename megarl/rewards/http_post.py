@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from megarl.config.secrets import bearer, redacted
+from megarl.config.secrets import bearer
 from megarl.errors import RewardError, RewardServerError
 from megarl.system.http_requests import AnswerError, parsed, read_unpacked, shortened
+from megarl.system.redaction import redacted
 
 T = TypeVar("T")
 Item = TypeVar("Item")

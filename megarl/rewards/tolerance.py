@@ -18,6 +18,7 @@ from megarl.config.sections import RewardConfig
 from megarl.data.sample import Sample
 from megarl.errors import RewardError, RewardServerError, counted
 from megarl.rewards.scorer import Outcome, Scorer, Verdict
+from megarl.system.redaction import redacted
 
 LONGEST_TRACEBACK = 8000
 """Characters of a traceback that are kept, of its end."""
@@ -119,11 +120,11 @@ class Tolerance:
             "on_error": config.on_error if now.kind == "step" else "zero",
             "while": now.kind,
             "errors": len(failed),
-            "error": str(first) or type(first).__name__,
+            "error": redacted(str(first)) or type(first).__name__,
             "samples": [sample.sample_id for sample, _ in failed[:SAMPLES_NAMED]],
         }
         if label not in self._traced:
-            row["traceback"] = "".join(traceback.format_exception(first))[-LONGEST_TRACEBACK:]
+            row["traceback"] = redacted("".join(traceback.format_exception(first)))[-LONGEST_TRACEBACK:]
             self._traced.add(label)
         self._records.append(row)
         if now.kind == "step":

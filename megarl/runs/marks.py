@@ -10,11 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megarl.config.secrets import redacted
 from megarl.errors import OwnerError, RunInterrupted, RunStopped
 from megarl.observe import machine, versions
 from megarl.runs.provenance import commit
 from megarl.system.atomic_files import write_text_atomically
+from megarl.system.redaction import redacted
 
 
 class RunMarks:

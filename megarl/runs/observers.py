@@ -11,6 +11,7 @@ from megarl.config import AnyConfig
 from megarl.observe.run_state import RunState
 from megarl.option_list import functions
 from megarl.runs.run_checkpoint import CheckpointFolder
+from megarl.runs.training_side import TrainingSide
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class RunObserver:
 
     def traced(self, step: int, spans: Mapping[str, Sequence[Sequence[Any]]]) -> None:
         """A row of `trace.jsonl` is written: `[name, begin, end]` in seconds since the epoch by process."""
+
+    def recorded(self, step: int, roles: TrainingSide) -> Mapping[str, float]:
+        """A step is done, and what its ranks did is recorded: they may be asked. Metrics of the step, which guards see."""
+        return {}
 
     def saved(self, checkpoint: Path) -> None:
         """This checkpoint is whole, or the records beside the newest one changed."""

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from megarl.config import AnyConfig, Config, SupervisedConfig, to_yaml
 from megarl.config.at_resume import Change, changes
+from megarl.config.secrets import references
 from megarl.config.yaml_tree import load_text
 from megarl.errors import ConfigError
 from megarl.runs.folders import checkpoint_in
@@ -64,6 +65,11 @@ def differences_at_resume(checkpoint: Path | None, config: AnyConfig, step: int)
     if checkpoint is None or not (checkpoint / CONFIG).is_file():
         return []
     lines = code_differences(made_by(checkpoint), provenance(to_yaml(config), step, None))
+    wanted = [f"{place} from {name}" for name, place in references(load_text(to_yaml(config))).items()]
+    if wanted:
+        lines.append(
+            f"saved configs keep no secrets: a run that reads this one's takes from its environment {', '.join(wanted)}"
+        )
     changed = _checked(checkpoint, config)
     if isinstance(changed, str):
         return [*lines, f"the config has changed since the checkpoint, whose own cannot be read: {changed}"]

@@ -15,6 +15,7 @@ from megarl.errors import CheckpointError
 from megarl.runs.provenance import CONFIG
 from megarl.runs.run_checkpoint import CheckpointFolder, write_state
 from megarl.runs.training_side import POLICY, TrainingSide
+from megarl.system.atomic_files import write_text_atomically
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Saving:
         def open_folder() -> None:
             self.checkpoints.begin(step)
             write_state(folder, dict(state))
-            (folder / CONFIG).write_text(self.config_text)
+            write_text_atomically(folder / CONFIG, self.config_text, is_private=True)
 
         with self._named(step):
             self._have_led(roles, open_folder)

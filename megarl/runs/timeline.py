@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -31,7 +32,8 @@ class Timeline:
     def record(self, step: int, roles: TrainingSide) -> dict[str, float]:
         """Write what was done since the last call.
 
-        Returns `memory/<group>_peak_gib`, the highest of a group's ranks, and how fast the policy was trained.
+        Returns `memory/<group>_peak_gib`, the highest of a group's ranks, how fast the policy was trained, and what observers
+        that asked the ranks say.
         """
         records, operations = roles.take_records(), roles.take_update_flops()
         if self._file is not None:
@@ -42,7 +44,8 @@ class Timeline:
             for observer in self._observers:
                 observer.traced(step, row)
         peaks = {f"memory/{name}_peak_gib": max(record.peak_bytes for record in ranks) / GIB for name, ranks in records.items()}
-        return peaks | throughput(operations, records[POLICY], roles.peak_flops)
+        told = [observer.recorded(step, roles) for observer in self._observers]
+        return peaks | throughput(operations, records[POLICY], roles.peak_flops) | dict(ChainMap(*map(dict, told)))
 
     def close(self) -> None:
         """Close the file."""

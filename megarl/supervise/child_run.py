@@ -15,6 +15,7 @@ from typing import Any
 from megarl.errors import RunStopped
 from megarl.observe.phases import Phases
 from megarl.runs.still_owned import check_owned
+from megarl.system.redaction import redacted
 
 BEAT_S = 2.0
 
@@ -33,7 +34,7 @@ class StatusPipe:
 
     def failed(self, error: BaseException) -> None:
         """Tell why the attempt fails."""
-        what = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(":")[:500]
+        what = redacted(str(error).strip() or type(error).__name__).splitlines()[0].rstrip(":")[:500]
         kinds = [kind.__name__ for kind in type(error).__mro__]
         self._tell({"failure": {"kinds": kinds, "who": getattr(error, "who", "") or "driver", "what": what}})
 

@@ -29,6 +29,7 @@ from megarl.supervise.reaper import start_reaper
 from megarl.system.own_temporary import OwnTemporary
 from megarl.system.process_exit import adopt_orphans, end_with_parent, heeded
 from megarl.system.process_tree import descendants, end_tree
+from megarl.system.redaction import redacted
 from megarl.system.threads import share_heaps
 
 SILENT_S = 60.0
@@ -159,7 +160,7 @@ class ChildRun:
             for log in self.temporary.ray.glob("session_*/logs/*"):
                 if log.stem in RAY_LOGS and not log.parent.parent.is_symlink() and log.is_file():
                     kept.mkdir(parents=True, exist_ok=True)
-                    (kept / log.name).write_bytes(log.read_bytes()[-RAY_LOG_BYTES:])
+                    (kept / log.name).write_text(redacted(log.read_bytes()[-RAY_LOG_BYTES:].decode(errors="replace")))
 
     def _keep(self) -> None:
         """Show that the folder is owned; where it no longer is, end the attempt before it writes further."""

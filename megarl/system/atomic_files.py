@@ -12,32 +12,38 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-def write_text_atomically(path: str | Path, text: str) -> None:
+def write_text_atomically(path: str | Path, text: str, *, is_private: bool = False) -> None:
     """`write_bytes_atomically` of `text` in UTF-8."""
-    write_bytes_atomically(path, text.encode())
+    write_bytes_atomically(path, text.encode(), is_private=is_private)
 
 
-def write_bytes_atomically(path: str | Path, content: bytes) -> None:
+def write_bytes_atomically(path: str | Path, content: bytes, *, is_private: bool = False) -> None:
     """Write `content` to `path`, making its folder; a reader sees the old file or the new one, never half of one.
 
-    Threads and processes may write the same path at once: one of them is the last.
+    Threads and processes may write the same path at once: one of them is the last. A file that `is_private` is its owner's
+    alone from the start, whatever the umask.
     """
-    with whole_file(path) as file:
+    with whole_file(path, is_private=is_private) as file:
         file.write(content)
 
 
 @contextmanager
-def whole_file(path: str | Path) -> Iterator[BinaryIO]:
+def whole_file(path: str | Path, *, is_private: bool = False) -> Iterator[BinaryIO]:
     """A file to write, which becomes `path` if the block succeeds and vanishes if it raises; as `write_bytes_atomically`."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
-        with part.open("wb") as file:
+        with open(part, "wb", opener=for_owner if is_private else None) as file:
             yield file
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+
+
+def for_owner(path: str, flags: int) -> int:
+    """Open a file as `open(…, opener=for_owner)` does: a new one can be read by its owner alone, whatever the umask."""
+    return os.open(path, flags, 0o600)
 
 
 @contextmanager

@@ -41,10 +41,11 @@ def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
 
 
 def log_to_file(log_file: str | Path) -> None:
-    """Append this process's output to `log_file`, with the Python stacks if a signal such as SIGSEGV ends it."""
+    """Append this process's output to `log_file`, which is its owner's alone, with the Python stacks if a signal such as
+    SIGSEGV ends it."""
     path = Path(log_file)
     path.parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for output in (1, 2):
         os.dup2(log, output)
     os.close(log)

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from megarl.errors import MegarlError, nearest
+from megarl.system.redaction import redacted
 
 GIVEN = "given:"
 """How the name of a function begins that a program handed over (`give`), which no other process has."""
@@ -105,7 +106,7 @@ def describe(cause: BaseException) -> str:
     frames = traceback.extract_tb(cause.__traceback__)
     location = f" ({frames[-1].filename} line {frames[-1].lineno})" if frames else ""
     text = str(cause)
-    return f"{type(cause).__name__}{': ' if text else ''}{text}{location}"
+    return redacted(f"{type(cause).__name__}{': ' if text else ''}{text}{location}")
 
 
 def _load_module(where: str) -> ModuleType:

@@ -28,6 +28,7 @@ from megarl.runs.run_checkpoint import CheckpointFolder
 from megarl.runs.training_side import POLICY
 from megarl.system.atomic_files import write_text_atomically
 from megarl.system.processor import slow_bfloat16
+from megarl.system.redaction import redacted_data
 from megarl.trainers.inputs import read_inputs
 from megarl.trainers.start import open_cluster, open_roles
 from megarl.workers.roles import Roles, group_requests
@@ -114,7 +115,10 @@ def evaluate(
             figures = answers.measure(judged)
             answers.inputs.take_reward_errors(tell)
     if out is not None:
-        lines = (json.dumps({"set": name, "right": is_right(sample)} | sample.to_dict()) + "\n" for name, sample in judged)
+        lines = (
+            redacted_data(json.dumps({"set": name, "right": is_right(sample)} | sample.to_dict())) + "\n"
+            for name, sample in judged
+        )
         write_text_atomically(out, "".join(lines))
         tell(f"{len(judged)} judged responses written to {out}")
     return figures

@@ -16,6 +16,7 @@ from megarl.data.sample import Sample
 from megarl.errors import ConfigError
 from megarl.experience.eval_figures import is_right
 from megarl.system.atomic_files import write_text_atomically
+from megarl.system.redaction import redacted_data
 from megarl.trainers.evaluate import answer
 
 Form = Literal["samples", "sft", "pairs", "pass_rates"]
@@ -63,7 +64,8 @@ def generate(
     if not rows:
         raise ConfigError(f"none of {len(samples)} responses makes a row of --as {form}; sample more of them")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text_atomically(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
+    shown = redacted_data if form == "samples" else str  # the others are rows to train on
+    write_text_atomically(path, "".join(shown(json.dumps(row, default=str)) + "\n" for row in rows))
     return len(rows)
 
 

@@ -51,13 +51,15 @@ def own_architecture(config: AnyConfig) -> str | None:
 def open_cluster(config: AnyConfig, requests: Sequence[GroupRequest], log_folder: str | Path) -> Cluster:
     """The cluster that `config` describes, for these groups of ranks."""
     rollout = config.sampling
+    come = rollout is not None and rollout.further_engines is not None  # engines, when there is room for them
     folders = {*config.model_folders.values()}
     if rollout is not None and rollout.servers.model_path is not None:
         folders.add(rollout.servers.model_path)
     return Cluster(
         requests,
-        engines=rollout.engines if rollout is not None else 0,
+        engines=rollout.engines if rollout is not None and not come else 0,
         engine_tp=rollout.places // rollout.engines if rollout is not None else 1,
+        room=rollout.places if rollout is not None and come else 0,
         colocated=config.resources.placement == "colocated",
         lent=rollout.lent_engines if rollout is not None else 0,
         over_nodes=rollout is not None and capabilities_of(rollout).over_nodes,

@@ -266,15 +266,3 @@ class UpdateSummary:
         for summary in of_ranks:
             errors = summary.errors | errors if summary.errors else errors
         return cls(by_engine([one.sent for one in of_ranks]), errors, sum(one.nbytes for one in of_ranks))
-
-
-def merge(of_ranks: Sequence[Mapping[int, Pushed]]) -> dict[int, Pushed]:
-    """The result of all ranks' pushes of one update, by engine: all checksums, or the first rank's error."""
-    merged: dict[int, Pushed] = {}
-    for pushed in of_ranks:
-        for engine, result in pushed.items():
-            before = merged.get(engine, Pushed())
-            merged[engine] = Pushed(
-                before.checksums | result.checksums, before.error or result.error, before.nbytes + result.nbytes
-            )
-    return merged

@@ -68,25 +68,28 @@ class Cluster:
         colocated: bool,
         over_nodes: bool = True,
         lent: int = 0,
+        room: int = 0,
         ray_address: str | None,
         log_folder: str,
         start_deadline_s: float,
         architecture: str | None = None,
         models: Sequence[CachedModel] = (),
     ) -> None:
-        """`over_nodes`: whether an engine may be on several nodes. `lent`: further engines, on GPUs of ranks. `architecture`:
-        the import path of the user's own, which every process of the run must know. `models`: those of the hub, which every
-        node of a cluster must have."""
+        """`over_nodes`: whether an engine may be on several nodes. `lent`: further engines, on GPUs of ranks. `room`: places
+        that a Ray of its own has for engines that come later. `architecture`: the import path of the user's own, which every
+        process of the run must know. `models`: those of the hub, which every node of a cluster must have."""
         self.requests = list(requests)
         layouts = {request.name: request.layout for request in requests}
         self.wanted = PlacementRequest(layouts, engines, engine_tp, colocated, over_nodes, lent)
         self.address = ray_address or os.environ.get("RAY_ADDRESS")
         self.log_folder = os.path.abspath(log_folder)
         self.start_deadline_s = start_deadline_s
-        self.architecture, self.models = architecture, models
+        self.architecture, self.models, self._room = architecture, models, room
         self.groups: dict[str, WorkerGroup] = {}
         self.engines: list[Any] = []
         self.engine_nodes: list[Any] = []
+        self.reservations: list[PlacementGroup] = []
+        """Those of engines that come later; they are given back at the end."""
         self._reserved: PlacementGroup | None = None
         self._owns_ray = self._have_gpus = False
         self._temporary: OwnTemporary | None = None
@@ -191,17 +194,18 @@ class Cluster:
             faulthandler.cancel_dump_traceback_later()
 
     def _end_all(self) -> None:
-        if self.engines:
-            stops = [engine.stop.remote() for engine in self.engines]
+        engines = [engine for engine in self.engines if engine is not None]
+        if engines:
+            stops = [engine.stop.remote() for engine in engines]
             ray.wait(stops, num_returns=len(stops), timeout=30)
-        for actor in (*self.engines, *self.engine_nodes):
+        for actor in (*engines, *self.engine_nodes):
             ray.kill(actor, no_restart=True)
         for group in self.groups.values():
             group.kill()
         self.engines, self.engine_nodes, self.groups = [], [], {}
-        if self._reserved is not None:
-            remove_placement_group(self._reserved)
-            self._reserved = None
+        for reserved in filter(None, (self._reserved, *self.reservations)):
+            remove_placement_group(reserved)
+        self._reserved, self.reservations = None, []
         if self._owns_ray:
             ray.shutdown()
             self._owns_ray = False
@@ -232,7 +236,8 @@ class Cluster:
         else:
             # On a CPU machine more ranks than cores may share the cores: places are counted, not cores, with room for spares.
             on_cpu = megarl.platform.detect().name == "cpu"
-            sizes: dict[str, Any] = {"num_cpus": max(self.cores, 2 * self.wanted.bundles), "num_gpus": 0} if on_cpu else {}
+            places = 2 * self.wanted.bundles + self._room
+            sizes: dict[str, Any] = {"num_cpus": max(self.cores, places), "num_gpus": 0} if on_cpu else {}
             # Its GCS never comes back: who has lost it need not try for a minute.
             os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
             # it would keep 280 MB of what actors were asked for

@@ -12,6 +12,8 @@ from typing import Any
 import psutil
 import ray
 
+from megarl.system.redaction import redacted
+
 STACKS_DEADLINE_S = 10.0
 LOG_LINES = 40
 GONE, SHORT_OF_MEMORY = "is gone", "was ended by Ray, as its node was short of memory"
@@ -57,7 +59,7 @@ def examine(
         log = Path(log_folder, f"{name}-{rank}.log")
         lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else ["(none)"]
         header = f"rank {rank} of {name} ({where}) in phase '{phase}': {state or 'answers'}"
-        path.write_text("\n".join([header, "", stacks, f"Last lines of {log}:", *lines, ""]))
+        path.write_text(redacted("\n".join([header, "", stacks, f"Last lines of {log}:", *lines, ""])))
     return examined
 
 

@@ -40,6 +40,7 @@ from megarl.workers.group import wait_for
 from megarl.workers.roles import Roles
 from megarl.workers.weight_updates import WeightUpdates
 
+SHORT_POLL_S = 0.2  # between two looks whether there are enough engines
 GRACE_S = 30.0  # an engine that did not start in time says so itself, with the end of its log
 
 
@@ -61,8 +62,7 @@ class Rollouts:
         self.config, self.tokenizer, self.episodes = config, tokenizer, episodes
         rollout = config.rollout
         engine = check_engine(config, cluster.platform.name)
-        self.stale = False
-        self.version = 0
+        self.stale, self.version = False, 0
         hf_config = load_hf_config(config.model.path)
         vision = architecture_for(hf_config).vision(hf_config)
         # one that is sampled would be taken for a picture by whoever reads the response
@@ -72,20 +72,20 @@ class Rollouts:
         at = cluster.placement
         beside_each_other = -(-rollout.engines // max(1, len(at.machines)))
         cores = cluster.cores // (1 if rollout.schedule.mode == "sync" else 2)
-        threads = rollout.threads or max(1, cores // beside_each_other)
+        self.threads = threads = rollout.threads or max(1, cores // beside_each_other)
         self._machines = Machines.of(at) if len(at.machines) > 1 else None
         platform = cluster.platform.name
-        self.lent = range(rollout.engines, rollout.engines + rollout.lent_engines)
+        self.lent = range(len(at.engines) - rollout.lent_engines, len(at.engines))
         """Numbers of the engines that the trainer's GPUs are lent to."""
         self.takes_turns = takes_turns(config, platform) or bool(self.lent)
         """Whether engines sleep while the trainer works: all, or those that are lent."""
         beside = bytes_beside_engines(config) if self.takes_turns and platform == "cuda" else 0
-        places = []
+        options = []
         for number in range(self.lent.stop):
             gpus, *others = [at.gpus(bundles) for bundles in at.engine_nodes(number)] or [()]
             beside_it = beside if number in self.lent or not self.lent else 0
-            places.append(EnginePlace(number, threads, platform, logs, gpus, beside_it, tuple(others)))
-        options = [engine.options(config, place) for place in places]
+            place = EnginePlace(number, threads, platform, logs, gpus, beside_it, tuple(others))
+            options.append(engine.options(config, place))
         model_path = str(Path(config.model.path).resolve())
         self.engines = cluster.start_engines(engine_path(rollout), model_path, options, threads)
         self._say = say or (lambda line: None)
@@ -120,7 +120,7 @@ class Rollouts:
             restart_deadline_s=self.config.resources.deadlines.start_s + GRACE_S,
             cuts=able.continues,
             keeps_turns=able.keeps_turns,
-            lent=self.lent,
+            dispensable=self.lent if rollout.further_engines is None else range(rollout.engines + rollout.further_engines),
             say=say,
         )
 
@@ -223,7 +223,7 @@ class Rollouts:
 
     def engine_status(self) -> list[EngineStatus]:
         """The activity of every engine; another thread may ask."""
-        return [engine.status for engine in self.scheduler.engines]
+        return [engine.status for engine in self.scheduler.engines if not engine.is_absent]
 
     def state(self) -> dict[str, Any]:
         """The prompts that were drawn and have not been trained on, JSON-able: a resumed run repeats and drops none."""
@@ -310,6 +310,9 @@ class Rollouts:
             self._turns.before_wait(self.version if version is None else version, answers)
         while not self.scheduler.wait(ends_at - time.monotonic(), answers):
             engines = self.scheduler.without_weights
+            if self.scheduler.is_short:  # engines are waited for as long as it takes
+                time.sleep(SHORT_POLL_S)
+                ends_at = time.monotonic() + self.config.rollout.deadlines.generate_s
             if self.updates is None:
                 errors = (self.scheduler.engines[engine].error for engine in engines)
                 raise next(filter(None, errors), None) or EngineError(f"engines {engines} have no weights, and nothing trains")

@@ -63,6 +63,7 @@ class WeightUpdates:
         if sharing is not None:
             sharing.update()
             engines = [engine for engine in engines if scheduler.engines[engine].is_up]
+        self.under_way = engines
         for engine in engines:
             if scheduler.engines[engine].version is None:  # it may be another process than before
                 self.forget(engine)
@@ -71,8 +72,7 @@ class WeightUpdates:
         known = bases.keys() & self._confirmed.keys()
         # always what an engine gets first, and adapters, which are small
         verify = version % self.rollout.verify_every == 0 or known != bases.keys() or self._sends_adapters
-        self.under_way = list(bases)
-        scheduler.hold(self.under_way)
+        scheduler.hold([*bases])
         begun = scheduler.on_each(
             bases, lambda e, engine: engine.begin_update(version, bases[e], deadline_s=deadline_s), deadline_s
         )

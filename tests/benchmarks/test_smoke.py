@@ -279,6 +279,18 @@ def test_planning_memory(measured: Measured, world: World) -> None:
     assert row["planned"].keys() == row["measured"].keys() == {*module.PARTS}
 
 
+def test_failures_at_scale(measured: Measured, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- failures_at_scale: begin -->\n<!-- failures_at_scale: end -->\nafter\n")
+    few = ("--days", "3", "--seeds", "1", "--replicas", "8", "--only", "today, save_every 10", "spares 32")
+    found = measured("failures_at_scale", *few, "--page", str(page))
+    assert found["interruptions"] == 419
+    lost = {row["name"]: row["mean"]["lost"] for row in found["scenarios"]}
+    assert 0 < lost["spares 32"] < lost["today, save_every 10"] < 1
+    assert all(assumed["why"] for assumed in found["assumed"].values())
+    assert "| spares 32 | **" in page.read_text()
+
+
 def test_learning_curve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     runs = [tmp_path / name for name in ("first", "second")]
@@ -462,6 +474,8 @@ RUN_BY = {
     "convert": f"{HERE}::test_convert",
     "corruption": f"{OF_RUNS}::test_corruption",
     "distillation": f"{OF_RUNS}::test_distillation",
+    "elastic_engines": f"{OF_RUNS}::test_elastic_engines",
+    "failures_at_scale": f"{HERE}::test_failures_at_scale",
     "faults": f"{OF_RUNS}::test_faults",
     "fuzz": f"{HERE}::test_fuzz",
     "gpu": "tests/test_gpu_benchmark.py::test_without_a_gpu_nothing_runs_and_the_record_says_so",
@@ -503,7 +517,7 @@ PARTS = {
     "reference_server": "serve_faults", "serve_fault_runs": "serve_faults", "serve_fault_trials": "serve_faults",
     "served_curves_judge": "served_curves", "served_curves_model": "served_curves",
     "served_supervised_judge": "served_supervised", "serving_parts": "serving", "serving_rows": "serving",
-    "warm_servers": "serve_faults", "workload": "step",
+    "virtual_ranks": "failures_at_scale", "warm_servers": "serve_faults", "workload": "step",
 }  # fmt: skip
 WITHOUT_FIGURES = {"learning_curve": "it draws a picture", "planner": "its tables follow from the planner, not from a machine"}
 

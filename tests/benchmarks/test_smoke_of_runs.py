@@ -164,6 +164,17 @@ def test_replaced_ranks(measured: Measured, local_ray: None, monkeypatch: pytest
 
 
 @pytest.mark.exhaustive
+@pytest.mark.needs_option("elastic_engines")
+def test_elastic_engines(measured: Measured) -> None:
+    numbers = ("kept", "runs:fixed:tokens_per_engine_s", "runs:elastic:engines", "join_over_own_start")
+    found = measured("elastic_engines", "--steps", "12", "--engines", "2", "--period", "4", numbers=numbers)
+    assert {*SETUP, "command", "setup"} <= found.keys()
+    assert found["runs"]["fixed"]["engines"] == 2
+    assert 1 <= found["runs"]["elastic"]["engines"] < 2
+    assert all(0 < join["own_start_s"] < join["to_first_request_s"] for join in found["joins"])
+
+
+@pytest.mark.exhaustive
 def test_corruption(measured: Measured, warm: None) -> None:
     found = measured("corruption", TRUNCATIONS=1, FLIPS=2, numbers=("seconds",))
     assert {*SETUP, "date", "command"} <= found.keys()

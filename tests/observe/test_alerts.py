@@ -13,7 +13,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from megarl.config import parse_config
-from megarl.observe.run_state import EngineStatus, GuardCounts, RunState
+from megarl.observe.run_state import EngineStatus, GuardCounts, RunState, SlowRank
 from megarl.options.telemetry.prometheus import exposition, prometheus_name
 from tests.observe.documented import documented
 
@@ -29,6 +29,7 @@ FIRES: dict[str, dict[str, str]] = {
     "MegarlEngineDown": {f'megarl_engine_up{{{RUN}, engine="1"}}': "1x10 0x50"},
     "MegarlEngineFailsOften": {f'megarl_engine_failures_total{{{RUN}, engine="1"}}': "0+1x60"},
     "MegarlRankDoesNotAnswer": {f'megarl_ranks{{{RUN}, group="policy", state="silent"}}': "0x10 1x50"},
+    "MegarlRankIsSlow": {f'megarl_ranks_slow{{{RUN}, group="policy", rank="3", node="10.0.0.7", phase="update"}}': "0.1x60"},
     "MegarlTrainerAndEngineDiffer": {f"megarl_mismatch_k3{{{RUN}}}": "0.1x60"},
     "MegarlKlExplodes": {f"megarl_kl_reference{{{RUN}}}": "5x60"},
     "MegarlNotFinite": {f"megarl_policy_loss{{{RUN}}}": " ".join(["NaN"] * 61)},
@@ -72,6 +73,7 @@ def served(folder: Path) -> set[str]:
     (folder / "step_000001").mkdir()
     run.engines = lambda: [EngineStatus(0, "up", 1, 0, 0)]
     run.ranks = {"policy": lambda: ["up"]}
+    run.slow_ranks = lambda: [SlowRank("policy", 3, "10.0.0.7", "update", 0.1)]
     run.guards = lambda: GuardCounts({"policy": 0}, 0, {"rule": 0})
     run.checkpoint = lambda: folder / "step_000001"
     run.phase_changed("update")
@@ -86,7 +88,7 @@ def test_rules_name_only_what_a_run_serves(tmp_path: Path) -> None:
     assert len(named) > 15
     assert named - there == set()
     assert {label for rule in rules() for label in re.findall(r"\$labels\.(\w+)", str(rule["annotations"]))} <= {
-        *("run", "instance", "engine", "group", "state", "role", "guard")
+        *("run", "instance", "engine", "group", "state", "role", "guard", "rank", "node", "phase")
     }
     assert prometheus_name("kl/reference") in named
 

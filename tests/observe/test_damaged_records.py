@@ -123,6 +123,7 @@ FOREIGN_ROWS = {
     "distributions": ({"step": 1, "reward": 5}, {"step": 1, "reward": {"low": 0, "high": 1, "counts": "many"}}, {"reward": {}}),
     "experts": ({"step": 1, "policy": {"loads": [1.0]}}, {"step": 1, "policy": 3}, {"policy": {}}),
     "faults": ({"wait_s": "long"}, [], "x"),
+    "slow_ranks": ({"role": "policy"}, {"step": 1, "behind": [1]}),
     "reward_errors": ({"step": 1}, {"step": 1, "reward": "r", "errors": "many", "on_error": "zero", "error": "x"}),
 }
 
@@ -209,7 +210,7 @@ def test_checked_values_are_those_of_the_json_module() -> None:
     read = metrics_line(json.dumps(row).encode())
     assert {name: value for name, value in read.items() if name != "c"} == {n: v for n, v in row.items() if n != "c"}
     assert read["c"] != read["c"]
-    assert LINES.keys() == {"metrics", "distributions", "experts", "trace", "faults", "reward_errors"}
+    assert {*LINES} == {"metrics", "distributions", "experts", "trace", "faults", "reward_errors", "slow_ranks"}
 
 
 def test_reading_with_checks_takes_no_longer_than_json_alone(tmp_path: Path, record_property: Any) -> None:

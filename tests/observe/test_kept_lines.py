@@ -25,6 +25,7 @@ ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     "experts": lambda step: ROUTING,
     "trace": lambda step: {"spans": {"driver": [["update", step, step + 1.5]]}},
     "reward_errors": lambda step: ERROR,
+    "slow_ranks": lambda step: {"role": "policy", "rank": 3, "behind": 0.25, "state": "slow"},
     "evaluations": lambda step: {"accuracy": step / 7},
 }
 

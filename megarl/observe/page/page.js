@@ -124,11 +124,19 @@ function rewardErrors() {
   });
 }
 
+function slowRanks() {
+  return runs.filter((run) => run.slow_ranks.length).flatMap((run) => {
+    const head = Object.keys(run.slow_ranks[0]);
+    return [html("h3", {}, run.name), table(head, run.slow_ranks.map((row) => head.map((name) => name === "behind" ? percent(row[name]) : row[name])))];
+  });
+}
+
 const SECTIONS = {
   Overview: overview, Curves: curves, Samples: () => samplesSection(runs, data.pictures, data.pictures_left_out), Timeline: timelines,
   ...(runs.some((run) => run.experts.length) ? { Experts: () => expertsSection(runs) } : {}), Distributions: spreads,
   ...(runs.length > 1 ? { Comparison: comparison } : {}), Config: configs, Environment: environments, Faults: faultTables,
   ...(runs.some((run) => run.reward_errors.length) ? { "Reward errors": rewardErrors } : {}),
+  ...(runs.some((run) => run.slow_ranks.length) ? { "Slow ranks": slowRanks } : {}),
 };
 const WITH_TEXTS = ["Samples", "Distributions"];
 document.querySelector("h1").textContent = document.title;

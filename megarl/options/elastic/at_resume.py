@@ -5,5 +5,5 @@ from __future__ import annotations
 from megarl.config.at_resume import APPLIED, answers
 
 AT_RESUME = answers(
-    ("resources", APPLIED, "spares shrink compare_replicas"),
+    ("resources", APPLIED, "spares shrink compare_replicas slow_ranks"),
 )

@@ -21,6 +21,8 @@ from megarl.workers.group import WorkerGroup, wait_for
 from megarl.workers.rank_calls import RankCalls
 from megarl.workers.roles import Roles
 
+UNKNOWN = ""
+"""In place of a node's name."""
 SLOTS = ("0", "1")
 """One checkpoint is whole while the next one is written."""
 FINISH_S = 10.0
@@ -72,10 +74,11 @@ class Memory:
         """Raise ClusterError unless each node's shared memory has room for the checkpoints of its ranks and of its buddy's."""
         needed: Counter[str] = Counter()
         used = self._used()
+        buddies = _buddies(used)
         for role in self._roles.changing():
             sizes = self._roles.ask(role, bytes_in_memory)
             for node, size in zip(self._node_of[self._roles.group_of(role).name], sizes, strict=True):
-                for holder in {node, _buddy(used, node) or node}:
+                for holder in {node, buddies[node] or node}:
                     needed[holder] += len(SLOTS) * size
         free = self._wait([self._nodes[node].actor.free_bytes.remote() for node in used])
         for node, has in zip(used, free, strict=True):
@@ -103,14 +106,15 @@ class Memory:
             layout_of[role] = nodes = list(self._node_of[group.name])
             arguments = [(role, KeepInMemory(role, slot, self._nodes[node])) for node in nodes]
             group.wait(group.submit(RankCalls.ask, arguments), phase="checkpoint in memory", deadline_s=self._deadline_s)
-        buddies = {node: _buddy(used, node) for node in used}
+        buddies = _buddies(used)
+        parts: dict[str, list[RolePart]] = {node: [] for node in used}
+        for role, of_ranks in layout_of.items():
+            for rank, node in enumerate(of_ranks):
+                parts[node].append((role, rank))
         asked = []
-        for node in used:
-            parts: list[RolePart] = [
-                (role, rank) for role, nodes in layout_of.items() for rank, at in enumerate(nodes) if at == node
-            ]
-            buddy = buddies[node]
-            asked.append(self._nodes[node].actor.complete.remote(slot, parts, self._nodes[buddy].actor if buddy else None))
+        for node, buddy in buddies.items():
+            copies_to = self._nodes[buddy].actor if buddy else None
+            asked.append(self._nodes[node].actor.complete.remote(slot, parts[node], copies_to))
         self._writing = WholeInMemory(moment, slot, layout_of, buddies, asked)
 
     def finish(self, deadline_s: float | None = None) -> None:
@@ -122,8 +126,9 @@ class Memory:
         for answer in self._wait(whole.asked, deadline_s):
             parts |= answer
         whole.written = {role: [parts[role, rank] for rank in range(len(nodes))] for role, nodes in whole.layout_of.items()}
-        self._write_contents(whole, {node for nodes in whole.layout_of.values() for node in nodes})
         self.kept = whole
+        with suppress(WorkerError):  # a node that was lost since; where it is read, `put_back` writes what is missing
+            self._write_contents(whole, {node for nodes in whole.layout_of.values() for node in nodes})
 
     def finish_soon(self) -> None:
         """Finish the checkpoint in the making, if what was lost since had been written; else give it up."""
@@ -144,14 +149,17 @@ class Memory:
         self._alive |= {*here}
         for role, wrote in kept.layout_of.items():
             group = self._roles.group_of(role)
-            having = {
-                rank: [node for node in (at, kept.buddies[at]) if node is not None and node in self._alive]
-                for rank, at in enumerate(wrote)
-            }
-            of_node = {}
-            for node in here:
-                holder_of = {rank: None if node in nodes else self._nodes[nodes[0]].actor for rank, nodes in having.items()}
-                of_node[node] = PutBack(role, kept.slot, self._nodes[node], holder_of)
+            having = ray.put(  # once for all ranks: of each it has an entry
+                [
+                    {
+                        node: self._nodes[node].actor
+                        for node in (at, kept.buddies[at])
+                        if node is not None and node in self._alive
+                    }
+                    for at in wrote
+                ]
+            )
+            of_node = {node: PutBack(role, kept.slot, self._nodes[node], node, having) for node in here}
             arguments = [(role, of_node[node]) for node in self._node_of[group.name]]
             group.wait(group.submit(RankCalls.ask, arguments), phase="state from memory", deadline_s=self._deadline_s)
 
@@ -172,8 +180,14 @@ class Memory:
         )
 
     def is_there(self, group: str, rank: int) -> bool:
-        """Return whether the node of a rank answered when it was last looked at."""
-        return self._node_of[group][rank] in self._alive
+        """Return whether the node of a rank answered when it was last looked at; one that is not known yet is taken to."""
+        node = self._node_of[group][rank]
+        return node == UNKNOWN or node in self._alive
+
+    def renumber(self, group: str, before: Sequence[int | None]) -> None:
+        """Have the ranks of a group be where these were before; None: a process that is new, on a node not known yet."""
+        nodes = self._node_of[group]
+        self._node_of[group] = [UNKNOWN if rank is None else nodes[rank] for rank in before]
 
     def _write_contents(self, kept: WholeInMemory, nodes: Iterable[str]) -> None:
         firsts = {}
@@ -188,9 +202,9 @@ class Memory:
         return wait_for(asked, phase="checkpoint in memory", deadline_s=deadline_s or self._deadline_s, whose=names)
 
 
-def _buddy(nodes: Sequence[str], node: str) -> str | None:
-    """The node that has the files of `node`, too: the next one; None of a single one."""
-    return nodes[(nodes.index(node) + 1) % len(nodes)] if len(nodes) > 1 else None
+def _buddies(nodes: Sequence[str]) -> dict[str, str | None]:
+    """By node the one that has its files, too: the next one; None of a single one."""
+    return dict(zip(nodes, [*nodes[1:], nodes[0]], strict=True)) if len(nodes) > 1 else dict.fromkeys(nodes)
 
 
 def _gib(size: int) -> str:

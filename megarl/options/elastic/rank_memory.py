@@ -66,15 +66,16 @@ def bytes_in_memory(model: RankModel) -> int:
 
 @dataclass(frozen=True)
 class PutBack:
-    """Read a role from a slot of the nodes' memory: what other nodes have is fetched from them.
+    """Read a role from a slot of the memory of the node `at`: what other nodes have is fetched from them.
 
-    `holder_of`: by rank that wrote, the `NodeMemory` that has its file, or None where that is this node's.
+    `having`: Ray's reference to a list, by rank that wrote, of the nodes that have its file, each with its `NodeMemory`.
     """
 
     role: str
     slot: str
     node: NodeFolder
-    holder_of: Mapping[int, Any | None]
+    at: str
+    having: Any
 
     @property
     def __name__(self) -> str:
@@ -85,8 +86,12 @@ class PutBack:
         """Do so; collective over the world."""
         from functools import partial
 
+        import ray
+
         from megarl.megatron.role_checkpoint import load_role
         from megarl.options.elastic.fetching_reader import FetchingReader
 
-        at = f"{self.slot}/{self.role}"
-        load_role(model, str(self.node.path / at), partial(FetchingReader, of=at, holder_of=self.holder_of))
+        of_ranks: list[Mapping[str, Any]] = ray.get(self.having)
+        holder_of = {rank: None if self.at in nodes else next(iter(nodes.values())) for rank, nodes in enumerate(of_ranks)}
+        folder = f"{self.slot}/{self.role}"
+        load_role(model, str(self.node.path / folder), partial(FetchingReader, of=folder, holder_of=holder_of))

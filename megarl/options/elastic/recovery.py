@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -17,7 +17,7 @@ from megarl.config.layout import Layout
 from megarl.core.steps import RlRun
 from megarl.errors import LayoutError, RankLostError, WorkerError, counted
 from megarl.options.elastic.comparison import differing, digests_of_weights
-from megarl.options.elastic.memory import Memory, Moment
+from megarl.options.elastic.memory import LOOK_S, Memory, Moment
 from megarl.options.elastic.places import Places
 from megarl.options.elastic.rank_process import Become, interrupt, leave
 from megarl.options.elastic.section import compared_every, shrinks, spares_of
@@ -58,7 +58,7 @@ class RankReplacement:
         """Attempts at the part of a step in which ranks compute, until one is not cut short by a loss."""
         self._memory.begin(_moment(run))
         self._memory.finish()
-        self._grow(run)
+        self.again(run, partial(self._grow, run))
         put_back = _remembered(run)
         for number in range(MOST_LOSSES + 1):
             errors: list[RankLostError] = []
@@ -192,6 +192,7 @@ class RankReplacement:
         self._whole.setdefault(group.name, (layout, self._cluster.placement.ranks[group.name]))
         self._places.assign(group.name, [self._cluster.placement.ranks[group.name][rank] for rank in kept])
         group.regroup(fits, [group.actors[rank] for rank in kept])
+        self._memory.renumber(group.name, kept)
 
     def _grow(self, run: RlRun) -> None:
         """Have groups that lost replicas be whole again, once there are places for all of their ranks."""
@@ -200,11 +201,15 @@ class RankReplacement:
             group = self._groups()[name]
             own = dict(zip(self._cluster.placement.ranks[name], group.actors, strict=True))
             missing = {rank: number for rank, number in enumerate(places) if number not in own}
+            if not _answer(own.values()):
+                continue  # some are lost, which this attempt finds
             found = self._places.found(group, layout, missing)
             if found is None:
                 continue
             if _stuck(own):
                 raise WorkerError(f"ranks of {name} did not leave the world of fewer replicas within {LEAVE_S:.0f} s")
+            before = {number: rank for rank, number in enumerate(own)}
+            self._memory.renumber(name, [before.get(number) for number in places])
             self._places.assign(name, places)
             group.regroup(layout, [found[rank] if rank in found else own[number] for rank, number in enumerate(places)])
             grown.append(group)
@@ -229,6 +234,21 @@ def _stuck(actors: Mapping[int, Any]) -> set[int]:
         except (ray.exceptions.RayError, TimeoutError):
             stuck.add(number)
     return stuck
+
+
+def _answer(actors: Iterable[Any]) -> bool:
+    """Return whether all of these processes, which do nothing, are there."""
+    asked = [actor.__ray_call__.remote(_nothing) for actor in actors]
+    ray.wait(asked, num_returns=len(asked), timeout=LOOK_S)
+    try:
+        ray.get(asked, timeout=0)
+    except (ray.exceptions.RayError, TimeoutError):
+        return False
+    return True
+
+
+def _nothing(process: object) -> None:
+    """Do nothing."""
 
 
 def _with_dp(layout: Layout, dp: int) -> Layout | None:

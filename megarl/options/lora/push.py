@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from megarl.megatron.rank_model import RankModel
 from megarl.megatron.weights import adapter_shards, local_shards
-from megarl.weights.pusher import Pushed, merge
+from megarl.weights.merged_pushes import merge
+from megarl.weights.pusher import Pushed
 from megarl.workers.rank import Rank
 
 

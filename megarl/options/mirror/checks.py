@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl.config import AnyConfig
-from megarl.config.secrets import redacted
 from megarl.errors import ConfigError
 from megarl.options.mirror.section import mirror_of
+from megarl.system.redaction import redacted
 
 
 def check(config: AnyConfig) -> None:

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megarl.config import AnyConfig
-from megarl.config.secrets import redacted
 from megarl.errors import CheckpointError, ConfigError, MirrorError
 from megarl.options.mirror.mirror import Mirror, open_store
 from megarl.options.mirror.section import mirror_of
 from megarl.runs.observers import RunObserver
 from megarl.runs.run_checkpoint import CheckpointFolder, step_of
+from megarl.system.redaction import redacted
 from megarl.system.threads import step_back
 
 MIB = 2**20

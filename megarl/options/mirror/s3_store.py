@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from megarl.config.secrets import redacted
 from megarl.errors import ConfigError, MirrorError
 from megarl.options.mirror.stores import BLOCK
 from megarl.runs.manifest import FileRecord
+from megarl.system.redaction import redacted
 
 _CHECKSUM = "xxh3-128"
 """The name of an object's metadata that says what is in it (`x-amz-meta-xxh3-128`)."""

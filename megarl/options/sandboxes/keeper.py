@@ -59,11 +59,14 @@ class Keeper:
         self.work.mkdir(exist_ok=True)
         (self.folder / "tmp").mkdir()
         for name, text in self.setting["files"].items():
-            path = self.work / name
-            if path.resolve() == self.work or self.work not in path.resolve().parents:
-                return f"the file '{name}' would lie outside the sandbox's folder"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            try:
+                path = self.work / name
+                if path.resolve() == self.work or self.work not in path.resolve().parents:
+                    return f"the file '{name}' would lie outside the sandbox's folder"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+            except (OSError, ValueError) as error:  # a name that is too long, has a null, or is that of a folder
+                return f"the file {name[:200]!r} cannot be made: {getattr(error, 'strerror', None) or error}"
         if _used_bytes(self.folder) > self.setting["disk_bytes"]:
             return "the files that it begins with are more than its disk_mb"
         if self.user is not None:

@@ -19,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 from megarl.config import AnyConfig
 from megarl.config.secrets import bearer
@@ -29,6 +29,7 @@ from megarl.options.telemetry.prometheus import exposition
 from megarl.options.telemetry.section import trackers_of
 from megarl.system.atomic_files import write_text_atomically
 from megarl.system.bearer_tokens import is_loopback, read_token
+from megarl.system.path_names import file_name_of
 from megarl.system.socket_names import NOTHING, SocketName
 
 FIELD = "trackers.prometheus"
@@ -68,7 +69,7 @@ def open_endpoint(config: AnyConfig, state: RunState, *, is_continued: bool) -> 
 def targets_file(config: AnyConfig) -> Path:
     """The file in which a run says where it listens: in one folder for all runs, as file discovery looks in one folder
     alone."""
-    return Path(config.run.folder) / TARGETS / f"{quote(config.run.name, safe='')}.json"
+    return Path(config.run.folder) / TARGETS / f"{file_name_of(config.run.name)}.json"
 
 
 def health(now: Snapshot) -> tuple[int, dict[str, Any]]:

@@ -128,6 +128,11 @@ def _of_ranks(now: Snapshot) -> Iterator[Metric]:
             for state in RANK_CONDITIONS
         ]
         yield _gauge("megarl_ranks", "training ranks by state", now, counts)
+    slow: Series = [
+        ({"group": one.group, "rank": str(one.rank), "node": one.node, "phase": one.phase}, one.behind)
+        for one in now.slow_ranks
+    ]
+    yield _gauge("megarl_ranks_slow", "share by which a phase takes a slow rank longer than its peers", now, slow)
 
 
 def _of_guards(now: Snapshot) -> Iterator[Metric]:

@@ -23,6 +23,7 @@ from megarl.config.secrets import without_secrets
 from megarl.errors import ConfigError, MegarlError
 from megarl.observe.metrics import numbers
 from megarl.options.telemetry.section import trackers_of
+from megarl.system.redaction import redacted
 from megarl.system.user_code import describe, load_user_object, why_not_called
 
 
@@ -56,7 +57,7 @@ class Wandb:
             entity=trackers_of(config).entity,
             group=trackers_of(config).group,
             tags=list(trackers_of(config).tags) or None,
-            notes=trackers_of(config).notes,
+            notes=_notes(config),
             name=config.run.name,
             dir=str(folder),
             mode=os.environ.get("WANDB_MODE", "offline"),
@@ -90,7 +91,7 @@ class MLflow:
         settings = trackers_of(config)
         tags = dict.fromkeys(settings.tags, "") | {
             key: value
-            for key, value in (("group", settings.group), ("mlflow.note.content", settings.notes))
+            for key, value in (("group", settings.group), ("mlflow.note.content", _notes(config)))
             if value is not None
         }
         self._run = self._client.create_run(number, run_name=config.run.name, tags=tags).info.run_id
@@ -118,7 +119,7 @@ class SwanLab:
             workspace=trackers_of(config).entity,
             group=trackers_of(config).group,
             tags=list(trackers_of(config).tags) or None,
-            description=trackers_of(config).notes,
+            description=_notes(config),
             name=config.run.name,
             log_dir=str(logs),
             mode=os.environ.get("SWANLAB_MODE", "offline"),
@@ -132,6 +133,11 @@ class SwanLab:
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+
+
+def _notes(config: AnyConfig) -> str | None:
+    notes = trackers_of(config).notes
+    return redacted(notes) if notes else notes
 
 
 def _optional(module: str, name: str, package: str) -> Any:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from megarl.options.transports.relay_plan import Message, RelayPlan, Step, round_bytes
 from megarl.weights.machines import Machines
+from megarl.weights.merged_pushes import merge
 from megarl.weights.plan import ReshardPlan, TransferBucket
-from megarl.weights.pusher import Pushed, Pusher, merge
+from megarl.weights.pusher import Pushed, Pusher
 from megarl.weights.rank_plan import RankPlan, SendBatch, SliceKey, WeightSlice
 from megarl.weights.sglang_senders import checksums_of
 from megarl.weights.staging import pack, packed_starts

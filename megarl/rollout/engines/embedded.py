@@ -29,6 +29,7 @@ from megarl.models.registry import architecture_for, load_hf_config, sees
 from megarl.models.transformers_names import config_in_transformers, hub_tensors, loader_of
 from megarl.models.vision import Vision, vision_part
 from megarl.models.weight_formats import tensors_of
+from megarl.models.weight_tensors import gathered
 from megarl.option_list import functions, part
 from megarl.rollout.engines.drawing import random_numbers
 from megarl.rollout.engines.embedded_batch import DecodeBatch, OpenResponse, Sight
@@ -38,6 +39,7 @@ from megarl.rollout.engines.protocol import Engine, EnginePlace, EngineRequest, 
 from megarl.system.hidden_bars import hide_bars
 from megarl.weights.checksums import compare, digest
 from megarl.weights.model_compatibility import ServedModel, check_same_model
+from megarl.weights.plan import LOAD_BYTES
 from megarl.weights.run_plan import sent_adapters
 from megarl.weights.staging import NamedTensors
 from megarl.weights.weight_state import WeightState
@@ -336,6 +338,15 @@ class EmbeddedEngine(Engine):
             if self._adapters is not None:
                 self._adapters.add()
             self._weights.confirm()
+
+    async def give_weights(self, version: int, start: int) -> tuple[int | None, Any]:
+        with self._change():
+            if self.weight_version != version or self._dequantiser is not None:
+                raise EngineError(f"the engine has weights of version {self.weight_version}, and is to give those of {version}")
+            tensors = [*self._held.items()][start:]
+            load = next(gathered(tensors, LOAD_BYTES["cpu"], lambda named: named[1].nbytes))
+            given = [(name, tensor.clone()) for name, tensor in load]
+        return (start + len(load) if len(load) < len(tensors) else None), given
 
     async def abandon_update(self) -> None:
         with self._change():

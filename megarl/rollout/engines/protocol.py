@@ -324,6 +324,17 @@ class Engine(ABC):
         """
         raise EngineError(f"{type(self).__name__} takes no slices of weights")
 
+    async def give_weights(self, version: int, start: int) -> tuple[int | None, Any]:
+        """Some of its weights, which must be those of `version`, for another engine's `take_weights`, and where the next begin.
+
+        `start`: 0, or what was returned last; None: these were the last ones. It goes on sampling. EngineError: it cannot.
+        """
+        raise EngineError(f"{type(self).__name__} gives its weights to no other engine")
+
+    async def take_weights(self, given: Any) -> None:
+        """Take what `give_weights` of an engine of this kind returned, in an update that is open."""
+        await self.apply_update(given)
+
     @abstractmethod
     async def abandon_update(self) -> None:
         """Give up the open update. The weights have no known version until a complete one; sampling stays stopped."""

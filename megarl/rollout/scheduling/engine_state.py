@@ -23,8 +23,6 @@ FAILURES = 3
 """Failures of an engine in a row, or of a request on engines that are well, before the run ends with the last sentence."""
 END_S = 10.0
 """For an engine to free what it keeps for conversations."""
-
-
 GenerateGroups = Callable[["AskedGroups"], Awaitable[list[list[Sample]]]]
 """Answers the prompts of a request: a group of samples for each."""
 PendingResult = asyncio.Future[list[list[Sample]]]
@@ -60,8 +58,10 @@ class EngineState:
     restarting: asyncio.Task[None] | None = None
     fell_behind: bool = False
     """Failed since the update began that is under way, and so cannot have what that update gave it."""
-    is_lent: bool = False
-    """Stands on GPUs of the trainer, which are lent to it while the trainer waits."""
+    is_dispensable: bool = False
+    """If it fails for good the run goes on without it."""
+    is_absent: bool = False
+    """Left, or has not come: there is nothing under its number."""
     rests: bool = False
     """Sleeps: it is given neither requests nor weights."""
     is_left_out: bool = False
@@ -102,8 +102,7 @@ class EngineState:
     @property
     def status(self) -> EngineStatus:
         """Its present activity, as far as the scheduler knows; another thread may ask."""
-        version, condition = self.version, self._condition()
-        return EngineStatus(self.number, condition, version, len(self.requests), self.failed_times)
+        return EngineStatus(self.number, self._condition(), self.version, len(self.requests), self.failed_times)
 
     def _condition(self) -> EngineCondition:
         if self.restarting is not None:

@@ -10,7 +10,7 @@ from megarl.rollout.scheduling.engine_state import FAILURES, EngineState, Prompt
 
 
 class EngineRestarts:
-    """A failure that cannot be mended ends the run; but it goes on without an engine that is lent GPUs."""
+    """A failure that cannot be mended ends the run; but it goes on without an engine that is dispensable."""
 
     def __init__(
         self,
@@ -25,8 +25,8 @@ class EngineRestarts:
         self._retried: dict[int, int] = {}  # failures by group, on engines that were well
 
     def start(self, engine: EngineState) -> None:
-        """In the loop: start an engine anew, if it is not well and nobody does yet."""
-        if engine.restarting is None:
+        """In the loop: start an engine anew, if it is not well, nobody does yet, and it has not left."""
+        if engine.restarting is None and not engine.is_absent:
             engine.restarting = asyncio.get_running_loop().create_task(self._restart(engine))
 
     async def _restart(self, engine: EngineState) -> None:
@@ -37,7 +37,7 @@ class EngineRestarts:
                 )
             await engine.come_back(self.deadline_s)
         except MegarlError as error:
-            if not engine.is_lent:
+            if not engine.is_dispensable:
                 self._give_up(error)
                 return
             engine.is_left_out = engine.rests = True

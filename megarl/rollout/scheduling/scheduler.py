@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict
 from itertools import chain
 from typing import Any, TypeVar
@@ -44,8 +44,7 @@ class Scheduler:
     The least-loaded engine with room (`EngineOrder`) is given work first; all turns of a group's samples come from one engine.
 
     An engine that fails loses nothing: its groups go back to the manager, it is started anew if it is not well, and the
-    driver finds it in `without_weights`. Without one that stands on the trainer's GPUs (`lent`) the run goes on if it fails
-    for good.
+    driver finds it in `without_weights`. Without one that is `dispensable` the run goes on if it fails for good.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Scheduler:
         restart_deadline_s: float = 300.0,
         cuts: bool = False,
         keeps_turns: bool = False,
-        lent: Container[int] = (),
+        dispensable: Sequence[int] = (),
         say: Callable[[str], None] | None = None,
         thread: LoopThread | None = None,
     ) -> None:
@@ -70,27 +69,27 @@ class Scheduler:
         `groups_per_engine`, `samples_per_group` and `reports` bound what is sent to an engine, as
         `EngineOrder` says; the rest waits here for whichever engine is free first. `thread`: None: its own. `cuts`:
         engines that are to stop are asked for what they have (`Engine.cut`), which is counted, or kept if the manager
-        `continues`, or engines are `lent`. `keeps_turns`: they are told of conversations. `say` is told in a line, from another
-        thread, when an engine fails.
+        `continues`, or engines are `dispensable`. `keeps_turns`: they are told of conversations. `say` is told in a line, from
+        another thread, when an engine fails.
         """
         self.manager, self.generate_groups = manager, generate_groups
         self.groups_per_request = groups_per_request
-        self.restarts = EngineRestarts(restart_deadline_s, say, self._give_up, lambda: self._changed.set())
+        self.restarts = EngineRestarts(restart_deadline_s, say, self.give_up, lambda: self.changed.set())
         self.cuts = cuts
-        self.partial = PartialGroups(continues=manager.continues or any(n in lent for n in range(len(handles))))
+        self.partial = PartialGroups(continues=manager.continues or len(dispensable) > 0)
         self._ending: dict[asyncio.Task[None], asyncio.Task[None]] = {}
         self._prompts: dict[int, Prompt] = {}
         self._groups: dict[int, list[Sample]] = {}
         self._asked: deque[PromptRequest] = deque()
         self._error: BaseException | None = None
+        self.is_short = False  # too few engines to go on: nothing starts; who changes it sets `changed` and calls `dispatch`
         self._goes_on = False  # starting was interrupted after `AT_ONCE` requests, and goes on
         self.thread = thread or LoopThread("rollout-scheduler")
         self._loop = self.thread.loop
-        self._changed, self.engines = self.thread.run(self._make(handles), 30)
-
+        self.changed, self.engines = self.thread.run(self._make(handles), 30)
         for engine in self.engines:
-            engine.keeps_turns, engine.is_lent = keeps_turns, engine.number in lent
-        self.order = EngineOrder(self.engines, self._dispatch, groups_per_engine, samples_per_group, reports=reports)
+            engine.keeps_turns, engine.is_dispensable = keeps_turns, engine.number in dispensable
+        self.order = EngineOrder(self.engines, self.dispatch, groups_per_engine, samples_per_group, reports=reports)
 
     async def _make(self, handles: Sequence[EngineHandle]) -> tuple[asyncio.Event, list[EngineState]]:
         return asyncio.Event(), [EngineState(number, handle) for number, handle in enumerate(handles)]
@@ -105,7 +104,6 @@ class Scheduler:
 
     def open_step(self, version: int, next_prompts: Callable[[int], list[Prompt]], due: int | None = None) -> None:
         """The next batch is for a policy of `version`; as many prompts are drawn as there may be use for before it is taken."""
-
         if room := self._open(version, due):
             self.add(next_prompts(room))
 
@@ -118,7 +116,7 @@ class Scheduler:
     async def add(self, prompts: Sequence[Prompt]) -> None:
         """Queue a prompt group for each prompt."""
         self._prompts |= dict(zip(self.manager.add(len(prompts)), prompts, strict=True))
-        self._dispatch()
+        self.dispatch()
 
     def wait(self, deadline_s: float, answers: Sequence[PendingResult] | None = None) -> bool:
         """Wait until the batch that is due, or `answers`, are there (True), or engines wait for weights meanwhile (False).
@@ -157,13 +155,12 @@ class Scheduler:
 
         `per_request` prompts go to an engine together; each is answered `n` times (None: as often as a group's).
         """
-
         starts = range(0, len(prompts), per_request)
         answers: list[PendingResult] = [self._loop.create_future() for _ in starts]
         for start, answer in zip(starts, answers, strict=True):
             part = list(prompts[start : start + per_request])
             self._asked.append(PromptRequest(part, generate_groups, len(part), answer=answer, n=n))
-        self._dispatch()
+        self.dispatch()
         return answers
 
     # the driver's side: engines and weights ------------------------------------------------------------------------
@@ -182,7 +179,6 @@ class Scheduler:
         self, engines: Iterable[int], call: Callable[[int, EngineHandle], Awaitable[T]], deadline_s: float
     ) -> dict[int, T | Exception]:
         """Await `call` on several engines at once; by engine its answer, or the exception that it raised."""
-
         numbers = list(engines)
         return dict(zip(numbers, self.thread.run(self._on_each(numbers, call), deadline_s + 30), strict=True))
 
@@ -212,12 +208,12 @@ class Scheduler:
     async def resume(self, engines: Sequence[int], version: int) -> None:
         """These engines have the weights of `version`, unless they failed since."""
         for engine in (self.engines[number] for number in engines):
-            if not engine.fell_behind:
+            if not engine.fell_behind and not engine.rests:
                 engine.version = version
                 engine.is_open.set()
                 self.order.changed(engine)
                 self.order.watch(engine)
-        self._dispatch()
+        self.dispatch()
 
     @in_loop
     async def empty(self) -> None:
@@ -229,7 +225,7 @@ class Scheduler:
     @in_loop
     async def fail(self, engine: int, error: Exception) -> None:
         """This engine failed in an update."""
-        self._take_down(self.engines[engine], error)
+        self.take_down(self.engines[engine], error)
 
     # checkpoints --------------------------------------------------------------------------------------------------
 
@@ -263,12 +259,12 @@ class Scheduler:
                 raise self._error
             if done():
                 return True
-            if self.without_weights:
+            if self.without_weights or self.is_short:
                 return False
-            self._changed.clear()
+            self.changed.clear()
             try:
                 async with asyncio.timeout_at(ends_at):
-                    await self._changed.wait()
+                    await self.changed.wait()
             except TimeoutError:
                 finished, waiting = self.manager.count("finished"), self.manager.count("queued")
                 raise DeadlineError(
@@ -280,14 +276,14 @@ class Scheduler:
         engine.is_open.clear()
         self.order.changed(engine)
 
-    def _dispatch(self) -> None:
+    def dispatch(self) -> None:
         """Start what may start now, the least-loaded engine first.
 
         After one for whose weights there was nothing to start, only those with newer ones.
         """
         newest = -1
         for _ in range(AT_ONCE if not self._goes_on else 0):
-            has_work = self._error is None and (self._asked or self.manager.count("queued"))
+            has_work = self._error is None and not self.is_short and (self._asked or self.manager.count("queued"))
             engine = self.order.first(newest) if has_work else None
             if engine is None:
                 return
@@ -299,7 +295,7 @@ class Scheduler:
 
     def _go_on(self) -> None:
         self._goes_on = False
-        self._dispatch()
+        self.dispatch()
 
     def _start_on(self, engine: EngineState) -> bool:
         if self._asked:
@@ -324,20 +320,20 @@ class Scheduler:
             if self.order.drop(engine, task) is not None:  # else nobody waits for it any more
                 await self._retry(engine, request, error)
         except Exception as error:  # noqa: BLE001 - whatever it is, the driver must hear of it
-            self._give_up(error)
+            self.give_up(error)
         else:
             if task in engine.requests:
                 engine.failures = 0
                 self._keep(request, groups)
         finally:
             self.order.drop(engine, task)
-            self._dispatch()
+            self.dispatch()
 
     def _keep(self, request: PromptRequest, groups: list[list[Sample]]) -> None:
         if request.answer is not None:
             if not request.answer.done():
                 request.answer.set_result(groups)
-            self._changed.set()
+            self.changed.set()
             return
         for index, (number, group) in enumerate(zip(request.numbers, groups, strict=True)):
             if number is None:
@@ -346,7 +342,7 @@ class Scheduler:
                 self._groups[number] = group
                 self.manager.finish(number)
         if self.manager.ready():
-            self._changed.set()
+            self.changed.set()
 
     async def _retry(self, engine: EngineState, request: PromptRequest, error: Exception) -> None:
         """A request came to nothing: it is queued again, and its engine looked at."""
@@ -357,7 +353,7 @@ class Scheduler:
             await engine.handle.health(deadline_s=HEALTH_S)
         except (EngineError, WorkerError, DeadlineError):
             if not engine.rests:  # else that is seen to when it is woken: its GPU is the trainer's
-                self._take_down(engine, error)
+                self.take_down(engine, error)
             return
         self.restarts.note_request(request, error)
 
@@ -385,7 +381,7 @@ class Scheduler:
             await asyncio.wait(under_way)
         for engine in engines:
             engine.version, engine.rests = None, True
-        self._dispatch()
+        self.dispatch()
 
     async def work_for(self, version: int) -> int:
         """In the loop: groups and asked requests that a further engine with weights of `version` could start now."""
@@ -409,7 +405,7 @@ class Scheduler:
             assert request is not None, "only what it works on is interrupted"
             self._queue_again(request)
 
-    def _take_down(self, engine: EngineState, error: Exception) -> None:
+    def take_down(self, engine: EngineState, error: Exception) -> None:
         """The engine failed: whatever it was working on is queued again, and it is started anew if it is not well."""
         if not engine.fell_behind:  # one death may be noticed by several requests and an update
             self.restarts.note(engine, error)
@@ -417,7 +413,7 @@ class Scheduler:
         self._shut(engine)
         self._interrupt(engine, list(engine.requests))
         self.restarts.start(engine)
-        self._dispatch()
+        self.dispatch()
 
     def _discard(self, numbers: Sequence[int]) -> None:
         """These groups are queued again; what there is of their responses is thrown away."""
@@ -425,7 +421,7 @@ class Scheduler:
             self._groups.pop(number, None)
             self.partial.throw_away(number)
         self._forget(numbers)
-        self._dispatch()
+        self.dispatch()
 
     def _forget(self, numbers: Sequence[int]) -> None:
         gone = set(numbers)
@@ -447,9 +443,9 @@ class Scheduler:
             task.cancel()
             del self._ending[task]
 
-    def _give_up(self, error: BaseException) -> None:
+    def give_up(self, error: BaseException) -> None:
         self._error = self._error or error
-        self._changed.set()
+        self.changed.set()
 
     async def _stop(self) -> None:
         for engine in self.engines:

@@ -30,11 +30,12 @@ async def cut_short(requests: Sequence[AskedGroups], deadline_s: float) -> None:
 
 def progress_text(engines: Sequence[EngineState]) -> str:
     """Describe what each engine does, as the end of a sentence."""
+    there = [engine for engine in engines if not engine.is_absent]
     does = {
         engine.number: "sleeps" if engine.rests else "is down" if engine.version is None else f"works on {engine.groups}"
-        for engine in engines[:MENTIONED]
+        for engine in there[:MENTIONED]
     }
-    said, others = [f"engine {number} {what}" for number, what in does.items()], engines[MENTIONED:]
+    said, others = [f"engine {number} {what}" for number, what in does.items()], there[MENTIONED:]
     if others:
         said.append(f"{len(others)} further engines work on {sum(engine.groups for engine in others)}")
     return ", ".join(said)

@@ -63,6 +63,7 @@ def start_processes(
     doing("ranks")
     starting = rollouts.begin_start()
     recovery = next(filter(None, (start(config, cluster) for start in functions("recovery", "start_spares"))), None)
+    coming = next(filter(None, (start(config, cluster, rollouts, say, stack) for start in functions("members", "start"))), None)
     roles = open_roles(config, cluster.start_groups(config.run.seed))
     if rollouts.takes_turns:  # engines size their caches by what is free, and sleep before anything is loaded
         doing("engines")
@@ -75,4 +76,6 @@ def start_processes(
     if not rollouts.takes_turns:
         doing("engines")
         rollouts.finish_start(starting, roles)
+    if coming is not None:
+        coming.wait_for_first()
     return Processes(roles, rollouts, cluster.platform.name, recovery and recovery(roles, rollouts))

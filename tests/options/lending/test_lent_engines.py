@@ -74,7 +74,7 @@ def opened() -> Iterator[Callable[..., tuple[Scheduler, LentEngines]]]:
         """The last `LENT` engines are lent, and asleep."""
         lent = range(len(engines) - LENT, len(engines))
         ask = ask or single_turns(PARAMS, 2, 20.0, Spelling())
-        schedulers.append(Scheduler(engines, manager, ask, cuts=True, keeps_turns=True, lent=lent, **options))
+        schedulers.append(Scheduler(engines, manager, ask, cuts=True, keeps_turns=True, dispensable=lent, **options))
         schedulers[-1].resume(range(len(engines)), 0)
         found = LentEngines(schedulers[-1], lent, restart_s=10.0, call_s=5.0)
         found.rest()

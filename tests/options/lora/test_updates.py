@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from megarl.config.layout import Layout
 from megarl.options.lora.weight_map import Lora
 from megarl.weights.checksums import digest
-from megarl.weights.pusher import merge
+from megarl.weights.merged_pushes import merge
 from tests.families import build_folder
 from tests.weights.test_execution import Collecting, engine_layout, given, rank_of, together
 from tests.world import World

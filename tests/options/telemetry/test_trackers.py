@@ -78,7 +78,7 @@ def test_a_class_of_ones_own_is_given_every_step_as_plain_numbers(own: Path, tmp
     trackers.close()
     kept = (tmp_path / "r" / "kept.jsonl").read_text().splitlines()
     assert kept == [
-        '["opened", "r", "(hidden)", 4, "mine"]',
+        '["opened", "r", "${MEGARL_REWARDS_0_ARGS_API_KEY}", 4, "mine"]',
         '[5, {"reward/mean": 0.5, "policy/loss": Infinity}]',
         '["closed"]',
     ]

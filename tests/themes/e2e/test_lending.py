@@ -59,7 +59,7 @@ def answers_of_lent(monkeypatch: pytest.MonkeyPatch) -> list[Generation]:
 
     def count_and_tell(engine: EngineState, request: EngineRequest, answers: Sequence[Sequence[SampledTurn]]) -> None:
         count(engine, request, answers)
-        if engine.is_lent:
+        if engine.is_dispensable:
             found.extend(loaded(one) for group in answers for one in group)
 
     monkeypatch.setattr(EngineState, "count_tokens", count_and_tell)

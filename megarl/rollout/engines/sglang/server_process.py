@@ -17,7 +17,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from megarl.errors import EngineError
+from megarl.system.atomic_files import for_owner
 from megarl.system.process_tree import end_tree
+from megarl.system.redaction import redacted
 
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LOG_TAIL_LINES = 15
@@ -41,8 +43,8 @@ class ServerProcess:
         self.log_file = log_file
         log_file.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "megarl.rollout.engines.sglang.launch", *arguments]
-        with log_file.open("w") as log:
-            log.write(f"{shlex.join(command)}\n")
+        with open(log_file, "w", opener=for_owner) as log:
+            log.write(f"{redacted(shlex.join(command))}\n")
             log.flush()
             self._process = subprocess.Popen(
                 command,

@@ -20,7 +20,7 @@ from tests.observe.recorded import write_run
 FILES = {
     b"m": "metrics.jsonl", b"s": "samples.jsonl", b"t": "trace.jsonl", b"d": "distributions.jsonl", b"e": "experts.jsonl",
     b"f": "faults.jsonl", b"r": "reward_errors.jsonl", b"v": "evaluations.jsonl", b"S": "summary.json", b"M": "machine.json",
-    b"E": "end.json", b"P": "placement.json", b"c": "config.yaml",
+    b"l": "slow_ranks.jsonl", b"E": "end.json", b"P": "placement.json", b"c": "config.yaml",
 }  # fmt: skip
 EXPERTS = {"step": 1, "policy": {"layers": [0], "loads": [[1.0, 1.0]], "entropy": [0.5]}}
 REWARD_ERROR = {"step": 1, "reward": "r", "errors": 2, "on_error": "zero", "error": "ValueError", "traceback": "x"}

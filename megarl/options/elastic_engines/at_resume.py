@@ -1,0 +1,9 @@
+"""FieldAnswer of `rollout.max_engines` to a change at resume."""
+
+from __future__ import annotations
+
+from megarl.config.at_resume import APPLIED, answers
+
+AT_RESUME = answers(
+    ("rollout", APPLIED, "max_engines"),
+)
