@@ -13,7 +13,7 @@ from megarl.config import AnyConfig
 from megarl.config.yaml_tree import load_text
 from megarl.errors import ConfigError
 from megarl.models.from_hub import models_here
-from megarl.system.terminal import SafeConsole
+from megarl.system.safe_console import SafeConsole
 
 Root = TypeVar("Root", bound=AnyConfig)
 

@@ -39,7 +39,8 @@ from megarl.models.from_hub import model_here, models_here
 from megarl.system.garbage import collect_rarely
 from megarl.system.ray_token import want_a_token
 from megarl.system.redaction import redacted
-from megarl.system.terminal import SafeConsole, print_safely
+from megarl.system.safe_console import SafeConsole
+from megarl.system.terminal import print_safely
 from megarl.system.torchrun import is_leader, is_torchrun
 from megarl.version import __version__
 

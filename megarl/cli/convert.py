@@ -14,7 +14,7 @@ from typing import Any
 from megarl.config.layout import Layout
 from megarl.errors import ConfigError, counted, nearest
 from megarl.option_list import functions, part
-from megarl.system.terminal import SafeConsole
+from megarl.system.safe_console import SafeConsole
 
 DIFFERENT = 1
 MOST_SHOWN = 20

@@ -13,7 +13,7 @@ from rich.table import Table
 from megarl.cli.arguments import add_config, make_console, with_models
 from megarl.config import AnyConfig, Config, load_any, load_config
 from megarl.errors import ConfigError, counted
-from megarl.system.terminal import SafeConsole
+from megarl.system.safe_console import SafeConsole
 
 if TYPE_CHECKING:
     from megarl.planning.plan import CapacityPlan

@@ -32,9 +32,9 @@ from megarl.errors import (
     nearest,
 )
 from megarl.observe import MetricsFile, Phases, Progress, build_summary, evaluation_line, write_summary
-from megarl.observe.growing_file import read_file
 from megarl.observe.kept_lines import mend_ends
 from megarl.observe.progress import aligned, gate_line
+from megarl.observe.record_lines import object_line
 from megarl.observe.run_state import RunState
 from megarl.runs.expert_record import ExpertRecord
 from megarl.runs.folders import checkpoint_in
@@ -54,7 +54,7 @@ from megarl.runs.training_side import POLICY, REFERENCE, TrainingSide
 from megarl.supervise.child_run import follow, is_restart
 from megarl.system.atomic_files import write_text_atomically
 from megarl.system.processor import slow_bfloat16
-from megarl.system.terminal import SafeConsole
+from megarl.system.safe_console import SafeConsole
 from megarl.system.torchrun import is_torchrun
 
 OneConfig = TypeVar("OneConfig", Config, SupervisedConfig)
@@ -447,7 +447,7 @@ class Run(ABC):
         path = self.folder / "summary.json"
         if self.was_finished:
             self.progress.say(f"{self.folder} is finished; its summary is in {path}")
-            return read_file(path)[0]
+            return object_line(path.read_bytes())
         model = self.folder / "model"
         if self._settings.run.export and not self.roles.groups[POLICY].any_rank(model.exists()):
             with self.phases("export"):

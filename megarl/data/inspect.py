@@ -26,7 +26,7 @@ from megarl.data.sample import Prompt
 from megarl.data.supervised import CONVERSATIONS, Kind, SupervisedBuilder, SupervisedSettings, kind_of_rows
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import DataError, counted
-from megarl.system.terminal import SafeConsole
+from megarl.system.safe_console import SafeConsole
 
 TEMPLATE = {True: "chat template", False: "plain text"}
 STYLES = {"trained": "bold green", "not trained": "dim", "special": "magenta", "trained special": "bold magenta underline"}

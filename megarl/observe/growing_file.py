@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megarl.errors import counted
-from megarl.observe.record_types import FILES, LineCheck, metrics_line
+from megarl.observe.record_lines import LineCheck, metrics_line
 
 LONGEST_LINE = 1 << 26
 """Bytes of a line that are read: what is longer would take many times as much memory."""
@@ -95,14 +95,6 @@ class RowFile(GrowingFile):
         self.rows.append(content)
 
 
-class EndRows(RowFile):
-    """Only the first and the last of the rows."""
-
-    def take(self, content: dict[str, Any], nbytes: int) -> None:
-        super().take(content, nbytes)
-        del self.rows[1:-1]
-
-
 def whole_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
     """The lines of a file from where it is that have an end, and their bytes; of one above `LONGEST_LINE` a part of it."""
     while line := file.readline(LONGEST_LINE + 1):
@@ -117,18 +109,3 @@ def whole_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
 
 def _refuse_long() -> dict[str, Any]:
     raise ValueError(f"it is longer than {LONGEST_LINE >> 20} MiB")
-
-
-def read_file(path: Path) -> tuple[dict[str, Any], str | None]:
-    """The object in a JSON file of a run, such as `end.json`, and a sentence if the file is damaged.
-
-    The object of a damaged file is empty, and that of no file.
-    """
-    try:
-        if not path.is_file():
-            return {}, None
-        if path.stat().st_size > LONGEST_LINE:
-            _refuse_long()
-        return FILES[path.stem](path.read_bytes()), None
-    except (OSError, ValueError) as error:
-        return {}, f"{path} is damaged or not of a run, and left out ({error})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -11,7 +12,7 @@ from pydantic_core import from_json
 
 from megarl.errors import counted
 from megarl.observe.growing_file import LONGEST_LINE, whole_lines
-from megarl.observe.record_types import stepped_line
+from megarl.observe.record_lines import stepped_line
 from megarl.system.atomic_files import whole_file
 
 APPENDED = ("metrics", "samples", "distributions", "reward_errors", "experts", "trace", "slow_ranks")
@@ -48,10 +49,7 @@ def cut_torn_end(path: Path) -> int:
 
 
 def keep_lines(path: Path, last_step: int | None) -> None:
-    """Leave of a file of steps the whole lines up to those of `last_step` (None: none), as they are; the file is made.
-
-    A line in their midst that cannot be read stays: readers count it.
-    """
+    """Leave the whole lines up to those of `last_step` (None: none), damaged ones in their midst, too; the file is made."""
     kept: list[tuple[int, int]] = []
     with whole_file(path) as target:
         if last_step is None or not path.is_file():
@@ -59,7 +57,8 @@ def keep_lines(path: Path, last_step: int | None) -> None:
         with path.open("rb") as file:
             at, is_kept = 0, True
             for line, nbytes in whole_lines(file):
-                is_kept = _is_up_to(line, last_step, otherwise=is_kept)
+                with suppress(ValueError):
+                    is_kept = stepped_line(line)["step"] <= last_step
                 if is_kept and kept and kept[-1][1] == at:
                     kept[-1] = (kept[-1][0], at + nbytes)
                 elif is_kept:
@@ -69,13 +68,6 @@ def keep_lines(path: Path, last_step: int | None) -> None:
                 file.seek(begin)
                 for start in range(begin, end, BLOCK):
                     target.write(file.read(min(BLOCK, end - start)))
-
-
-def _is_up_to(line: bytes, last_step: int, *, otherwise: bool) -> bool:
-    try:
-        return bool(stepped_line(line)["step"] <= last_step)
-    except ValueError:
-        return otherwise
 
 
 def _end_of_line(file: BinaryIO, before: int) -> int:

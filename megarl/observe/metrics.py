@@ -13,7 +13,10 @@ from typing import Any
 
 from megarl.observe.growing_file import RowFile
 from megarl.observe.kept_lines import keep_lines
-from megarl.observe.record_types import LINES, metrics_line
+from megarl.observe.record_lines import metrics_line, stepped_line
+
+NESTED = ("distributions", "experts", "trace", "reward_errors")
+"""Files of steps that hold other values than numbers."""
 
 
 class MetricsFile:
@@ -40,7 +43,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
     Lines that are damaged or foreign are left out, as is a last line that a crash has cut.
     """
-    return RowFile(Path(path), LINES.get(Path(path).stem, metrics_line)).rows
+    return RowFile(Path(path), stepped_line if Path(path).stem in NESTED else metrics_line).rows
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from rich.text import Text
 from megarl.errors import counted
 from megarl.observe.phases import Phases
 from megarl.system.redaction import redacted
-from megarl.system.terminal import SafeConsole
+from megarl.system.safe_console import SafeConsole
 
 TOWER = {"tower": "policy/tower_flops_share"}
 """Shown of steps whose prompts show pictures: the vision tower's share of the operations of updates."""

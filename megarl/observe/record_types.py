@@ -5,17 +5,16 @@ A folder may be damaged, of another version or of somebody else. Only what reade
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic_core import from_json
 from typing_extensions import TypedDict
 
+from megarl.observe.growing_file import LONGEST_LINE
+from megarl.observe.record_lines import LARGEST, LineCheck, metrics_line, stepped_line
+
 _CHECKED = ConfigDict(strict=True, extra="allow")
-LARGEST = 2**53
-"""Largest whole number that a float, and JavaScript, holds exactly."""
 StepNumber = Annotated[int, Field(ge=0, le=LARGEST)]
 WholeNumber = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 EpochSeconds = Annotated[float, Field(ge=0, le=1e11)]
@@ -24,9 +23,6 @@ Digest = Annotated[str, Field(pattern=r"^[0-9A-Za-z_-]{1,128}$")]
 """Name of a kept picture: it leads into no other folder."""
 Process = Annotated[str, Field(pattern=r"^\S{1,200}( [0-9]{1,9})?$")]
 """`driver`, or a group and a rank such as `policy 0`."""
-
-LineCheck = Callable[[bytes], dict[str, Any]]
-"""Gives the object in a line; raises ValueError where that is not what the file holds."""
 
 
 class _MediaRecord(TypedDict):
@@ -185,41 +181,6 @@ class PlacementRecord(TypedDict):
     nodes: list[Any]
 
 
-def metrics_line(line: bytes) -> dict[str, Any]:
-    """The row in a line of `metrics.jsonl`: numbers by name, and `step`; names are kept once for all rows."""
-    row = from_json(line)
-    if not isinstance(row, dict):
-        raise ValueError("it is no object")
-    checked = {sys.intern(name): _metric(name, value) for name, value in row.items()}
-    _step_of(row)
-    return checked
-
-
-def stepped_line(line: bytes) -> dict[str, Any]:
-    """The object in a line of any file of steps: `step`, and whatever else."""
-    row = from_json(line)
-    if not isinstance(row, dict):
-        raise ValueError("it is no object")
-    _step_of(row)
-    return row
-
-
-def _metric(name: str, value: Any) -> Any:
-    if isinstance(value, str):
-        return float(value) if value in ("nan", "inf", "-inf") else value
-    if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise ValueError(f"{_short(name)} is a number of more than 64 bits")
-    if value is None or isinstance(value, (int, float)):
-        return value
-    raise ValueError(f"{_short(name)} is no number")
-
-
-def _step_of(row: dict[str, Any]) -> None:
-    step = row.get("step")
-    if type(step) is not int or not 0 <= step <= LARGEST:
-        raise ValueError("it has no step" if step is None else "step is no number of a step")
-
-
 def _line_of(kind: Any) -> LineCheck:
     adapter = TypeAdapter(kind)
 
@@ -251,11 +212,7 @@ def _first_of(error: ValidationError) -> str:
     """What is wrong first, as `training.reward: Input should be a valid number`."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     place = ".".join(str(part) for part in first["loc"] if not isinstance(part, str) or part.isidentifier())
-    return f"{_short(place)}: {first['msg']}" if place else first["msg"]
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 60 else f"{name[:60]}…"
+    return f"{place[:60]}: {first['msg']}" if place else first["msg"]
 
 
 sample_line: LineCheck = _line_of(SampleRecord)
@@ -276,3 +233,18 @@ FILES: dict[str, LineCheck] = {
     "placement": _line_of(PlacementRecord),
 }
 """By name of a JSON file of one object what checks it."""
+
+
+def read_file(path: Path) -> tuple[dict[str, Any], str | None]:
+    """The object in a JSON file of a run, such as `end.json`, and a sentence if the file is damaged.
+
+    The object of a damaged file is empty, and that of no file.
+    """
+    try:
+        if not path.is_file():
+            return {}, None
+        if path.stat().st_size > LONGEST_LINE:
+            raise ValueError(f"it has more than {LONGEST_LINE >> 20} MiB")
+        return FILES[path.stem](path.read_bytes()), None
+    except (OSError, ValueError) as error:
+        return {}, f"{path} is damaged or not of a run, and left out ({error})"

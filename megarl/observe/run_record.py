@@ -13,8 +13,8 @@ from typing import Any
 
 from megarl.config.yaml_tree import read_yaml, tree_leaves
 from megarl.errors import ConfigError, DataError, written_out
-from megarl.observe.growing_file import EndRows, RowFile, read_file
-from megarl.observe.record_types import LINES
+from megarl.observe.growing_file import RowFile
+from megarl.observe.record_types import LINES, read_file
 from megarl.observe.sample_file import SampleFile
 from megarl.system.near_folders import nearest_folder
 
@@ -85,6 +85,14 @@ class RunRecord:
     def metric_names(self) -> list[str]:
         """Every metric that some step has, in order of first appearance."""
         return list(dict.fromkeys(name for row in self.metrics for name in row if name != "step"))
+
+
+class EndRows(RowFile):
+    """Only the first and the last of the rows."""
+
+    def take(self, content: dict[str, Any], nbytes: int) -> None:
+        super().take(content, nbytes)
+        del self.rows[1:-1]
 
 
 class RunFiles:

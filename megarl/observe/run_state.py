@@ -15,7 +15,7 @@ from typing import Literal, TypeVar, get_args
 from megarl.config import AnyConfig
 from megarl.observe.growing_file import RowFile
 from megarl.observe.metrics import numbers
-from megarl.observe.record_types import LINES
+from megarl.observe.record_lines import object_line
 from megarl.version import __version__
 
 T = TypeVar("T")
@@ -186,4 +186,4 @@ def _disk(folder: Path) -> tuple[int, int]:
 
 def _restarts(faults: Path) -> int:
     """Failures in the run's `faults.jsonl` that another attempt followed; a line that is none is left out."""
-    return sum(fault.get("wait_s") is not None for fault in RowFile(faults, LINES["faults"]).rows)
+    return sum(isinstance(fault.get("wait_s"), float | int) for fault in RowFile(faults, object_line).rows)

@@ -13,10 +13,7 @@ import re
 import sys
 from collections.abc import Iterable
 from types import FrameType
-from typing import IO, Any, TextIO
-
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
+from typing import Any, TextIO
 
 from megarl.errors import written_out
 
@@ -43,31 +40,26 @@ def outlive_readers() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, SafeStream):
-            stream.stream = _Enduring(stream.stream)
+            stream.beneath = _Enduring(stream.beneath)
         else:
             setattr(sys, name, _Enduring(stream))
-
-
-def beneath(stream: Any) -> Any:
-    """The stream that a `SafeStream` writes to, or any other stream itself."""
-    return stream.stream if isinstance(stream, SafeStream) else stream
 
 
 class SafeStream:
     """A text stream to which control characters are written out; colours of other libraries are left away."""
 
     def __init__(self, stream: Any) -> None:
-        self.stream = stream
+        self.beneath = stream
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
+        return getattr(self.beneath, name)
 
     def write(self, text: str) -> int:
         if not text.isprintable():
             text = _COLOURS.sub("", text)
             parts = _MOVES_OF_BARS.split(text) if "\r" in text and _is_bar(sys._getframe().f_back) else [text]
             text = "".join(part if number % 2 else written_out(part) for number, part in enumerate(parts))
-        self.stream.write(text)
+        self.beneath.write(text)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -78,31 +70,6 @@ class SafeStream:
 def _is_bar(caller: FrameType | None) -> bool:
     """Return whether tqdm writes; None: the interpreter does, a traceback."""
     return caller is not None and str(caller.f_globals.get("__name__")).startswith("tqdm.")
-
-
-class SafeConsole(Console):
-    """A console of rich whose texts steer no terminal; colours and moves are rich's own. Every console of megarl is one."""
-
-    @property
-    def file(self) -> IO[str]:
-        """The stream that it writes to, beneath that of `print_safely`."""
-        stream: IO[str] = beneath(super().file)
-        return stream
-
-    @file.setter
-    def file(self, new_file: IO[str]) -> None:
-        self._file = new_file
-
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """The renderable's pieces, in whose texts control characters are written out."""
-        for segment in super().render(renderable, options):
-            text, style, control = segment
-            if control:
-                yield segment
-                continue
-            if style is not None and (style.link or style.conceal):  # of colours that somebody printed under a live view
-                style = None
-            yield Segment(text if text.isprintable() else written_out(text), style)
 
 
 class _Enduring:

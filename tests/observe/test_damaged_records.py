@@ -15,7 +15,8 @@ from megarl.cli import main
 from megarl.observe import growing_file, read_metrics
 from megarl.observe.growing_file import RowFile
 from megarl.observe.page_samples import PACKED_BYTES, packed_samples
-from megarl.observe.record_types import LINES, metrics_line, sample_line
+from megarl.observe.record_lines import metrics_line
+from megarl.observe.record_types import LINES, sample_line
 from megarl.observe.report import build_page
 from megarl.observe.run_record import read_run
 from megarl.observe.run_state import RunState

@@ -85,7 +85,8 @@ PRINTING = """
 import logging, sys, warnings
 from rich.table import Table
 from rich.text import Text
-from megarl.system.terminal import SafeConsole, print_safely
+from megarl.system.safe_console import SafeConsole
+from megarl.system.terminal import print_safely
 poison = POISON
 print_safely()
 print(poison)
