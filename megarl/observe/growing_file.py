@@ -20,6 +20,8 @@ LONGEST_LINE = 1 << 26
 class GrowingFile(ABC):
     """The whole lines of a file that are what it holds; none if there is no file. `end` is where the next one will begin."""
 
+    _first: tuple[int, str]
+
     def __init__(self, file: Path, check: LineCheck) -> None:
         """`check` gives a line's object, or raises ValueError. Raises as `read_on`."""
         self.file, self._check = file, check
@@ -69,7 +71,7 @@ class GrowingFile(ABC):
 
     def _forget_damage(self) -> None:
         self._lines = self._left_out = 0
-        self._first: tuple[int, str] = (0, "")
+        self._first = (0, "")
 
     @abstractmethod
     def forget(self) -> None:
