@@ -67,7 +67,7 @@ class RunFollower:
 
 def write_page(folders: Sequence[str | Path], file: str) -> None:
     """Write the page of the runs in `folders`, which asks for new rows; DataError if one holds no run."""
-    Path(file).write_text(build_page([read_run(folder) for folder in folders], is_live=True))
+    Path(file).write_text(build_page([read_run(folder) for folder in folders], is_live=True), encoding="utf-8")
 
 
 def write_page_apart(folders: Sequence[str | Path], file: str) -> None:
@@ -88,7 +88,8 @@ def new_rows(runs: Sequence[RunRecord], at: Sequence[tuple[int, int]]) -> dict[s
         late = run.samples[samples:]
         if any(sample.get("media") for sample in late):
             return {"reload": True}
-        columns, prompts, chunks = pack_samples([sample_data(entry, run, PagePictures(), has_numbers=True) for entry in late])
+        shown = [sample_data(entry, run, PagePictures(), has_numbers=True) for entry in late]
+        columns, prompts, chunks = pack_samples(shown, list)
         fresh.append(
             {
                 "status": run_status(run),
