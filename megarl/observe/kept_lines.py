@@ -71,7 +71,7 @@ def keep_lines(path: Path, last_step: int | None) -> None:
 
 
 def _end_of_line(file: BinaryIO, before: int) -> int:
-    """Where the line before byte `before` ends, behind its line break; 0: there is none."""
+    """Find the end of the line before byte `before`, behind its line break; 0: there is none."""
     while before > 0:
         begin = max(0, before - BLOCK)
         file.seek(begin)
