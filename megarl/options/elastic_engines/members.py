@@ -46,7 +46,7 @@ TRIES = 2
 AT_ONCE = 16
 """Engines that start or leave at the same time."""
 
-Stage = Literal["starting", "there", "leaving", "gone", "failed"]
+MemberStage = Literal["starting", "there", "leaving", "gone", "failed"]
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Member:
     number: int
     place: EnginePlaceFound
     actor: Any = None
-    stage: Stage = "starting"
+    stage: MemberStage = "starting"
 
 
 class EngineMembers:
