@@ -209,7 +209,7 @@ def _by_name(kind: Any) -> LineCheck:
 
 
 def _first_of(error: ValidationError) -> str:
-    """What is wrong first, as `training.reward: Input should be a valid number`."""
+    """Say what is wrong first, as `training.reward: Input should be a valid number`."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     place = ".".join(str(part) for part in first["loc"] if not isinstance(part, str) or part.isidentifier())
     return f"{place[:60]}: {first['msg']}" if place else first["msg"]
