@@ -32,8 +32,8 @@ from reshard_plan import CASES, MODELS
 from megarl.config.layout import Layout
 from megarl.models.registry import load_hf_config
 from megarl.weights.digests import sums_by_rank
-from megarl.weights.plan import ReshardPlan, plan_reshard
 from megarl.weights.merged_pushes import merge
+from megarl.weights.plan import ReshardPlan, plan_reshard
 from megarl.weights.pusher import Pushed, PushSummary, UpdateSummary
 from megarl.weights.rank_plan import RankPlan, SliceKey
 from megarl.weights.sglang_targets import EVERY_RANK, EngineTarget

@@ -21,7 +21,8 @@ from megarl.platform.shared_memory import share
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.weights.checksums import RunningDigest, digest
 from megarl.weights.delta import base_for
-from megarl.weights.pusher import Pushed, Pusher, merge
+from megarl.weights.merged_pushes import merge
+from megarl.weights.pusher import Pushed, Pusher
 from megarl.weights.rank_plan import SendBatch, SliceKey, WeightSlice
 from megarl.weights.staging import StagedSlices, Staging, ZeroCopy
 from megarl.workers.senders import model_of

@@ -87,7 +87,7 @@ def test_a_step_that_takes_one_rank_ten_times_as_long_names_nobody() -> None:
     watch = RoleWatch(("update",), 0.05)
     for step in range(100):
         seconds = times(step)
-        seconds[3] *= 10 if step % 10 == 0 else 1
+        seconds[3] *= 10 if step % 10 == 0 else 1.03  # on average it is far behind
         assert watch.take(EIGHT, PROCESSES, seconds) == []
 
 
