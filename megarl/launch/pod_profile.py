@@ -41,7 +41,7 @@ def quantity(text: str) -> float | None:
 
 
 def is_extended_resource(name: str) -> bool:
-    """Return whether `name` can be a device that a node advertises, such as `rdma/hca`: Kubernetes' own are in no such domain."""
+    """Return whether `name` can be a device that a node advertises, as `rdma/hca`: Kubernetes' own have no such domain."""
     match = _QUALIFIED.fullmatch(name)
     return match is not None and match["domain"] is not None and not f".{match['domain']}".endswith(".kubernetes.io")
 
