@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import secrets
 import threading
 import time
@@ -31,6 +30,10 @@ from megarl.system.socket_names import SocketName
 
 MAX_REQUEST_BYTES = 64 << 20
 START_S = 30.0
+LARGEST_REWARD = 1e300
+"""Sums of rewards are finite, and so are a policy's numbers of any length."""
+LONGEST_S = 86400
+"""Of a command."""
 
 T = TypeVar("T")
 
@@ -159,8 +162,8 @@ class SessionServer:
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         session, body = self._session(request), await _body(request)
         reward = body.get("reward")
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise RequestError(f"reward is {reward!r}; it must be a finite number")
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) < LARGEST_REWARD:
+            raise RequestError(f"reward is {reward!r:.60}; it must be a finite number")
         session.loop.call_soon_threadsafe(setattr, session, "reward", float(reward))
         return web.json_response({"reward": reward})
 
@@ -233,8 +236,8 @@ def read_command(body: dict[str, Any]) -> tuple[str | list[str], str, float | No
     if not isinstance(stdin, str):
         raise RequestError("stdin must be a text")
     is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    if timeout_s is not None and not (is_number and 0 < timeout_s < math.inf):
-        raise RequestError(f"timeout_s is {timeout_s!r}; it must be a number above 0, or left out")
+    if timeout_s is not None and not (is_number and 0 < timeout_s <= LONGEST_S):
+        raise RequestError(f"timeout_s is {timeout_s!r:.60}; it must be a number above 0 and at most {LONGEST_S}, or left out")
     return command, stdin, timeout_s
 
 
