@@ -29,7 +29,10 @@ REQUIRES = [
     "pyarrow>=17",  # parquet rows
     "reasoning-gym==0.1.25",  # rows are a function of seed and version: a new version is another data set
     "math-verify==0.9.0",  # verdicts are part of the reward
-    "aiohttp>=3.10",  # client of the rollout servers, client and server of rewards
+    "aiohttp>=3.10",  # client of the rollout servers and of rewards
+    "uvicorn>=0.50,<1",  # all HTTP servers of megarl's own, with starlette; pure Python, and SGLang needs both, too
+    "starlette>=0.50,<2",
+    "msgspec>=0.19",  # JSON of strangers into types: 70 MB in 0.1 s, no number that is none, no deep nesting
     "jsonschema>=4.18",  # reward json_object
     "einops>=0.8",  # megatron-core's hierarchical data-parallel groups, which does not ask for it
     "xxhash>=3",  # checksums of converted tensors, at the speed of memory

@@ -233,9 +233,19 @@ def describe_value(value: Any) -> str:
     return shown if len(shown) <= LONGEST_VALUE else f"{shown[:LONGEST_VALUE]}…"
 
 
+_KEPT = "\n\t\u200c\u200d\u00a0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000"
+"""Characters of ordinary texts that Python calls not printable: breaks, spaces, and joiners of letters and emoji."""
+
+
 def written_out(text: str) -> str:
-    """`text` with what would steer a terminal, or cannot be encoded, written as an escape sequence: names come from files."""
+    """`text` with what would steer a terminal, or cannot be encoded, written as an escape sequence such as `\\x1b`.
+
+    That is what every text of a run, a model, a row or a file goes through before it is printed (`system/terminal.py`): control
+    characters (C0, C1), marks that turn the direction of writing, invisible characters, half characters.
+    """
+    if text.isprintable():
+        return text
     return "".join(
-        character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
-        for character in text
+        character if character.isprintable() or character in _KEPT else character.encode("unicode_escape").decode()
+        for character in text.replace("\r\n", "\n")
     )

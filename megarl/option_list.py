@@ -27,6 +27,7 @@ OPTIONS = (
     "state_spaces",
     "compressed_attention",
     "gemma4",
+    "shortcut_experts",
     "environments",
     "tools",
     "agents",

@@ -236,6 +236,7 @@ IMPORTS_OF_OPTIONS: dict[str, int] = {
     "state_spaces": 0,
     "compressed_attention": 0,
     "gemma4": 0,
+    "shortcut_experts": 0,
     "environments": 0,
     "tools": 0,
     "agents": 0,

@@ -13,6 +13,7 @@ from megarl.config import AnyConfig
 from megarl.config.yaml_tree import load_text
 from megarl.errors import ConfigError
 from megarl.models.from_hub import models_here
+from megarl.system.safe_console import SafeConsole
 
 Root = TypeVar("Root", bound=AnyConfig)
 
@@ -67,5 +68,5 @@ def with_models(config: Root, *, weights: bool = True) -> Root:
 
 def make_console() -> Console:
     """A console that folds no tables to 80 columns where its output is a file or a pipe; COLUMNS says how wide it is."""
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=200)
+    console = SafeConsole()
+    return console if console.is_terminal or "COLUMNS" in os.environ else SafeConsole(width=200)

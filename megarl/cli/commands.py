@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rich.console import Console
+import yaml
 from rich.table import Table
 
 from megarl.cli.arguments import add_config, add_template_args, make_console, template_args, with_models
@@ -39,6 +39,8 @@ from megarl.models.from_hub import model_here, models_here
 from megarl.system.garbage import collect_rarely
 from megarl.system.ray_token import want_a_token
 from megarl.system.redaction import redacted
+from megarl.system.safe_console import SafeConsole
+from megarl.system.terminal import print_safely
 from megarl.system.torchrun import is_leader, is_torchrun
 from megarl.version import __version__
 
@@ -80,7 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(number, signal.default_int_handler)
         return int(arguments.run(arguments))
 
-    return reported(run)
+    before = sys.stdout, sys.stderr
+    print_safely()
+    try:
+        return reported(run)
+    finally:
+        if argv is not None:  # else also what is printed as the process ends
+            sys.stdout, sys.stderr = before
 
 
 def reported(run: Callable[[], int]) -> int:
@@ -88,7 +96,7 @@ def reported(run: Callable[[], int]) -> int:
     try:
         return run()
     except MegarlError as error:
-        print(f"megarl: {written_out(redacted(str(error)))}", file=sys.stderr)
+        print(f"megarl: {redacted(str(error))}", file=sys.stderr)
         if isinstance(error, RunInterrupted):
             return INTERRUPTED
         return STOPPED if isinstance(error, RunStopped) else USER_ERROR
@@ -307,7 +315,7 @@ def _watch(loop: str, config: AnyConfig, arguments: argparse.Namespace) -> int:
         train(config)
         return 0
     from megarl.supervise.restarts import run_with_restarts  # loads nothing that starts threads: it forks
-    from megarl.system.lost_output import outlive_readers
+    from megarl.system.terminal import outlive_readers
 
     _close_ray(config, arguments)
     outlive_readers()
@@ -332,10 +340,10 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         raise ConfigError("--out is given, but --watch writes no responses: remove one of them")
     if arguments.watch:
         with own_temporary():
-            watch(config, _say, Console(stderr=True))
+            watch(config, _say, SafeConsole(stderr=True))
     else:
         with own_temporary():
-            figures = evaluate(config, arguments.checkpoint, _say_aside, arguments.out, Console(stderr=True))
+            figures = evaluate(config, arguments.checkpoint, _say_aside, arguments.out, SafeConsole(stderr=True))
         print(json.dumps({"model": arguments.checkpoint or config.model.path} | figures, indent=2))
     return 0
 
@@ -347,7 +355,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     from megarl.trainers.generate import generate
 
     with own_temporary():
-        rows = generate(config, arguments.out, arguments.form, arguments.checkpoint, _say_aside, Console(stderr=True))
+        rows = generate(config, arguments.out, arguments.form, arguments.checkpoint, _say_aside, SafeConsole(stderr=True))
     print(f"{counted(rows, 'row')} written to {arguments.out}")
     return 0
 
@@ -457,7 +465,10 @@ def _config(arguments: argparse.Namespace) -> int:
             make_console().print(table, markup=False)
         return 0
     config = load_any(arguments.config, arguments.overrides)
-    print(to_yaml(config))
+    text = to_yaml(config)
+    if written_out(text) != text:  # in YAML's own escapes, with which it reads back the same
+        text = yaml.safe_dump(yaml.safe_load(text), sort_keys=False, width=120)
+    print(text)
     # as comments, so that the output as a whole is a config file again
     print("\n".join(f"# {line}" for line in aligned(config.batch_rows())))
     return 0

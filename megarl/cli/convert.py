@@ -14,6 +14,7 @@ from typing import Any
 from megarl.config.layout import Layout
 from megarl.errors import ConfigError, counted, nearest
 from megarl.option_list import functions, part
+from megarl.system.safe_console import SafeConsole
 
 DIFFERENT = 1
 MOST_SHOWN = 20
@@ -302,11 +303,10 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    bar = Progress(*columns, console=SafeConsole(stderr=True), transient=True)
     task = bar.add_task(what, total=None, start=False)
 
     def show(done: int, total: int) -> None:

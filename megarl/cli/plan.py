@@ -8,12 +8,12 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from megarl.cli.arguments import add_config, make_console, with_models
 from megarl.config import AnyConfig, Config, load_any, load_config
 from megarl.errors import ConfigError, counted
+from megarl.system.safe_console import SafeConsole
 
 if TYPE_CHECKING:
     from megarl.planning.plan import CapacityPlan
@@ -158,7 +158,7 @@ def _searched(config: AnyConfig, plan: CapacityPlan, *, is_given: bool) -> Found
     """Search on the GPUs of `plan`; where the user has not said how many there are, on as many as it takes."""
     from megarl.planning.search import Refusals, Search
 
-    with Console(stderr=True).status("searching: every layout is planned"):  # a terminal shows it
+    with SafeConsole(stderr=True).status("searching: every layout is planned"):  # a terminal shows it
         search = Search(config, plan)
         found = search.ranked()
         if found.best or is_given:

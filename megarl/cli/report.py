@@ -8,7 +8,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,8 +150,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         raise DataError("megarl compare needs two runs or more; megarl report shows a single one")
     console, names = make_console(), [run.name for run in runs]
     fields = {
-        name: ["–" if value is None else json.dumps(value, ensure_ascii=False) for value in values]
-        for name, values in differences(runs).items()
+        name: ["–" if value is None else _in_words(value) for value in values] for name, values in differences(runs).items()
     }
     figures = {metric: [last_figure(run, metric) for run in runs] for metric in sorted(metric_names(runs))}
     told = {metric: values for metric, values in figures.items() if any(value is not None for value in values)}
@@ -168,6 +167,14 @@ def _compare(arguments: argparse.Namespace) -> int:
     if arguments.out:
         _write(arguments.out, build_page(runs, Path(arguments.out).parent))
     return 0
+
+
+def _in_words(value: Any) -> str:
+    """A value of a config as JSON, or as Python writes it where JSON has no form for it, such as dates as keys."""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError):
+        return str(value)
 
 
 def _print_tables(
@@ -205,37 +212,33 @@ def _print_tables(
 
 
 def _samples(arguments: argparse.Namespace) -> int:
-    from megarl.observe.chat import printable
     from megarl.observe.run_record import reward_of
     from megarl.observe.sample_media import describe_media, shown_media
 
     (run,), console = _read(arguments.runs), make_console()
-    samples = list(run.samples)
-    if arguments.step is not None:
-        steps = sorted({sample["step"] for sample in samples})
-        samples = [sample for sample in samples if sample["step"] == arguments.step]
-        if not samples and steps:
-            raise DataError(f"--step is {arguments.step}, but samples were written of steps {steps[0]} to {steps[-1]}")
-    found = [sample for sample in samples if _parts(sample, arguments, arguments.grep.lower())]
-    if not found:
-        raise DataError(f"{run.folder / 'samples.jsonl'} holds no such sample{_roles_of(samples, arguments.role)}")
-    samples = found
-    if arguments.best or arguments.worst:
-        sign = -1 if arguments.best else 1
-        rewards = {id(sample): reward_of(sample) for sample in samples}
-        samples.sort(key=lambda sample: math.inf if (reward := rewards[id(sample)]) is None else sign * reward)
-    else:
-        samples.sort(key=lambda sample: -sample["step"])
-    for sample in samples[: arguments.count]:
+    steps = run.samples.steps
+    places = [place for place, step in enumerate(steps) if arguments.step in (None, step)]
+    if not places and steps:
+        raise DataError(f"--step is {arguments.step}, but samples were written of steps {min(steps)} to {max(steps)}")
+    text, sign = arguments.grep.lower(), -1 if arguments.best else 1
+    ranks: dict[int, float] = {}
+    for place, sample in zip(places, run.samples.at(places), strict=True):  # of which there may be more than memory holds
+        if _parts(sample, arguments, text):
+            reward = reward_of(sample) if arguments.best or arguments.worst else -steps[place]
+            ranks[place] = math.inf if reward is None or math.isnan(reward) else sign * reward
+    if not ranks:
+        roles = _roles_of(run.samples.at(places), arguments.role)
+        raise DataError(f"{run.folder / 'samples.jsonl'} holds no such sample{roles}")
+    for sample in run.samples.at(sorted(ranks, key=ranks.__getitem__)[: arguments.count]):
         console.print(Text(_head(sample), style="bold"))
         for number, media in enumerate(shown_media(sample), start=1):
-            console.print(Text(printable(describe_media(number, media, run.media_folder))), soft_wrap=True)
+            console.print(Text(describe_media(number, media, run.media_folder)), soft_wrap=True)
         if arguments.turn is None and arguments.role in (None, PROMPT):
-            console.print(Text(printable(sample["prompt_text"]), style="dim"))
-        for text in _parts(sample, arguments) if arguments.role != PROMPT else ():
-            console.print(Text(printable(text)))
+            console.print(Text(sample.get("prompt_text", ""), style="dim"))
+        for words in _parts(sample, arguments) if arguments.role != PROMPT else ():
+            console.print(Text(words))
         console.print()
-    console.print(Text(f"{min(arguments.count, len(samples))} of {counted(len(samples), 'sample')}"))
+    console.print(Text(f"{min(arguments.count, len(ranks))} of {counted(len(ranks), 'sample')}"))
     return 0
 
 
@@ -247,9 +250,9 @@ def _head(sample: Mapping[str, Any]) -> str:
     if SERVED in sample:
         told += "tenant {tenant}  model {model}  ".format(**sample[SERVED])
     if reward is not None:
-        parts = ", ".join(f"{name} {value:g}" for name, value in sample["rewards"].items())
+        parts = ", ".join(f"{name} {value:g}" for name, value in sample.get("rewards", {}).items())
         told += f"reward {reward:g} ({parts})  "
-    return told + str(sample["finish_reason"])
+    return told + str(sample.get("finish_reason", ""))
 
 
 def _parts(sample: Mapping[str, Any], arguments: argparse.Namespace, text: str = "") -> list[str]:
@@ -257,7 +260,7 @@ def _parts(sample: Mapping[str, Any], arguments: argparse.Namespace, text: str =
     from megarl.observe.sample_media import sample_parts
 
     if arguments.role == PROMPT:
-        parts = [sample["prompt_text"]] if arguments.turn is None else []
+        parts = [sample.get("prompt_text", "")] if arguments.turn is None else []
     else:
         turns = enumerate(sample_parts(sample), start=1)
         parts = [
@@ -266,7 +269,7 @@ def _parts(sample: Mapping[str, Any], arguments: argparse.Namespace, text: str =
     return [words for words in parts if text in words.lower()]
 
 
-def _roles_of(samples: Sequence[Mapping[str, Any]], role: str | None) -> str:
+def _roles_of(samples: Iterable[Mapping[str, Any]], role: str | None) -> str:
     """Words that say which roles there are, where `role` is none of them."""
     from megarl.observe.sample_media import sample_parts
 
@@ -337,7 +340,10 @@ def _read(folders: list[str]) -> list[RunRecord]:
     from megarl.observe.run_record import read_run
     from megarl.runs.folders import run_of
 
-    return [read_run(run_of(folder)) for folder in folders]
+    runs = [read_run(run_of(folder)) for folder in folders]
+    for damage in (damage for run in runs for damage in run.damage):
+        print(f"megarl: {damage}", file=sys.stderr)
+    return runs
 
 
 def _write(file: str | Path, text: str) -> None:

@@ -37,7 +37,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         return 0
     want_a_token(config.resources.ray_address)  # else Ray may be there already
     from megarl.supervise.restarts import run_with_restarts  # loads nothing that starts threads: it forks
-    from megarl.system.lost_output import outlive_readers
+    from megarl.system.terminal import outlive_readers
 
     outlive_readers()
     return run_with_restarts(config, command.serve)

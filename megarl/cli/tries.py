@@ -105,10 +105,9 @@ def _judged(sources: RewardSources, sample: Sample) -> list[tuple[str, str]]:
 
 def _print_rows(rows: Sequence[tuple[str, Any]]) -> None:
     """A line for each row, the values below each other; control characters of a response are shown, not obeyed."""
-    from megarl.observe.chat import printable
     from megarl.observe.progress import aligned
 
-    for line in aligned([(what, printable(str(value))) for what, value in rows]):
+    for line in aligned([(what, str(value)) for what, value in rows]):
         make_console().print(Text(line), soft_wrap=True)
 
 

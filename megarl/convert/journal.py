@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 from megarl.convert.plan import ConversionPlan
 from megarl.errors import CheckpointError
+from megarl.observe.kept_lines import cut_torn_end
 from megarl.runs.owner import Claim, take_target
 
 OWN = ("journal-*", "owner-*", ".owner-*")
@@ -60,6 +61,7 @@ class Journal:
         with _locked(self.path(self.index), shard, _WAIT_S) as file:
             self._file = file
             refuse_existing(self.target)
+            cut_torn_end(self.path(self.index))  # of a command that was killed
             for journal in self.staging.glob("journal-*"):
                 self._check_header(journal)
             if not self._lines(self.index):

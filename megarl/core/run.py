@@ -16,8 +16,6 @@ from math import ceil
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
-from rich.console import Console
-
 from megarl.config import AnyConfig, Config, SupervisedConfig, save_resolved, to_yaml
 from megarl.config.guard_rules import GuardRule
 from megarl.core.protocols import Placed
@@ -34,7 +32,9 @@ from megarl.errors import (
     nearest,
 )
 from megarl.observe import MetricsFile, Phases, Progress, build_summary, evaluation_line, write_summary
+from megarl.observe.kept_lines import mend_ends
 from megarl.observe.progress import aligned, gate_line
+from megarl.observe.record_lines import object_line
 from megarl.observe.run_state import RunState
 from megarl.runs.expert_record import ExpertRecord
 from megarl.runs.folders import checkpoint_in
@@ -54,6 +54,7 @@ from megarl.runs.training_side import POLICY, REFERENCE, TrainingSide
 from megarl.supervise.child_run import follow, is_restart
 from megarl.system.atomic_files import write_text_atomically
 from megarl.system.processor import slow_bfloat16
+from megarl.system.safe_console import SafeConsole
 from megarl.system.torchrun import is_torchrun
 
 OneConfig = TypeVar("OneConfig", Config, SupervisedConfig)
@@ -225,6 +226,7 @@ class Run(ABC):
             self._refuse_unwritable()
             if not is_restart():
                 early += aligned(config.batch_rows()) + slow_bfloat16(config.model.dtype)
+            early += mend_ends(self.folder)
             self._watch(has_state=state is not None)
             self.checkpoints.remove_unfinished()
             save_resolved(config, self.folder / "config.yaml")
@@ -239,7 +241,7 @@ class Run(ABC):
         self.timeline = Timeline(trace, self.phases, self.step if state is not None else None, self.observers)
         self._stack.callback(self.timeline.close)
         progress = Progress(
-            config.run.steps, self.phases, first_step=self.step, shown=self.shown, console=Console(quiet=not self.leads)
+            config.run.steps, self.phases, first_step=self.step, shown=self.shown, console=SafeConsole(quiet=not self.leads)
         )
         self.progress = self._stack.enter_context(progress)
         self.watching.say = self.progress.say
@@ -445,7 +447,7 @@ class Run(ABC):
         path = self.folder / "summary.json"
         if self.was_finished:
             self.progress.say(f"{self.folder} is finished; its summary is in {path}")
-            return json.loads(path.read_text())
+            return object_line(path.read_bytes())
         model = self.folder / "model"
         if self._settings.run.export and not self.roles.groups[POLICY].any_rank(model.exists()):
             with self.phases("export"):

@@ -26,6 +26,7 @@ from megarl.data.sample import Prompt
 from megarl.data.supervised import CONVERSATIONS, Kind, SupervisedBuilder, SupervisedSettings, kind_of_rows
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import DataError, counted
+from megarl.system.safe_console import SafeConsole
 
 TEMPLATE = {True: "chat template", False: "plain text"}
 STYLES = {"trained": "bold green", "not trained": "dim", "special": "magenta", "trained special": "bold magenta underline"}
@@ -74,7 +75,7 @@ def inspect(
         DataError: the file cannot be read, its rows are of no known kind, or a row does not fit.
         ModelError: there is no tokenizer.
     """
-    console = console or Console()
+    console = console or SafeConsole()
     source = SourceConfig(path=path, limit=rows)
     loaded = load_rows(source)
     if kind is None:

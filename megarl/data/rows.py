@@ -83,7 +83,7 @@ def find_value(row: Mapping[str, Any], key: str) -> Any:
     """The value that `value_of` finds, or None where there is nothing."""
     value: Any = row
     for name in [key] if key in row else key.split("."):
-        if isinstance(value, list) and name.isdigit():
+        if isinstance(value, list) and name.isdecimal():
             value = value[int(name)] if int(name) < len(value) else None
         else:
             value = value.get(name) if isinstance(value, Mapping) else None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.data.batch import Batch
 from megarl.data.columns import of_responses
-from megarl.system.atomic_files import write_text_atomically
+from megarl.observe.kept_lines import keep_lines
 from megarl.system.redaction import redacted_data
 
 COLUMNS = {"old_log_probs": "log_probs", "reference_log_probs": "reference_log_probs", "advantages": "advantages"}
@@ -27,11 +27,7 @@ class SamplesFile:
 
     def __init__(self, path: Path, per_step: int, resume_after_step: int | None, tokenizer: Any) -> None:
         self.path, self.per_step, self._tokenizer = path, per_step, tokenizer
-        kept_text = ""
-        if resume_after_step is not None and path.exists():
-            lines = (line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))  # else half of one
-            kept_text = "".join(line for line in lines if json.loads(line)["step"] <= resume_after_step)
-        write_text_atomically(path, kept_text)
+        keep_lines(path, resume_after_step)
 
     def write(self, step: int, batch: Batch, rewards: Sequence[float], log_probs: Mapping[int, Tensor]) -> None:
         """Append the samples of `step`: `rewards` has one per row, `log_probs` the trainer's `[L]` where `batch` has none."""

@@ -171,7 +171,8 @@ def check_time(profile: ClusterProfile, step: StepTime | None) -> None:
 
 def measured_step_s(run_folder: Path) -> float | None:
     """Seconds of the slowest of the last steps that an earlier start of the run recorded; None: there is none."""
-    seconds = [row["time/step_s"] for row in read_metrics(run_folder / "metrics.jsonl") if "time/step_s" in row]
+    figures = (row.get("time/step_s") for row in read_metrics(run_folder / "metrics.jsonl"))
+    seconds = [figure for figure in figures if isinstance(figure, (int, float)) and math.isfinite(figure)]
     return max(seconds[-10:]) if seconds else None
 
 

@@ -38,6 +38,7 @@ from megarl.megatron.model_config import has_experts
 from megarl.megatron.norms import KeyNorm, LateNorm, QueryNorm, ReferenceRMSNorm, UnitNorm
 from megarl.megatron.rotary import RotarySetSelfAttention
 from megarl.megatron.routers import CorrectedSoftmaxRouter
+from megarl.megatron.value_heads import WideValueSelfAttention
 from megarl.models.architecture import DecoderTraits
 from megarl.models.context_exchange import check_exchange, oldest_engine
 from megarl.models.deepseek_v3 import LATENT_NORM_EPS
@@ -182,6 +183,11 @@ def _check_spec(name: str, config: TransformerConfig, traits: DecoderTraits, cor
             "model.layer_spec is 'local', but this model scales queries by their positions, which megatron-core's local layers "
             "are not told; it must be 'reference' or 'transformer_engine'"
         )
+    if name == "local" and traits.values is not None:
+        raise LayoutError(
+            "model.layer_spec is 'local', but this model's heads of values are not as wide as those of keys, which "
+            "megatron-core's local layers cannot compute; it must be 'reference' or 'transformer_engine'"
+        )
     if name == "local" and config.multi_latent_attention:
         raise LayoutError(
             "model.layer_spec is 'local', but this model has latent attention, which megatron-core's local layers cannot run "
@@ -244,6 +250,9 @@ def _with_rotary_set(layer: ModuleSpec, number: int | None, rope: LayerRope | No
         attention = layer.submodules.self_attention
         attention.module = HeadGatedSelfAttention if traits.head_gates else RotarySetSelfAttention
         attention.params = {**attention.params, "rotary_set": number, "heads": rope.heads}
+        if traits.values is not None:
+            attention.module = WideValueSelfAttention
+            attention.params |= {"values": traits.values, "has_sinks": bool(number) or not traits.sinks_in_windows}
     return layer
 
 

@@ -78,6 +78,14 @@ class GateLimits:
     """Of the others."""
 
 
+@dataclass(frozen=True)
+class ValueHeads:
+    """Heads of values that are `width` wide, whatever those of keys are, and multiplied by `scale`."""
+
+    width: int
+    scale: float
+
+
 class OwnLayers(Protocol):
     """Parts of layers that an option computes: its `decoder_layers.py` puts them into specs and finishes chunks."""
 
@@ -135,6 +143,12 @@ class DecoderTraits:
     """Whether a sigmoid for each head, of a projection of the layer's input, multiplies what the head gives."""
     gate_limits: tuple[GateLimits, ...] = ()
     """How each layer's MLP and experts are clamped; empty: in no layer."""
+    values: ValueHeads | None = None
+    """Heads of values; None: as wide as those of keys, and multiplied by nothing."""
+    sinks_in_windows: bool = False
+    """Whether layers without a window have no sinks, though `softmax_type` gives layers some."""
+    sublayers: int = 1
+    """Attentions of a layer, each with a dense MLP behind it if there are several; experts are then beside the first MLP."""
     own_layers: OwnLayers | None = None
     """What an option's layers have that no others have."""
 

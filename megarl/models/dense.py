@@ -157,6 +157,7 @@ def attention_rules(
     hf_gate: str | None = None,
     gate_rows: int = 0,
     keys_as_values: bool = False,
+    value_dim: int = 0,
     layers: frozenset[int] | None = None,
 ) -> list[Rule]:
     """Grouped attention behind its norm (`pre_norm`), with biases on q, k and v, with a bias on o, and with norms of every q
@@ -164,9 +165,10 @@ def attention_rules(
 
     With `projection_norms` one norm is of all heads of q together, and one of all heads of k. `gated`: a part of q gates the
     output; `hf_gate` is what the hub calls the gate where it is a projection of its own, with `gate_rows` for each head (0: as
-    many as the head has). `keys_as_values`: there is no v. `layers` are those that have it, None for all.
+    many as the head has). `keys_as_values`: there is no v. `value_dim`: width of a head of v, 0: as of the others. `layers` are
+    those that have it, None for all.
     """
-    hidden, width = sizes.hidden_size, sizes.num_heads * sizes.head_dim
+    hidden, width = sizes.hidden_size, sizes.num_heads * (value_dim or sizes.head_dim)
     prefix, hf = LAYER + "self_attention.", HF_LAYER + "self_attn."
 
     def rule(name: str, hf_names: Iterable[str], packing: Packing) -> Rule:
@@ -176,7 +178,7 @@ def attention_rules(
     for kind in ("weight", "bias") if bias else ("weight",):
         columns = hidden if kind == "weight" else None
         shape = sizes.num_heads, sizes.num_groups, sizes.head_dim, columns
-        packing = GroupedQKV(*shape, gated, hf_gate is not None, gate_rows, keys_as_values)
+        packing = GroupedQKV(*shape, gated, hf_gate is not None, gate_rows, keys_as_values, value_dim)
         parts = [*(f"{part}_proj" for part in ("qk" if keys_as_values else "qkv")), *([hf_gate] if hf_gate else ())]
         rules.append(rule(f"linear_qkv.{kind}", [f"{part}.{kind}" for part in parts], packing))
     of_heads = zip("qk", hf_norms, (sizes.num_heads, sizes.num_groups), strict=True)

@@ -163,7 +163,8 @@ def _attention_products(shape: ModelShape) -> tuple[int, int]:
     hidden, heads = shape.hidden, shape.heads
     if shape.latent is None:
         of_gates = heads if shape.gated else 0
-        return hidden * shape.head_dim * (2 * (heads + shape.kv_heads) + of_gates), 2 * heads * shape.head_dim
+        of_token = hidden * ((heads + shape.kv_heads) * shape.of_kv_head + of_gates * shape.head_dim)
+        return of_token, heads * shape.of_kv_head
     latent, value = shape.latent, shape.value_dim
     of_queries = latent.query * (hidden + shape.query) if latent.query else hidden * shape.query
     of_keys_and_values = hidden * (latent.key_value + latent.rope) + latent.key_value * heads * (latent.nope + value)

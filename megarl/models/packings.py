@@ -83,7 +83,7 @@ class GroupedQKV:
     megatron-core keeps no replica of k and v, it gathers the projection's output and picks its heads from it.
     `hidden_size` is None for the biases. `gated`: behind each head of q are as many rows of its gate, which a rank holds
     behind the q heads of the group. `gate_apart`: the gates are a tensor of their own instead, the fourth, with `gate_rows` for
-    each head; 0: as many as the head has. `keys_as_values`: there is no v.
+    each head; 0: as many as the head has. `keys_as_values`: there is no v. `value_dim` is the width of a head of v; 0: as of k.
     """
 
     num_heads: int
@@ -94,17 +94,19 @@ class GroupedQKV:
     gate_apart: bool = False
     gate_rows: int = 0
     keys_as_values: bool = False
+    value_dim: int = 0
     tp_axis: ClassVar[int] = 0
 
     @property
     def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of q, k and v, and of the gates where they are apart."""
         columns = () if self.hidden_size is None else (self.hidden_size,)
-        rows_of_kv, rows_of_q = self.num_groups * self.head_dim, self.num_heads * self.head_dim
+        of_group = [self.num_groups * width for width in self._of_group]
+        of_gates = self.num_heads * self._gate_rows
         if self.gate_apart:
-            rows_of_gates = self.num_heads * self._gate_rows
-            return ((rows_of_q, *columns), (rows_of_kv, *columns), (rows_of_kv, *columns), (rows_of_gates, *columns))
-        rows_in_all = (self.num_heads * (self.head_dim + self._gate_rows), *[rows_of_kv] * self._of_group)
+            rows_in_all = [self.num_heads * self.head_dim, *of_group, of_gates]
+        else:
+            rows_in_all = [self.num_heads * self.head_dim + of_gates, *of_group]
         return tuple((rows, *columns) for rows in rows_in_all)
 
     def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
@@ -116,15 +118,15 @@ class GroupedQKV:
         whole: list[RowRange] = []
         for group in range(self.num_groups):
             whole += self._queries(group * heads_per_group, heads_per_group)
-            rows = group * self.head_dim, (group + 1) * self.head_dim
-            whole += [(part, *rows) for part in range(1, 1 + self._of_group)]
-        rows_in_all = self.num_heads * (self.head_dim + self._gate_rows) + self._of_group * self.num_groups * self.head_dim
+            whole += [(part, group * width, (group + 1) * width) for part, width in enumerate(self._of_group, 1)]
+        rows_in_all = self.num_heads * (self.head_dim + self._gate_rows) + self.num_groups * sum(self._of_group)
         share = _share(rows_in_all, tp_size, "the rows of q, k and v")
         return list(_clip_ranges(whole, tp_rank * share, (tp_rank + 1) * share))
 
     @property
-    def _of_group(self) -> int:
-        return 1 if self.keys_as_values else 2
+    def _of_group(self) -> tuple[int, ...]:
+        """Width of a head of k, and of one of v if there are some."""
+        return (self.head_dim,) if self.keys_as_values else (self.head_dim, self.value_dim or self.head_dim)
 
     @property
     def _gate_rows(self) -> int:

@@ -29,6 +29,7 @@ from megarl.models import (
     hunyuan_v1_moe,
     llama,
     llama4_text,
+    mimo_v2_flash,
     minimax_m2,
     ministral3,
     mistral,
@@ -52,7 +53,7 @@ from megarl.system.user_code import absolute_name, load_user_object
 _FAMILIES = (
     llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v3, glm4_moe, glm4, olmo2, olmo3, gemma3_text, phi3, smollm3,
     seed_oss, granite, gpt_oss, minimax_m2, ernie4_5, ernie4_5_moe, hunyuan_v1_dense, hunyuan_v1_moe, solar_open, afmoe,
-    ministral3, exaone4, exaone_moe, gemma2, glm4_moe_lite, mistral4, llama4_text, step3p5,
+    ministral3, exaone4, exaone_moe, gemma2, glm4_moe_lite, mistral4, llama4_text, step3p5, mimo_v2_flash,
 )  # fmt: skip
 ARCHITECTURES: tuple[Architecture, ...] = (
     *(family.ARCHITECTURE for family in _FAMILIES),
@@ -81,6 +82,7 @@ OPTION_OF_FAMILY = {
     **dict.fromkeys(("granitemoehybrid", "nemotron_h"), "state_spaces"),
     "deepseek_v4": "compressed_attention",
     "gemma4_text": "gemma4",
+    "longcat_flash": "shortcut_experts",
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "kimi_k25"), "pictures"),
     "qwen3_omni_moe_thinker": "pictures",
 }

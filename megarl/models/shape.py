@@ -104,12 +104,15 @@ class ModelShape:
 
     @property
     def attention_layers(self) -> int:
-        """Layers that keep keys and values, or latents, of every token."""
-        return self.layers - len(self.traits.mlp_alone) - (len(self.linear.layers) if self.linear else 0)
+        """Attentions that keep keys and values, or latents, of every token."""
+        with_linear = len(self.linear.layers) if self.linear else 0
+        return self.traits.sublayers * (self.layers - len(self.traits.mlp_alone) - with_linear)
 
     @property
     def dense_layers(self) -> int:
-        """Layers with an MLP in place of experts."""
+        """MLPs in place of experts, or beside them."""
+        if self.traits.sublayers > 1:
+            return self.traits.sublayers * self.layers
         return self.layers - len(self.traits.attention_alone) - len(self.expert_layers)
 
     @property
@@ -130,15 +133,18 @@ class ModelShape:
         layers = frozenset(range(self.layers))
         if self.other_heads is None or (heads := self.other_heads.heads) is None:
             return ((self, layers),)
-        base, width = replace(self, other_heads=None), heads.head_dim
-        other = replace(base, heads=heads.num_heads, kv_heads=heads.num_groups, head_dim=width, value_dim=width)
+        base, width = replace(self, other_heads=None, sinks=self.sinks and not self.traits.sinks_in_windows), heads.head_dim
+        value = width if self.traits.values is None else self.value_dim
+        other = replace(
+            base, heads=heads.num_heads, kv_heads=heads.num_groups, head_dim=width, value_dim=value, sinks=self.sinks
+        )
         return (base, layers - self.other_heads.layers), (other, self.other_heads.layers)
 
     def kv_width(self, tp: int) -> float:
         """Numbers that an engine's rank keeps of a token in all layers with grouped attention: at least a KV head in each."""
         keyless = self.traits.own_layers.keyless if self.traits.own_layers is not None else frozenset()
         attending = self.attention_layers / self.layers  # of any kind
-        kinds = ((2 * max(shape.kv_heads / tp, 1) * shape.head_dim, layers - keyless) for shape, layers in self.by_heads)
+        kinds = ((max(kind.kv_heads / tp, 1) * kind.of_kv_head, layers - keyless) for kind, layers in self.by_heads)
         return attending * sum(width * len(layers) for width, layers in kinds)
 
     @property
@@ -150,6 +156,11 @@ class ModelShape:
     def key_value(self) -> int:
         """Width of all heads' keys, as they are kept: one head for a group of queries."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def of_kv_head(self) -> int:
+        """Numbers that are kept of a token for a KV head: its key, and its value."""
+        return self.head_dim + self.value_dim
 
     @property
     def attention_width(self) -> int:
@@ -183,7 +194,7 @@ class ModelShape:
     def cached(self) -> int:
         """Numbers that one layer's KV cache has for a token, on all ranks together but for replicas."""
         of_indexers = self.indexer.head_dim * self.indexer.layers // self.layers if self.indexer else 0
-        return of_indexers + (self.latent.key_value + self.latent.rope if self.latent else 2 * self.key_value)
+        return of_indexers + (self.latent.key_value + self.latent.rope if self.latent else self.kv_heads * self.of_kv_head)
 
     @classmethod
     def read(cls, folder: str | Path, *, predicts: bool = False) -> ModelShape:
@@ -214,7 +225,7 @@ def shape_of(hf_config: dict[str, Any]) -> ModelShape:
     frequency = sizes.get("moe_layer_freq", 1)
     has_experts = [bool(n) for n in frequency] if isinstance(frequency, list) else [True] * layers
     experts = sizes.get("num_moe_experts") or 0
-    weight_map = architecture.weight_map(hf_config)
+    weight_map, traits = architecture.weight_map(hf_config), architecture.traits(hf_config)
     return ModelShape(
         config=hf_config,
         weight_map=weight_map,
@@ -223,7 +234,7 @@ def shape_of(hf_config: dict[str, Any]) -> ModelShape:
         heads=heads,
         kv_heads=heads if latent else sizes["num_query_groups"],
         head_dim=head_dim,
-        value_dim=sizes["v_head_dim"] if latent else head_dim,
+        value_dim=sizes["v_head_dim"] if latent else traits.values.width if traits.values is not None else head_dim,
         ffn=sizes["ffn_hidden_size"],
         vocab=int(architecture.gpt_kwargs(hf_config)["vocab_size"]),
         head_norms=bool(sizes["qk_layernorm"]) and latent is None,
@@ -238,7 +249,7 @@ def shape_of(hf_config: dict[str, Any]) -> ModelShape:
         biases=bool(sizes["add_bias_linear"]),
         exact_positions=None if latent else exact_positions(architecture.text_config(hf_config)),
         vision=architecture.vision(hf_config),
-        traits=architecture.traits(hf_config),
+        traits=traits,
         linear=architecture.linear(hf_config),
         indexer=_indexer(sizes, weight_map),
         gated=bool(sizes.get("attention_output_gate")),

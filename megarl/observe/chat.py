@@ -68,7 +68,7 @@ def chat(
         if message == "/new":
             messages = list(begun)
         elif re.match(r"/\w*(\s|$)", line):
-            console.print(Text(f"{printable(message.split()[0])} is no command; {COMMANDS}"), soft_wrap=True)
+            console.print(Text(f"{message.split()[0]} is no command; {COMMANDS}"), soft_wrap=True)
         elif message:
             messages = [*messages, {"role": "user", "content": message}] if talks else []
             ids = _prompt_ids(template, messages, message)
@@ -108,7 +108,7 @@ def _answer(model: Any, tokenizer: Any, ids: Any, console: Console, **options: A
     thread.start()
     parts = []
     for part in streamer:
-        console.print(printable(part), end="", markup=False, highlight=False, soft_wrap=True)
+        console.print(part, end="", markup=False, highlight=False, soft_wrap=True)
         parts.append(part)
     console.print()
     thread.join()
@@ -148,8 +148,3 @@ def _typed(console: Console) -> Iterable[str]:
         if not line:
             return
         yield line
-
-
-def printable(text: str) -> str:
-    """`text` without the characters that would steer a terminal: what a model says is not to be trusted."""
-    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)

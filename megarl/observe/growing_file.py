@@ -1,27 +1,33 @@
-"""Files of JSON lines that a run still writes, read on from where one was: their rows, or samples that stay in the file."""
+"""The reader of files of JSON lines that a run writes, read on from where one was: their rows; samples are in `sample_file.py`.
+
+Every line is checked (`record_types.py`). One that is damaged or foreign is left out and counted; `damage` says so.
+"""
 
 from __future__ import annotations
 
-import json
-import sys
 from abc import ABC, abstractmethod
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, BinaryIO
 
-from megarl.errors import DataError
+from megarl.errors import counted
+from megarl.observe.record_lines import LineCheck, metrics_line
+
+LONGEST_LINE = 1 << 26
+"""Bytes of a line that are read: what is longer would take many times as much memory."""
 
 
 class GrowingFile(ABC):
-    """The whole lines of a file; nothing if there is none. `end` is where the next line will begin."""
+    """The whole lines of a file that are what it holds; none if there is no file. `end` is where the next one will begin."""
 
-    def __init__(self, file: Path) -> None:
-        """Raises as `read_on`."""
-        self.file = file
+    _first: tuple[int, str]
+
+    def __init__(self, file: Path, check: LineCheck) -> None:
+        """`check` gives a line's object, or raises ValueError. Raises as `read_on`."""
+        self.file, self._check = file, check
         self.end = 0
         self._inode: int | None = None
+        self._forget_damage()
         self.read_on()
 
     def read_on(self) -> None:
@@ -29,90 +35,79 @@ class GrowingFile(ABC):
 
         Raises:
             OSError: it cannot be read.
-            ValueError, RecursionError: a line is no JSON.
         """
         now = self.file.stat() if self.file.is_file() else None
         if now is None or now.st_ino != self._inode or now.st_size < self.end:
             self._inode, self.end = None if now is None else now.st_ino, 0
+            self._forget_damage()
             self.forget()
         if now is None or now.st_size == self.end:
             return
-        with self.file.open("rb") as lines:
-            lines.seek(self.end)
-            for line in lines:
-                if line.endswith(b"\n"):  # else it is being written, or was cut off
-                    self.take(json.loads(line), len(line))
-                    self.end += len(line)
+        with self.file.open("rb") as file:
+            file.seek(self.end)
+            for line, nbytes in whole_lines(file):  # what has no end is being written, or was cut off
+                self._lines += 1
+                try:
+                    content = self._check(line) if nbytes <= LONGEST_LINE else _refuse_long()
+                except ValueError as error:
+                    self._leave_out(str(error))
+                else:
+                    self.take(content, nbytes)
+                self.end += nbytes
+
+    @property
+    def damage(self) -> str | None:
+        """A sentence on the lines that were left out; None: there are none."""
+        if not self._left_out:
+            return None
+        which = f"line {self._first[0]} is" if self._left_out == 1 else f"{counted(self._left_out, 'line')} are"
+        first = "" if self._left_out == 1 else f"first line {self._first[0]}, "
+        return f"{self.file}: {which} damaged or not of this file, and left out ({first}{self._first[1]})"
+
+    def _leave_out(self, why: str) -> None:
+        if not self._left_out:
+            self._first = (self._lines, why)
+        self._left_out += 1
+
+    def _forget_damage(self) -> None:
+        self._lines = self._left_out = 0
+        self._first = (0, "")
 
     @abstractmethod
     def forget(self) -> None:
         """Nothing was taken yet."""
 
     @abstractmethod
-    def take(self, content: Any, nbytes: int) -> None:
+    def take(self, content: dict[str, Any], nbytes: int) -> None:
         """A line of `nbytes`, which begins at `end`, holds `content`."""
 
 
 class RowFile(GrowingFile):
-    """The rows of a `metrics.jsonl` or a file of its form, `rows`; names are kept once for all of them."""
+    """The rows of a file, `rows`; by default of a `metrics.jsonl`."""
 
     rows: list[dict[str, Any]]
+
+    def __init__(self, file: Path, check: LineCheck = metrics_line) -> None:
+        super().__init__(file, check)
 
     def forget(self) -> None:
         self.rows = []
 
-    def take(self, content: Any, nbytes: int) -> None:
-        self.rows.append({sys.intern(name): _number(value) for name, value in content.items()})
+    def take(self, content: dict[str, Any], nbytes: int) -> None:
+        self.rows.append(content)
 
 
-class EndRows(RowFile):
-    """Only the first and the last of the rows."""
-
-    def take(self, content: Any, nbytes: int) -> None:
-        super().take(content, nbytes)
-        del self.rows[1:-1]
-
-
-class SampleFile(GrowingFile, Sequence[Mapping[str, Any]]):
-    """The samples of whole lines, with their `step`; none if there is no file. `read_on` takes what was written since.
-
-    Iterating and slices read the file, and raise DataError if it was damaged or exchanged meanwhile.
-    """
-
-    def forget(self) -> None:
-        self._starts = array("Q", [0])
-        """Where each sample begins, and where the next one will."""
-
-    def take(self, content: Any, nbytes: int) -> None:
-        self._starts.append(self._starts[-1] + nbytes)
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return self._read(0, len(self))
-
-    @overload
-    def __getitem__(self, place: int) -> Mapping[str, Any]: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Mapping[str, Any]]: ...
-    def __getitem__(self, place: int | slice) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
-        if isinstance(place, int):
-            at = range(len(self))[place]
-            return next(self._read(at, at + 1))
-        first, last, step = place.indices(len(self))
-        return list(self._read(first, last))[::step] if step > 0 else list(self)[place]
-
-    def _read(self, first: int, last: int) -> Iterator[Mapping[str, Any]]:
-        try:
-            if first < last:
-                with self.file.open("rb") as file:
-                    file.seek(self._starts[first])
-                    for start, end in pairwise(self._starts[first : last + 1]):
-                        yield json.loads(file.read(end - start))
-        except (OSError, ValueError) as error:
-            raise DataError(f"{self.file} has changed while it was read: {error}") from error
+def whole_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """The lines of a file from where it is that have an end, and their bytes; of one above `LONGEST_LINE` a part of it."""
+    while line := file.readline(LONGEST_LINE + 1):
+        nbytes, piece = len(line), line
+        while not piece.endswith(b"\n"):
+            piece = file.readline(LONGEST_LINE)
+            nbytes += len(piece)
+            if not piece:
+                return
+        yield line, nbytes
 
 
-def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value
+def _refuse_long() -> dict[str, Any]:
+    raise ValueError(f"it is longer than {LONGEST_LINE >> 20} MiB")

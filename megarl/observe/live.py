@@ -6,19 +6,23 @@ name of its own that leads here), takes nothing but GET, and holds no key.
 
 from __future__ import annotations
 
+import asyncio
 import os
-import shutil
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import BytesIO
+from contextlib import ExitStack
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from threading import Lock
+from threading import Event, Lock
 from typing import IO, Any
-from urllib.parse import parse_qs, urlsplit
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
 from megarl.errors import DataError
 from megarl.observe.page_samples import pack_samples, sample_data
@@ -26,6 +30,7 @@ from megarl.observe.report import as_inert_json, build_page
 from megarl.observe.run_record import RunRecord, read_run
 from megarl.observe.run_status import axes, run_status
 from megarl.observe.sample_media import PagePictures
+from megarl.system.http_server import Admission, ServerThread, application, json_answer, listen
 from megarl.system.socket_names import NOTHING, SocketName
 
 HOST = "127.0.0.1"
@@ -62,7 +67,7 @@ class RunFollower:
 
 def write_page(folders: Sequence[str | Path], file: str) -> None:
     """Write the page of the runs in `folders`, which asks for new rows; DataError if one holds no run."""
-    Path(file).write_text(build_page([read_run(folder) for folder in folders], is_live=True))
+    Path(file).write_text(build_page([read_run(folder) for folder in folders], is_live=True), encoding="utf-8")
 
 
 def write_page_apart(folders: Sequence[str | Path], file: str) -> None:
@@ -83,7 +88,8 @@ def new_rows(runs: Sequence[RunRecord], at: Sequence[tuple[int, int]]) -> dict[s
         late = run.samples[samples:]
         if any(sample.get("media") for sample in late):
             return {"reload": True}
-        columns, prompts, chunks = pack_samples([sample_data(entry, run, PagePictures(), has_numbers=True) for entry in late])
+        shown = [sample_data(entry, run, PagePictures(), has_numbers=True) for entry in late]
+        columns, prompts, chunks = pack_samples(shown, list)
         fresh.append(
             {
                 "status": run_status(run),
@@ -100,83 +106,69 @@ def new_rows(runs: Sequence[RunRecord], at: Sequence[tuple[int, int]]) -> dict[s
 def serve(folders: Sequence[str | Path], port: int, say: Callable[[str], None]) -> None:
     """Serve the page of the runs in `folders` until Ctrl-C; `say` is told the address. `port` 0 takes a free one."""
     server = open_server(folders, port)
-    port = server.server_address[1]
-    name = SocketName(port, "report --watch", f"{NOTHING}; it answers under the names of this machine alone")
-    say(f"http://{HOST}:{port}/ (Ctrl-C ends it)")
+    name = SocketName(server.port, "report --watch", f"{NOTHING}; it answers under the names of this machine alone")
+    say(f"http://{HOST}:{server.port}/ (Ctrl-C ends it)")
     try:
-        server.serve_forever(poll_interval=0.2)
+        Event().wait()
     except KeyboardInterrupt:
         say("ended")
     finally:
-        server.server_close()
+        server.close()
         name.close()
 
 
-def open_server(folders: Sequence[str | Path], port: int) -> ThreadingHTTPServer:
+def open_server(folders: Sequence[str | Path], port: int) -> ServerThread:
     """The server, which listens already; DataError if the port is taken or a folder holds no run."""
-    follower = RunFollower(folders)
-    # One thread makes all answers, or each of many would keep the memory that its largest answer took.
-    answers = ThreadPoolExecutor(1, thread_name_prefix="answers")
+    app = _application(RunFollower(folders))
     try:
-        server = ThreadingHTTPServer((HOST, port), _handler(follower, answers))
+        listening = listen(HOST, port)
     except OSError as error:
         raise DataError(f"--port is {port}, but it cannot be listened on: {error.strerror}; 0 takes a free one") from error
-    server.daemon_threads = True
-    return server
+    return ServerThread(Admission(app, token=None, is_open=True, most_bytes=0), listening, "report-watch")
 
 
-def _handler(follower: RunFollower, answers: ThreadPoolExecutor) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            port = self.server.server_address[1]  # type: ignore[index]
-            parts = urlsplit(self.path)
-            if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
-                self._answer(403, "text/plain", f"only as {HOST}:{port} or localhost:{port}\n")
-            elif parts.path in ("/", "/rows"):
-                try:
-                    with NamedTemporaryFile() as file:
-                        kind = answers.submit(self._write, parts.path, parts.query, file.name).result()
-                        self._send(200, kind, file)
-                except ValueError:
-                    self._answer(400, "text/plain", "at is ROWS.SAMPLES of each run, with commas between\n")
-                except DataError as error:
-                    self._answer(503, "text/plain", f"{error}\n")
-            else:
-                self._answer(404, "text/plain", "there is / and /rows\n")
+def _application(follower: RunFollower) -> Starlette:
+    # One thread makes all rows, or each of many would keep the memory that its largest answer took; pages keep nobody waiting.
+    rows_one_by_one, pages_one_by_one = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("rows", "pages"))
 
-        def _write(self, path: str, query: str, file: str) -> str:
-            if path == "/":
-                write_page_apart(follower.folders, file)
-                return "text/html"
-            at = _places(parse_qs(query))
+    async def answered(made_by: ThreadPoolExecutor, kind: str, write: Callable[[str], object]) -> Response:
+        with ExitStack() as until_sent:
+            file = until_sent.enter_context(NamedTemporaryFile())
+            try:
+                await asyncio.get_running_loop().run_in_executor(made_by, write, file.name)
+            except DataError as error:
+                return json_answer({"error": str(error)}, 503)
+            size = os.stat(file.name).st_size
+            headers = {"Content-Length": str(size), "Cache-Control": "no-store"}
+            return StreamingResponse(_pieces(file, until_sent.pop_all()), headers=headers, media_type=kind)
+
+    async def page(request: Request) -> Response:
+        return await answered(pages_one_by_one, "text/html", partial(write_page_apart, follower.folders))
+
+    async def rows(request: Request) -> Response:
+        try:
+            at = _places(request.query_params.get("at", ""))
+        except ValueError:
+            return json_answer({"error": "at is ROWS.SAMPLES of each run, with commas between"}, 400)
+
+        def write_rows(file: str) -> None:
             Path(file).write_text(as_inert_json(new_rows(follower.runs(), at)))
-            return "application/json"
 
-        def _answer(self, status: int, kind: str, text: str) -> None:
-            self._send(status, kind, BytesIO(text.encode()))
+        return await answered(rows_one_by_one, "application/json", write_rows)
 
-        def _send(self, status: int, kind: str, body: IO[bytes]) -> None:
-            size = body.seek(0, os.SEEK_END)
-            body.seek(0)
-            self.send_response(status)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
-            self.send_header("Content-Length", str(size))
-            self.send_header("Cache-Control", "no-store")
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.send_header("X-Frame-Options", "DENY")
-            self.send_header("Cross-Origin-Resource-Policy", "same-origin")
-            self.end_headers()
-            shutil.copyfileobj(body, self.wfile)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """A request every two seconds is nothing to tell."""
-
-    return Handler
+    return application([Route("/", page), Route("/rows", rows)])
 
 
-def _places(query: Mapping[str, list[str]]) -> list[tuple[int, int]]:
+async def _pieces(file: IO[bytes], until_sent: ExitStack) -> AsyncIterator[bytes]:
+    """What is in a file, which is gone when it was sent."""
+    with until_sent:
+        while piece := file.read(1 << 18):
+            yield piece
+
+
+def _places(text: str) -> list[tuple[int, int]]:
     places = []
-    for part in query.get("at", [""])[0].split(","):
+    for part in text.split(","):
         rows, samples = (int(number) for number in part.split("."))
         if rows < 0 or samples < 0:
             raise ValueError(part)

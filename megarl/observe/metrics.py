@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megarl.observe.growing_file import RowFile
-from megarl.system.atomic_files import write_text_atomically
+from megarl.observe.kept_lines import keep_lines
+from megarl.observe.record_lines import metrics_line, stepped_line
+
+NESTED = ("distributions", "experts", "trace", "reward_errors")
+"""Files of steps that hold other values than numbers."""
 
 
 class MetricsFile:
@@ -21,8 +25,7 @@ class MetricsFile:
     def __init__(self, path: str | Path, *, resume_after_step: int | None = None) -> None:
         """Open `path`: anew if `resume_after_step` is None, else keeping the lines of steps up to that one."""
         self.path = Path(path)
-        earlier = [] if resume_after_step is None else [m for m in read_metrics(path) if m["step"] <= resume_after_step]
-        write_text_atomically(self.path, "".join(_line(metrics) for metrics in earlier))
+        keep_lines(self.path, resume_after_step)
         self._file = self.path.open("a")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -36,8 +39,11 @@ class MetricsFile:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """All whole lines of a `metrics.jsonl` (none if there is no file); a last line cut off by a crash is left out."""
-    return RowFile(Path(path)).rows
+    """All whole lines of a `metrics.jsonl`, or of another file of steps by its name (none if there is no file).
+
+    Lines that are damaged or foreign are left out, as is a last line that a crash has cut.
+    """
+    return RowFile(Path(path), stepped_line if Path(path).stem in NESTED else metrics_line).rows
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

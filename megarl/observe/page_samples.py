@@ -1,13 +1,17 @@
 """Samples of a run for the report page: columns that filters read, and texts in chunks, parsed when they are needed.
 
-A page holds up to 100,000 samples this way and opens without parsing their texts.
+A page holds up to 100,000 samples this way, compressed, and opens without parsing their texts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+import zlib
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic_core import to_json
 
 from megarl.data.final_answer import read_boxes
 from megarl.data.rows import find_value
@@ -17,9 +21,15 @@ from megarl.observe.sample_media import PagePictures, frames_shown, shown_media,
 SAMPLES = 100_000
 """Samples of a run in a page at most: whole groups, evenly spread over its steps."""
 TEXT_CHARACTERS = 40_000_000
-"""Characters of responses of a run in a page at most; of more, fewer groups."""
-TOKENS = 300_000
-"""Response tokens whose numbers are in a page at most, those of the newest samples; one makes about 50 bytes."""
+"""Characters of responses of a run in a page at most, which the browser holds; of more, fewer groups."""
+PACKED_BYTES = 8_500_000
+"""Bytes of the packed samples of a run in a page at most."""
+LEAST_SHARE = 1e-4
+"""Share of groups of which no fewer are tried."""
+TOKENS = 100_000
+"""Response tokens whose numbers are in a page at most, those of the newest samples; one makes about 25 bytes."""
+COMPRESSION = 6
+Chunk = TypeVar("Chunk")
 CHUNK = 1000
 """Samples that the browser parses at a time."""
 DETAILS = ("pieces", "sampled", "engine", "log_probs", "reference_log_probs", "advantages")
@@ -27,29 +37,48 @@ MEDIA = ("media", "boxes", "gold_boxes")
 MORE = (*DETAILS, *MEDIA, SERVED)
 
 
-def page_samples(run: RunRecord, pictures: PagePictures) -> list[dict[str, Any]]:
+def listed_samples(run: RunRecord, pictures: PagePictures) -> list[dict[str, Any]]:
     """Samples that the page shows of the run's samples, oldest step first."""
-    shown = shown_samples(run.samples)
-    room, first_with_numbers = TOKENS, len(shown)
-    for index in range(len(shown) - 1, -1, -1):
-        room -= len(shown[index].get("response_ids", ()))
-        if room < 0 and first_with_numbers < len(shown):
+    return list(_page_samples(run, pictures, 1.0))
+
+
+def packed_samples(run: RunRecord, pictures: PagePictures) -> tuple[dict[str, Any], str, list[str]]:
+    """The same as columns, prompts and chunks, packed; of samples that take more than `PACKED_BYTES` fewer groups."""
+    share = 1.0
+    while True:
+        columns, prompts, chunks = pack_samples(_page_samples(run, pictures, share), packed_text)
+        told = packed_text(prompts)
+        nbytes = len(told) + sum(map(len, chunks))
+        if nbytes <= PACKED_BYTES or share < LEAST_SHARE:
+            return columns, told, chunks
+        share *= 0.9 * PACKED_BYTES / nbytes
+
+
+def _page_samples(run: RunRecord, pictures: PagePictures, share: float) -> Iterator[dict[str, Any]]:
+    places = shown_places(run.samples.groups, run.samples.characters, share)
+    room, first_with_numbers = TOKENS, len(places)
+    for index in range(len(places) - 1, -1, -1):
+        room -= run.samples.tokens[places[index]]
+        if room < 0 and first_with_numbers < len(places):
             break
         first_with_numbers = index
-    return [sample_data(sample, run, pictures, has_numbers=index >= first_with_numbers) for index, sample in enumerate(shown)]
+    for index, sample in enumerate(run.samples.at(places)):
+        yield sample_data(sample, run, pictures, has_numbers=index >= first_with_numbers)
 
 
-def shown_samples(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """All samples, or as many whole groups as there is room for, evenly spread."""
-    groups: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
-    for sample in samples:
-        groups.setdefault((sample["step"], sample["group_id"]), []).append(sample)
-    characters = sum(len(sample.get("response_text", "")) for group in groups.values() for sample in group)
-    share = min(1.0, SAMPLES / max(1, len(samples)), TEXT_CHARACTERS / max(1, characters))
-    grouped = list(groups.values())
+def shown_places(groups: Sequence[int], characters: Sequence[int], share: float = 1.0) -> list[int]:
+    """Places of a `share` of all samples, or of as many whole groups as there is room for, evenly spread.
+
+    Given are by sample the number of its group, and the characters of its response.
+    """
+    members: dict[int, list[int]] = {}
+    for place, group in enumerate(groups):
+        members.setdefault(group, []).append(place)
+    share = min(share, SAMPLES / max(1, len(groups)), TEXT_CHARACTERS / max(1, sum(characters)))
+    grouped = list(members.values())
     count = max(1, int(len(grouped) * share)) if grouped else 0
     chosen = grouped if count == len(grouped) else [grouped[index * len(grouped) // count] for index in range(count)]
-    return [sample for group in chosen for sample in group]
+    return [place for group in chosen for place in group]
 
 
 def sample_data(sample: Mapping[str, Any], run: RunRecord, pictures: PagePictures, *, has_numbers: bool) -> dict[str, Any]:
@@ -81,12 +110,15 @@ def sample_data(sample: Mapping[str, Any], run: RunRecord, pictures: PagePicture
     return shown
 
 
-def pack_samples(samples: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str], list[list[Any]]]:
-    """`samples` as columns of numbers, the prompts (each once), and chunks of the rest, `CHUNK` samples each."""
+def pack_samples(
+    samples: Iterable[Mapping[str, Any]], pack: Callable[[list[Any]], Chunk]
+) -> tuple[dict[str, Any], list[str], list[Chunk]]:
+    """`samples` as columns of numbers, the prompts (each once), and the rest: what `pack` makes of each `CHUNK` samples."""
     prompts: dict[str, int] = {}
     groups: dict[tuple[int, str], int] = {}
     columns: dict[str, list[Any]] = {name: [] for name in ("step", "reward", "advantage", "prompt", "group")}
-    rows = []
+    rows: list[Any] = []
+    chunks: list[Chunk] = []
     for sample in samples:
         for name in ("step", "reward", "advantage"):
             columns[name].append(sample[name])
@@ -95,7 +127,16 @@ def pack_samples(samples: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], 
         details = {name: sample[name] for name in MORE if name in sample}
         names = ("id", "group", "response", "rewards", "tokens", "finish", "answer")
         rows.append([*(sample[name] for name in names), details or 0])
-    return columns, list(prompts), [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]
+        if len(rows) == CHUNK:
+            chunks.append(pack(rows))
+            rows = []
+    return columns, list(prompts), [*chunks, *([pack(rows)] if rows else [])]
+
+
+def packed_text(values: list[Any]) -> str:
+    """The JSON of `values` (null for numbers that it has no word for), compressed by zlib, in base64: no markup."""
+    content = to_json(values, inf_nan_mode="null", serialize_unknown=True)
+    return b64encode(zlib.compress(content, COMPRESSION)).decode()
 
 
 def _sample_media(sample: Mapping[str, Any], run: RunRecord, pictures: PagePictures) -> dict[str, Any]:

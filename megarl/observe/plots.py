@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.errors import ConfigError, DataError, nearest
+from megarl.errors import ConfigError, DataError, nearest, written_out
 from megarl.observe.run_record import RunRecord, metric_names, repetitions
 
 INCHES = (3.5, 2.4)
@@ -38,10 +38,11 @@ def plot(runs: Sequence[RunRecord], metric: str, file: Path) -> None:
         if len(places) > 1:
             axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
     axes.set_xlabel("step", fontsize=8)
-    axes.set_ylabel(metric, fontsize=8)
+    axes.set_ylabel(written_out(metric), fontsize=8, parse_math=False)
     axes.tick_params(labelsize=7)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, frameon=False)
+    for text in axes.legend(fontsize=7, frameon=False).get_texts():
+        text.set_parse_math(False)  # a name may have a dollar sign
     figure.tight_layout()
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)

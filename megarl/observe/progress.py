@@ -17,6 +17,7 @@ from rich.text import Text
 from megarl.errors import counted
 from megarl.observe.phases import Phases
 from megarl.system.redaction import redacted
+from megarl.system.safe_console import SafeConsole
 
 TOWER = {"tower": "policy/tower_flops_share"}
 """Shown of steps whose prompts show pictures: the vision tower's share of the operations of updates."""
@@ -114,7 +115,7 @@ class Progress:
     ) -> None:
         """`first_step` is the number of steps already done when the run was resumed."""
         self._total, self._first, self._phases, self._shown = total_steps, first_step, phases, shown
-        self.console = console or Console()
+        self.console = console or SafeConsole()
         self._live: Live | None = None
         self._within: dict[str, tuple[str, PhaseProgress]] = {}
         self._phase: str | None = None

@@ -10,7 +10,7 @@ import html
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -19,8 +19,8 @@ from urllib.parse import quote
 
 import yaml
 
-from megarl.observe.page_samples import pack_samples, page_samples
-from megarl.observe.run_record import RunRecord, differences, last_figure, metric_names, repetitions
+from megarl.observe.page_samples import listed_samples, packed_samples
+from megarl.observe.run_record import RunRecord, differences, figure_of, last_figure, metric_names, repetitions
 from megarl.observe.run_status import axes, run_status
 from megarl.observe.sample_media import PagePictures
 
@@ -47,15 +47,15 @@ def build_page(runs: Sequence[RunRecord], place: str | Path = ".", *, is_live: b
     title = "megarl: " + ", ".join(run.name for run in runs)
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
     policy += "; connect-src 'self'" if is_live else ""
-    data = page_data(runs, place) | {"live": is_live}
-    chunks = [_move_samples(run, number) for number, run in enumerate(data["runs"])]
+    data = page_data(runs, place, packed_samples) | {"live": is_live}
+    elements = [_move_samples(run, number) for number, run in enumerate(data["runs"])]
     return Template((folder / "page.html").read_text()).substitute(
         policy=policy,
         title=html.escape(title),
         library_style=(library / "uplot.css").read_text(),
         style=(folder / "page.css").read_text(),
         data=as_inert_json(data),
-        samples="".join(chunks),
+        samples="".join(elements),
         license=(library / "uplot.LICENSE").read_text(),
         library=(library / "uplot.js").read_text(),
         script="\n".join((folder / part).read_text() for part in PARTS),
@@ -63,12 +63,11 @@ def build_page(runs: Sequence[RunRecord], place: str | Path = ".", *, is_live: b
 
 
 def _move_samples(run: dict[str, Any], number: int) -> str:
-    """Leave of the samples in `run` the columns alone; the elements that hold their prompts and texts."""
-    columns, prompts, chunks = pack_samples(run["samples"])
-    run["samples"] = columns
+    """Leave of the packed samples in `run` the columns alone; the elements that hold their prompts and texts."""
+    run["samples"], prompts, chunks = run["samples"]
     parts = {"prompts": prompts, **{str(index): chunk for index, chunk in enumerate(chunks)}}
-    element = '<script type="application/json" id="samples-{}-{}">{}</script>\n'
-    return "".join(element.format(number, name, as_inert_json(part)) for name, part in parts.items())
+    element = '<script type="application/octet-stream" id="samples-{}-{}">{}</script>\n'
+    return "".join(element.format(number, name, part) for name, part in parts.items())
 
 
 def as_inert_json(value: Any) -> str:
@@ -79,11 +78,13 @@ def as_inert_json(value: Any) -> str:
     return text
 
 
-def page_data(runs: Sequence[RunRecord], place: str | Path = ".") -> dict[str, Any]:
-    """All that the page shows."""
+def page_data(
+    runs: Sequence[RunRecord], place: str | Path = ".", take: Callable[[RunRecord, PagePictures], Any] = listed_samples
+) -> dict[str, Any]:
+    """All that the page shows; of each run's samples what `take` makes."""
     pictures = PagePictures()
     return {
-        "runs": [_run_data(run, pictures) | {"profiles": _links(run, Path(place))} for run in runs],
+        "runs": [_run_data(run) | {"samples": take(run, pictures), "profiles": _links(run, Path(place))} for run in runs],
         "pictures": pictures.found,
         "pictures_left_out": pictures.left_out,
         "repetitions": repetitions(runs),
@@ -92,7 +93,7 @@ def page_data(runs: Sequence[RunRecord], place: str | Path = ".") -> dict[str, A
     }
 
 
-def _run_data(run: RunRecord, pictures: PagePictures) -> dict[str, Any]:
+def _run_data(run: RunRecord) -> dict[str, Any]:
     rows = list(run.metrics)
     every = -(-len(rows) // POINTS) if rows else 1
 
@@ -100,7 +101,7 @@ def _run_data(run: RunRecord, pictures: PagePictures) -> dict[str, Any]:
         return values[::every] + (values[-1:] if (len(values) - 1) % every else [])
 
     thinned = thin(rows)
-    curves = {name: [row.get(name) for row in thinned] for name in run.metric_names}
+    curves = {name: [figure_of(row, name) for row in thinned] for name in run.metric_names}
     return {
         "name": run.name,
         "folder": str(run.folder),
@@ -113,7 +114,6 @@ def _run_data(run: RunRecord, pictures: PagePictures) -> dict[str, Any]:
         "distributions": [dict(row) for row in _thinned(run.distributions, POINTS)],
         "experts": _expert_maps(run.experts),
         "trace": _last_spans(run.trace),
-        "samples": page_samples(run, pictures),
         "samples_written": len(run.samples),
         "boxes_in": _boxes_in(run),
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
@@ -121,6 +121,7 @@ def _run_data(run: RunRecord, pictures: PagePictures) -> dict[str, Any]:
         "environment": {**run.machine["machine"], **run.machine["versions"]},
         "phases": run.summary.get("phases", {}),
         "faults": [dict(fault) for fault in run.faults],
+        "damage": list(run.damage),
         "reward_errors": _reward_errors(run.reward_errors),
         "slow_ranks": [dict(row) for row in run.slow_ranks],
     }
@@ -149,13 +150,15 @@ def _reward_errors(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _links(run: RunRecord, place: Path) -> list[dict[str, str]]:
     """The files of the run's profiles, and where they are from `place` as a relative URL."""
     paths = [(name, os.path.relpath(run.folder / name, place)) for name in run.profiles]
-    return [{"name": name, "href": quote(path)} for name, path in paths]
+    return [{"name": name, "href": quote(os.fsencode(path))} for name, path in paths]
 
 
 def _boxes_in(run: RunRecord) -> str:
     """The coordinates of boxes, by the config of the reward that compares them."""
-    boxes = [reward for reward in run.config.get("rewards") or () if reward.get("name") == "boxes"]
-    return str((boxes[0].get("args") or {}).get("coordinates", "pixels")) if boxes else "pixels"
+    rewards = run.config.get("rewards")
+    named = [reward for reward in (rewards if isinstance(rewards, list) else ()) if isinstance(reward, Mapping)]
+    args = [reward.get("args") for reward in named if reward.get("name") == "boxes"]
+    return str(args[0].get("coordinates", "pixels")) if args and isinstance(args[0], Mapping) else "pixels"
 
 
 def _last_spans(trace: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ The driver writes; threads that watch read. Nothing here waits for the run, and 
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,9 @@ from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
 from megarl.config import AnyConfig
+from megarl.observe.growing_file import RowFile
 from megarl.observe.metrics import numbers
+from megarl.observe.record_lines import object_line
 from megarl.version import __version__
 
 T = TypeVar("T")
@@ -185,13 +186,4 @@ def _disk(folder: Path) -> tuple[int, int]:
 
 def _restarts(faults: Path) -> int:
     """Failures in the run's `faults.jsonl` that another attempt followed; a line that is none is left out."""
-    lines = faults.read_text(errors="replace").splitlines() if faults.is_file() else []
-    return sum(_was_tried_again(line) for line in lines)
-
-
-def _was_tried_again(line: str) -> bool:
-    try:
-        fault = json.loads(line)
-    except ValueError:
-        return False
-    return isinstance(fault, dict) and fault.get("wait_s") is not None
+    return sum(isinstance(fault.get("wait_s"), float | int) for fault in RowFile(faults, object_line).rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -57,7 +58,7 @@ def _tokens(metrics: Sequence[Mapping[str, Any]]) -> list[float]:
     total, sums = 0.0, []
     for row in metrics:
         total += _number(row.get("speed/tokens_per_s")) * _number(row.get("time/step_s"))
-        sums.append(float(round(total)))
+        sums.append(float(round(total)) if math.isfinite(total) else total)
     return sums
 
 
@@ -77,8 +78,8 @@ def _state(run: RunRecord, done: int, planned: Any, now: float) -> str:
 
 
 def _layout(run: RunRecord) -> str | None:
-    layout = ((run.config.get("policy") or {}).get("layout")) or {}
-    sizes = [f"{name} {layout[name]}" for name in ("dp", "tp", "pp", "cp", "ep") if layout.get(name)]
+    layout = run.section("policy", "layout")
+    sizes = [f"{name} {size}" for name in ("dp", "tp", "pp", "cp", "ep") if type(size := layout.get(name)) is int and size]
     return ", ".join(size for size in sizes if size.split()[1] != "1") or ("1 rank" if sizes else None)
 
 
@@ -119,4 +120,4 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) and value == value else 0.0
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0

@@ -37,18 +37,18 @@ def turn_texts(sample: Mapping[str, Any]) -> list[str]:
     number = len(shown_media(sample)) - len(told_media(sample))
     texts: list[str] = []
     for turn in sample.get("turns") or ():
-        content, text = turn["content"], f"{turn['role']}: "
-        for piece in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-            number += piece["type"] == "image"
-            text += f"[picture {number}]" if piece["type"] == "image" else piece["text"]
+        content, text = turn.get("content"), f"{turn.get('role')}: "
+        for piece in [{"type": "text", "text": content}] if isinstance(content, str) else content or ():
+            number += piece.get("type") == "image"
+            text += f"[picture {number}]" if piece.get("type") == "image" else piece.get("text", "")
         texts.append(text)
     return texts
 
 
 def sample_parts(sample: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Role and text of what was said behind the prompt, turn by turn; of a single turn the policy's response, `assistant`."""
-    roles = [turn["role"] for turn in sample.get("turns") or ()]
-    return [*zip(roles, turn_texts(sample), strict=True)] or [("assistant", sample["response_text"])]
+    roles = [str(turn.get("role")) for turn in sample.get("turns") or ()]
+    return [*zip(roles, turn_texts(sample), strict=True)] or [("assistant", sample.get("response_text", ""))]
 
 
 def frames_shown(media: Media) -> tuple[str, ...]:

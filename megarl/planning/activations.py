@@ -103,6 +103,9 @@ def layer_activations(
     outside, core, core_inputs = attention
     if has_mlp:
         mlp = _experts(shape, layout, precision, rows) if has_experts else _dense(shape, layout, precision, rows)
+    if (halves := shape.traits.sublayers) > 1:  # of attention and an MLP; the first one's norm is that of the experts, too
+        outside, core, core_inputs = halves * outside, halves * core, halves * core_inputs
+        mlp += halves * _dense(shape, layout, precision, rows) - rows * norm(shape.hidden, precision)
     if adapters is not None:
         outside, mlp = outside + adapters["self_attention"], mlp + adapters["mlp"]
     checkpoint = rows * shape.hidden * precision.itemsize * shape.traits.streams
@@ -144,26 +147,30 @@ def _grouped(
     size, query = precision.itemsize, shape.query / layout.tp
     key = max(shape.key_value / layout.tp, shape.head_dim)  # fewer KV heads than ranks: each has a whole one
     heads, key_heads = shape.heads / layout.tp, key / shape.head_dim
-    projected = (query + 2 * key) * size
+    value, result = key_heads * shape.value_dim, heads * shape.value_dim
+    projected = (query + key + value) * size
     outside = rows * (_branch_norms(shape, precision) + precision.operand * shape.hidden)
     outside += 4 * shape.head_dim * size  # cosines and sines, of queries and of keys
-    outside += query * precision.operand  # the output projection's input
+    outside += result * precision.operand  # the output projection's input
     if shape.head_norms and shape.traits.projection_norms:  # keeps what it norms; the keys are a view of all that was projected
         outside += query * size + projected + 2 * STATISTICS
     elif shape.head_norms:
         outside += norm(query, precision) + norm(key, precision) + STATISTICS * (heads + key_heads - 2)
-    core_inputs = query * size + key * size + projected  # the values are a view of all that was projected
+    # Values are a view of all that was projected, unless they are multiplied.
+    core_inputs = query * size + key * size + (projected if shape.traits.values is None else value * size)
     if precision.is_reference:
         keys = (2 * layout.cp + 1) / 2 if layout.cp > 1 else 1.0  # gathered: those that a rank's early and late chunks look at
-        core = size * (3 * query + 2 * key * keys) + STATISTICS * heads
+        core = size * (query + 2 * result + (key + value) * keys) + STATISTICS * heads
         if shape.sinks:  # scores of each token and one that it may attend to, keys and values of every head; no output
-            core += size * ((heads * mean_length + 2 * (query - key)) * keys - query)
+            core += size * ((heads * mean_length + query - key + result - value) * keys - result)
+        elif shape.value_dim != shape.head_dim:  # for which torch computes all scores, in float32, with keys of every head
+            core = 4 * (query + (query + result + heads * mean_length) * keys) + size * result
         elif shape.traits.score_cap is not None:  # scores as capped, and the shares of attention, in float32 and as multiplied
             of_score = size + 4 + (size if size < 4 else 0)
             core += (of_score * heads * mean_length + 2 * size * (query - key)) * keys - size * query
         return outside, core, core_inputs
-    core = core_inputs + query * size + STATISTICS * heads
-    return outside - (0 if precision.fp8 else query * size), core, core_inputs + (0 if precision.fp8 else query * size)
+    core, output = core_inputs + result * size + STATISTICS * heads, 0 if precision.fp8 else result * size
+    return outside - output, core, core_inputs + output
 
 
 def _latent(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megarl.config import Config, load_config
 from megarl.errors import ConfigError
 
 SCALED = ("sync", "generate", "log_probs", "update")
 """Phases whose seconds a fit scales; those of `reward` go by sample, and all others are the driver's own."""
+NEEDED = ("time/step_s", "rollout/samples", "response/tokens_mean", "speed/tokens_per_s")
+"""Metrics that a step must have to be fitted to."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,11 @@ class Recorded:
         return sum(seconds for phase, seconds in self.phases.items() if phase not in (*SCALED, "reward"))
 
 
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a row that are finite numbers: a run's folder may be damaged, or somebody else's."""
+    return {name: value for name, value in row.items() if isinstance(value, (int, float)) and math.isfinite(value)}
+
+
 def read_run(folder: str | Path, option: str = "--calibrate") -> Recorded:
     """What a run recorded; of three steps or more the first, which warms up, is left out.
 
@@ -57,7 +66,8 @@ def read_run(folder: str | Path, option: str = "--calibrate") -> Recorded:
     from megarl.observe.metrics import read_metrics
 
     config = load_config(Path(folder) / "config.yaml")
-    steps = [metrics for metrics in read_metrics(Path(folder) / "metrics.jsonl") if "time/step_s" in metrics]
+    rows = [_numbers(row) for row in read_metrics(Path(folder) / "metrics.jsonl")]
+    steps = [row for row in rows if all(row.get(name, 0.0) > 0 for name in NEEDED)]
     if not steps:
         raise ConfigError(f"{option} is '{folder}', but its metrics.jsonl has no step with times; it must be a run's folder")
     steps = steps[1:] if len(steps) > 2 else steps

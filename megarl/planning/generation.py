@@ -67,7 +67,9 @@ def decode_seconds(engines: Engines, flops: FlopsModel, gpu: GpuSpec, active: fl
     bound = {"memory bandwidth": of_memory} if of_memory >= of_peak else {"arithmetic": of_peak}
     spent = {name: seconds / share.decoding for name, seconds in bound.items()} | {"launches": share.decoding_step_s}
     if ranks > 1:
-        spent["latency"] = shape.layers * (_reduce_seconds(gpu, engines.target.tp) + _reduce_seconds(gpu, ranks))
+        spent["latency"] = (
+            shape.traits.sublayers * shape.layers * (_reduce_seconds(gpu, engines.target.tp) + _reduce_seconds(gpu, ranks))
+        )
     return spent
 
 

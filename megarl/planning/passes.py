@@ -183,13 +183,14 @@ def _links(role: PlannedRole, gpu: GpuSpec, itemsize: int, tokens: float, layers
     row = shape.hidden * itemsize
     local = tokens / layout.cp
     tensor = 4 * layers * local * row * (layout.tp - 1) / layout.tp
-    width = (2 * shape.key_value if shape.latent is None else shape.heads * (shape.head_dim + shape.value_dim)) / layout.tp
+    width = shape.kv_heads * shape.of_kv_head / layout.tp
     linear = len(shape.linear.layers) / shape.layers if shape.linear else 0.0  # of the layers
     gathered = (1 - linear) * tokens * width  # keys and values of all tokens
     of_token = shape.linear.exchanged(layout.tp, layout.cp) or 0 if shape.linear else 0
     exchanged = linear * local * of_token / layout.tp
     context = layers * (gathered + exchanged) * itemsize * (layout.cp - 1) / layout.cp
     with_experts = layers * len(shape.expert_layers) / shape.layers
+    tensor, context = shape.traits.sublayers * tensor, shape.traits.sublayers * context
     rows = local / (layout.tp if layout.sequence_parallel else 1)
     of_copy = 2 * with_experts * rows * row
     size = layout.ep * layout.etp

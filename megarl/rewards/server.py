@@ -6,27 +6,37 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import socket
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Any
 
-from aiohttp import web
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-from megarl.config.secrets import bearer
 from megarl.config.sections import DataConfig, RewardConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
 from megarl.rewards.catalogue import build_rewards
 from megarl.rewards.sources import RewardSources
 from megarl.system.bearer_tokens import is_loopback, read_token
+from megarl.system.http_server import Admission, Server, application, json_answer, listen, read_json, server_config
 from megarl.system.socket_names import NOTHING, SocketName
 
 MAX_REQUEST_BYTES = 256 << 20
 TOKEN_VARIABLE = "MEGARL_REWARD_TOKEN"
-_FIELDS = ("query", "prompts", "labels")
+GRACE_S = 60
+"""For requests that are being scored when the server is told to end."""
+
+
+class RewardRequest(msgspec.Struct):
+    """The body of a request: three lists of one length."""
+
+    query: list[str]
+    """Prompts with their responses."""
+    prompts: list[str]
+    labels: list[str]
 
 
 def serve_reward(
@@ -67,15 +77,15 @@ def serve(
     With `port` 0 it is a free one, which `say` is told.
     """
     app = make_app(sources, answer_key=answer_key, deadline_s=deadline_s, token=token)
-    where: dict[str, Any] = {"host": host, "port": port}
     try:
-        if port == 0:
-            where = {"sock": socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)}
-            port = where["sock"].getsockname()[1]
-        labels = ", ".join(label for label, _, _ in sources.sources)
-        listening = f"listening on http://{f'[{host}]' if ':' in host else host}:{port}/get_reward ({labels}); Ctrl-C ends it"
-        with closing(SocketName(port, "reward server", "the server's token" if token is not None else NOTHING)):
-            web.run_app(app, **where, print=(lambda _: say(listening)) if say is not None else None)
+        with closing(listen(host, port)) as listening:
+            port = listening.getsockname()[1]
+            with closing(SocketName(port, "reward server", "the server's token" if token is not None else NOTHING)):
+                if say is not None:
+                    labels = ", ".join(label for label, _, _ in sources.sources)
+                    address = f"http://{f'[{host}]' if ':' in host else host}:{port}/get_reward"
+                    say(f"listening on {address} ({labels}); Ctrl-C ends it")
+                Server(server_config(app, grace_s=GRACE_S)).run([listening])
         if say is not None:
             say("ended")
     except (OSError, OverflowError) as error:
@@ -84,7 +94,7 @@ def serve(
 
 def make_app(
     sources: RewardSources, *, answer_key: str = "answer", deadline_s: float = 600.0, token: str | None = None
-) -> web.Application:
+) -> Admission:
     """The application. Labels become the `answer_key` of a row; requests are scored one after another.
 
     With `token`, whoever does not bring it as bearer gets status 401, whatever was asked.
@@ -97,54 +107,39 @@ def make_app(
             rewards = sources.score(samples, deadline_s)
             return rewards, sum(sources.failures.values()) - before
 
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request: Request) -> Response:
+        asked = await read_json(request, RewardRequest, MAX_REQUEST_BYTES)
         try:
-            samples = read_samples(await request.json(), answer_key)
+            samples = read_samples(asked, answer_key)
             sources.check([Prompt(s.row_id, s.group_id, [], s.prompt_text, s.row) for s in samples])
-        except (ValueError, RecursionError) as error:
-            return web.json_response({"error": f"the body is no JSON: {error}"}, status=400)
         except RewardError as error:
-            return web.json_response({"error": str(error)}, status=400)
+            return json_answer({"error": str(error)}, 400)
         try:
             rewards, failures = await asyncio.to_thread(score, samples)
         except RewardError as error:
-            return web.json_response({"error": str(error)}, status=500)
-        return web.json_response({"rewards": rewards, "scores": rewards, "extra_logs": {"failures": failures}})
+            return json_answer({"error": str(error)}, 500)
+        return json_answer({"rewards": rewards, "scores": rewards, "extra_logs": {"failures": failures}})
 
-    async def health(request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "rewards": [label for label, _, _ in sources.sources]})
+    async def health(request: Request) -> Response:
+        return json_answer({"status": "ok", "rewards": [label for label, _, _ in sources.sources]})
 
-    @web.middleware
-    async def admitted(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:
-        brought = request.headers.get("Authorization", "").encode(errors="replace")
-        if token is not None and not secrets.compare_digest(brought, bearer(token)["Authorization"].encode()):
-            return web.json_response({"error": "the token is missing or wrong"}, status=401)
-        return await handler(request)
-
-    app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[admitted])
-    app.add_routes([web.post("/", answer), web.post("/get_reward", answer), web.get("/health", health)])
-    return app
+    routes = [Route("/", answer, methods=["POST"]), Route("/get_reward", answer, methods=["POST"]), Route("/health", health)]
+    return Admission(application(routes), token=token, is_open=token is None, most_bytes=MAX_REQUEST_BYTES)
 
 
-def read_samples(body: Any, answer_key: str) -> list[Sample]:
+def read_samples(asked: RewardRequest, answer_key: str) -> list[Sample]:
     """The samples of a request; a response is the query without the prompt that it starts with.
 
     Raises:
         RewardError: the request is not of the protocol.
     """
-    if not isinstance(body, dict):
-        raise RewardError(f"the body must be an object with lists {', '.join(_FIELDS)}, not {type(body).__name__}")
-    for name in _FIELDS:
-        if not isinstance(body.get(name), list) or not all(isinstance(text, str) for text in body[name]):
-            raise RewardError(f"'{name}' must be a list of texts")
-    lengths = [len(body[name]) for name in _FIELDS]
+    lengths = [len(asked.query), len(asked.prompts), len(asked.labels)]
     if len(set(lengths)) != 1:
         raise RewardError(f"query, prompts and labels must have the same length, not {lengths}")
     samples = []
-    for index, (query, prompt, label) in enumerate(zip(*(body[name] for name in _FIELDS), strict=True)):
+    for index, (query, prompt, label) in enumerate(zip(asked.query, asked.prompts, asked.labels, strict=True)):
         if not query.startswith(prompt):
             raise RewardError(f"query {index} does not start with its prompt")
         ids = (f"request-{index}", f"request-{index}", f"request-{index}")
-        texts = {"prompt_text": prompt, "response_text": query.removeprefix(prompt)}
-        samples.append(Sample(*ids, [], [], [], [], [], "stop", row={answer_key: label}, **texts))
+        samples.append(Sample(*ids, [], [], [], [], [], "stop", prompt, query.removeprefix(prompt), row={answer_key: label}))
     return samples

@@ -15,6 +15,7 @@ from typing import Any
 
 from megarl.config import AnyConfig
 from megarl.errors import RunStopped, WorkerError
+from megarl.observe.kept_lines import cut_torn_end
 from megarl.runs.owner import Claim, leave_run, take_run
 from megarl.runs.run_checkpoint import CheckpointFolder
 from megarl.supervise.child_run import report_end
@@ -125,7 +126,8 @@ class _Supervision:
         who, what = outcome.failure["who"], outcome.failure["what"]
         again = len(self.faults) < self.config.run.max_restarts and not self.signals.received
         if not self.faults and (self.folder / "faults.jsonl").exists():
-            self._earlier = (self.folder / "faults.jsonl").read_text()
+            cut_torn_end(self.folder / "faults.jsonl")  # else the next line would stand behind half of one
+            self._earlier = (self.folder / "faults.jsonl").read_text(errors="replace")
         now = datetime.now(UTC).isoformat(timespec="seconds")
         self.faults.append(Fault(now, len(self.faults) + 1, outcome.phase, who, what, outcome.steps, wait_s if again else None))
         self._failed_at = outcome.failed_at

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
 def write_text_atomically(path: str | Path, text: str, *, is_private: bool = False) -> None:
@@ -22,12 +23,19 @@ def write_bytes_atomically(path: str | Path, content: bytes, *, is_private: bool
     Threads and processes may write the same path at once: one of them is the last. A file that `is_private` is its owner's
     alone from the start, whatever the umask.
     """
+    with whole_file(path, is_private=is_private) as file:
+        file.write(content)
+
+
+@contextmanager
+def whole_file(path: str | Path, *, is_private: bool = False) -> Iterator[BinaryIO]:
+    """A file to write, which becomes `path` if the block succeeds and vanishes if it raises; as `write_bytes_atomically`."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         with open(part, "wb", opener=for_owner if is_private else None) as file:
-            file.write(content)
+            yield file
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)

@@ -21,6 +21,7 @@ from megarl.experience.eval_figures import is_right
 from megarl.experience.inputs import RlInputs
 from megarl.observe import evaluation_line, read_metrics
 from megarl.observe.answer_progress import answers_shown
+from megarl.observe.kept_lines import mend_ends
 from megarl.option_list import functions
 from megarl.runs.folders import checkpoint_in
 from megarl.runs.run_checkpoint import CheckpointFolder
@@ -139,6 +140,8 @@ def watch(config: Config, say: Callable[[str], None], console: Console | None = 
     check_evaluates(config)
     folder = Path(config.run_folder)
     checkpoints, file = CheckpointFolder(folder / "checkpoints"), folder / "evaluations.jsonl"
+    for line in mend_ends(folder, ["evaluations"]):
+        say(line)
     seen = {int(row["step"]) for row in read_metrics(file)} if file.exists() else set()
     with ExitStack() as stack:
         answers: Answering | None = None

@@ -63,11 +63,13 @@ def test_a_band_is_over_the_steps_that_all_seeds_have() -> None:
 
 
 def test_a_long_run_makes_a_page_of_bounded_size(tmp_path) -> None:
-    record = read_run(write_run(tmp_path / "r", steps=1500))
+    run = write_run(tmp_path / "r", steps=1500)
+    long = [json.loads(line) | {"response_ids": [1] * 8000} for line in (run / "samples.jsonl").read_text().splitlines()]
+    (run / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in long))
+    record = read_run(run)
     spans = {f"policy {rank}": [["update", 0.0, 1.0]] * 4 for rank in range(64)}
     record = replace(record, trace=[{"step": step, "spans": spans} for step in range(1, 1501)])
-    long = [sample | {"response_ids": [1] * 8000} for sample in record.samples]
-    (data,) = page_data([replace(record, samples=long)])["runs"]
+    (data,) = page_data([record])["runs"]
     assert len(data["samples"]) == len(long) == 6000
     numbers = ["pieces" in sample for sample in data["samples"]]  # those of the newest samples alone
     assert sum(numbers) == TOKENS // 8000
@@ -211,7 +213,7 @@ def test_a_sample_cannot_steer_the_terminal(tmp_path, capsys) -> None:
     sample["response_text"] = "[bold]x[/bold] \x1b]0;taken over\x07"
     (run / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     main(["samples", str(run)])
-    assert "[bold]x[/bold] \ufffd]0;taken over\ufffd" in capsys.readouterr().out
+    assert "[bold]x[/bold] \\x1b]0;taken over" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -245,9 +247,12 @@ def test_a_folder_that_is_no_run_leads_to_the_runs_beside_it_or_in_it(tmp_path, 
 
 def test_a_file_that_is_not_what_a_run_writes_is_named(tmp_path, capsys) -> None:
     run = write_run(tmp_path / "r")
-    (run / "samples.jsonl").write_text("not JSON\n")
-    assert main(["report", str(run)]) == 2
-    assert "cannot be read as a run" in capsys.readouterr().err
+    samples = (run / "samples.jsonl").read_text()
+    (run / "samples.jsonl").write_text(f"{samples}not JSON\n[]\n")
+    assert main(["report", str(run)]) == 0
+    said = capsys.readouterr().err
+    assert f"{run}/samples.jsonl: 2 lines are damaged or not of this file, and left out (first line 49, Invalid JSON" in said
+    assert said.count("\n") == 1
 
 
 needs_tiny = pytest.mark.skipif(not (TINY / "config.json").exists(), reason="needs models/tiny-arithmetic (make tiny-model)")

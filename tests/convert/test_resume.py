@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from megarl import cli
 from megarl.config.layout import Layout
 from megarl.convert import run as convert_run
+from megarl.convert.journal import Journal
 from megarl.convert.plan import plan_dist
 from megarl.convert.run import run_plan
 from megarl.convert.sources import open_hf
@@ -154,6 +156,26 @@ def test_a_command_that_was_killed_is_continued_to_the_same_bytes(
     assert cli.main(arguments) == 0
     assert files_of(tmp_path / "dist") == whole
     assert list(tmp_path.glob(".dist*")) == []
+
+
+def test_a_journal_that_a_kill_cut_at_any_byte_goes_on_with_its_whole_lines(
+    families: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next task's line stood behind half of one, so that it and all after it were done again once more."""
+    plan = plan_dist("import", open_hf(families("llama")), LAYOUT, None)
+    journal = Journal(plan, tmp_path / "dist", 0, 1)
+    with journal.opened():
+        for task in range(4):
+            journal.add(task, [f"{task}"])
+    whole = journal.path(0).read_bytes()
+    draw = random.Random(0)
+    for _ in range(25):
+        end = draw.randrange(len(whole) + 1)
+        journal.path(0).write_bytes(whole[:end])
+        with journal.opened():
+            journal.add(9, ["nine"])
+        tasks = max(0, whole[:end].count(b"\n") - 1)
+        assert journal.done() == {**{task: [f"{task}"] for task in range(tasks)}, 9: ["nine"]}
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -24,6 +24,8 @@ FREE = (
     "reference.megatron", "algorithm.advantage_args", "algorithm.policy_loss_args",
     "data.template_args", "rollout.episode.mcp", "rollout.episode.agent.verifiers.arguments", "trackers.args",
 )  # fmt: skip
+OTHERWISE = {"rollout.engines.min": "rollout.engines", "rollout.engines.max": "rollout.max_engines"}
+"""Names in a form of YAML that is read as other fields."""
 MODULE, FILE = "package.module:", ".py:"
 """The two forms in which a function or class of the user's own is named; every field takes both."""
 FILES = (".yaml", ".md", ".py", ".sh", ".jsonl", ".json")
@@ -39,6 +41,7 @@ def known(name: str) -> bool:
     name = name.replace(layout, "policy.layout") if layout else name
     name = re.sub(r"^(data|ptx)\.(train|eval|data)\.", "data.train.", name)
     name = name.replace("critic.optimizer", "policy.optimizer")
+    name = OTHERWISE.get(name, name)
     return name in FIELDS or any(field.startswith(f"{name}.") for field in FIELDS) or bool(heads & set(FREE))
 
 

@@ -21,10 +21,20 @@ from torch import Tensor
 
 from megarl.models.hf_folder import write_hf_folder
 from megarl.option_list import OPTIONS
-from tests.families import compressed, kinds_of_layers, linear, mixtures, positions_and_caps, settings, sparse, state_spaces
+from tests.families import (
+    compressed,
+    kinds_of_layers,
+    linear,
+    mixtures,
+    positions_and_caps,
+    settings,
+    shortcut,
+    sparse,
+    state_spaces,
+)
 from tests.families.family import SIZES, SPREAD, Family
 
-_LISTS = (settings, linear, mixtures, positions_and_caps, sparse, state_spaces, compressed, kinds_of_layers)
+_LISTS = (settings, linear, mixtures, positions_and_caps, sparse, state_spaces, compressed, kinds_of_layers, shortcut)
 FAMILIES: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.FAMILIES.items()}
 VARIANTS: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.VARIANTS.items()}
 ODD: dict[str, Family] = {name: family for listed in _LISTS for name, family in listed.ODD.items()}

@@ -84,6 +84,10 @@ class Family:
             from megarl.models.step3p5_module import Step3p5ForCausalLM
 
             return Step3p5ForCausalLM
+        if self.class_prefix == "LongcatFlash":
+            from megarl.options.shortcut_experts.longcat_flash_module import LongcatFlashForCausalLM
+
+            return LongcatFlashForCausalLM
         return getattr(transformers, f"{self.class_prefix}ForCausalLM")
 
     @property

@@ -1,4 +1,4 @@
-"""Tiny models whose layers with a window and without have attention of other sizes: Step 3.5, Gemma 4."""
+"""Tiny models whose layers with a window and without have attention of other sizes: Step 3.5, Gemma 4, MiMo-V2-Flash."""
 
 from __future__ import annotations
 
@@ -57,8 +57,24 @@ GEMMA4_MOE: dict[str, Any] = GEMMA4 | {
     "final_logit_softcapping": None,
     "tie_word_embeddings": False,
 }
+MIMO: dict[str, Any] = {
+    "head_dim": 12,
+    "v_head_dim": 10,
+    "sliding_window": 6,
+    "layer_types": [FULL, WINDOW, WINDOW, FULL],
+    "rope_parameters": {
+        FULL: LLAMA3_ROPE | {"partial_rotary_factor": 0.5},
+        WINDOW: {"rope_type": "default", "rope_theta": 300.0},
+    },
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 8,
+    "routed_scaling_factor": 1.7,
+    "attention_value_scale": 0.6,
+}
 FAMILIES: dict[str, Family] = {
     "step3p5": Family("Step3p5", STEP, 8),
+    "mimo_v2": Family("MiMoV2Flash", MIMO, 8),
     "gemma4": Family("Gemma4", GEMMA4, option="gemma4"),
     "gemma4_moe": Family("Gemma4", GEMMA4_MOE, 8, option="gemma4"),
 }
@@ -79,6 +95,14 @@ VARIANTS: dict[str, Family] = FAMILIES | {
             }
         }
         | {"mlp_layer_types": None, "moe_layers_enum": "1,3"},
+        8,
+    ),
+    "mimo_v2-plain": Family(
+        "MiMoV2Flash",
+        MIMO
+        | {"layer_types": [FULL, FULL, FULL, WINDOW], "mlp_layer_types": ["sparse", "dense", "sparse", "dense"]}
+        | {"num_key_value_heads": 1, "v_head_dim": 14, "attention_value_scale": None, "tie_word_embeddings": True}
+        | {"head_dim": 18, "rope_parameters": None, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
         8,
     ),
     "gemma4-values": Family(
@@ -110,6 +134,14 @@ ODD: dict[str, Family] = {
         | {"swiglu_limits": [0, 0, 0.2, 0, 0.3], "swiglu_limits_shared": [0, 0.4, 0, 0.3, 0]},
         6,
     ),
+    "mimo_v2-odd": Family(
+        "MiMoV2Flash",
+        MIMO
+        | {"num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8, "v_head_dim": 9}
+        | {"n_routed_experts": 6, "moe_intermediate_size": 9, "layer_types": [FULL, WINDOW, WINDOW, WINDOW, FULL]}
+        | {"mlp_layer_types": ["dense", "dense", "sparse", "sparse", "sparse"]},
+        6,
+    ),
     "gemma4-odd": Family(
         "Gemma4",
         GEMMA4
@@ -130,6 +162,8 @@ ODD: dict[str, Family] = {
 
 def hub_name(model_type: str, name: str) -> str:
     """What the hub calls a tensor of these families, whose experts are still together; others keep their name."""
+    if model_type == "mimo_v2_flash":
+        return name.replace(".self_attn.sinks", ".self_attn.attention_sink_bias")
     if model_type != "step3p5":
         return name
     name = name.replace(".mlp.shared_experts.", ".share_expert.").replace(

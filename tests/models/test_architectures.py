@@ -180,6 +180,27 @@ REFUSED = [
     ),
     ("step3p5", {"n_routed_experts": 2}, "num_experts_per_tok is 3, but there are 2 experts"),
     ("step3p5", {"sliding_window": None}, "layer_types has 'sliding_attention', but sliding_window is None"),
+    ("mimo_v2", {"attention_bias": True}, "attention_bias is True"),
+    ("mimo_v2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ("mimo_v2", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+    ("mimo_v2", {"n_shared_experts": 1}, "n_shared_experts is 1; it must be 0"),
+    ("mimo_v2", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; it must be 'sigmoid'"),
+    ("mimo_v2", {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias is True; it must be False"),
+    ("mimo_v2", {"add_swa_attention_sink_bias": False}, "add_swa_attention_sink_bias is False; it must be True"),
+    ("mimo_v2", {"hybrid_layer_pattern": [0, 1, 0, 0]}, r"hybrid_layer_pattern is .*; it must be \[0, 1, 1, 0\]"),
+    ("mimo_v2", {"moe_layer_freq": [1] * 4}, r"moe_layer_freq is .*; it must be \[0, 1, 1, 1\]"),
+    ("mimo_v2", {"swa_num_key_value_heads": 2}, "swa_num_key_value_heads is 2; it must be 4"),
+    ("mimo_v2", {"swa_num_attention_heads": 8}, "swa_num_attention_heads is 8; it must be 4"),
+    ("mimo_v2", {"swa_head_dim": 8}, "swa_head_dim is 8; it must be 12"),
+    ("mimo_v2", {"swa_v_head_dim": 12}, "swa_v_head_dim is 12; it must be 10"),
+    ("mimo_v2", {"sliding_window_size": 8}, "sliding_window_size is 8; it must be 6"),
+    ("mimo_v2", {"layernorm_epsilon": 1e-6}, "layernorm_epsilon is 1e-06; it must be 1e-05"),
+    ("mimo_v2", {"rope_parameters": None, "rope_theta": 1e6}, "rope_theta is 1000000.0; it must be 5000000.0"),
+    ("mimo_v2", {"rope_parameters": None, "swa_rope_theta": 5e6}, "swa_rope_theta is 5000000.0; it must be 10000.0"),
+    ("mimo_v2", {"rope_parameters": None, "partial_rotary_factor": 1.0}, "partial_rotary_factor is 1.0; it must be 0.334"),
+    ("mimo_v2", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters is .*; it must have 'full_attention'"),
+    ("mimo_v2", {"num_key_value_heads": 4}, "layers with a window have 8 KV heads; they must divide num_attention_heads=4"),
+    ("mimo_v2", {"n_routed_experts": 2}, "num_experts_per_tok is 3, but there are 2 experts"),
 ]
 
 
@@ -218,7 +239,20 @@ def test_fields_that_a_config_of_glm_leaves_out_are_those_of_transformers(config
     assert torch.equal(inverse_frequencies(architecture.text_config(bare), 12), inverse_frequencies(filled, 12))
 
 
-BARE = ["glm4", "olmo2", "olmo3", "gemma3", "phi3", "smollm3", "granite", "seed_oss", "ministral3", "exaone4", "gemma2"]
+BARE = [
+    "glm4",
+    "olmo2",
+    "olmo3",
+    "gemma3",
+    "phi3",
+    "smollm3",
+    "granite",
+    "seed_oss",
+    "ministral3",
+    "exaone4",
+    "gemma2",
+    "mimo_v2",
+]
 
 
 @pytest.mark.parametrize("family", BARE)
@@ -265,7 +299,8 @@ SEE = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "kimi_
 OF_MEGARL_ALONE = {
     "granite", "granitemoehybrid", "nemotron_h", "kimi_linear", "olmo_hybrid",
     "qwen3_5_moe_text", "glm4_moe", "exaone_moe", "glm4_moe_lite", "minimax_m2", "ernie4_5", "ernie4_5_moe",
-    "solar_open", "afmoe", "llama4_text", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "step3p5", "gemma4_text", *SEE,
+    "solar_open", "afmoe", "llama4_text", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "step3p5", "gemma4_text",
+    "mimo_v2_flash", "longcat_flash", *SEE,
 }  # fmt: skip
 """Families of which transformers has no class with a scalar head."""
 

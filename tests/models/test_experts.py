@@ -338,6 +338,41 @@ STEP_3_5_FLASH = {
 """With entries for the three layers for multi-token prediction, as published; 196.81 billion parameters are said of it."""
 
 
+MIMO_V2_FLASH = {
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "model_type": "mimo_v2_flash",
+    "vocab_size": 152576,
+    "hidden_size": 4096,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 192,
+    "v_head_dim": 128,
+    "hybrid_layer_pattern": [int(layer > 0 and (layer + 1) % 6 > 0) for layer in range(48)],
+    "moe_layer_freq": [0] + [1] * 47,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": None,
+    "swa_num_attention_heads": 64,
+    "swa_num_key_value_heads": 8,
+    "swa_head_dim": 192,
+    "swa_v_head_dim": 128,
+    "sliding_window": 128,
+    "sliding_window_size": 128,
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+    "rope_theta": 5000000,
+    "swa_rope_theta": 10000,
+    "partial_rotary_factor": 0.334,
+    "routed_scaling_factor": None,
+    "layernorm_epsilon": 1e-5,
+    "max_position_embeddings": 262144,
+}
+"""Without its layers for multi-token prediction; 309 billion parameters are said of it."""
+
+
 def dense_config(
     name: str, vocab: int, hidden: int, ffn: int, layers: int, heads: int, groups: int, **more: Any
 ) -> dict[str, Any]:
@@ -354,6 +389,7 @@ PUBLISHED = {
     "Llama-3.1-405B": (LLAMA_405B, 405.853),
     "GLM-4.5-Air": (GLM_4_5_AIR, 106.852),
     "Step-3.5-Flash": (STEP_3_5_FLASH, 196.956),
+    "MiMo-V2-Flash": (MIMO_V2_FLASH, 308.779),
     "gpt-oss-120b": (GPT_OSS_120B, 116.829),
     "gpt-oss-20b": (GPT_OSS_20B, 20.915),
     "Moonlight-16B-A3B": (MOONLIGHT_16B, 15.960),

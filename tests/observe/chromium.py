@@ -86,6 +86,7 @@ class Chromium:
         while not self.run(f"document.readyState === 'complete' && location.href === {address}"):
             assert time.monotonic() < ends_at, "the page did not load"
             time.sleep(0.02)
+        self.run("typeof opened === 'undefined' ? 1 : opened.then(() => 1)")  # texts of samples are unpacked
 
     def prefers(self, scheme: str) -> None:
         """Let pages believe that the system is `light` or `dark`, also the one that is open."""

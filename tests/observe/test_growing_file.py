@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.errors import DataError
-from megarl.observe import growing_file
-from megarl.observe.growing_file import SampleFile
+from megarl.observe import growing_file, sample_file
+from megarl.observe.sample_file import SampleFile
 
 
 def lines(numbers: range) -> str:
-    return "".join(json.dumps({"step": number, "response_ids": list(range(200))}) + "\n" for number in numbers)
+    return "".join(json.dumps(sample(number)) + "\n" for number in numbers)
+
+
+def sample(step: int) -> dict[str, Any]:
+    return {"step": step, "sample_id": "a", "group_id": "b", "response_ids": list(range(200))}
 
 
 def steps(samples: SampleFile) -> list[int]:
@@ -25,11 +30,12 @@ def test_what_is_new_is_read_on_and_a_line_that_is_being_written_later(tmp_path:
     file = tmp_path / "samples.jsonl"
     samples = SampleFile(file)
     assert (len(samples), steps(samples)) == (0, [])
-    file.write_text(lines(range(3)) + '{"step": 3')
+    whole = lines(range(3, 4))
+    file.write_text(lines(range(3)) + whole[:20])
     samples.read_on()
     assert steps(samples) == [0, 1, 2]
     with file.open("a") as more:
-        more.write("}\n" + lines(range(4, 6)))
+        more.write(whole[20:] + lines(range(4, 6)))
     assert steps(samples) == [0, 1, 2]
     samples.read_on()
     assert steps(samples) == [0, 1, 2, 3, 4, 5]
@@ -62,7 +68,7 @@ def test_samples_take_no_memory(tmp_path: Path) -> None:
     try:
         samples = SampleFile(file)
         # other threads of this process allocate too
-        readers = [tracemalloc.Filter(True, file.__file__) for file in (growing_file, json, json.decoder)]
+        readers = [tracemalloc.Filter(True, file.__file__) for file in (growing_file, sample_file)]
         of_readers = tracemalloc.take_snapshot().filter_traces(readers)
     finally:
         tracemalloc.stop()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+import zlib
+from base64 import b64decode
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
-from megarl.observe.page_samples import pack_samples, shown_samples
+from megarl.observe.page_samples import pack_samples, packed_text, shown_places
 from megarl.observe.report import build_page
 from megarl.observe.run_record import read_run
 from tests.observe.chromium import BINARY, Chromium
@@ -116,14 +119,17 @@ def test_samples_are_the_same_packed_and_whole_groups_are_kept() -> None:
          "advantage": None, "rewards": {}, "tokens": 1, "finish": "", "answer": None}
         for step in range(700) for place in range(2)
     ]  # fmt: skip
-    columns, prompts, chunks = pack_samples(rows)
+    columns, prompts, chunks = pack_samples(rows, list)
     assert [len(chunk) for chunk in chunks] == [1000, 400]
     assert [prompts[place] for place in columns["prompt"]] == [row["prompt"] for row in rows]
     assert columns["group"] == [place // 2 for place in range(1400)]
-    many = [{"step": place // 8, "group_id": "g", "response_text": ""} for place in range(240_000)]
-    kept = shown_samples(many)
+    assert [row for chunk in chunks for row in chunk][1] == ["0/1", "g", "r", {}, 1, "", None, 0]
+    (_, _, packed) = pack_samples(rows, packed_text)
+    assert [json.loads(zlib.decompress(b64decode(text))) for text in packed] == chunks
+    kept = shown_places([place // 8 for place in range(240_000)], [0] * 240_000)
     assert len(kept) == 100_000
-    assert {sum(1 for sample in kept[:8000] if sample["step"] == step) for step in {s["step"] for s in kept[:8000]}} == {8}
+    assert {len(list(places)) for _, places in groupby(kept, lambda place: place // 8)} == {8}
+    assert kept[-1] > 239_900, "evenly spread"
 
 
 def write_many(folder: Path, count: int) -> Path:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from megarl.errors import DataError
 from megarl.observe.report import page_data
 from megarl.observe.run_record import read_run
 from megarl.observe.run_status import FILES, QUIET_S, axes, run_status
@@ -108,16 +107,18 @@ def test_a_run_that_was_told_to_stop_and_one_that_failed_say_so(folder: Path) ->
 
 def test_a_placement_that_no_run_wrote_is_named(folder: Path) -> None:
     (folder / "placement.json").write_text("[]")
-    with pytest.raises(DataError, match="cannot be read as a run"):
-        read_run(folder)
+    run = read_run(folder)
+    assert (run.nodes, len(run.metrics)) == (1, 13)
+    assert [*run.damage] == [f"{folder}/placement.json is damaged or not of a run, and left out (Input should be an object)"]
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "samples.jsonl", "summary.json"])
 def test_a_file_of_brackets_alone_is_named(folder: Path, file: str) -> None:
     """JSON nested 100,000 deep ended `megarl report` with a traceback."""
     (folder / file).write_text('{"step": 1, "a": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
-    with pytest.raises(DataError, match="cannot be read as a run"):
-        read_run(folder)
+    [damage] = read_run(folder).damage
+    assert damage.startswith(f"{folder}/{file}")
+    assert "recursion limit" in damage
 
 
 def test_tokens_and_hours_add_up_over_the_steps() -> None:

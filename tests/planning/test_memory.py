@@ -83,6 +83,32 @@ MODELS["gpt_oss"] = {
     "intermediate_size": 96,
     "sliding_window": 64,
 }
+MODELS["mimo_v2"] = {
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "head_dim": 32,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 64,
+    "rope_parameters": {kind: {"rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")},
+}
+if "shortcut_experts" in OPTIONS:
+    latent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    MODELS["longcat_flash"] = {
+        "architectures": ["LongcatFlashForCausalLM"],
+        "num_layers": 4,
+        "num_hidden_layers": 8,
+        "num_key_value_heads": 4,
+        "ffn_hidden_size": COMMON["intermediate_size"],
+        "head_dim": 8,
+        "n_routed_experts": 8,
+        "zero_expert_num": 0,  # of a choice that falls on one nothing is kept
+        "moe_topk": 2,
+        "expert_ffn_hidden_size": 96,
+        **{name: MODELS["deepseek_v3"][name] for name in latent},
+    }
 if "state_spaces" in OPTIONS:
     MODELS["granite_hybrid"] = {
         "architectures": ["GraniteMoeHybridForCausalLM"],
@@ -181,6 +207,9 @@ CASES = [
     Case("deepseek_v3-mtp", Layout(), MTP),
     Case("deepseek_v3-mtp", Layout(**SP, pp=2), MTP | {"dtype": "bfloat16"}),
 ]
+CASES += [Case("mimo_v2", Layout()), Case("mimo_v2", Layout(**SP), {"dtype": "bfloat16"})]
+if "shortcut_experts" in OPTIONS:
+    CASES += [Case("longcat_flash", Layout()), Case("longcat_flash", Layout(**SP), {"dtype": "bfloat16"})]
 if "state_spaces" in OPTIONS:
     CASES += [Case("granite_hybrid", Layout()), Case("nemotron_h", Layout())]
     CASES += [Case("nemotron_h", Layout(**SP), {"dtype": "bfloat16"})]

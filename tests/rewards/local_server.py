@@ -1,4 +1,4 @@
-"""An aiohttp application on a real socket of this machine, for the time of a `with` block."""
+"""An application on a real socket of this machine, for the time of a `with` block: aiohttp's, or one of megarl's own."""
 
 from __future__ import annotations
 
@@ -9,10 +9,19 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
+from megarl.system.http_server import Admission, ServerThread, listen
+
 
 @contextmanager
-def running(app: web.Application) -> Iterator[str]:
+def running(app: web.Application | Admission) -> Iterator[str]:
     """Serve `app` from a thread; gives its URL, without a slash at the end."""
+    if isinstance(app, Admission):
+        server = ServerThread(app, listen("127.0.0.1", 0), "served")
+        try:
+            yield f"http://127.0.0.1:{server.port}"
+        finally:
+            server.close()
+        return
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -47,7 +47,7 @@ def test_client_and_server_give_what_the_reward_gives_here() -> None:
 
 def _post(url: str, body: bytes) -> tuple[int, dict[str, Any]]:
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, body)) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"})) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -62,8 +62,8 @@ def test_server_answers_the_protocol_and_refuses_other_requests_in_one_sentence(
         )
         for body, sentence in (
             (b"<html>", "no JSON"),
-            (b"[]", "must be an object with lists query, prompts, labels, not list"),
-            (json.dumps({**good, "labels": [2, 3]}).encode(), "'labels' must be a list of texts"),
+            (b"[]", "Expected `object`, got `array`"),
+            (json.dumps({**good, "labels": [2, 3]}).encode(), "Expected `str`, got `int` - at `$.labels[0]`"),
             (json.dumps({**good, "labels": ["2"]}).encode(), r"must have the same length, not [2, 2, 1]"),
             (json.dumps({**good, "prompts": ["q", "p"]}).encode(), "query 0 does not start with its prompt"),
         ):

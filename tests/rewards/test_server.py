@@ -6,11 +6,14 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,28 +87,51 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypa
         read_token(str(tmp_path / "nothing"), *of_server)
 
 
-def test_it_says_where_it_listens_once_it_does_and_that_it_ended(tmp_path: Path) -> None:
-    (tmp_path / "serve.py").write_text(
-        "from megarl.config.sections import *\nfrom megarl.rewards.server import serve_reward\n"
+@contextmanager
+def started(folder: Path, most_open_files: int = 1024) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The server as a process that may open so many files, and its address."""
+    (folder / "serve.py").write_text(
+        "import resource\nfrom megarl.config.sections import *\nfrom megarl.rewards.server import serve_reward\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({most_open_files}, {most_open_files}))\n"
         "data = DataConfig(train=SourceConfig(source='jsonl', path='rows.jsonl'))\n"
         "serve_reward([RewardConfig(name='exact_number')], data, '127.0.0.1', 0, None, lambda line: print(line, flush=True))\n"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, str(tmp_path / "serve.py")]
+    command = [sys.executable, str(folder / "serve.py")]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    deadline = threading.Timer(30, server.kill)
+    deadline = threading.Timer(60, server.kill)
     deadline.start()
     assert server.stdout is not None
     try:
         line = server.stdout.readline()
         said = re.fullmatch(r"listening on (http://127\.0\.0\.1:\d+)/get_reward \(exact_number\); Ctrl-C ends it\n", line)
         assert said
-        with urllib.request.urlopen(f"{said[1]}/health", timeout=30) as answer:  # port 0: the one that it was given
-            assert json.load(answer)["rewards"] == ["exact_number"]
-        server.send_signal(signal.SIGINT)
-        assert server.stdout.read() == "ended\n"
-        assert server.wait() == 0
+        yield server, said[1]
     finally:
         deadline.cancel()
         server.kill()
         server.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_says_where_it_listens_once_it_does_and_that_it_ended(tmp_path: Path, number: signal.Signals) -> None:
+    with started(tmp_path) as (server, url):
+        assert server.stdout is not None
+        with urllib.request.urlopen(f"{url}/health", timeout=30) as answer:  # port 0: the one that it was given
+            assert json.load(answer)["rewards"] == ["exact_number"]
+        server.send_signal(number)
+        assert server.stdout.read() == "ended\n"
+        assert server.wait() == 0
+
+
+def test_more_connections_than_the_server_may_open_files_keep_nobody_out(tmp_path: Path) -> None:
+    """300 halves of a header took all of 256 descriptors, for as long as their sender liked."""
+    with started(tmp_path, most_open_files=256) as (_, url), ExitStack() as held:
+        port = int(url.rpartition(":")[2])
+        for _ in range(300):
+            connection = held.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+            with suppress(ConnectionError):
+                connection.sendall(b"POST /get_reward HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Wait: ")
+        for _ in range(5):
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+                assert answer.status == 200

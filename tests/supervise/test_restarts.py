@@ -125,6 +125,14 @@ def nothing_is_left(folder: Path) -> bool:
     return not alive and not list((folder / "t").iterdir())
 
 
+def test_a_fault_is_written_behind_the_whole_lines_that_an_earlier_start_left(tmp_path: Path) -> None:
+    faults = tmp_path / "runs" / "run" / "faults.jsonl"
+    faults.parent.mkdir(parents=True)
+    faults.write_bytes(b'{"who": "driver"}\n{"who": "rank \xff')
+    _, _, lines, said = run(tmp_path, "kill@1,1", restarts=1)
+    assert [line["who"] for line in lines] == ["driver", "driver"], said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("behaviour", "phase", "who", "what"),

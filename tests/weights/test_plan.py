@@ -48,15 +48,16 @@ def slice_of_rank(name: str, tensor: Tensor, rank: int, to: EngineTarget, family
         step = -(-VOCAB_SIZE // 64) * 64 // size
         return tensor[place * step : (place + 1) * step]
     of_all_heads = family == "minimax_m2"  # whose norms are shared out as heads are
-    if re.search(r"self_attn\.(q_proj|q_b_proj|kv_b_proj)", name) or (of_all_heads and "q_norm" in name):
+    if re.search(r"self_attn\.(\d\.)?(q_proj|q_b_proj|kv_b_proj)", name) or (of_all_heads and "q_norm" in name):
         return tensor.chunk(to.tp)[heads]
     if re.search(r"self_attn\.[kv]_proj", name) or (of_all_heads and "k_norm" in name):
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        size = config["v_head_dim"] if family == "mimo_v2" and "v_proj" in name else size
         groups = tensor.split(size)
         if len(groups) >= to.tp:
             return tensor.chunk(to.tp)[heads]
         return groups[heads // (to.tp // len(groups))]
-    if "sinks" in name:
+    if "sinks" in name or "attention_sink_bias" in name:
         return tensor.chunk(to.tp)[heads]
     if "o_proj.weight" in name:
         return tensor.chunk(to.tp, dim=1)[heads]

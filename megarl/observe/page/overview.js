@@ -32,7 +32,7 @@ function runCard(run) {
     ["seconds per step", isNumber(status.step_seconds) ? short(status.step_seconds) : null],
     ["tokens", status.tokens ? compact(status.tokens) : null],
   ];
-  const facts = [["why it ended", status.why], ["model", status.model], ["hardware", status.hardware], ["training ranks", status.training],
+  const facts = [["damaged files", run.damage.join("\n")], ["why it ended", status.why], ["model", status.model], ["hardware", status.hardware], ["training ranks", status.training],
     ["engines", status.engines], ["algorithm", status.algorithm], ["started", status.started], ["wall time", duration(status.seconds)], ["seed", run.seed],
     ["megarl", status.version], ["commit", status.commit], ["folder", run.folder],
     ...Object.entries(status.gates).map(([name, value]) => [`check ${name.replaceAll("_", " ")}`, short(value)])];

@@ -138,12 +138,19 @@ const SECTIONS = {
   ...(runs.some((run) => run.reward_errors.length) ? { "Reward errors": rewardErrors } : {}),
   ...(runs.some((run) => run.slow_ranks.length) ? { "Slow ranks": slowRanks } : {}),
 };
+const WITH_TEXTS = ["Samples", "Distributions"];
 document.querySelector("h1").textContent = document.title;
+const later = [];
 for (const [name, make] of Object.entries(SECTIONS)) {
   const id = name.toLowerCase().replaceAll(" ", "-");
   document.querySelector("nav").append(html("a", { href: `#${id}` }, name));
   const section = html("section", { id }, html("h2", {}, name));
   document.querySelector("main").append(section);
-  section.append(...make());
+  if (WITH_TEXTS.includes(name)) later.push(() => section.append(...make()));
+  else section.append(...make());
 }
-if (data.live) follow();
+// The rest is shown while the texts of samples are unpacked.
+const opened = Promise.all(runs.map((run) => run.samples.open())).then(() => {
+  for (const fill of later) fill();
+  if (data.live) follow();
+}, (error) => document.querySelector("#samples").append(html("p", { class: "note" }, `Samples cannot be unpacked by this browser: ${error}`)));

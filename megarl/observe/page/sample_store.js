@@ -1,4 +1,5 @@
-// The samples of a run: columns of numbers at hand, texts in chunks that are parsed when they are first asked for.
+// The samples of a run: columns of numbers at hand, texts in chunks, which `open` unpacks and which are parsed when they are
+// first asked for.
 "use strict";
 
 const CHUNK = 1000;
@@ -8,6 +9,7 @@ class SampleStore {
   constructor(columns, number) {
     this.columns = columns;
     this.number = number;
+    this.texts = new Map();
     this.chunks = new Map();
     this.late = [];
     this.inPage = columns.step.length;
@@ -16,9 +18,22 @@ class SampleStore {
 
   get length() { return this.columns.step.length; }
 
+  // Unpack all texts; nothing but columns may be asked for before.
+  async open() {
+    const names = ["prompts", ...Array.from({ length: Math.ceil(this.inPage / CHUNK) }, (_, chunk) => String(chunk))];
+    await Promise.all(names.map(async (name) => {
+      const element = document.getElementById(`samples-${this.number}-${name}`);
+      if (!element) return;
+      const bytes = Uint8Array.from(atob(element.textContent), (letter) => letter.charCodeAt(0));
+      element.remove();
+      this.texts.set(name, await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).text());
+    }));
+  }
+
   part(name) {
-    const element = document.getElementById(`samples-${this.number}-${name}`);
-    return element ? JSON.parse(element.textContent) : [];
+    const text = this.texts.get(String(name));
+    this.texts.delete(String(name));
+    return text === undefined ? [] : JSON.parse(text);
   }
 
   get prompts() { return this.known ??= this.part("prompts"); }

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import psutil
 
@@ -365,9 +365,11 @@ class _AgentProcess:
             [other.program, "-P", str(program)],  # -P: this folder must not become an import path
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             env={**os.environ, **other.environment},
             start_new_session=True,
         )
+        threading.Thread(target=_pass_on, args=(process.stderr,), name="agent-output", daemon=True).start()
         path = sys.path if self._other is None else None
         self._write({"path": path, "megarl": str(Path(__file__).parents[3]), "function": self._path})
         threading.Thread(target=self._read, args=(process,), name="agent-process", daemon=True).start()
@@ -407,6 +409,12 @@ class _AgentProcess:
             for process in left:
                 end_tree(process.pid)
             self._process.wait()
+
+
+def _pass_on(output: IO[bytes]) -> None:
+    """Print what an agent's process prints: by this process, whose texts steer no terminal (`system/terminal.py`)."""
+    for line in output:
+        sys.stderr.write(line.decode(errors="replace"))
 
 
 def _give(answered: asyncio.Future[dict[str, Any]], answer: dict[str, Any]) -> None:

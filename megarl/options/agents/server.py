@@ -11,14 +11,18 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
-from aiohttp import web
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from megarl.errors import EpisodeError
 from megarl.options.agents import anthropic_form, openai_form, responses_form
@@ -26,10 +30,10 @@ from megarl.options.agents.messages import ChatRequest, RequestError
 from megarl.options.agents.session import AgentSession
 from megarl.options.agents.tree import Turn
 from megarl.rollout.episodes.commands import CommandFolder
+from megarl.system.http_server import Admission, ServerThread, application, json_answer, listen, read_json
 from megarl.system.socket_names import SocketName
 
 MAX_REQUEST_BYTES = 64 << 20
-START_S = 30.0
 LARGEST_REWARD = 1e300
 """Sums of rewards are finite, and so are a policy's numbers of any length."""
 LONGEST_S = 86400
@@ -50,15 +54,13 @@ class SessionServer:
         self.models, self._host = tuple(models), host
         self._sessions: dict[str, AgentSession] = {}
         self._sandboxes: dict[str, CommandFolder] = {}
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="agent-endpoint", daemon=True)
-        self._thread.start()
-        self._runner: web.AppRunner | None = None
         try:
-            self.port = self._in_loop(self._start())
+            listening = listen(host, 0)
         except OSError as error:
-            self.close()
             raise EpisodeError(f"rollout.episode.agent.host is {host}, on which nothing can listen: {error}") from None
+        app = Admission(self._application(), token=None, is_open=False, most_bytes=MAX_REQUEST_BYTES)
+        self._server = ServerThread(app, listening, "agent-endpoint")
+        self.port = self._server.port
         self._name = SocketName(self.port, "endpoint of agents", "the key of an open episode")
 
     @property
@@ -84,38 +86,27 @@ class SessionServer:
 
     def close(self) -> None:
         """Stop listening, and end the thread."""
-        if not self._loop.is_running():
-            return
-        if self._runner is not None:
-            self._in_loop(self._runner.cleanup())
-            self._name.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=10)
-        if not self._loop.is_running():
-            self._loop.close()
+        self._server.close()
+        self._name.close()
 
-    def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(START_S)
-
-    async def _start(self) -> int:
-        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
-        app.router.add_post("/v1/chat/completions", _guarded(self._chat_completion, openai_form.error))
-        app.router.add_post("/v1/responses", _guarded(self._response, openai_form.error))
-        app.router.add_post("/v1/messages", _guarded(self._message, anthropic_form.error))
-        app.router.add_post("/v1/reward", _guarded(self._reward, openai_form.error))
-        app.router.add_post("/v1/sandbox/run", _guarded(self._run_in_sandbox, openai_form.error))
-        app.router.add_get("/v1/models", _guarded(self._list_models, openai_form.error))
-        app.router.add_get("/v1/models/{name:.+}", _guarded(self._tell_model, openai_form.error))
-        # a client that goes away must be noticed: what was sampled for it waits for its next try
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, 0)
-        await site.start()
-        return int(self._runner.addresses[0][1])
+    def _application(self) -> Starlette:
+        openai, anthropic = openai_form.error, anthropic_form.error
+        asked = partial(_asked, self._session)
+        return application(
+            [
+                Route("/v1/chat/completions", asked(self._chat_completion, openai), methods=["POST"]),
+                Route("/v1/responses", asked(self._response, openai), methods=["POST"]),
+                Route("/v1/messages", asked(self._message, anthropic), methods=["POST"]),
+                Route("/v1/reward", asked(self._reward, openai), methods=["POST"]),
+                Route("/v1/sandbox/run", asked(self._run_in_sandbox, openai), methods=["POST"]),
+                Route("/v1/models", asked(self._list_models, openai)),
+                Route("/v1/models/{name:path}", asked(self._tell_model, openai)),
+            ]
+        )
 
     # requests -----------------------------------------------------------------------------------------------------
 
-    def _session(self, request: web.Request) -> AgentSession:
+    def _session(self, request: Request) -> AgentSession:
         session = self._sessions.get(_key(request))  # a random key of 256 bits: its hash is looked up, no prefix is compared
         if session is None:
             raise RequestError("this key belongs to no episode that is open", "no_such_key", 401)
@@ -129,66 +120,60 @@ class SessionServer:
                 "model_not_found", 404,
             )  # fmt: skip
 
-    async def _turns(self, session: AgentSession, asked: ChatRequest, request: web.Request) -> list[Turn]:
+    async def _turns(self, session: AgentSession, asked: ChatRequest, request: Request) -> list[Turn]:
         self._check_model(asked.model)
         # the packages of OpenAI and Anthropic say so when they ask again
         asked = replace(asked, is_retry=request.headers.get("x-stainless-retry-count", "0") != "0")
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(session.answers(asked), session.loop))
 
-    async def _chat_completion(self, request: web.Request) -> web.StreamResponse:
-        session, body = self._session(request), await _body(request)
+    async def _chat_completion(self, request: Request, session: AgentSession, body: dict[str, Any]) -> Response:
         chat = await _read(session, openai_form.read_request, body)
         turns, created = await self._turns(session, chat, request), int(time.time())
         chunks = openai_form.chunks(turns, chat.model, created, with_usage=chat.with_usage)
         lines = chain((f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), ["data: [DONE]\n\n"])
-        return await _deliver(request, turns, openai_form.answer(turns, chat.model, created), lines if chat.stream else None)
+        return _Delivery(turns, openai_form.answer(turns, chat.model, created), lines if chat.stream else None)
 
-    async def _response(self, request: web.Request) -> web.StreamResponse:
-        session, body = self._session(request), await _body(request)
+    async def _response(self, request: Request, session: AgentSession, body: dict[str, Any]) -> Response:
         response_request = await _read(session, responses_form.read_request, body, session.conversations)
         turns, created = await self._turns(session, response_request.chat, request), int(time.time())
         whole = responses_form.answer(turns[0], response_request, body, created)
         session.conversations[whole["id"]] = (*response_request.conversation, turns[0].said)
         events = map(_event, responses_form.events(whole))
-        return await _deliver(request, turns, whole, events if response_request.chat.stream else None)
+        return _Delivery(turns, whole, events if response_request.chat.stream else None)
 
-    async def _message(self, request: web.Request) -> web.StreamResponse:
-        session, body = self._session(request), await _body(request)
+    async def _message(self, request: Request, session: AgentSession, body: dict[str, Any]) -> Response:
         chat = await _read(session, anthropic_form.read_request, body)
         turns = await self._turns(session, chat, request)
         events = map(_event, anthropic_form.events(turns[0], chat.model))
-        return await _deliver(request, turns, anthropic_form.answer(turns[0], chat.model), events if chat.stream else None)
+        return _Delivery(turns, anthropic_form.answer(turns[0], chat.model), events if chat.stream else None)
 
-    async def _reward(self, request: web.Request) -> web.StreamResponse:
-        session, body = self._session(request), await _body(request)
+    async def _reward(self, request: Request, session: AgentSession, body: dict[str, Any]) -> Response:
         reward = body.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) < LARGEST_REWARD:
             raise RequestError(f"reward is {reward!r:.60}; it must be a finite number")
         session.loop.call_soon_threadsafe(setattr, session, "reward", float(reward))
-        return web.json_response({"reward": reward})
+        return json_answer({"reward": reward})
 
-    async def _run_in_sandbox(self, request: web.Request) -> web.StreamResponse:
-        session, sandbox = self._session(request), self._sandboxes.get(_key(request))
+    async def _run_in_sandbox(self, request: Request, session: AgentSession, body: dict[str, Any]) -> Response:
+        sandbox = self._sandboxes.get(_key(request))
         if sandbox is None:
             raise RequestError(
                 "this episode has no sandbox that its agent may ask for (rollout.episode.sandbox)", "no_sandbox", 404
             )
-        command, stdin, timeout_s = read_command(await _body(request))
+        command, stdin, timeout_s = read_command(body)
         running = asyncio.run_coroutine_threadsafe(sandbox.run(command, stdin, timeout_s), session.loop)
         try:
             result = await asyncio.wrap_future(running)
         except EpisodeError as error:
             raise RequestError(f"the command was not run: {error}", "sandbox_gone", 503) from None
-        return web.json_response(asdict(result))
+        return json_answer(asdict(result))
 
-    async def _list_models(self, request: web.Request) -> web.StreamResponse:
-        self._session(request)
-        return web.json_response({"object": "list", "data": [_model(name) for name in self.models]})
+    async def _list_models(self, request: Request, session: AgentSession, body: dict[str, Any]) -> Response:
+        return json_answer({"object": "list", "data": [_model(name) for name in self.models]})
 
-    async def _tell_model(self, request: web.Request) -> web.StreamResponse:
-        self._session(request)
-        self._check_model(request.match_info["name"])
-        return web.json_response(_model(request.match_info["name"]))
+    async def _tell_model(self, request: Request, session: AgentSession, body: dict[str, Any]) -> Response:
+        self._check_model(request.path_params["name"])
+        return json_answer(_model(request.path_params["name"]))
 
 
 def _model(name: str) -> dict[str, Any]:
@@ -199,24 +184,28 @@ def _event(event: dict[str, Any]) -> str:
     return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
 
 
-async def _deliver(
-    request: web.Request, turns: Sequence[Turn], whole: dict[str, Any], events: Iterable[str] | None
-) -> web.StreamResponse:
-    """Send `whole`, or in its place server-sent events; the turns in it count as delivered when all of it went out."""
-    if events is None:
-        response: web.StreamResponse = web.json_response(whole)
-    else:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    for line in events or ():
-        await response.write(line.encode())
-    await response.write_eof()
-    for turn in turns:
-        turn.is_delivered = True
-    return response
+class _Delivery(Response):
+    """The answer `whole`, or in its place server-sent events; the turns in it count as delivered when all of it went out."""
+
+    def __init__(self, turns: Sequence[Turn], whole: dict[str, Any], events: Iterable[str] | None) -> None:
+        kind, further = ("application/json", {}) if events is None else ("text/event-stream", {"Cache-Control": "no-cache"})
+        super().__init__(None, headers=further, media_type=kind)
+        self._turns, self._lines = turns, [json.dumps(whole)] if events is None else events
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        for line in self._lines:
+            await send({"type": "http.response.body", "body": line.encode(), "more_body": True})
+        await asyncio.sleep(0)  # so that a client that has left is heard of
+        if await Request(scope, receive).is_disconnected():
+            return
+        await send({"type": "http.response.body", "body": b""})
+        for turn in self._turns:
+            turn.is_delivered = True
 
 
-def _key(request: web.Request) -> str:
+def _key(request: Request) -> str:
     bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
     return bearer or request.headers.get("x-api-key", "")
 
@@ -248,31 +237,53 @@ async def _read(session: AgentSession, read: Callable[..., T], *given: Any) -> T
     return await asyncio.to_thread(read, *given, session.pictures)
 
 
-async def _body(request: web.Request) -> dict[str, Any]:
+def _asked(
+    session_of: Callable[[Request], AgentSession],
+    handle: Callable[[Request, AgentSession, dict[str, Any]], Coroutine[Any, Any, Response]],
+    error_form: Callable[[str, str], dict[str, Any]],
+) -> Callable[[Request], Awaitable[Response]]:
+    """`handle`, given the session of the key and then the body; what is refused is told in the protocol's own form. It is
+    cancelled when its client goes away: what was sampled for that waits for its next try."""
+
+    async def handled(request: Request) -> Response:
+        try:
+            session = session_of(request)  # before its body is read
+            body = await _body(request) if request.method == "POST" else {}
+            return await _while_connected(request, handle(request, session, body))
+        except RequestError as error:
+            return json_answer(error_form(str(error), error.code), error.status)
+
+    return handled
+
+
+async def _body(request: Request) -> dict[str, Any]:
     try:
-        body = await request.json()
-    except (ValueError, RecursionError):
-        raise RequestError("the body must be a JSON object") from None
+        body = await read_json(request, Any, MAX_REQUEST_BYTES)
+    except HTTPException as error:
+        raise RequestError(error.detail, status=error.status_code) from None
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
     return body
 
 
-def _guarded(
-    handle: Callable[[web.Request], Awaitable[web.StreamResponse]], error_form: Callable[[str, str], dict[str, Any]]
-) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """`handle`, with what it refuses told in the protocol's own form."""
+async def _while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """What `work` gives, which is cancelled when the client goes away.
 
-    async def handled(request: web.Request) -> web.StreamResponse:
-        try:
-            return await handle(request)
-        except RequestError as error:
-            return web.json_response(error_form(str(error), error.code), status=error.status)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():  # the client went away
-                raise
-            closed = "the episode of this key has ended"
-            return web.json_response(error_form(closed, "episode_ended"), status=410)
+    Raises:
+        RequestError: the episode has ended meanwhile.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.cancelled():
+            raise RequestError("the episode of this key has ended", "episode_ended", 410)
+        return working.result() if working.done() else Response(status_code=499)
+    finally:
+        for task in (working, leaving):
+            task.cancel()
 
-    return handled
+
+async def _left(request: Request) -> None:
+    """Return when the client has gone away; its body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

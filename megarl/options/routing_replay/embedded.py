@@ -19,7 +19,9 @@ class RouteRecorder:
         self.is_on = False
         self._chosen: list[torch.Tensor] = []
         experts: list[Any] = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"]
-        self.num_experts = int(experts[0].num_experts) if experts else 0
+        # LongCat-Flash's are more than those that compute something.
+        counts = [getattr(module, "total_experts", None) or module.num_experts for module in experts]
+        self.num_experts = max(map(int, counts), default=0)
         for module in experts:
             module.register_forward_pre_hook(self._take_down, with_kwargs=True)
 

@@ -47,6 +47,7 @@ class RoutingReplay(PassPart):
             for name, module in chunk.named_modules():
                 if isinstance(module, TopKRouter) and "mtp" not in name.split("."):
                     assert module.layer_number is not None
+                    self.num_experts = int(module.num_experts)  # LongCat-Flash's are more than those that compute something
                     module.router_replay = RouterLayer(self, expert_layers.index(module.layer_number - 1))
                     self.layers.append(module.router_replay)
 

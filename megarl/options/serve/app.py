@@ -28,10 +28,13 @@ from megarl.options.serve.tenants import Tenant
 from megarl.options.serve.values import RequestError
 from megarl.options.serve.wire import HEAD_BYTES, PROTOBUF, read_address, read_call, read_json, too_large
 from megarl.options.serve.worker import REFUSED_PASS
+from megarl.system.http_server import Admission
 
 API = "/api/v1"
 MOST_JSON_BYTES = 1 << 26
-"""Bytes of a JSON body."""
+"""Bytes of a JSON body with pictures or a graph in it."""
+MOST_SMALL_BYTES = 1 << 20
+"""Bytes of any other."""
 
 
 class TooLarge(RequestError):
@@ -58,10 +61,11 @@ def build_app(service: Service) -> FastAPI:
             await service.stop()
 
     async def who(request: Request) -> Tenant:
-        service.tenants.check_asked_host(request.headers.get("host"))
         return await service.tenants.tenant_of(request.headers.get("x-api-key"))
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    is_open = not service.tenants.are_several
+    app.add_middleware(Admission, token=None, is_open=is_open, most_bytes=None, kinds=("application/json", PROTOBUF))
     app.state.service = service
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(HTTPException, _not_there)
@@ -110,7 +114,7 @@ def _add_session_routes(app: FastAPI, service: Service, who: Callable[[Request],
     add("session_heartbeat", types.SessionHeartbeatRequest, service.heartbeat)
     add("create_sampling_session", types.CreateSamplingSessionRequest, service.samplers.create)
     add("join_sampling_session", types.JoinSamplingSessionRequest, service.samplers.join)
-    add("create_custom_loss", types.CreateCustomLossRequest, service.create_custom_loss)
+    add("create_custom_loss", types.CreateCustomLossRequest, service.create_custom_loss, MOST_JSON_BYTES)
     add("create_model", types.CreateModelRequest, service.models.create)
     add("unload_model", types.UnloadModelRequest, service.models.unload)
     add("get_info", types.GetInfoRequest, service.models.info)
@@ -154,7 +158,7 @@ def _add_training(app: FastAPI, service: Service, who: Callable[[Request], Await
         most = service.options.max_body_bytes
         free = models.held.take(tenant, min(_length(request) or most, most))
         try:
-            body = await read_body(request, most)
+            body = await read_body(request, most, HEAD_BYTES)
             call = await asyncio.to_thread(read_call, body, encoding, most)
         except RequestError as error:
             head = error.head if isinstance(error, TooLarge) else body[:HEAD_BYTES]
@@ -170,7 +174,7 @@ def _add_training(app: FastAPI, service: Service, who: Callable[[Request], Await
 
 def _add_sampling(app: FastAPI, service: Service, who: Callable[[Request], Awaitable[Tenant]]) -> None:
     add = partial(_add_json, app, service, who)
-    add("asample", types.SampleRequest, service.samplers.sample)
+    add("asample", types.SampleRequest, service.samplers.sample, MOST_JSON_BYTES)
     add("retrieve_futures", types.FuturesRetrieveRequest, service.retrieve_many)
 
     @app.post(f"{API}/retrieve_future")
@@ -195,15 +199,16 @@ def _add_json(
     name: str,
     kind: type[BaseModel],
     call: Callable[[Tenant, Any], Any],
+    most: int = MOST_SMALL_BYTES,
 ) -> None:
-    """Add a route whose body and answer are JSON."""
+    """Add a route whose body, of at most `most` bytes, and answer are JSON."""
 
     @app.post(f"{API}/{name}", name=name)
     async def route(request: Request) -> Response:
         tenant = await who(request)
-        free = service.models.held.take(tenant, min(_length(request) or MOST_JSON_BYTES, MOST_JSON_BYTES))
+        free = service.models.held.take(tenant, min(_length(request) or most, most))
         try:
-            asked = read_json(kind, await read_body(request, MOST_JSON_BYTES))
+            asked = read_json(kind, await read_body(request, most))
         finally:
             free()
         return await _as_json(call(tenant, asked))
@@ -222,7 +227,7 @@ def _add_training_json(
     @app.post(f"{API}/{name}", name=name)
     async def route(request: Request) -> Response:
         tenant = await who(request)
-        body = await read_body(request, 1 << 20)
+        body = await read_body(request, MOST_SMALL_BYTES)
         try:
             asked = read_json(kind, body)
         except RequestError as error:
@@ -250,20 +255,22 @@ def _json_address(body: bytes) -> tuple[str, int] | None:
     return (model, seq) if is_address else None  # type: ignore[return-value]
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """The body of a request, of at most `most` bytes; of a larger one no more is read.
+async def read_body(request: Request, most: int, head: int = 0) -> bytes:
+    """The body of a request, of at most `most` bytes; of one that says to be larger, no more than its first `head`.
 
     Raises:
         TooLarge: it is larger.
     """
     size = _length(request)
     pieces, read = [], 0
+    if size is not None and size > most and not head:
+        raise TooLarge(too_large(size, most), b"")
     async for piece in request.stream():
         pieces.append(piece)
         read += len(piece)
         is_larger = size is not None and size > most
-        if read > most or (is_larger and read >= HEAD_BYTES):
-            raise TooLarge(too_large(size, most), b"".join(pieces)[:HEAD_BYTES])
+        if read > most or (is_larger and read >= head):
+            raise TooLarge(too_large(size, most), b"".join(pieces)[:head])
     return b"".join(pieces)
 
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import uvicorn
@@ -18,6 +14,7 @@ import uvicorn
 from megarl.errors import ConfigError
 from megarl.options.serve.figures import CountedApp, ServerFigures
 from megarl.options.serve.section import ServeConfig
+from megarl.system.http_server import Server, server_config
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -71,12 +68,10 @@ class HttpServer:
             Exception: the service did not start.
         """
         settings = self._settings
-        config = uvicorn.Config(
+        config = server_config(
             CountedApp(app, self._figures),
-            log_config=None,
-            access_log=False,
+            grace_s=int(GRACE_S),
             lifespan="on",
-            timeout_graceful_shutdown=int(GRACE_S),
             ssl_certfile=settings.tls_certificate,
             ssl_keyfile=settings.tls_key,
         )
@@ -102,30 +97,12 @@ class HttpServer:
             raise failure
 
 
-class _Uvicorn(uvicorn.Server):
-    """uvicorn that stops the service before it closes connections, and raises no signal again when it is down."""
+class _Uvicorn(Server):
+    """A server that stops the service before it closes connections."""
 
     def __init__(self, config: uvicorn.Config, service: Any) -> None:
         super().__init__(config)
         self._service = service
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Take SIGINT and SIGTERM as requests to stop; a second Ctrl-C leaves at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self._told) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _told(self, number: int, frame: FrameType | None) -> None:
-        if self.should_exit and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End long polls and keep models, then close connections."""

@@ -13,6 +13,7 @@ from megarl.config import Config, save_resolved
 from megarl.errors import RunStopped
 from megarl.experience.samples_file import SamplesFile
 from megarl.observe import MetricsFile, Phases
+from megarl.observe.kept_lines import mend_ends
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_state import RunState
 from megarl.options.serve.figures import ServerFigures
@@ -38,6 +39,8 @@ class ServerRun:
         self._samples_file: SamplesFile | None = None
         self._stack, self._lock, self._since = ExitStack(), threading.Lock(), time.monotonic()
         self.folder.mkdir(parents=True, exist_ok=True)
+        for line in mend_ends(self.folder):
+            say(line)
         path = self.folder / "metrics.jsonl"
         self.step = max((row["step"] for row in read_metrics(path)), default=0)
         self.state.say = say

@@ -29,7 +29,6 @@ from megarl.config.yaml_tree import read_yaml
 from megarl.errors import ConfigError, nearest
 from megarl.options.serve.values import RequestError
 from megarl.system.atomic_files import write_text_atomically
-from megarl.system.bearer_tokens import is_loopback
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 """Names of tenants: they are in keys and in names of folders."""
@@ -106,19 +105,6 @@ class Tenants:
     def tenant(self, name: str) -> Tenant:
         """The tenant of that name; one that is no longer in the file may have nothing."""
         return self._current().get(name, Tenant(name, Quotas(0, 0, 0)))
-
-    def check_asked_host(self, header: str | None) -> None:
-        """Refuse, without a file of tenants, requests for a host (`Host: NAME:PORT`) that is not this machine's own name.
-
-        A web page in a browser on this machine can have its own name lead here, and would be answered otherwise.
-
-        Raises:
-            RequestError: with status 403.
-        """
-        if self._path is None and not is_loopback(re.sub(r":\d+$", "", header or "").strip("[]")):
-            raise RequestError(
-                "without a file of tenants this server answers requests for 127.0.0.1 and localhost only", status=403
-            )
 
     async def tenant_of(self, key: str | None) -> Tenant:
         """`find`, in a thread of its own where the key was not seen before, so that wrong keys slow nobody down.

@@ -12,15 +12,18 @@ from hashlib import blake2b
 from io import BytesIO
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import zstandard
 from google.protobuf.message import DecodeError
 from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from megarl.options.serve.values import Array, Datum, Loss, Passed, Picture, RequestError, Sampled, SampleRequest
 from megarl.options.serve.wire_fields import first_fields, read_fields
+from megarl.system.http_server import check_values
 
 PROTOBUF = "application/x-protobuf"
 MOST_DATUMS = 1024
@@ -32,6 +35,7 @@ MOST_WINDOW = 1 << 27
 HEAD_BYTES = 1 << 18
 """Of a body that is refused for its size, from which its model and number are read: more than one block of zstd."""
 FLOAT32, INT64, INT32 = (np.dtype(kind) for kind in ("<f4", "<i8", "<i4"))
+LARGE_BYTES = 1 << 20
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -117,11 +121,28 @@ def read_json(kind: type[M], body: bytes) -> M:
         RequestError: names the first field that is not what it must be.
     """
     try:
+        check_values(body)
+        _check_fields(kind, body)
         return kind.model_validate_json(body)
+    except HTTPException as error:
+        raise RequestError(error.detail, status=error.status_code) from None
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "the body"
         raise RequestError(f"{place:.200}: {first['msg']:.200}", status=422) from None
+
+
+def _check_fields(kind: type[BaseModel], body: bytes) -> None:
+    """Refuse a large body without a field that it needs: pydantic would make objects of the whole body for each of them."""
+    if len(body) < LARGE_BYTES:
+        return
+    try:
+        given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError):
+        return  # pydantic says why
+    for name, field in kind.model_fields.items():
+        if field.is_required() and not {name, field.alias} & given.keys():
+            raise RequestError(f"{name}: Field required", status=422)
 
 
 def digest_of_json(asked: BaseModel, but: set[str] | None = None) -> bytes:

@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import secrets
 import socket
-import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from email.message import Message
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
-from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from megarl.config import AnyConfig
-from megarl.config.secrets import bearer
 from megarl.errors import ConfigError
 from megarl.observe.run_state import ENGINE_IS_UP, RunState, Snapshot
 from megarl.options.telemetry.prometheus import exposition
 from megarl.options.telemetry.section import trackers_of
 from megarl.system.atomic_files import write_text_atomically
 from megarl.system.bearer_tokens import is_loopback, read_token
+from megarl.system.http_server import Admission, ServerThread, application, json_answer, listen
 from megarl.system.path_names import file_name_of
 from megarl.system.socket_names import NOTHING, SocketName
 
@@ -36,8 +36,6 @@ FIELD = "trackers.prometheus"
 TOKEN_VARIABLE = "MEGARL_METRICS_TOKEN"
 TARGETS = ".prometheus"
 """Folder in `run.folder` with a file per run that names its endpoint; the file is gone when the run ends by itself."""
-PATIENCE_S = 10.0
-"""For a client to send its request."""
 
 
 def open_endpoint(config: AnyConfig, state: RunState, *, is_continued: bool) -> MetricsEndpoint | None:
@@ -99,14 +97,13 @@ class MetricsEndpoint:
 
     def __init__(self, state: RunState, host: str, port: int, token: str | None, targets: Path) -> None:
         """Listen and serve; OSError if the address cannot be listened on."""
-        self._state, self._targets = state, targets
-        self._server = _Server((host, port), _handler(state, token, Lock()), self._say_once)
-        self.port: int = self._server.server_address[1]
+        self._state, self._targets, self._said, self._one_at_a_time = state, targets, False, Lock()
+        app = Admission(self._application(), token=token, is_open=token is None, most_bytes=0)
+        self._server = ServerThread(app, listen(host, port), "metrics-endpoint", self._say_once)
+        self.port = self._server.port
         self._name = SocketName(self.port, "metrics for Prometheus", "the token for metrics" if token is not None else NOTHING)
         shown = socket.gethostname() if _is_every_address(host) else host
         self.address = f"{f'[{shown}]' if ':' in shown else shown}:{self.port}"
-        self._said = False
-        Thread(target=self._serve, name="metrics-endpoint", daemon=True).start()
 
     def announce(self) -> None:
         """Write where it listens, if that folder, which may be another user's, can be written to."""
@@ -118,96 +115,39 @@ class MetricsEndpoint:
 
     def close(self) -> None:
         """Stop listening; the run has ended by itself."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
         self._name.close()
         with suppress(OSError):
             self._targets.unlink(missing_ok=True)
 
-    def _serve(self) -> None:
+    def _application(self) -> Starlette:
+        def metrics(request: Request) -> Response:
+            kind, body = exposition(self._snapshot(), request.headers.get("accept", ""))
+            return Response(body, headers={"Content-Type": kind, "Cache-Control": "no-store"})
+
+        def tell_health(request: Request) -> Response:
+            status, body = health(self._snapshot())
+            return json_answer(body, status, {"Cache-Control": "no-store"})
+
+        return application([Route("/metrics", metrics), Route("/health", tell_health)])
+
+    def _snapshot(self) -> Snapshot:
+        """The run's state.
+
+        Raises:
+            HTTPException: with status 500, whatever is the fault; the run goes on.
+        """
         try:
-            self._server.serve_forever(poll_interval=0.2)
-        except Exception as error:  # noqa: BLE001 - the run goes on without it
+            with self._one_at_a_time:
+                return self._state.snapshot()
+        except Exception as error:  # noqa: BLE001
             self._say_once(error)
+            raise HTTPException(500, "the run's state cannot be told; the run says why") from None
 
     def _say_once(self, error: BaseException) -> None:
         if not self._said:
             self._said = True
             self._state.say(f"the endpoint for Prometheus failed ({type(error).__name__}: {error}); the run goes on")
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(
-        self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], failed: Callable[[BaseException], None]
-    ) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._failed = failed
-        super().__init__(address, handler)
-
-    def server_bind(self) -> None:
-        """Without the look-up of the host's name that http.server makes, which a network may let wait."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        error = sys.exception()
-        if error is not None and not isinstance(error, (ConnectionError, TimeoutError)):  # else a client left
-            self._failed(error)
-
-
-def _handler(state: RunState, token: str | None, one_at_a_time: Lock) -> type[BaseHTTPRequestHandler]:
-    def snapshot() -> Snapshot:
-        with one_at_a_time:
-            return state.snapshot()
-
-    class Handler(BaseHTTPRequestHandler):
-        timeout = PATIENCE_S
-
-        def do_GET(self) -> None:
-            path = urlsplit(self.path).path
-            if (refused := _refusal(self.headers, token)) is not None:
-                self._answer(refused[0], "text/plain; charset=utf-8", refused[1].encode())
-            elif path == "/metrics":
-                self._answer(200, *exposition(snapshot(), self.headers.get("Accept", "")))
-            elif path == "/health":
-                status, body = health(snapshot())
-                self._answer(status, "application/json", json.dumps(body).encode())
-            else:
-                self._answer(404, "text/plain; charset=utf-8", b"there is /metrics and /health\n")
-
-        def _answer(self, status: int, kind: str, body: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("Cache-Control", "no-store")
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """A scrape every few seconds is nothing to tell."""
-
-    return Handler
-
-
-def _refusal(headers: Message, token: str | None) -> tuple[int, str] | None:
-    """Status and reason for a request that gets no answer; None: it gets one.
-
-    Without a token only names of this machine are answered: a web page elsewhere could read it through a name of its own that
-    leads here. Ports are not compared, as one may be forwarded.
-    """
-    if token is not None:
-        brought = headers.get("Authorization", "").encode(errors="replace")
-        allowed = secrets.compare_digest(brought, bearer(token)["Authorization"].encode())
-        return None if allowed else (401, "the token is missing or wrong\n")
-    try:
-        hostname = urlsplit(f"//{headers.get('Host', '')}").hostname or ""
-    except ValueError:
-        hostname = ""
-    return None if is_loopback(hostname) else (403, "only under a name of this machine\n")
 
 
 def _is_every_address(host: str) -> bool:

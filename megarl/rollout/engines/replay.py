@@ -38,7 +38,7 @@ class ReplayEngine(Engine):
         self._file = Path(replay_from)
         self._groups: dict[str, list[Sample]] = {}
         try:
-            lines = self._file.read_text().splitlines()
+            lines = self._file.read_bytes().splitlines()
         except OSError as error:
             raise EngineError(f"rollout.replay_from is {self._file}, which cannot be read: {error.strerror}") from error
         for number, line in enumerate(lines, start=1):
@@ -47,7 +47,7 @@ class ReplayEngine(Engine):
                 for beside in ("step", "training", "served"):  # what samples.jsonl says of the step, and of a server's client
                     record.pop(beside, None)
                 sample = read_record(Sample, record)
-            except (AttributeError, TypeError, ValueError) as error:
+            except (AttributeError, TypeError, ValueError, RecursionError) as error:
                 raise EngineError(f"{self._file}:{number} is not a recorded sample: {error}") from error
             self._groups.setdefault(sample.group_id, []).append(sample)
         self._version = initial_version

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import tinker
-import uvicorn
 
 from megarl.options.serve.app import build_app
 from megarl.options.serve.journal import RequestJournal
@@ -20,6 +19,7 @@ from megarl.options.serve.service import Service
 from megarl.options.serve.settings import ServiceOptions
 from megarl.options.serve.store import open_store
 from megarl.options.serve.tenants import Tenants
+from megarl.system.http_server import Server, server_config
 from tests.options.serve.clients import closed_afterwards
 from tests.options.serve.reference import ReferenceSampler, ReferenceTrainer
 
@@ -79,8 +79,7 @@ def serving(
     )
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(build_app(service), log_level="warning", lifespan="on", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
+    server = Server(server_config(build_app(service), grace_s=1, lifespan="on"))
     loops: list[asyncio.AbstractEventLoop] = []
 
     def run() -> None:

@@ -13,7 +13,7 @@ from tinker import types
 
 from megarl.config import parse_config
 from megarl.errors import RunStopped
-from megarl.observe.page_samples import page_samples
+from megarl.observe.page_samples import listed_samples
 from megarl.observe.run_record import read_run
 from megarl.observe.sample_media import PagePictures
 from megarl.options.serve.served_samples import ServedSamples, as_record
@@ -115,7 +115,7 @@ def test_what_clients_were_answered_is_in_the_runs_file_by_tenant_and_model(tmp_
         assert line["finish_reason"] == sequence.stop_reason
         assert "reward" not in line["training"]
     record = read_run(tmp_path / "run")
-    shown = page_samples(record, PagePictures())
+    shown = listed_samples(record, PagePictures())
     assert {sample["reward"] for sample in shown} == {None}
     assert {(sample["served"]["tenant"], sample["served"]["model"]) for sample in shown} == set(told)
 

@@ -148,21 +148,6 @@ def test_without_a_file_there_is_one_tenant_on_loopback() -> None:
     assert "no key" in refused(tenants, "")
 
 
-def test_a_file_of_tenants_opens_every_host(tmp_path: Path) -> None:
-    tenants = Tenants(file_of(tmp_path, "anna")[0])
-    tenants.check_asked_host("train.example.org:8000")
-
-
-def test_without_a_file_a_name_that_leads_to_loopback_is_not_answered() -> None:
-    tenants = Tenants()
-    for header in ("127.0.0.1:8000", "localhost", "localhost:1", "[::1]:8000", "127.0.0.1"):
-        tenants.check_asked_host(header)
-    for header in ("evil.example.org", "evil.example.org:8000", "localhost.evil.org:8000", "", None, "127.0.0.1.evil.org"):
-        with pytest.raises(RequestError, match=r"127\.0\.0\.1 and localhost only") as raised:
-            tenants.check_asked_host(header)
-        assert raised.value.status == 403
-
-
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

@@ -50,6 +50,8 @@ pytestmark = pytest.mark.usefixtures("local_ray")
         ),
         pytest.param("gemma2", {"tp": 2}, id="gemma2-tp2", marks=pytest.mark.exhaustive),
         pytest.param("step3p5", {"dp": 2, "ep": 2}, id="step3p5-dp2+ep2", marks=pytest.mark.exhaustive),
+        pytest.param("mimo_v2", {"dp": 2, "ep": 2}, id="mimo_v2-dp2+ep2", marks=pytest.mark.exhaustive),
+        pytest.param("longcat_flash", {"dp": 2, "ep": 2}, id="longcat_flash-dp2+ep2", marks=pytest.mark.exhaustive),
         pytest.param("gemma4", {"tp": 2}, id="gemma4-tp2", marks=pytest.mark.exhaustive),
         pytest.param("gemma4_moe", {"dp": 2, "ep": 2}, id="gemma4_moe-dp2+ep2", marks=pytest.mark.exhaustive),
         pytest.param("glm4_moe_lite", {"dp": 2, "ep": 2}, id="glm4_moe_lite-dp2+ep2", marks=pytest.mark.exhaustive),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megarl.config.layout import Layout
 from megarl.data.stream import Unit
+from megarl.option_list import OPTIONS
 from tests.families import build_folder, hub_gradients, hub_tensors, hugging_face
 from tests.themes.parallel.cells import matrix
 from tests.themes.parallel.comparison import compare
@@ -23,6 +24,7 @@ from tests.themes.parallel.worlds import LAYOUTS, TEMPERATURE, layout_for, units
 from tests.world import World
 
 EXPERTS = {"mixtral": (4, 4, 2), "qwen3_moe": (3, 4, 2), "deepseek_v3": (3, 8, 2), "glm4_moe": (3, 8, 3)}
+EXPERTS |= {"longcat_flash": (4, 12, 4)} if "shortcut_experts" in OPTIONS else {}
 """Of each family how many layers have experts, how many experts, and how many of them a token uses."""
 UNNORMALISED, GROUPED = "qwen3_moe-unnormalised", "glm4_moe-grouped"
 MORE = {UNNORMALISED: (2, 4, 2), GROUPED: (2, 8, 4)}
@@ -47,18 +49,21 @@ class ToldRouters:
     def __init__(self, family: str) -> None:
         self.model = hugging_face(family).double()
         self.experts = torch.zeros(0)
-        gates = [layer.mlp.gate for layer in self.model.model.layers if hasattr(layer.mlp, "experts")]
+        mlps = [layer.mlp for layer in self.model.model.layers if hasattr(layer.mlp, "experts")]
+        gates = [mlp.gate if hasattr(mlp, "gate") else mlp.router for mlp in mlps]
         for place, gate in enumerate(gates):
             gate.forward = partial(self.route, gate, gate.forward, place)
 
     def route(self, gate: Any, live: Any, place: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         flat, config = hidden.reshape(-1, hidden.shape[-1]), self.model.config
-        logits = flat @ gate.weight.T
+        logits = flat @ (gate.classifier if hasattr(gate, "classifier") else gate).weight.T
         told = self.experts[:, place]
         chosen = torch.where(told[:, :1] < 0, live(hidden)[2].sort(-1).values, told)
         if config.model_type in ("mixtral", "qwen3_moe"):
             weights = logits.softmax(-1).gather(1, chosen)
             weights = weights / weights.sum(-1, keepdim=True) if getattr(config, "norm_topk_prob", True) else weights
+        elif config.model_type == "longcat_flash":
+            weights = logits.softmax(-1).gather(1, chosen) * config.routed_scaling_factor
         else:
             weights = logits.sigmoid().gather(1, chosen)
             weights = weights / weights.sum(-1, keepdim=True) * config.routed_scaling_factor

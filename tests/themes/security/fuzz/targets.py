@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import MegarlError, written_out
+from tests.themes.security.fuzz import run_records
 
 
 @dataclass(frozen=True)
@@ -447,4 +448,8 @@ TARGETS = {
     "chat_templates": Target(
         _chat_template, tuple(template.encode() for template in _TEMPLATES), tuple(word.encode() for word in _JINJA)
     ),
+}
+TARGETS |= {
+    name: Target(run_records.reader(read, lambda: _folder()), run_records.seeds(_folder()), run_records.WORDS)
+    for name, read in run_records.READERS.items()
 }
