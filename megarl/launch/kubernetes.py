@@ -195,7 +195,7 @@ def _pod(
 
 
 def _placed(run: PodRun, profile: KubernetesProfile) -> Manifest:
-    """Where a pod goes, how long it has when it must go, and its network."""
+    """Fields that say where a pod goes, how long it has when it must go, and its network."""
     spec: Manifest = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": profile.warn_s,
@@ -218,7 +218,7 @@ def _placed(run: PodRun, profile: KubernetesProfile) -> Manifest:
 
 
 def _resources(profile: KubernetesProfile) -> Manifest:
-    """What a pod has: devices and memory are limits and requests alike, cores are asked for and may be exceeded."""
+    """Resources of a pod: devices and memory are limits and requests alike, cores are asked for and may be exceeded."""
     devices = {profile.gpu_resource: str(profile.gpus_per_node)} if profile.gpus_per_node else {}
     limits = {**devices, **profile.devices, **({"memory": profile.memory} if profile.memory else {})}
     return {"requests": {"cpu": str(profile.cpus), **limits}, **({"limits": limits} if limits else {})}

@@ -1,4 +1,4 @@
-"""What pods of a run are given: its name, its folder, the scripts that they run, and what these are told.
+"""Values that pods of a run are given: its name, its folder, the scripts that they run, and what these are told.
 
 Kubernetes and SkyPilot start the same scripts (templates/pods/); `job.sh` has everything that differs between two runs.
 """

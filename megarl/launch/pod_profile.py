@@ -41,7 +41,7 @@ def quantity(text: str) -> float | None:
 
 
 def is_extended_resource(name: str) -> bool:
-    """Whether `name` can be a device that a node advertises, such as `rdma/hca`: Kubernetes' own are in no such domain."""
+    """Return whether `name` can be a device that a node advertises, such as `rdma/hca`: Kubernetes' own are in no such domain."""
     match = _QUALIFIED.fullmatch(name)
     return match is not None and match["domain"] is not None and not f".{match['domain']}".endswith(".kubernetes.io")
 
@@ -56,7 +56,7 @@ def toleration(text: str) -> dict[str, str]:
 
 
 class ContainerProfile(ClusterProfile):
-    """What Kubernetes and SkyPilot have in common: every process runs in a container, and may be started again."""
+    """Settings that Kubernetes and SkyPilot have in common: every process runs in a container, and may be started again."""
 
     time: str = "7-00:00:00"
     """Longest time of one start, as HH:MM:SS or DAYS-HH:MM:SS: the run then saves, leaves and is started again."""
@@ -184,7 +184,7 @@ class KubernetesProfile(ContainerProfile):
 
 
 class SkyProfile(ContainerProfile):
-    """What a run asks SkyPilot for; every field is an option of `megarl submit skypilot` as well."""
+    """Requests of a run to SkyPilot; every field is an option of `megarl submit skypilot` as well."""
 
     infra: str | None = None
     """Where to run, as SkyPilot writes it: aws, gcp/us-central1, k8s/CONTEXT; null: where it is cheapest."""

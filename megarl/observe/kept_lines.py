@@ -17,7 +17,6 @@ from megarl.system.atomic_files import whole_file
 
 APPENDED = ("metrics", "samples", "distributions", "reward_errors", "experts", "trace", "slow_ranks")
 """Files of a run's folder that its driver appends lines to."""
-BLOCK = 1 << 16
 
 
 def mend_ends(folder: Path, names: Iterable[str] = APPENDED) -> list[str]:
@@ -66,14 +65,14 @@ def keep_lines(path: Path, last_step: int | None) -> None:
                 at += nbytes
             for begin, end in kept:
                 file.seek(begin)
-                for start in range(begin, end, BLOCK):
-                    target.write(file.read(min(BLOCK, end - start)))
+                for start in range(begin, end, 65_536):
+                    target.write(file.read(min(65_536, end - start)))
 
 
 def _end_of_line(file: BinaryIO, before: int) -> int:
-    """Where the line before byte `before` ends, behind its line break; 0: there is none."""
+    """Find the end of the line before byte `before`, behind its line break; 0: there is none."""
     while before > 0:
-        begin = max(0, before - BLOCK)
+        begin = max(0, before - 65_536)
         file.seek(begin)
         place = file.read(before - begin).rfind(b"\n")
         if place >= 0:

@@ -160,7 +160,7 @@ def _application(follower: RunFollower) -> Starlette:
 
 
 async def _pieces(file: IO[bytes], until_sent: ExitStack) -> AsyncIterator[bytes]:
-    """What is in a file, which is gone when it was sent."""
+    """The content of a file, which is gone when it was sent."""
     with until_sent:
         while piece := file.read(1 << 18):
             yield piece

@@ -21,7 +21,7 @@ EpochSeconds = Annotated[float, Field(ge=0, le=1e11)]
 """Seconds since the epoch, up to the year 5138."""
 Digest = Annotated[str, Field(pattern=r"^[0-9A-Za-z_-]{1,128}$")]
 """Name of a kept picture: it leads into no other folder."""
-Process = Annotated[str, Field(pattern=r"^\S{1,200}( [0-9]{1,9})?$")]
+ProcessName = Annotated[str, Field(pattern=r"^\S{1,200}( [0-9]{1,9})?$")]
 """`driver`, or a group and a rank such as `policy 0`."""
 
 
@@ -94,7 +94,7 @@ class TraceRecord(TypedDict):
 
     __pydantic_config__ = _CHECKED  # type: ignore[misc]
     step: StepNumber
-    spans: dict[Process, list[tuple[str, EpochSeconds, EpochSeconds]]]
+    spans: dict[ProcessName, list[tuple[str, EpochSeconds, EpochSeconds]]]
 
 
 class FaultRecord(TypedDict, total=False):
@@ -209,7 +209,7 @@ def _by_name(kind: Any) -> LineCheck:
 
 
 def _first_of(error: ValidationError) -> str:
-    """What is wrong first, as `training.reward: Input should be a valid number`."""
+    """Say what is wrong first, as `training.reward: Input should be a valid number`."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     place = ".".join(str(part) for part in first["loc"] if not isinstance(part, str) or part.isidentifier())
     return f"{place[:60]}: {first['msg']}" if place else first["msg"]

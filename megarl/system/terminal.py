@@ -1,4 +1,4 @@
-"""What this process prints: text that steers no terminal, and output that goes away while a program works.
+"""Output of this process: text that steers no terminal, and output that goes away while a program works.
 
 Texts of runs, models, rows and servers reach a terminal by `print`, by rich's consoles, by logging and in tracebacks. All of
 these end in `sys.stdout` and `sys.stderr`, where `print_safely` writes control characters out. Only a `SafeConsole` passes,

@@ -267,7 +267,7 @@ async def _body(request: Request) -> dict[str, Any]:
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """What `work` gives, which is cancelled when the client goes away.
+    """The result of `work`, which is cancelled when the client goes away.
 
     Raises:
         RequestError: the episode has ended meanwhile.

@@ -72,7 +72,7 @@ def node_refusal(plan: CapacityPlan) -> str | None:
 
 
 def _smaller(copies: CopiesPlan, has: float) -> str:
-    """What is in the way, if it is not the checkpoints."""
+    """The obstacle, if it is not the checkpoints."""
     return "" if copies.rest <= has * 1e9 else f" (without them it is {_size(copies.rest)} already)"
 
 

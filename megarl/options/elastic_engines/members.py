@@ -106,8 +106,8 @@ class EngineMembers:
             if time.monotonic() > ends_at or self._error is not None:
                 there = sum(member.stage == "there" for member in self._members.values())
                 raise self._error or ClusterError(
-                    f"rollout.engines.min is {self._least}, but after {deadline_s:.0f} s the Ray cluster has had room for "
-                    f"{counted(there, 'engine')} beside the ranks; use a cluster with more nodes, or a smaller minimum"
+                    f"rollout.engines is {self._least}, but after {deadline_s:.0f} s the Ray cluster has had room for "
+                    f"{counted(there, 'engine')} beside the ranks; use a cluster with more nodes, or a smaller number"
                 )
             time.sleep(POLL_S)
         self._has_begun = True
@@ -218,7 +218,7 @@ class EngineMembers:
             return
         if self._has_begun:
             engines = f"{counted(there, 'engine')} {'is' if there == 1 else 'are'} there"
-            needed = f"of the {self._least} that rollout.engines.min asks for"
+            needed = f"of the {self._least} that rollout.engines asks for"
             self._say(f"{engines}, {needed}: the run waits" if is_short else f"{engines}: the run goes on")
 
         async def set_short() -> None:

@@ -1,4 +1,4 @@
-"""What a plan says of engines that come and go."""
+"""Lines of a plan about engines that come and go."""
 
 from __future__ import annotations
 

@@ -228,5 +228,5 @@ def test_below_the_minimum_the_run_waits_and_goes_on_when_an_engine_comes(site: 
     assert site.scheduler.wait(WAIT_S) is False
     site.add()
     assert len(site.batch()) == 6
-    waits = f"0 engines are there, of the {LEAST} that rollout.engines.min asks for: the run waits"
+    waits = f"0 engines are there, of the {LEAST} that rollout.engines asks for: the run waits"
     assert [line for line in site.said if "there" in line] == [waits, "1 engine is there: the run goes on"]

@@ -244,7 +244,7 @@ def test_a_run_goes_on_without_lost_engines_and_waits_where_too_few_are_left(
     check_trained_once(config, 5)
     said = " ".join(capsys.readouterr().out.split())
     assert waits == [True]
-    assert "0 engines are there, of the 1 that rollout.engines.min asks for: the run waits" in said
+    assert "0 engines are there, of the 1 that rollout.engines asks for: the run waits" in said
     assert "there: the run goes on" in said
     assert "engine 0 failed" in said
     assert "engine 1 failed" in said

@@ -19,6 +19,10 @@ SHELTERED = {
     ("B301", "rewards/sandbox/judge_child.py"): "a child reads what its own parent wrote on a pipe; answers come back as JSON",
     ("B102", "rewards/sandbox/program_child.py"): "running a response is what the sandbox is for",
     ("B102", "rewards/sandbox/tests_child.py"): "so is running the tests of a data row, in a process that is shut in, too",
+    (
+        "B104",
+        "launch/kubernetes.py",
+    ): "KubeRay's own check of a head asks its dashboard by the pod's address; Ray wants a token",
     ("B108", "launch/*"): "names of folders that are asked about or mounted, not files that are made",
     ("B108", "cli/submit.py"): "the same",
     ("B301", "weights/intake_ranks.py"): "a server's rank reads what was signed with the server's token, and nothing else",
