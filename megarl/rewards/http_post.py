@@ -55,6 +55,15 @@ class Endpoint:
         return RewardError(redacted(f"reward '{self.reward}': {self.url} {what}"))
 
 
+class RequestRefusedError(RewardError):
+    """A server's status below 500 other than 429: it will not do what it was asked, however often."""
+
+    def __init__(self, sentence: str, status: int, said: str) -> None:
+        """`said`: the body of the answer, shortened."""
+        super().__init__(sentence)
+        self.status, self.said = status, said
+
+
 def post_all(
     endpoint: Endpoint,
     items: Iterable[Item],
@@ -64,8 +73,11 @@ def post_all(
     concurrency: int,
     until: float,
     keeps_errors: bool = False,
+    refused: Callable[[RequestRefusedError], T] | None = None,
 ) -> list[T | Exception]:
     """Values that `read` makes of the answers to the body of each item, in order, `concurrency` at most at the same time.
+
+    `refused` makes the value where the server refuses a request, or raises.
 
     Raises as `body_of`, `post` and `read` do, or, if it `keeps_errors`, gives the error in the place of the value.
     """
@@ -77,7 +89,12 @@ def post_all(
             async with room:  # so that no more bodies are there than are asked
                 try:
                     body = body_of(item)
-                    return read(await post(session, endpoint, body, until), body)
+                    try:
+                        return read(await post(session, endpoint, body, until), body)
+                    except RequestRefusedError as error:
+                        if refused is None:
+                            raise
+                        return refused(error)
                 except Exception as error:
                     if keeps_errors:
                         return error
@@ -121,9 +138,10 @@ async def post(session: aiohttp.ClientSession, endpoint: Endpoint, body: Body, u
             continue
         if 300 <= status < 400:
             raise endpoint.error(f"answered status {status} and names {shortened(target or '')} instead, which is not followed")
-        failure = f"answered status {status}: {shortened(answer.decode(errors='replace'))}"
+        said = shortened(answer.decode(errors="replace"))
+        failure = f"answered status {status}: {said}"
         if status != 429 and status < 500:
-            raise endpoint.error(failure)
+            raise RequestRefusedError(str(endpoint.error(failure)), status, said)
     raise RewardServerError(str(endpoint.error(f"{failure} (asked up to {endpoint.retries + 1} times)")))
 
 

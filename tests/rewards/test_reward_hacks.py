@@ -134,7 +134,7 @@ def server() -> Iterator[str]:
 
     async def judge(request: web.Request) -> web.Response:
         content = (await request.json())["messages"][0]["content"]
-        score = 10 if ":\nright\n\n" in content else 0
+        score = 10 if ">\nright\n</response " in content else 0
         return web.json_response({"choices": [{"message": {"content": f"Score: {score}\nI was asked: {content}"}}]})
 
     app = web.Application(client_max_size=1 << 26)

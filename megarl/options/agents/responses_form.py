@@ -55,7 +55,7 @@ def read_request(
         raise RequestError("text.format must be left out, or of type 'text': a grammar would change what the policy samples")
     before: tuple[SessionMessage, ...] = ()
     if (earlier := body.get("previous_response_id")) is not None:
-        if earlier not in conversations:
+        if not isinstance(earlier, str) or earlier not in conversations:
             raise RequestError(f"previous_response_id is {earlier!r}, which is no response of this episode", status=404)
         before = conversations[earlier]
     conversation = (*before, *_messages(body.get("input"), keeper))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -35,6 +34,10 @@ from megarl.system.http_server import Admission, ServerThread, application, json
 from megarl.system.socket_names import SocketName
 
 MAX_REQUEST_BYTES = 64 << 20
+LARGEST_REWARD = 1e300
+"""Sums of rewards are finite, and so are a policy's numbers of any length."""
+LONGEST_S = 86400
+"""Of a command."""
 
 T = TypeVar("T")
 
@@ -146,8 +149,8 @@ class SessionServer:
 
     async def _reward(self, request: Request, session: AgentSession, body: dict[str, Any]) -> Response:
         reward = body.get("reward")
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise RequestError(f"reward is {reward!r}; it must be a finite number")
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) < LARGEST_REWARD:
+            raise RequestError(f"reward is {reward!r:.60}; it must be a finite number")
         session.loop.call_soon_threadsafe(setattr, session, "reward", float(reward))
         return json_answer({"reward": reward})
 
@@ -222,8 +225,8 @@ def read_command(body: dict[str, Any]) -> tuple[str | list[str], str, float | No
     if not isinstance(stdin, str):
         raise RequestError("stdin must be a text")
     is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    if timeout_s is not None and not (is_number and 0 < timeout_s < math.inf):
-        raise RequestError(f"timeout_s is {timeout_s!r}; it must be a number above 0, or left out")
+    if timeout_s is not None and not (is_number and 0 < timeout_s <= LONGEST_S):
+        raise RequestError(f"timeout_s is {timeout_s!r:.60}; it must be a number above 0 and at most {LONGEST_S}, or left out")
     return command, stdin, timeout_s
 
 

@@ -87,8 +87,11 @@ class JsonObject(Verifier):
 
 
 def last_object(text: str) -> dict[str, Any] | None:
-    """The last JSON object in `text` that no later one contains; None if there is none. NaN, Infinity and numbers
-    that are too large for a double are no JSON here: all of these would be equal."""
+    """The last JSON object in `text` that no later one contains; None if there is none.
+
+    No JSON here are NaN, Infinity and numbers that are too large or too small for a double, all of which would be equal, keys
+    that are there twice, and half characters. Nor is the value of a key an object of its own, if what it is in is torn.
+    """
     for block in reversed(_FENCED.findall(text)):
         value = _parsed(block.strip())
         if isinstance(value, dict):
@@ -110,8 +113,15 @@ def last_object(text: str) -> dict[str, Any] | None:
             continue
         left -= stop - end
         if stop >= best_end:  # an object further left that reaches as far contains the one found before
-            best, best_end = (value if _is_shallow(value) else None), stop
+            is_whole = _is_shallow(value) and not _IN_ANOTHER.search(text, max(end - _BEFORE, 0), end)
+            best, best_end = (value if is_whole else None), stop
     return best
+
+
+_HALF = re.compile("[\ud800-\udfff]")
+_IN_ANOTHER = re.compile(r'"\s*:\s*\[?\s*\Z')
+_BEFORE = 100
+"""Characters before an object in which the key is looked for whose value it is, or begins with it."""
 
 
 def _refuse(constant: str) -> None:
@@ -120,12 +130,20 @@ def _refuse(constant: str) -> None:
 
 def _finite(number: str) -> float:
     value = float(number)
-    if math.isinf(value):
+    if math.isinf(value) or (value == 0 and re.search("[1-9]", re.split("[eE]", number)[0])):
         raise ValueError(number)
     return value
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """One whose keys are there once: readers differ in which of two values counts."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a key that is there twice")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object)
 
 
 def _parsed(text: str) -> Any:
@@ -137,15 +155,16 @@ def _parsed(text: str) -> Any:
 
 
 def _is_shallow(value: Any) -> bool:
-    """Return whether at most `_DEEPEST` objects and lists of `value` are in one another."""
+    """Return whether at most `_DEEPEST` objects and lists of `value` are in one another, and its texts are whole characters."""
     level = [value]
     for _ in range(_DEEPEST + 1):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
+        texts = (text for part in level for text in (part if isinstance(part, dict) else [part]) if isinstance(text, str))
+        if any(_HALF.search(text) for text in texts):
+            return False
+        outers = [outer for outer in level if isinstance(outer, dict | list)]
+        if not outers:
+            return True
+        level = [inner for outer in outers for inner in (outer.values() if isinstance(outer, dict) else outer)]
     return not level
 
 

@@ -49,7 +49,8 @@ def math_verify_judge() -> Callable[..., Judge]:
                 return None
             try:
                 # No timeouts: they are alarm signals, which wait for the end of an operation in C.
-                answer = parse(response, parsing_timeout=None)
+                whole = as_formula(response.strip()) if number is None else None
+                answer = parse(whole or response, parsing_timeout=None)
                 if number is not None and (not answer or not says_number(answer[-1], number, lowest_terms=lowest_terms)):
                     return 0.0
                 return float(verify(parsed_gold, answer, timeout_seconds=None))
@@ -69,9 +70,9 @@ def parse_gold(gold: str) -> list[Any]:
     from math_verify import parse
 
     bare = gold.strip()
+    formula = as_formula(bare)
     is_latex = "\\" in bare and "$" not in bare and "\\boxed" not in bare
-    is_formula = bool(re.search(r"[-+*/^=()\[\]{}<>]", bare)) and not re.search(r"[A-Za-z]{2}", bare)
-    tries = [f"${bare}$"] if is_latex else [bare, f"${bare}$"] if is_formula else [bare]
+    tries = [f"${bare}$"] if is_latex else [formula, bare] if formula is not None else [bare]
     for text in tries:
         expressions = parse(text, parsing_timeout=None)
         # math-verify adds the matched text as a string; alone, it means that the text is no mathematics
@@ -80,9 +81,36 @@ def parse_gold(gold: str) -> list[Any]:
     return []
 
 
+_LATEX_NAMES = re.compile(r"(?<![\\A-Za-z])(pi|sin|cos|tan|log|ln|exp)(?![A-Za-z])")
+_NAMES = re.compile(r"(?:\b|(?<=\d))(?:and|or|sqrt|pi|sin|cos|tan|log|ln|exp|[xyz]{2,3}|abc?|bc|ac)\b")
+"""Words of formulas, and products that are written like words."""
+_IS_MORE = re.compile(r"[-+*/^=()\[\]{}<>,;:]|\d\s*[A-Za-z]|[a-z]\(|\bor\b|\band\b|pi")
+_MEASURED = re.compile(r"[-+$]?[\d,. ]*\d\s*%?|[-+]?[\d.]+\s*[A-Za-z](?:\^-?\d)?(?:\s*/\s*[A-Za-z](?:\^-?\d)?)?")
+_THOUSANDS = re.compile(r"[-+$]?\d{1,3}(?:[ ,]\d{3})+(?:\.\d+)?|[-+$]?\d*\.?\d+\s*%?")
+
+
+def as_formula(bare: str) -> str | None:
+    """A text that is a formula as a whole, such as `y = 2x + 1`, `3, 5` or `2pi`, as LaTeX between dollar signs; else None.
+
+    Without these math-verify reads its last number only. A number, one with a unit, and sums of numbers alone are none.
+    """
+    if len(bare) > 1000 or any(mark in bare for mark in "$\\#\n") or re.search(r"[A-Za-z]{2}", _NAMES.sub("", bare)):
+        return None
+    if mixed := re.fullmatch(r"(-?\d+) (\d+)/(\d+)", bare):
+        return "${}\\frac{{{}}}{{{}}}$".format(*mixed.groups())
+    if power := re.fullmatch(r"([-+]?(?:\d+\.?\d*|\.\d+))[eE]([-+]?\d{1,3})", bare):
+        return "${}\\times 10^{{{}}}$".format(*power.groups())
+    value = re.sub(r"^[A-Za-z]\s*=\s*", "", bare)
+    is_number = _MEASURED.fullmatch(value) is not None and ("," not in value or _THOUSANDS.fullmatch(value) is not None)
+    if is_number or not _IS_MORE.search(bare) or ("=" in bare and not re.search(r"[A-Za-z]", bare)):
+        return None
+    return "$" + _LATEX_NAMES.sub(r"\\\1 ", bare.replace("**", "^")) + "$"
+
+
 _RELATION = re.compile(r"=|\\approx(?![a-z])|\\simeq|≈")
 _WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf)\{([^{}]*)\}")
 _SPACE = re.compile(r"[\s~$°]|\\[!,;: %$]|%|\\left|\\right|\\circ|\^\\circ|\^\{\\circ\}|\*\*$|\.$")
+_GROUPED = re.compile(r"(?<=\d)(?:,|\{,\}|\\,)(?=\d{3}(?!\d))")
 _FRACTION = re.compile(r"/|frac")
 _WRITTEN = re.compile(
     r"(?P<sign>[-+]?)(?:"
@@ -98,7 +126,8 @@ def written_number(text: Any, *, lowest_terms: bool = False) -> Fraction | None:
 
     With `lowest_terms` a fraction that can be reduced is none, as 290/4.
     """
-    plain = _SPACE.sub("", _WRAPPED.sub(r"\1", str(text))).replace(",", "").replace("\N{MINUS SIGN}", "-")
+    in_one = _GROUPED.sub("", _WRAPPED.sub(r"\1", str(text)))
+    plain = _SPACE.sub("", in_one).replace("\N{MINUS SIGN}", "-")
     if len(plain) > 1000:
         return None
     while plain.startswith("(") and plain.endswith(")"):

@@ -84,6 +84,8 @@ class Peer:
             except _OF_NO_MESSAGE:
                 raise Closed from None
             self._channel.send(answer)
+        if isinstance(raised, StopIteration) and kind == "call":  # `all(map(f, xs))` would take it for the end of `xs`
+            raise RuntimeError("a function raised StopIteration")
         raise raised
 
     def answer(self, message: Sequence[Any]) -> list[Any]:

@@ -65,6 +65,9 @@ def passes(tests: list[str], channel: Any) -> Iterator[None]:
     """Something for each test that raises nothing, one after another in one namespace."""
     from values import Closed
 
+    if any("np." in text or "numpy" in text for text in tests):
+        with contextlib.suppress(ImportError):
+            _make_careful(importlib.import_module("numpy"))
     names = ProgramNames(channel)
     for text in tests:
         tree = ast.parse(text)
@@ -101,9 +104,7 @@ class ProgramNames(dict[str, Any]):
         called = {node.id for node in loaded if id(node) not in owners}
         libraries = {*sys.stdlib_module_names, *_OWN_COPIES}
         self._libraries = ({node.id for node in loaded} - called) & libraries
-        program = {node.id for node in loaded if node.id in self._defined and node.id not in self} - self._libraries
-        builtin = {name for name in program if hasattr(builtins, name)}
-        self._own_builtins = builtin if builtin == program else set()
+        self._own_builtins = {name for name in _builtins_alone(tree) if name in self._defined and name not in self}
 
     def __missing__(self, name: str) -> Any:
         if name in self._libraries:
@@ -123,6 +124,27 @@ class ProgramNames(dict[str, Any]):
             raise KeyError(name) from None
 
 
+def _builtins_alone(tree: ast.Module) -> set[str]:
+    """Names of builtins that are all that a test asks of the program, which may have its own; empty if it asks for more.
+
+    Else a program could have its own `abs` or `len` judge what it gave, in this test or, under a name, in one before.
+    """
+    nodes = list(ast.walk(tree))
+    named = [node for node in nodes if isinstance(node, ast.Name)]
+    made = {node.id for node in named if not isinstance(node.ctx, ast.Load)}
+    made |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)}
+    made |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imported |= {alias.name for alias in node.names}
+            made |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    asked = {node.id for node in named if isinstance(node.ctx, ast.Load)} - made
+    builtin = {name for name in asked if hasattr(builtins, name)}
+    is_more = "response" in imported or asked - builtin - set(sys.stdlib_module_names) - set(_OWN_COPIES)
+    return set() if is_more else builtin
+
+
 class _Response(types.ModuleType):
     """`import response` in a test."""
 
@@ -135,6 +157,17 @@ class _Response(types.ModuleType):
             return self.names.of_program(name)
         except KeyError:
             raise AttributeError(name) from None
+
+
+def _make_careful(numpy: Any) -> None:
+    """Let `allclose` be false of an array without elements and anything with some: numpy compares no two of these."""
+    of_any = numpy.allclose
+
+    def allclose(a: Any, b: Any, *args: Any, **kwargs: Any) -> bool:
+        return bool(numpy.size(a)) == bool(numpy.size(b)) and bool(of_any(a, b, *args, **kwargs))
+
+    allclose.__module__ = "numpy"
+    numpy.allclose = allclose
 
 
 def _stand_in(peer: Any, number: int, calls: bool) -> Any:  # noqa: FBT001

@@ -196,7 +196,11 @@ def test_an_agent_in_a_sandbox_that_fails_says_why(tmp_path: Path) -> None:
         ({}, 400, "command must be a shell's text, or a list of a program and its arguments"),
         ({"command": ["ls", 3]}, 400, "command must be"),
         ({"command": "ls", "stdin": 3}, 400, "stdin must be a text"),
-        ({"command": "ls", "timeout_s": -1}, 400, "timeout_s is -1; it must be a number above 0, or left out"),
+        (
+            {"command": "ls", "timeout_s": -1},
+            400,
+            "timeout_s is -1; it must be a number above 0 and at most 86400, or left out",
+        ),
     ],
 )
 def test_what_is_asked_of_a_sandbox_is_checked(body: dict[str, Any], status: int, sentence: str) -> None:
