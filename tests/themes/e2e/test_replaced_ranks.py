@@ -70,7 +70,7 @@ SEPARATE = {"placement": "separate", "spares": 1}
         pytest.param({"dp": 2}, COLOCATED, "update_engines", 1, id="in a sync", marks=pytest.mark.exhaustive),
         pytest.param({"dp": 2}, SEPARATE, "update_engines", 2, id="a spare, in a sync", marks=pytest.mark.exhaustive),
         pytest.param({"dp": 2}, COLOCATED, "compute", 2, id="in advantages", marks=pytest.mark.exhaustive),
-        pytest.param({"dp": 2}, COLOCATED, "ask", 4, id="while its state is copied", marks=pytest.mark.exhaustive),
+        pytest.param({"dp": 2}, COLOCATED, "ask", 5, id="while its state is copied", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_step_in_which_a_rank_dies_is_computed_again_with_the_same_numbers(
