@@ -34,6 +34,7 @@ from megarl.cli.tries import add_tries
 from megarl.config import AnyConfig, SupervisedConfig, config_fields, load_any, load_config, to_yaml
 from megarl.config.checks import check_evaluates
 from megarl.config.evaluated import load_to_evaluate
+from megarl.config.yaml_tree import load_text
 from megarl.errors import ConfigError, MegarlError, RunInterrupted, RunStopped, counted, nearest, written_out
 from megarl.models.from_hub import model_here, models_here
 from megarl.system.garbage import collect_rarely
@@ -467,7 +468,7 @@ def _config(arguments: argparse.Namespace) -> int:
     config = load_any(arguments.config, arguments.overrides)
     text = to_yaml(config)
     if written_out(text) != text:  # in YAML's own escapes, with which it reads back the same
-        text = yaml.safe_dump(yaml.safe_load(text), sort_keys=False, width=120)
+        text = yaml.safe_dump(load_text(text), sort_keys=False, width=120)
     print(text)
     # as comments, so that the output as a whole is a config file again
     print("\n".join(f"# {line}" for line in aligned(config.batch_rows())))

@@ -130,7 +130,7 @@ def test_several_runs_are_fitted_by_constants(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "config.yaml").write_text((TABLE.parent / "configs" / f"{name}.yaml").read_text())
         step = {f"time/{phase}_s": seconds for phase, seconds in measured.phases.items()}
-        step |= {"time/step_s": 100.0, "rollout/samples": 2048.0, "response/tokens_mean": measured.response_tokens}
+        step |= {"step": 1, "time/step_s": 100.0, "rollout/samples": 2048.0, "response/tokens_mean": measured.response_tokens}
         step["speed/tokens_per_s"] = 2048 * (measured.prompt_tokens + measured.response_tokens) / 100
         (folder / "metrics.jsonl").write_text(json.dumps(step) + "\n")
         folders.append(folder)

@@ -9,7 +9,7 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -53,6 +53,8 @@ def math_verify_judge() -> Callable[..., Judge]:
                 answer = parse(whole or response, parsing_timeout=None)
                 if number is not None and (not answer or not says_number(answer[-1], number, lowest_terms=lowest_terms)):
                     return 0.0
+                if not allow_expressions and _undone(answer) - _undone(parsed_gold):
+                    return 0.0
                 return float(verify(parsed_gold, answer, timeout_seconds=None))
             except (MemoryError, RecursionError):
                 return 0.0
@@ -63,6 +65,14 @@ def math_verify_judge() -> Callable[..., Judge]:
     if about("1")("1") != 1 or about("1")("$\\frac{4}{2}$") != 0:
         sys.exit("math-verify does not work here")
     return about
+
+
+def _undone(expressions: Sequence[Any]) -> set[type]:
+    """Kinds of operators in these that are still to be carried out; sympy would do it for who was asked to."""
+    from sympy import Basic, Derivative, Integral, Limit, Product, Sum
+
+    kinds = (Derivative, Integral, Limit, Product, Sum)
+    return {kind for kind in kinds for one in expressions if isinstance(one, Basic) and one.has(kind)}
 
 
 def parse_gold(gold: str) -> list[Any]:
