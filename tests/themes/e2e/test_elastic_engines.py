@@ -51,7 +51,7 @@ def ray_nodes() -> Iterator[Cluster]:
     monkeypatch.setenv("RAY_worker_niceness", "0")  # as for a Ray that a run starts itself
     in_stores = {"max_direct_call_object_size": 100}  # what is smaller than 100 kB would be kept by the driver anyway
     head = {"num_cpus": 0, "object_store_memory": 10**8, "_system_config": in_stores}
-    nodes = Cluster(initialize_head=True, head_node_args=head)
+    nodes = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)  # whose hooks want the main thread
     try:
         yield nodes
     finally:
