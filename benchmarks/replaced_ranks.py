@@ -3,8 +3,8 @@
     python benchmarks/replaced_ranks.py --out benchmarks/results/replaced_ranks.json
 
 Three runs of the same work: without `resources.spares`, with it, and with it while a rank of the policy is killed in the middle
-of an update, once or more. Seconds are those from the kill until the update is begun again; the numbers of the steps must be
-those of the runs that were left in peace.
+of an update, once or more. Seconds are those from the kill until the update is begun again. With the embedded engine the
+numbers of the steps must be those of the runs that were left in peace; SGLang samples otherwise in each run.
 """
 
 from __future__ import annotations

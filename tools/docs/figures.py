@@ -339,6 +339,13 @@ def learning_to_see() -> list[str]:
     return _table(("run", *(f"seed {seed}" for seed in seeds)), rows)
 
 
+def learning_to_hear() -> list[str]:
+    runs = result("learning_to_hear")["runs"]
+    steps = list(runs[0]["held_out_accuracy"])
+    rows = [(run["name"], run["seed"], *(f"{share:.1%}" for share in run["held_out_accuracy"].values())) for run in runs]
+    return _table(("run", "seed", "before", *(f"after {step} steps" for step in steps[1:])), rows)
+
+
 def planning_memory() -> list[str]:
     parts = ("parameters", "gradients", "optimizer", "activations")
     rows = []
@@ -413,6 +420,17 @@ def _seconds(value: float) -> str:
     return f"{value:.1f}" if value < 10 else f"{value:.0f}"
 
 
+def replaced_ranks() -> list[str]:
+    found = result("replaced_ranks")
+    middle = {name: median(seconds) for name, seconds in found["steps_s"].items()}
+    rows = [
+        ("seconds until an update in which a rank is lost begins again", ", ".join(map(_seconds, found["lost_to_resumed_s"]))),
+        ("a step without `resources.spares`, with it: median seconds", f"{middle['without']:.2f}, {middle['with']:.2f}"),
+        ("steps lost", found["steps_lost"]),
+    ]
+    return _table(("", ""), rows)
+
+
 def soak() -> list[str]:
     found = [(one["process"], one["memory_bytes"]) for one in result("soak")["processes"]]
     found.sort(key=lambda one: -one[1]["growth"])
@@ -457,6 +475,7 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
     "evidence/learning.md": {
         "distillation": distillation,
         "learning_to_see": learning_to_see,
+        "learning_to_hear": learning_to_hear,
         "estimators": learning("estimator"),
         "losses": learning("loss"),
         "presets": learning("preset"),
@@ -469,6 +488,9 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "served_supervised": served("served_supervised"),
         "served_supervised_curve": served("served_supervised", "curve"),
     },
-    "evidence/faults.md": {"faults_mixed": faults_mixed, "faults": faults, "faults_serve": faults_serve, "soak": soak},
+    "evidence/faults.md": {
+        **{"faults_mixed": faults_mixed, "faults": faults, "faults_serve": faults_serve},
+        **{"replaced_ranks": replaced_ranks, "soak": soak},
+    },
 }
 """By page and mark, the table that stands between `<!-- mark: begin -->` and `<!-- mark: end -->`."""
