@@ -132,7 +132,7 @@ def test_every_file_says_what_it_is_for() -> None:
     assert [str(path.relative_to(ROOT)) for path in silent] == []
 
 
-UNCLEAR_OPENINGS = 88
+UNCLEAR_OPENINGS = 87
 """Docstrings that still begin with What, Whether, Which, Who or Its; the number may only fall."""
 
 

@@ -28,18 +28,21 @@ class HeadGatedSelfAttention(RotarySetSelfAttention):
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *unused: Any, **also_unused: Any) -> Any:
         """Query, key, value `[S, 1, heads, d]` and the gates of the query's heads, in the query's shape."""
-        mixed, _ = self.linear_qkv(hidden_states)
-        mixed, places = of_own_group(self, mixed)
-        dim, of_group = (
-            self.hidden_size_per_attention_head,
-            self.config.num_attention_heads // (self.config.num_query_groups or 1),
-        )
-        mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
-        query, gate, key, value = mixed.split([of_group * dim, of_group, dim, dim], dim=-1)
+        dim, gates = self.hidden_size_per_attention_head, self.config.num_attention_heads // (self.config.num_query_groups or 1)
+        places, query, gate, key, value = rows_of_groups(self, hidden_states, gates, dim, dim)
         query, gate = (t.reshape(*t.shape[:2], -1, of_head)[:, :, places] for t, of_head in ((query, dim), (gate, 1)))
         query = query if self.q_layernorm is None else self.q_layernorm(query)
         key = key if self.k_layernorm is None else self.k_layernorm(key)
         return query, key, value, gate.expand(query.shape)
+
+
+def rows_of_groups(attention: Any, hidden_states: Tensor, *widths: int) -> tuple[Any, ...]:
+    """Rows that `linear_qkv` gives for `[S, 1, H]`, of this rank's query groups: where this rank's heads are among those of the
+    query, its rows `[S, 1, groups, heads·d]`, and of each width what stands behind them, `[S, 1, groups, width]`."""
+    mixed, places = of_own_group(attention, attention.linear_qkv(hidden_states)[0])
+    of_group = attention.config.num_attention_heads // (attention.config.num_query_groups or 1)
+    mixed = mixed.unflatten(-1, (attention.num_query_groups_per_partition, -1))
+    return places, *mixed.split([of_group * attention.hidden_size_per_attention_head, *widths], dim=-1)
 
 
 def of_own_group(attention: Any, mixed: Tensor) -> tuple[Tensor, slice]:

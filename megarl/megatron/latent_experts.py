@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.megatron.latent_attention import ReplicatedLinear
+from megarl.megatron.own_mixtures import OwnMixture, parts_of
 
 
 class LatentProjection(ReplicatedLinear):
@@ -27,18 +26,13 @@ class LatentProjection(ReplicatedLinear):
         return super().forward(hidden), None
 
 
-class LatentMixture(MoELayer):
-    """megatron-core's layer, built as one without a latent but for its experts; `parts` are its submodules."""
+class LatentMixture(OwnMixture):
+    """megatron-core's layer, built as one without a latent but for its experts."""
 
-    parts: Any
-
-    def __init__(
-        self, config: TransformerConfig, layer_number: int | None = None, pg_collection: Any = None, **more: Any
-    ) -> None:
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         of_hidden = copy.copy(config)
         of_hidden.moe_latent_size = None
-        named = {"name": more["name"]} if more.get("name") is not None else {}
-        super().__init__(of_hidden, self.parts, layer_number, pg_collection, **named)
+        super().__init__(of_hidden, *args, **kwargs)
         assert config.moe_latent_size is not None, "the mixture has no latent"
         self.config = config
         self.fc1_latent_proj = LatentProjection(config.hidden_size, config.moe_latent_size, config)
@@ -47,7 +41,7 @@ class LatentMixture(MoELayer):
 
 def latent_mixture(mixture: Any, latent: int) -> type[LatentMixture]:
     """The class of a mixture whose spec is `mixture`, with a latent of this width."""
-    parts = mixture.keywords["submodules"] if isinstance(mixture, partial) else mixture.submodules
+    parts = parts_of(mixture)
     experts = parts.experts
 
     class Experts:

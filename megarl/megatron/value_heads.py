@@ -11,7 +11,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.megatron.head_gates import of_own_group, with_more_rows
+from megarl.megatron.head_gates import rows_of_groups, with_more_rows
 from megarl.megatron.rotary import RotarySetSelfAttention
 from megarl.models.architecture import ValueHeads
 
@@ -46,14 +46,8 @@ class WideValueSelfAttention(RotarySetSelfAttention):
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *unused: Any, **also_unused: Any) -> Any:
         """Query and key `[S, 1, heads, d]`, and value `[S, 1, heads, v]`."""
-        mixed, _ = self.linear_qkv(hidden_states)
-        mixed, places = of_own_group(self, mixed)
-        dim, of_group = (
-            self.hidden_size_per_attention_head,
-            self.config.num_attention_heads // (self.config.num_query_groups or 1),
-        )
-        mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
-        query, key, value = mixed.split([of_group * dim, dim, self.values.width], dim=-1)
+        dim = self.hidden_size_per_attention_head
+        places, query, key, value = rows_of_groups(self, hidden_states, dim, self.values.width)
         query = query.reshape(*query.shape[:2], -1, dim)[:, :, places]
         query = query if self.q_layernorm is None else self.q_layernorm(query)
         key = key if self.k_layernorm is None else self.k_layernorm(key)

@@ -84,8 +84,8 @@ class WatchedProtocol(H11Protocol):
             quietest.transport.abort()
 
     def now(self) -> str:
-        """What the connection waits for: a `head`, the rest of a `body`, a client that is `taking` its answer, the rest of a
-        `refused` body, the next request (`idle`), or for the server (`ours`)."""
+        """Return what the connection waits for: a `head`, the rest of a `body`, a client that is `taking` its answer, the rest
+        of a `refused` body, the next request (`idle`), or for the server (`ours`)."""
         if self.transport.get_write_buffer_size() > 0:
             return "taking"
         cycle: RequestResponseCycle | None = self.cycle

@@ -8,6 +8,10 @@ from tests.families.family import Family
 from tests.families.settings import LLAMA3_ROPE
 
 FULL, WINDOW = "full_attention", "sliding_attention"
+TWO_ROPES = {
+    FULL: LLAMA3_ROPE | {"partial_rotary_factor": 0.5},
+    WINDOW: {"rope_type": "default", "rope_theta": 300.0},
+}
 STEP: dict[str, Any] = {
     "pad_token_id": 0,  # which may not be null; tests take the embedding's own notice of it away
     "head_dim": 12,
@@ -15,10 +19,7 @@ STEP: dict[str, Any] = {
     "sliding_window": 6,
     "layer_types": [FULL, WINDOW, WINDOW, FULL],
     "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-    "rope_parameters": {
-        FULL: LLAMA3_ROPE | {"partial_rotary_factor": 0.5},
-        WINDOW: {"rope_type": "default", "rope_theta": 300.0},
-    },
+    "rope_parameters": TWO_ROPES,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 8,
@@ -62,10 +63,7 @@ MIMO: dict[str, Any] = {
     "v_head_dim": 10,
     "sliding_window": 6,
     "layer_types": [FULL, WINDOW, WINDOW, FULL],
-    "rope_parameters": {
-        FULL: LLAMA3_ROPE | {"partial_rotary_factor": 0.5},
-        WINDOW: {"rope_type": "default", "rope_theta": 300.0},
-    },
+    "rope_parameters": TWO_ROPES,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 8,

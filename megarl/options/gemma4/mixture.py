@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
 from megarl.megatron.norms import ReferenceRMSNorm, UnitNorm
+from megarl.megatron.own_mixtures import OwnMixture, parts_of
 from megarl.megatron.routers import OwnRouter, of_all_experts
 
 
@@ -79,16 +79,11 @@ class NormBesideBias(ReferenceRMSNorm):
         return super().forward(hidden), None
 
 
-class NormedMixture(MoELayer):
+class NormedMixture(OwnMixture):
     """megatron-core's layer, with norms where one with a latent has projections: before the experts, and behind them."""
 
-    parts: Any
-
-    def __init__(
-        self, config: TransformerConfig, layer_number: int | None = None, pg_collection: Any = None, **more: Any
-    ) -> None:
-        named = {"name": more["name"]} if more.get("name") is not None else {}
-        super().__init__(config, self.parts, layer_number, pg_collection, **named)
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
         self.config = copy.copy(config)
         self.config.moe_latent_size = config.hidden_size
         self.fc1_latent_proj = NormBesideBias(config, config.hidden_size, config.layernorm_epsilon)
@@ -97,7 +92,7 @@ class NormedMixture(MoELayer):
 
 def mixture_beside(mixture: Any) -> type[NormedMixture]:
     """The class of such a mixture, of the parts that the spec `mixture` has."""
-    parts = mixture.keywords["submodules"] if isinstance(mixture, partial) else mixture.submodules
+    parts = parts_of(mixture)
     shared = parts.shared_experts
     shared = partial(NormedMLP, **shared.keywords) if isinstance(shared, partial) else replace(shared, module=NormedMLP)
     parts = replace(parts, router=NormedRouter, shared_experts=shared)

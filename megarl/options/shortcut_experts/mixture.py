@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megarl.megatron.own_mixtures import OwnMixture, parts_of
 from megarl.megatron.routers import OwnRouter, of_all_experts
 
 
@@ -37,16 +37,11 @@ class ZeroExpertRouter(OwnRouter):
         return of_all_experts(logits, chosen, weights)
 
 
-class ZeroExpertMixture(MoELayer):
+class ZeroExpertMixture(OwnMixture):
     """megarl's mixture of the experts that compute; what a token gives to the others is added to the output by itself."""
 
-    parts: Any
-
-    def __init__(
-        self, config: TransformerConfig, layer_number: int | None = None, pg_collection: Any = None, **more: Any
-    ) -> None:
-        named = {"name": more["name"]} if more.get("name") is not None else {}
-        super().__init__(config, self.parts, layer_number, pg_collection, **named)
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
         self._kept: Tensor | None = None
         """`[S, B, H]`: each token times its weights of zero experts, of the forward pass under way."""
 
@@ -68,7 +63,6 @@ class ZeroExpertMixture(MoELayer):
 
 def with_zero_experts(mixture: Any, zero_experts: int) -> type[ZeroExpertMixture]:
     """The class of such a mixture, of the parts that the spec `mixture` has."""
-    parts = mixture.keywords["submodules"] if isinstance(mixture, partial) else mixture.submodules
-    parts = copy.copy(parts)
+    parts = copy.copy(parts_of(mixture))
     parts.router = partial(ZeroExpertRouter, zero_experts=zero_experts)
     return type("ZeroExpertMixture", (ZeroExpertMixture,), {"parts": parts})
