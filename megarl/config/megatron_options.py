@@ -30,7 +30,7 @@ _REASONS = {
         softmax_scale softmax_type no_rope_freq qk_l2_norm activation_func_clamp_value glu_linear_offset
         attention_output_gate experimental_attention_variant linear_attention_freq linear_conv_kernel_dim
         linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads is_hybrid_model
-        heterogeneous_block_specs moe_latent_size
+        heterogeneous_block_specs hetereogenous_dist_checkpoint moe_latent_size
         apply_residual_connection_post_layernorm
     """,
     "megarl sets from the role's layout": """

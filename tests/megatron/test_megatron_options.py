@@ -79,8 +79,8 @@ def test_kernels_that_count_one_position_are_never_used_by_models_that_see(world
 def test_transformer_engine_fuses_and_overlaps_what_it_can(world: World, family: str) -> None:
     hf_config = COMMON | MODELS[family]
     transformer, ddp, _ = world.call(configs, options(recompute="selective"), hf_config, size=1)[0]
-    of_latents = family.startswith("deepseek_v3")
-    experts = of_latents or family in ("qwen3_moe", "gpt_oss")
+    of_latents = family.startswith("deepseek_v3") or family == "longcat_flash"
+    experts = of_latents or family in ("qwen3_moe", "gpt_oss", "mimo_v2")
     # as the kernels do: not latents, no neighbouring pairs, no attention factor; and no biases of experts
     unlike = {
         "apply_rope_fusion": not of_latents and family not in ("glm4", "gpt_oss"),
