@@ -35,6 +35,7 @@ OPTIONS = (
     "lending",
     "elastic",
     "elastic_engines",
+    "disaggregation",
     "transports",
     "distillation",
     "online_pairs",

@@ -26,6 +26,7 @@ OPTION_OF_FIELD = {
     "resources.shrink": "elastic",
     "resources.slow_ranks": "elastic",
     "resources.spares": "elastic",
+    "rollout.disaggregation": "disaggregation",
     "rollout.max_engines": "elastic_engines",
     "rollout.episode.agent": "agents",
     "rollout.episode.mcp": "tools",
