@@ -36,6 +36,7 @@ OPTIONS = (
     "elastic",
     "elastic_engines",
     "disaggregation",
+    "host_cache",
     "transports",
     "distillation",
     "online_pairs",

@@ -27,6 +27,7 @@ OPTION_OF_FIELD = {
     "resources.slow_ranks": "elastic",
     "resources.spares": "elastic",
     "rollout.disaggregation": "disaggregation",
+    "rollout.host_cache_gb": "host_cache",
     "rollout.max_engines": "elastic_engines",
     "rollout.episode.agent": "agents",
     "rollout.episode.mcp": "tools",
@@ -41,8 +42,8 @@ OPTION_OF_FIELD = {
 }
 """The option that each added field belongs to, also where an installation lacks it: for the sentence that says so."""
 SINGLE_FIELDS = (
-    "resources.compare_replicas", "resources.shrink", "resources.slow_ranks", "resources.spares", "rollout.max_engines",
-    "rollout.schedule.lent_engines",
+    "resources.compare_replicas", "resources.shrink", "resources.slow_ranks", "resources.spares", "rollout.host_cache_gb",
+    "rollout.max_engines", "rollout.schedule.lent_engines",
 )  # fmt: skip
 """Those of `OPTION_OF_FIELD` that are no sections."""
 

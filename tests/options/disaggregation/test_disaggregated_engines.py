@@ -99,7 +99,7 @@ def test_responses_go_on_through_an_update_and_their_later_tokens_are_those_of_t
             before = reference_log_probs(old, prompt, one.response_ids, 1.0)[:under_old]
             behind = reference_log_probs(new, prompt, one.response_ids, 1.0)[under_old:]
             expected = [*before.tolist(), *behind.tolist()]
-            assert max(abs(a - b) for a, b in zip(expected, one.log_probs, strict=True)) < 1e-5
+            assert max(abs(a - b) for a, b in zip(expected, one.log_probs, strict=True)) < 5e-5
 
     pair.run(scenario)
 
@@ -119,7 +119,7 @@ def test_what_is_cut_goes_on_when_it_is_asked_for_again(pair: Pair) -> None:
         for part, one in zip(begun, whole, strict=True):
             assert one.response_ids[: part.tokens] == part.response_ids
             assert one.tokens == 300
-        assert largest_difference(model, [PROMPTS[1]], [whole]) < 1e-5
+        assert largest_difference(model, [PROMPTS[1]], [whole]) < 5e-5
 
     pair.run(scenario)
 
