@@ -12,9 +12,7 @@ from megarl.workers.cluster import Cluster
 from megarl.workers.rollouts import Rollouts
 
 
-def start(
-    config: Config, cluster: Cluster, rollouts: Rollouts, say: Callable[[str], None] | None, stack: ExitStack
-) -> None:
+def start(config: Config, cluster: Cluster, rollouts: Rollouts, say: Callable[[str], None] | None, stack: ExitStack) -> None:
     """Pair the engines of a run that is disaggregated, until `stack` is left; all of them start as in any other run."""
     disaggregation = disaggregation_of(config.rollout)
     if disaggregation is not None:

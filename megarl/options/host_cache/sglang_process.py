@@ -30,6 +30,6 @@ def install(arguments: list[str]) -> None:
 def copy_rows(
     *, src_layers: Sequence[Tensor], dst_layers: Sequence[Tensor], src_indices: Tensor, dst_indices: Tensor, page_size: int
 ) -> None:
-    """Copy rows `src_indices` `[N]` of each tensor to rows `dst_indices` of the one at its place; whole pages of `page_size`."""
+    """Copy rows `src_indices` `[N]` of each tensor to rows `dst_indices` of the one at its place: pages of `page_size`."""
     for source, target in zip(src_layers, dst_layers, strict=True):
         target[dst_indices] = source[src_indices]

@@ -58,8 +58,8 @@ def stated(plan: CapacityPlan) -> list[str]:
     if cache is None:
         return []
     lines = [
-        f"Behind {cache.gpu_tokens:,} tokens on its GPU a rank of an engine keeps {cache.tokens:,} in {cache.rank_bytes / 1e9:,.0f} "
-        f"GB of main memory ({cache.node_bytes / 1e9:,.0f} GB of a node); a prompt comes back in {cache.back_s * 1e3:,.3g} ms"
+        f"Behind {cache.gpu_tokens:,} tokens on its GPU a rank of an engine keeps {cache.tokens:,} in "
+        f"{cache.rank_bytes / 1e9:,.0f} GB of main memory ({cache.node_bytes / 1e9:,.0f} GB of a node); a prompt comes back in {cache.back_s * 1e3:,.3g} ms"
     ]
     if cache.tokens < cache.gpu_tokens:
         lines.append("Warning: that is less than on the GPU, so what leaves the GPU's cache has mostly left main memory, too")
@@ -79,6 +79,6 @@ def node_refusal(plan: CapacityPlan) -> str | None:
     ranks = round(cache.node_bytes / cache.rank_bytes)
     most = max(0, math.floor(rest / ranks))
     return (
-        f"rollout.host_cache_gb is {cache.rank_bytes / 1e9:,.0f}, with which a node would hold {cache.main_bytes / 1e9:,.0f} GB in "
-        f"main memory, but node_memory_gb of {plan.gpu.name} is {has:,g}; it must be at most {most}"
+        f"rollout.host_cache_gb is {cache.rank_bytes / 1e9:,.0f}, with which a node would hold "
+        f"{cache.main_bytes / 1e9:,.0f} GB in main memory, but node_memory_gb of {plan.gpu.name} is {has:,g}; it must be at most {most}"
     )

@@ -44,7 +44,8 @@ class Pair:
 
     async def start(self) -> None:
         starting = [
-            DisaggregatedEngine.start(str(self.folder), initial_version=0, **options(kind, self.log)) for kind in (PREFILL, DECODE)
+            DisaggregatedEngine.start(str(self.folder), initial_version=0, **options(kind, self.log))
+            for kind in (PREFILL, DECODE)
         ]
         self.prefill, self.decode = await asyncio.gather(*starting)
         await self.meet()

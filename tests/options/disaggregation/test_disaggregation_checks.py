@@ -51,7 +51,11 @@ def test_the_section_says_how_many_engines_there_are() -> None:
     ("rollout", "sections", "message"),
     [
         ({"engines": 3}, {}, "rollout.engines is 3, which contradicts the 2 . 6 engines .*; it must be 8, or left out"),
-        ({"disaggregation": {"prefill": 0}}, {}, "rollout.disaggregation.prefill is 0; it must be a whole number of at least 1"),
+        (
+            {"disaggregation": {"prefill": 0}},
+            {},
+            "rollout.disaggregation.prefill is 0; it must be a whole number of at least 1",
+        ),
         ({"disaggregation": {"decode": "all"}}, {}, "rollout.disaggregation.decode is 'all'; it must be a whole number"),
         ({"disaggregation": {"transport": "tcp"}}, {}, "rollout.disaggregation.transport is 'tcp'; it must be"),
         ({}, {"resources": {"placement": "colocated"}}, "needs engines with devices of their own: set resources.placement"),
@@ -70,7 +74,11 @@ def test_the_section_says_how_many_engines_there_are() -> None:
         ({"speculative": {"algorithm": "ngram"}}, {}, "does not go with drafts"),
         ({}, {"policy": {"lora": {"rank": 4, "sync": "adapters"}}}, "does not go with engines that add adapters themselves"),
         ({"engine_args": {"enable_dp_attention": True, "dp_size": 2}, "tp": 2}, {}, "data parallelism inside an engine"),
-        ({"engine_args": {"disaggregation_mode": "decode"}}, {}, "disaggregation_mode is set by rollout.disaggregation; remove"),
+        (
+            {"engine_args": {"disaggregation_mode": "decode"}},
+            {},
+            "disaggregation_mode is set by rollout.disaggregation; remove",
+        ),
     ],
 )
 def test_what_it_does_not_go_with_is_one_sentence(rollout: dict[str, Any], sections: dict[str, Any], message: str) -> None:
@@ -91,7 +99,9 @@ def test_a_machine_that_cannot_move_keys_and_values_is_named(monkeypatch: pytest
     with pytest.raises(ConfigError, match=r"transport is 'mooncake', which needs GPUs.*; it must be 'nixl'"):
         DisaggregatedEngine.check(by_mooncake, "cpu")
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"'mooncake' needs the Python package mooncake, .*pip install mooncake-transfer-engine"):
+    with pytest.raises(
+        ConfigError, match=r"'mooncake' needs the Python package mooncake, .*pip install mooncake-transfer-engine"
+    ):
         DisaggregatedEngine.check(by_mooncake, "cuda")
     with pytest.raises(ConfigError, match=r"'nixl' needs the Python package nixl, .*pip install 'megarl\[rdma\]'"):
         DisaggregatedEngine.check(config_of({"disaggregation": BOTH}), "cpu")
