@@ -123,8 +123,8 @@ def stated(plan: CapacityPlan) -> list[str]:
         f"({parted.prefill_tokens_per_s:,.0f} tokens/s), decoding {parted.decode_s:,.3g} s on {parted.decode} "
         f"({parted.decode_tokens_per_s:,.0f} tokens/s), side by side: {parted.bound} is waited for"
         f"{better if parted.balanced != parted.prefill else ''}",
-        f"A prompt's keys and values are {parted.prompt_bytes / 1e6:,.3g} MB: {parted.prompt_s * 1e3:,.3g} ms on the links of an "
-        f"engine at {parted.link_bytes_per_s / 1e9:,.3g} GB/s each, {parted.transfer_s:,.3g} s of a step on the busiest",
+        f"A prompt's keys and values are {parted.prompt_bytes / 1e6:,.3g} MB: {parted.prompt_s * 1e3:,.3g} ms on the links of "
+        f"an engine at {parted.link_bytes_per_s / 1e9:,.3g} GB/s each, {parted.transfer_s:,.3g} s of a step on the busiest",
         f"{engines} engines that do both would generate in {parted.together_s:,.3g} s, with prompts between the tokens of "
         "others, which is not counted",
     ]

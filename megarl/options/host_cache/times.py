@@ -57,9 +57,10 @@ def stated(plan: CapacityPlan) -> list[str]:
     cache = host_cache_plan(plan)
     if cache is None:
         return []
+    of_rank, of_node = (f"{size / 1e9:,.0f} GB" for size in (cache.rank_bytes, cache.node_bytes))
     lines = [
-        f"Behind {cache.gpu_tokens:,} tokens on its GPU a rank of an engine keeps {cache.tokens:,} in "
-        f"{cache.rank_bytes / 1e9:,.0f} GB of main memory ({cache.node_bytes / 1e9:,.0f} GB of a node); a prompt comes back in {cache.back_s * 1e3:,.3g} ms"
+        f"Behind {cache.gpu_tokens:,} tokens on its GPU a rank of an engine keeps {cache.tokens:,} in {of_rank} of main memory "
+        f"({of_node} of a node); a prompt comes back in {cache.back_s * 1e3:,.3g} ms"
     ]
     if cache.tokens < cache.gpu_tokens:
         lines.append("Warning: that is less than on the GPU, so what leaves the GPU's cache has mostly left main memory, too")
@@ -78,7 +79,8 @@ def node_refusal(plan: CapacityPlan) -> str | None:
     rest = has - (cache.main_bytes - cache.node_bytes) / 1e9
     ranks = round(cache.node_bytes / cache.rank_bytes)
     most = max(0, math.floor(rest / ranks))
+    size, whole = cache.rank_bytes / 1e9, cache.main_bytes / 1e9
     return (
-        f"rollout.host_cache_gb is {cache.rank_bytes / 1e9:,.0f}, with which a node would hold "
-        f"{cache.main_bytes / 1e9:,.0f} GB in main memory, but node_memory_gb of {plan.gpu.name} is {has:,g}; it must be at most {most}"
+        f"rollout.host_cache_gb is {size:,.0f}, with which a node would hold {whole:,.0f} GB in main memory, but node_memory_gb "
+        f"of {plan.gpu.name} is {has:,g}; it must be at most {most}"
     )
