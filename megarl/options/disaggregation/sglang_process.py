@@ -13,7 +13,7 @@ from typing import Any
 
 
 def install(arguments: Sequence[str]) -> None:
-    """Have NIXL take memory of the device for main memory, and do without a thread, in a server on a CPU that is disaggregated."""
+    """Have NIXL take memory of the device for main memory, and use no thread, in a disaggregated server on a CPU."""
     if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1" or "--disaggregation-mode" not in arguments:
         return
     agent_class = import_module("nixl._api").nixl_agent

@@ -81,6 +81,6 @@ def node_refusal(plan: CapacityPlan) -> str | None:
     most = max(0, math.floor(rest / ranks))
     size, whole = cache.rank_bytes / 1e9, cache.main_bytes / 1e9
     return (
-        f"rollout.host_cache_gb is {size:,.0f}, with which a node would hold {whole:,.0f} GB in main memory, but node_memory_gb "
-        f"of {plan.gpu.name} is {has:,g}; it must be at most {most}"
+        f"rollout.host_cache_gb is {size:,.0f}, with which a node would hold {whole:,.0f} GB in main memory, but "
+        f"node_memory_gb of {plan.gpu.name} is {has:,g}; it must be at most {most}"
     )

@@ -28,8 +28,9 @@ def options(kind: str, log: Path, **more: Any) -> dict[str, Any]:
 class Pair:
     """One engine of each kind, with their loop."""
 
-    def __init__(self, folder: Path, log: Path) -> None:
-        self.folder, self.log, self.runner = folder, log, asyncio.Runner()
+    def __init__(self, folder: Path, log: Path, **extra: Any) -> None:
+        """`extra`: further arguments of both servers."""
+        self.folder, self.log, self.extra, self.runner = folder, log, extra, asyncio.Runner()
         self.prefill: DisaggregatedEngine
         self.decode: DisaggregatedEngine
 
@@ -44,7 +45,7 @@ class Pair:
 
     async def start(self) -> None:
         starting = [
-            DisaggregatedEngine.start(str(self.folder), initial_version=0, **options(kind, self.log))
+            DisaggregatedEngine.start(str(self.folder), initial_version=0, **options(kind, self.log, **self.extra))
             for kind in (PREFILL, DECODE)
         ]
         self.prefill, self.decode = await asyncio.gather(*starting)
