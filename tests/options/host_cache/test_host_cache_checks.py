@@ -56,7 +56,7 @@ def test_servers_get_sglangs_arguments_and_others_none() -> None:
 @pytest.mark.parametrize(
     ("rollout", "sections", "message"),
     [
-        ({"host_cache_gb": -1}, {}, "rollout.host_cache_gb is -1; it must be a whole number, 0 or more"),
+        ({"host_cache_gb": -1}, {}, "rollout.host_cache_gb is -1; it must be a whole number of at least 0"),
         ({"host_cache_gb": 1.5}, {}, "rollout.host_cache_gb is 1.5; it must be a whole number"),
         ({"engine": "embedded"}, {}, "rollout.engine = 'embedded' has none; it must be 0"),
         (
