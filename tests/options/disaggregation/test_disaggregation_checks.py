@@ -65,14 +65,30 @@ def test_the_section_says_how_many_engines_there_are() -> None:
             {},
             "'sglang' here asks some that run already; it must be null",
         ),
-        (
+        pytest.param(
             {"schedule": {"mode": "async", "lent_engines": 1}},
             {"algorithm": {"kl": {"coef": 0.0}}},
             "does not go with engines that are lent the trainer's GPUs",
+            marks=pytest.mark.needs_option("lending"),
         ),
-        ({"max_engines": 9, "weight_transport": "process_group"}, {}, "does not go with engines that come and go"),
-        ({"speculative": {"algorithm": "ngram"}}, {}, "does not go with drafts"),
-        ({}, {"policy": {"lora": {"rank": 4, "sync": "adapters"}}}, "does not go with engines that add adapters themselves"),
+        pytest.param(
+            {"max_engines": 9, "weight_transport": "process_group"},
+            {},
+            "does not go with engines that come and go",
+            marks=pytest.mark.needs_option("elastic_engines"),
+        ),
+        pytest.param(
+            {"speculative": {"algorithm": "ngram"}},
+            {},
+            "does not go with drafts",
+            marks=pytest.mark.needs_option("prediction"),
+        ),
+        pytest.param(
+            {},
+            {"policy": {"lora": {"rank": 4, "sync": "adapters"}}},
+            "does not go with engines that add adapters themselves",
+            marks=pytest.mark.needs_option("lora"),
+        ),
         ({"engine_args": {"enable_dp_attention": True, "dp_size": 2}, "tp": 2}, {}, "data parallelism inside an engine"),
         (
             {"engine_args": {"disaggregation_mode": "decode"}},
@@ -123,6 +139,7 @@ def sglang_sources(name: str) -> Path:
     return Path(package.submodule_search_locations[0], "srt", name)
 
 
+@pytest.mark.needs_option("host_cache")
 def test_the_first_engines_prefill_and_the_others_decode_with_arguments_that_sglang_has(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
