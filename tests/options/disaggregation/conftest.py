@@ -18,7 +18,7 @@ __all__ = ["_one_thread", "tiny_path"]
 
 def options(kind: str, log: Path, **more: Any) -> dict[str, Any]:
     """Arguments of `DisaggregatedEngine.start`, as its `options` gives them."""
-    extra = {MODE: kind, "disaggregation_transfer_backend": "nixl"}
+    extra: dict[str, Any] = {MODE: kind, "disaggregation_transfer_backend": "nixl"}
     if kind == DECODE:
         extra |= {"disaggregation_decode_enable_radix_cache": True, "disaggregation_decode_retraction_backup": "cpu_tensor"}
     sizes = {"threads": 1, "max_total_tokens": 4096, "max_running_requests": 16, "start_timeout_s": 240}

@@ -56,7 +56,8 @@ class Actor(FakeEngine):
 
     def __init__(self, number: int, log: list[str]) -> None:
         super().__init__(number)
-        self.log, self.starts, self.known = log, 0, []
+        self.log, self.starts = log, 0
+        self.known: list[list[PrefillServer]] = []
         self.seconds_to_close = 0.0
         plain_restart = self.restart
 
