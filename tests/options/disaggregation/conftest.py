@@ -16,6 +16,10 @@ from tests.rollout.conftest import _one_thread, tiny_path
 __all__ = ["_one_thread", "tiny_path"]
 
 
+BOUND_S = 400
+"""Seconds that a scenario may take: one of them starts a server."""
+
+
 def options(kind: str, log: Path, **more: Any) -> dict[str, Any]:
     """Arguments of `DisaggregatedEngine.start`, as its `options` gives them."""
     extra: dict[str, Any] = {MODE: kind, "disaggregation_transfer_backend": "nixl"}
@@ -38,7 +42,7 @@ class Pair:
         """Run a scenario in the loop of the engines."""
 
         async def bounded() -> None:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(BOUND_S):
                 await scenario(self)
 
         self.runner.run(bounded())
