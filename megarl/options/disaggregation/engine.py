@@ -105,7 +105,7 @@ class DisaggregatedEngine(SglangEngine):
         return EngineCapacity(responses=0) if self._prefills else await super().capacity()
 
     async def door(self) -> PrefillServer:
-        """How engines that decode reach this one, which prefills.
+        """The way by which engines that decode reach this one, which prefills.
 
         Raises:
             EngineError: it has no weights of a known version.

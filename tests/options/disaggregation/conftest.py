@@ -25,7 +25,7 @@ def options(kind: str, log: Path, **more: Any) -> dict[str, Any]:
     extra: dict[str, Any] = {MODE: kind, "disaggregation_transfer_backend": "nixl"}
     if kind == DECODE:
         extra |= {"disaggregation_decode_enable_radix_cache": True, "disaggregation_decode_retraction_backup": "cpu_tensor"}
-    sizes = {"threads": 1, "max_total_tokens": 4096, "max_running_requests": 16, "start_timeout_s": 240}
+    sizes = {"threads": 1, "max_total_tokens": 4096, "max_running_requests": 16, "start_timeout_s": 400}
     return {"log_file": log / f"{kind}.log", **sizes, "extra": extra | more}
 
 
