@@ -22,6 +22,7 @@ pytestmark = pytest.mark.needs_option("routing_replay")
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_experts_of_every_token_are_those_that_the_model_chooses_through_an_update(tmp_path: Path) -> None:
     folder = served("qwen3_moe", tmp_path / "model")
     before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
