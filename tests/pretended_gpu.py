@@ -1,10 +1,10 @@
 """A GPU that a process without one is told it has: tensors say that they are on `cuda:0`, and their values are in main memory.
 
-Import this before megarl's platform is installed (`World(first="tests.pretended_gpu")` does it): the process has the platform
-of a GPU, unpatched megatron-core and no kernel of a GPU. Every operator of torch is computed on a CPU, after what CUDA
-would refuse was refused: tensors of two devices in one operator, a collective on main memory. Autograd, optimizers and Gloo
-are torch's own. Not pretended are streams (all is done when a call returns), pinned memory, Triton, compiled functions and
-Transformer Engine.
+It is for a build of torch for CPUs. Import this before megarl's platform is installed, as `World(first="tests.pretended_gpu")`
+does: the process has the platform of a GPU, unpatched megatron-core and no kernel of a GPU. Every operator of torch is computed
+on a CPU, after what CUDA would refuse was refused: tensors of two devices in one operator, a collective on main memory.
+Autograd, optimizers and Gloo are torch's own. Not pretended are streams (all is done when a call returns), pinned memory,
+Triton, compiled functions and Transformer Engine.
 """
 
 from __future__ import annotations
@@ -272,6 +272,8 @@ def _pretend() -> None:
     act_after_import("megatron.core.jit", lambda jit: jit.disable_jit_fuser())
 
 
+if torch.version.cuda is not None:
+    raise RuntimeError("a GPU is pretended to a build of torch for CPUs alone")
 if "megatron.core" in sys.modules:
     raise RuntimeError("tests.pretended_gpu was imported after megatron.core")
 _pretend()

@@ -18,7 +18,10 @@ from tests.megatron.whole_rank import CHOICES, KINDS_OF_FAMILIES, worked
 from tests.predicting import build_predicting
 from tests.world import World, WorldFailure
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.version.cuda is not None, reason="a GPU is pretended to a build of torch for CPUs alone"),
+]
 REPRESENTATIVE = {
     ("llama", "bfloat16"), ("qwen3", "adapters"), ("mixtral", "routes"), ("deepseek_v3", "prediction"),
 }  # fmt: skip
