@@ -1,6 +1,6 @@
 """A GPU that a process without one is told it has: tensors say that they are on `cuda:0`, and their values are in main memory.
 
-It is for a build of torch for CPUs. Import this before megarl's platform is installed, as `World(first="tests.pretended_gpu")`
+Import this before megarl's platform is installed, as `World(first="tests.pretended_gpu")`
 does: the process has the platform of a GPU, unpatched megatron-core and no kernel of a GPU. Every operator of torch is computed
 on a CPU, after what CUDA would refuse was refused: tensors of two devices in one operator, a collective on main memory.
 Autograd, optimizers and Gloo are torch's own. Not pretended are streams (all is done when a call returns), pinned memory,
@@ -42,7 +42,22 @@ def _added_product(total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtyp
     return out.copy_(torch.addmm(total, left.to(dtype), right.to(dtype), **factors))
 
 
-ON_GPUS_ALONE = {torch.ops.aten.addmm.dtype_out: _added_product}
+def _norm_backward(
+    gradient: Tensor, values: Tensor, shape: Any, inverse: Tensor, weight: Tensor | None, wanted: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the values and the weight of a norm by the root mean square over the last axis."""
+    normed = values.float() * inverse
+    scaled = gradient.float() if weight is None else gradient.float() * weight.float()
+    of_values = (scaled - normed * (scaled * normed).mean(-1, keepdim=True)) * inverse
+    if weight is None:
+        return of_values.to(values.dtype), None
+    return of_values.to(values.dtype), (gradient.float() * normed).flatten(0, -2).sum(0).to(weight.dtype)
+
+
+ON_GPUS_ALONE = {
+    torch.ops.aten.addmm.dtype_out: _added_product,
+    torch.ops.aten._fused_rms_norm_backward.default: _norm_backward,
+}
 """Operators that torch has no kernel of for a CPU."""
 
 
@@ -57,10 +72,10 @@ class OnGpu(Tensor):
         return Tensor._make_subclass(cls, values, False, dispatch_device=True, device_for_backend_keys=GPU)  # type: ignore
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return GPU if function is torch.ops.prim.device.default else _computed(function, args, kwargs or {})
 
-    def __repr__(self, *unused: Any, **also_unused: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"OnGpu({in_main_memory(self)})"
 
     def tolist(self) -> Any:
@@ -247,7 +262,7 @@ _KEPT: list[Any] = []
 def _pretend() -> None:
     _give_torch_a_gpu()
     platform.cuda_present = lambda: True
-    torch.utils._triton.has_triton_package = lambda: False
+    torch.utils._triton.has_triton_package = lambda: False  # type: ignore[assignment]
     only_stream = _Stream()
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132, total_memory=80 << 30, name="a pretended GPU")
     answers: dict[str, Any] = {
@@ -259,21 +274,19 @@ def _pretend() -> None:
     }  # fmt: skip
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *unused, answer=answer, **also_unused: answer)
-    torch.cuda.Stream, torch.cuda.Event = _Stream, _Event  # type: ignore[misc]
+    torch.cuda.Stream, torch.cuda.Event = _Stream, _Event  # type: ignore
     torch.cuda.device = torch.cuda.stream = lambda *unused: the_gpu()  # type: ignore
     for owner, attribute, replacement in _rng_redirects():
         setattr(owner, attribute, replacement)
     Tensor.pin_memory = lambda tensor, *unused: tensor  # type: ignore
     Tensor.record_stream = lambda tensor, stream: None  # type: ignore
     Tensor.cuda = lambda tensor, *unused, **also_unused: tensor.to(GPU)  # type: ignore
-    torch.tensor = _tensor
+    torch.tensor = _tensor  # type: ignore
     Tensor.data = property(_DATA.__get__, _set_data)  # type: ignore
-    torch.distributed.distributed_c10d._get_object_coll_device = lambda group=None: GPU
+    torch.distributed.distributed_c10d._get_object_coll_device = lambda group=None: GPU  # type: ignore
     act_after_import("megatron.core.jit", lambda jit: jit.disable_jit_fuser())
 
 
-if torch.version.cuda is not None:
-    raise RuntimeError("a GPU is pretended to a build of torch for CPUs alone")
 if "megatron.core" in sys.modules:
     raise RuntimeError("tests.pretended_gpu was imported after megatron.core")
 _pretend()

@@ -51,7 +51,7 @@ CHOICES = {
     "limits": Choice(LIMITS),
     "Muon": Choice(BFLOAT16, {"name": "muon", "weight_decay": 0.1}),
     "overlap": Choice(BFLOAT16 | OVERLAP),
-    "routes": Choice(BALANCED | {"records_routes": True, "replays_routes": True}, kind="experts", option="routing_replay"),
+    "recorded": Choice(BALANCED | {"records_routes": True, "replays_routes": True}, kind="experts", option="routing_replay"),
     "prediction": Choice({"prediction": PredictionOptions(synced=True)}, kind="predicting", option="prediction"),
 }
 KINDS_OF_FAMILIES: dict[str, tuple[str, ...]] = {
