@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from statistics import mean, median
 
+from option_counts import budget_rows
 from results import READ, Figures, measured_on, result
 
 
@@ -139,21 +140,6 @@ def launches_of_transformer_engine() -> list[str]:
         counts = [(before[what], f"**{now['layer'][what]}**") for what in ("launches", "waits")]
         rows.append((name.removesuffix(", transformer_engine"), *counts[0], *counts[1], *_over_least(now["layer"])))
     head = ("layers of", "launches before", "now", "waits before", "now", "operations / least", "bytes / least")
-    return _table(head, rows)
-
-
-def budget() -> list[str]:
-    rows = []
-    for name, parts in result("budget")["parts"].items():
-        kind, option = name.rsplit(", ", 1)
-        layer = [parts[part] for part in ("scoring", "training", "optimizer")]
-        numbers = [" / ".join(str(one.get(what, 0)) for one in layer) for what in ("launches", "waits", "allocations")]
-        rest = [
-            " / ".join(str(parts[f"rest of {part}"].get(what, 0)) for part in ("scoring", "update"))
-            for what in ("launches", "waits")
-        ]
-        rows.append((kind, option, *numbers, " / ".join(f"{one['bytes'] / 1e6:,.0f}" for one in layer), *rest))
-    head = ("layers of", "option", "launches", "waits", "allocations", "MB", "launches of the rest", "waits of the rest")
     return _table(head, rows)
 
 
@@ -473,7 +459,7 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "scaling": scaling,
         "launches": launches,
         "launches_of_transformer_engine": launches_of_transformer_engine,
-        "budget": budget,
+        "budget": lambda: _table(*budget_rows()),
         "convert_1b": conversion("convert_1b"),
         "convert_8b": conversion("convert_8b"),
         "head_memory": head_memory,
