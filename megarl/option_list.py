@@ -35,6 +35,8 @@ OPTIONS = (
     "lending",
     "elastic",
     "elastic_engines",
+    "disaggregation",
+    "host_cache",
     "transports",
     "distillation",
     "online_pairs",

@@ -244,6 +244,8 @@ IMPORTS_OF_OPTIONS: dict[str, int] = {
     "lending": 0,
     "elastic": 0,
     "elastic_engines": 0,
+    "disaggregation": 0,
+    "host_cache": 0,
     "transports": 0,
     "distillation": 0,
     "online_pairs": 0,

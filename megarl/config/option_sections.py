@@ -13,35 +13,31 @@ AnySection = TypeVar("AnySection", bound=Section)
 Value = TypeVar("Value")
 
 OPTION_OF_FIELD = {
-    "algorithm.distillation": "distillation",
-    "critic.lora": "lora",
+    **dict.fromkeys(("algorithm.distillation", "teacher"), "distillation"),
+    **dict.fromkeys(("critic.lora", "policy.lora"), "lora"),
+    **dict.fromkeys(("policy.mtp", "rollout.speculative"), "prediction"),
+    **dict.fromkeys([f"resources.{name}" for name in ("compare_replicas", "shrink", "slow_ranks", "spares")], "elastic"),
     "data.curriculum": "curriculum",
     "policy.indexer": "sparse_attention",
-    "policy.lora": "lora",
-    "policy.mtp": "prediction",
     "policy.routing": "routing_replay",
     "ptx": "ptx",
     "reward_model": "reward_model",
-    "resources.compare_replicas": "elastic",
-    "resources.shrink": "elastic",
-    "resources.slow_ranks": "elastic",
-    "resources.spares": "elastic",
+    "rollout.disaggregation": "disaggregation",
+    "rollout.host_cache_gb": "host_cache",
     "rollout.max_engines": "elastic_engines",
     "rollout.episode.agent": "agents",
     "rollout.episode.mcp": "tools",
     "rollout.episode.openenv": "environments",
     "rollout.episode.sandbox": "sandboxes",
     "rollout.schedule.lent_engines": "lending",
-    "rollout.speculative": "prediction",
     "run.mirror": "mirror",
     "serve": "serve",
-    "teacher": "distillation",
     "trackers": "telemetry",
 }
 """The option that each added field belongs to, also where an installation lacks it: for the sentence that says so."""
 SINGLE_FIELDS = (
-    "resources.compare_replicas", "resources.shrink", "resources.slow_ranks", "resources.spares", "rollout.max_engines",
-    "rollout.schedule.lent_engines",
+    "resources.compare_replicas", "resources.shrink", "resources.slow_ranks", "resources.spares", "rollout.host_cache_gb",
+    "rollout.max_engines", "rollout.schedule.lent_engines",
 )  # fmt: skip
 """Those of `OPTION_OF_FIELD` that are no sections."""
 

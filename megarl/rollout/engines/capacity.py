@@ -13,7 +13,7 @@ class EngineCapacity:
     """Most that an engine holds at once; None: it does not say."""
 
     responses: int | None = None
-    """Responses that it samples side by side."""
+    """Responses that it samples side by side. 0: it is sent no requests."""
     tokens: int | None = None
     """Tokens whose keys and values its cache keeps."""
 

@@ -10,6 +10,7 @@ from megarl.config.rollout import RolloutConfig
 from megarl.config.rollout_checks import check_rollout
 from megarl.errors import ConfigError
 from megarl.models.registry import sees
+from megarl.option_list import functions
 from megarl.rollout.engines.protocol import Engine
 from megarl.system.user_code import absolute_name, load_user_function
 
@@ -26,7 +27,8 @@ def engine_path(rollout: RolloutConfig) -> str:
     """The import path of the class of a run's engines, which other processes load it by wherever they were started."""
     if is_users_own(rollout.engine):
         return absolute_name(rollout.engine)
-    return CLASSES[kind_of(rollout)]
+    of_options = (of_option(rollout) for of_option in functions("engine_path", "engine_path"))
+    return next(filter(None, of_options), None) or CLASSES[kind_of(rollout)]
 
 
 def load_engine(path: str) -> type[Engine]:

@@ -110,7 +110,7 @@ class EngineOrder:
 
     def _has_room(self, engine: EngineState) -> bool:
         if not engine.requests:
-            return True
+            return engine.capacity.responses != 0
         if len(engine.requests) >= CALLS_PER_ENGINE or engine.asked >= self._most:
             return False
         most, tokens = engine.capacity.responses, engine.capacity.tokens

@@ -63,16 +63,16 @@ class SglangClient:
         texts (`text_stops.py`); None: it knows no text. `media_folder` has the pictures that prompts show; the
         server must see it, too.
         """
-        self.server, self._columns, self._media_folder = server, columns, media_folder
+        self.server, self.columns, self.media_folder = server, columns, media_folder
         self._request_ids = (f"{os.getpid():x}-{i:08x}" for i in itertools.count())
         self._under_way: dict[str, str] = {}  # keys of prompts by request
         self.ended = EndedResponses()
-        self._tokenizer_folder = tokenizer_folder
+        self.tokenizer_folder = tokenizer_folder
 
     async def generate(self, request: EngineRequest, version: int) -> list[list[Generation]]:
         """`Engine.generate`; `version` is that of tokens for which the server names none."""
         shown = request.media if request.media is not None else [()] * len(request.prompts)
-        prompts = [AskedPrompt.seeing(*both, self._media_folder) for both in zip(request.prompts, shown, strict=True)]
+        prompts = [AskedPrompt.seeing(*both, self.media_folder) for both in zip(request.prompts, shown, strict=True)]
         ids = [[next(self._request_ids) for _ in range(request.n)] for _ in prompts]
         begun = request.begun or [[None] * request.n for _ in prompts]
         under_way = {rid: key for key, group in zip(request.keys or (), ids, strict=False) for rid in group}
@@ -132,10 +132,10 @@ class SglangClient:
         full_prompt = prompt.followed_by(begun.response_ids) if begun is not None else prompt
         room = call.params.max_new_tokens - had
         sampling = call.sampling | {"max_new_tokens": room if most is None else min(most, room)}
-        if self._tokenizer_folder is not None:
-            sampling |= asked(call.params.looked_for, self._tokenizer_folder, had)
+        if self.tokenizer_folder is not None:
+            sampling |= asked(call.params.looked_for, self.tokenizer_folder, had)
         body = full_prompt.body | {"sampling_params": sampling, "rid": rid, "return_logprob": True}
-        columns = [column for column in self._columns if not column.body or column.name in call.params.extra]
+        columns = [column for column in self.columns if not column.body or column.name in call.params.extra]
         for column in columns:
             body |= column.body
         answer = await self._ask(call.session, body)

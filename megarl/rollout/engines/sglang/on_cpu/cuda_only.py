@@ -22,7 +22,7 @@ def install() -> None:
     factory.get_rope_cpu = lambda *sizes: factory.get_rope(*sizes[:8]) if sizes[5] is None else of_cpu(*sizes)
     fused_moe_native.moe_forward_native = own_experts_only(fused_moe_native.moe_forward_native)
     # to register memory with CUDA is all that the other function does beside
-    common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, device, pin_memory, allocator: torch.empty(dims, dtype=dtype)
+    common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, device, **pinned: torch.empty(dims, dtype=dtype)
     # the other way needs NCCL
     GroupCoordinator.reduce_scatterv = GroupCoordinator._deterministic_reduce_scatterv
 

@@ -1,0 +1,1 @@
+"""Prefill and decoding on engines of their own, by SGLang's disaggregation."""

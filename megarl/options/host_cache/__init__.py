@@ -1,0 +1,1 @@
+"""Keys and values of prompts in main memory, behind the cache on GPUs: SGLang's hierarchical cache."""
