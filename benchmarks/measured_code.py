@@ -46,6 +46,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "log_probs": ("megarl/megatron/heads.py",),
     "partial_responses": ("megarl/core", "megarl/rollout"),
     "planning_memory": ("megarl/megatron", "megarl/models", "megarl/planning"),
+    "redaction": ("megarl/experience/samples_file.py", "megarl/observe/progress.py", "megarl/system/redaction.py"),
     "replaced_ranks": ("megarl/options/elastic", "megarl/workers"),
     "reshard": ("megarl/weights",),
     "reshard_plan": ("megarl/weights",),
