@@ -51,7 +51,7 @@ def of_costs() -> list[str]:
     fastest = min(one["seconds"] for one in converted["rounds"]["plain"])
     heads = result("head_memory")["memory"]["hidden size 4096"]
     ours, liger = heads["megarl on a GPU, bfloat16"], heads["Liger on a GPU, bfloat16"]
-    conversations = result("tokenising")["rows_per_s"]
+    conversations, secrets = result("tokenising")["rows_per_s"], result("redaction")["run"]
     micro_batches = [one["micro_batch"]["launches"] for name, one in result("roofline")["transformer_engine"]["parts"].items()
                      if name.endswith(", transformer_engine")]  # fmt: skip
     return [
@@ -63,6 +63,9 @@ def of_costs() -> list[str]:
         f"import at {percent(fastest / converted['medians']['import']['seconds'])}",
         f"has {megabytes(ours['bytes'])} MB ({percent(ours['of float32 logits'], 1)})",
         f"Liger's {liger['bytes'] / 1e6:,.0f} MB ({percent(liger['of float32 logits'], 1)})",
+        f"takes: {secrets['ns_per_character']:.0f} ns a character",
+        f"at most {_words(secrets['share_by_default'], 2)} of a step",
+        f"and {_words(secrets['share_of_a_step'])} with all {secrets['log_samples']}",
         f"within {result('log_probs')['figures']['worst_error_nats']:.1e} nats of float64".replace("e-0", "e-"),
         f"**{conversations['megarl']:,.0f} a second**",
         f"makes {conversations['transformers']:,.0f} a second",
