@@ -79,7 +79,7 @@ def counted() -> Iterator[list[Moment]]:
 
     for name, (module, function) in places.items():
         setattr(module, function, costs[name].of(before[name]))
-    samples_file.SamplesFile.add = add_and_look  # type: ignore[method-assign]
+    samples_file.SamplesFile.add = add_and_look  # type: ignore[method-assign, assignment]
     try:
         yield moments
     finally:
