@@ -30,7 +30,10 @@ def of_performance() -> list[str]:
     alone = result("group_calls")
     call_s = median(one["step_s"] / alone["calls_of_a_step"] / int(ranks) for ranks, one in alone["by_rank"].items())
     calls, checks = alone["by_node"], result("update_checks")["checks"]["671b"]["10240"]
-    llama = roofline["parts"]["llama, reference"]["layer"], roofline["transformer_engine"]["parts"]["llama, transformer_engine"]
+    llama = (
+        roofline["parts"]["llama, reference"]["layer"],
+        result("roofline_of_transformer_engine")["parts"]["llama, transformer_engine"],
+    )
     return [
         f"{one['all']:.1f} s for {one['responses']:,.0f} responses on {int(ranks):,} ranks",
         f"{one['sent_bytes'] / 1e6:,.0f} MB are sent",
@@ -52,7 +55,7 @@ def of_costs() -> list[str]:
     heads = result("head_memory")["memory"]["hidden size 4096"]
     ours, liger = heads["megarl on a GPU, bfloat16"], heads["Liger on a GPU, bfloat16"]
     conversations, secrets = result("tokenising")["rows_per_s"], result("redaction")["run"]
-    micro_batches = [one["micro_batch"]["launches"] for name, one in result("roofline")["transformer_engine"]["parts"].items()
+    micro_batches = [one["micro_batch"]["launches"] for name, one in result("roofline_of_transformer_engine")["parts"].items()
                      if name.endswith(", transformer_engine")]  # fmt: skip
     return [
         f"by the table {asked['submit_s'] + asked['wait_s']:.1f} s of CPU",
