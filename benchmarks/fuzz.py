@@ -131,7 +131,7 @@ def main() -> int:
         report = json.loads(arguments.out.read_text())
     report |= {
         "command": "python benchmarks/fuzz.py " + " ".join(sys.argv[1:]),
-        "code": code_of("fuzz"),
+        "code": report["code"] if arguments.targets and "code" in report else code_of("fuzz"),  # as old as the oldest figure
         "versions": {"python": platform.python_version(), **versions},
         "machine": {"system": platform.platform(terse=True), "processor": _processor(), "cores": os.cpu_count()},
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ import torch
 
 from megarl.checkpoint.format.dist_format import DistFolder, is_dist_checkpoint
 from megarl.convert.blocks import BLOCK_BYTES
-from megarl.convert.plan import RECORD, ConversionPlan, gib
+from megarl.convert.plan import RECORD, ConversionPlan, gib, read_record
 from megarl.convert.sources import HF_SUBFOLDER
 from megarl.errors import ModelError, counted
 from megarl.models.hf_folder import HFFolder
@@ -154,7 +153,7 @@ def _tensor_rows(tensors: Iterable[ListedTensor]) -> list[TableRow]:
 def _record_rows(folder: Path) -> list[TableRow]:
     if not (folder / RECORD).is_file():
         return []
-    record = json.loads((folder / RECORD).read_text())
+    record = read_record(folder)
     layout = record.get("layout")
     rows = [("made by", f"{record.get('made_by')} from {record.get('source')}")]
     if layout is not None:

@@ -23,6 +23,7 @@ from megarl.checkpoint.format.torch_save_format import frame
 from megarl.config.layout import Layout
 from megarl.convert.blocks import BLOCK_BYTES, Extent, Matrix, Part, Task, rows_and_cols
 from megarl.convert.sources import HF_SUBFOLDER, ConversionSource
+from megarl.errors import CheckpointError
 from megarl.models.check_layouts import read_shape
 from megarl.models.fused_experts import ExpertPlace
 from megarl.models.fused_rows import FusedRows
@@ -33,6 +34,7 @@ from megarl.models.safetensors_layout import header_and_entries
 from megarl.models.weight_formats import WeightFormat, format_called
 from megarl.models.weight_map import PREDICTION
 from megarl.models.weight_tensors import kept_dtype
+from megarl.observe.record_lines import object_line
 
 RECORD = "megarl_conversion.json"
 """File of a converted folder that says where it came from, its layout, and the checksum of every tensor written."""
@@ -305,6 +307,25 @@ def _write_record(
 ) -> None:
     record = {"made_by": f"megarl convert {kind}", "source": str(source.path), **options, "xxh3_64": dict(checksums)}
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Read back what is noted of a converted folder: `xxh3_64` by name of tensor, `made_by`, `source`, perhaps `layout`.
+
+    Raises:
+        CheckpointError: it is damaged, or of something else.
+        FileNotFoundError: there is none.
+    """
+    try:
+        record = object_line((folder / RECORD).read_bytes())
+        checksums, layout = record.get("xxh3_64"), record.get("layout")
+        if not isinstance(checksums, dict) or not all(isinstance(checksum, str) for checksum in checksums.values()):
+            raise ValueError("it has no checksums")
+        if not isinstance(layout, dict | None):
+            raise ValueError("its layout is no object")
+        return record
+    except ValueError as error:
+        raise CheckpointError(f"'{folder / RECORD}' is damaged or not of a conversion ({error})") from None
 
 
 def _stated(layout: Layout) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from megarl.checkpoint.format.dist_format import is_dist_checkpoint
 from megarl.convert.blocks import Files, Matrix, Part, Reader, Task, extent_checksum, rows_per_block
-from megarl.convert.plan import RECORD
+from megarl.convert.plan import RECORD, read_record
 from megarl.convert.sources import ConversionSource, DistSource, HFSource, open_dist, open_hf
 from megarl.errors import CheckpointError
 
@@ -84,17 +83,14 @@ def check_record(source: ConversionSource, progress: Callable[[int, int], None] 
     """Compare what a converted folder holds with the checksums noted when it was written.
 
     Raises:
-        CheckpointError: the folder has no such record.
+        CheckpointError: the folder has no such record, or a damaged one.
     """
-    path = source.path / RECORD
     try:
-        noted: dict[str, str] = json.loads(path.read_text())["xxh3_64"]
+        noted: dict[str, str] = read_record(source.path)["xxh3_64"]
     except FileNotFoundError:
         raise CheckpointError(
             f"'{source.path}' has no {RECORD}, so nothing says what was written to it; name a second folder to compare it with"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"'{path}' is damaged: {error!r}") from None
     tally = Tally()
     stored = dict(_stored(source))
     for name in noted.keys() ^ stored.keys():

@@ -31,10 +31,9 @@ from megarl.errors import (
     counted,
     nearest,
 )
-from megarl.observe import MetricsFile, Phases, Progress, build_summary, evaluation_line, write_summary
+from megarl.observe import MetricsFile, Phases, Progress, build_summary, evaluation_line, read_summary, write_summary
 from megarl.observe.kept_lines import mend_ends
 from megarl.observe.progress import aligned, gate_line
-from megarl.observe.record_lines import object_line
 from megarl.observe.run_state import RunState
 from megarl.runs.expert_record import ExpertRecord
 from megarl.runs.folders import checkpoint_in
@@ -447,7 +446,7 @@ class Run(ABC):
         path = self.folder / "summary.json"
         if self.was_finished:
             self.progress.say(f"{self.folder} is finished; its summary is in {path}")
-            return object_line(path.read_bytes())
+            return read_summary(path)
         model = self.folder / "model"
         if self._settings.run.export and not self.roles.groups[POLICY].any_rank(model.exists()):
             with self.phases("export"):

@@ -12,14 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megarl.algorithms import (
-    K3_LIMIT,
-    POLICY_LOSSES,
-    LossSettings,
-    kl_per_token,
-    mismatch_sums,
-    value_loss,
-)
+from megarl.algorithms import K3_LIMIT, POLICY_LOSSES, LossSettings, kl_per_token, mismatch_sums, value_loss
 from megarl.data.stream import PackedStream, ScoredValues
 from megarl.errors import MegarlError
 from megarl.experience.step_parts import MixedLoss, StreamLoss, TokenTerm

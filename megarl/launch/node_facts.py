@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import psutil
 
 from megarl.errors import ConfigError
+from megarl.observe.record_lines import object_line
 from megarl.observe.summary import versions
 from megarl.system.atomic_files import write_text_atomically
 
@@ -101,11 +103,14 @@ def read_facts(folder: str | Path, *, count: int, deadline_s: float = 30.0, name
     """
     ends_at = time.monotonic() + deadline_s
     while True:
-        files = sorted(Path(folder).glob("*.json"))
-        if len(files) >= count:
-            return [facts_from(json.loads(file.read_text())) for file in files]
+        found: dict[str, NodeFacts] = {}
+        for file in sorted(Path(folder).glob("*.json")):
+            with suppress(OSError, ValueError, TypeError, LookupError, AttributeError):  # its content may be seen later
+                found[file.stem] = facts_from(object_line(file.read_bytes()))
+        if len(found) >= count:
+            return [*found.values()]
         if time.monotonic() > ends_at:
-            seen = [file.stem for file in files]
+            seen = [*found]
             missing = [name for name in names if name not in seen]
             who = f"what {', '.join(missing)} wrote" if missing else f"what {count - len(seen)} of {count} nodes wrote"
             raise ConfigError(

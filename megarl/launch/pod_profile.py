@@ -6,7 +6,7 @@ Both are cluster profiles: fields that mean the same have the same names, and th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Annotated, Literal
 
@@ -53,6 +53,25 @@ def toleration(text: str) -> dict[str, str]:
     value, effect = match["value"], match["effect"]
     wanted = {"operator": "Equal", "value": value} if value is not None else {"operator": "Exists"}
     return {"key": match["key"], **wanted} | ({"effect": effect} if effect else {})
+
+
+def _texts(value: object) -> Iterator[str]:
+    """The texts in a field of a profile: itself, its entries, or names and values of it."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (f"{name}={entry}" for name, entry in value.items())
+        yield from (text for pair in value.items() for text in pair)
+    elif isinstance(value, tuple):
+        yield from value
+
+
+def _refuse_secrets(profile: ContainerProfile) -> None:
+    """Raise ValueError where a text of the profile is a secret or has one in it; which one is not said."""
+    for name in type(profile).model_fields:
+        if any(redacted(text) != text for text in _texts(getattr(profile, name))):
+            what = f"{name} has a secret in it, which everybody could read who reads the manifest"
+            raise ValueError(f"{what}; remove it there, and give it by secrets")
 
 
 class ContainerProfile(ClusterProfile):
@@ -182,6 +201,11 @@ class KubernetesProfile(ContainerProfile):
             )
         return self
 
+    @model_validator(mode="after")
+    def _no_text_is_a_secret(self) -> KubernetesProfile:
+        _refuse_secrets(self)
+        return self
+
 
 class SkyProfile(ContainerProfile):
     """Requests of a run to SkyPilot; every field is an option of `megarl submit skypilot` as well."""
@@ -221,6 +245,11 @@ class SkyProfile(ContainerProfile):
         for path in (*self.buckets.values(), *self.volumes.values()):
             if not PurePosixPath(path).is_absolute():
                 raise ValueError(f"buckets or volumes mounts at '{path}'; it must be an absolute path")
+        return self
+
+    @model_validator(mode="after")
+    def _no_text_is_a_secret(self) -> SkyProfile:
+        _refuse_secrets(self)
         return self
 
 

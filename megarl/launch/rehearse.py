@@ -6,7 +6,6 @@ The small run (`small_run.py`) is made on a Ray that says it has the GPUs; each 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from megarl.config import AnyConfig
 from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import ConfigError
 from megarl.launch.small_run import small_run
+from megarl.observe import read_metrics
 from megarl.option_list import part
 from megarl.platform import REHEARSAL
 from megarl.weights.communicators import Communicators
@@ -156,7 +156,7 @@ def rehearse(config: AnyConfig, placement: Placement) -> Rehearsed:
             importlib.import_module(f"megarl.trainers.{config.trainer}.train").train(small)
     finally:
         del os.environ[REHEARSAL]
-    rows = [json.loads(line) for line in (Path(small.run_folder) / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(Path(small.run_folder) / "metrics.jsonl")
     count = sum(len(ranks) for ranks in placement.ranks.values()) + sum(map(len, placement.engines))
     apart = largest_difference(rows)
     return Rehearsed(count, len(nodes), apart, str(small.run_folder), listening(Path(small.run_folder)))

@@ -174,6 +174,21 @@ class EndRecord(TypedDict, total=False):
     why: str | None
 
 
+class _EngineRecord(TypedDict):
+    __pydantic_config__ = _CHECKED  # type: ignore[misc]
+    number: StepNumber
+    node: str | None
+    node_id: str | None
+
+
+class EnginesRecord(TypedDict):
+    """`engines.json`, of a run whose engines come and go: names of nodes by id, and the engines."""
+
+    __pydantic_config__ = _CHECKED  # type: ignore[misc]
+    nodes: dict[str, str]
+    engines: list[_EngineRecord]
+
+
 class PlacementRecord(TypedDict):
     """`placement.json`, of which the number of nodes is read."""
 
@@ -231,6 +246,7 @@ FILES: dict[str, LineCheck] = {
     "machine": _line_of(MachineRecord),
     "end": _line_of(EndRecord),
     "placement": _line_of(PlacementRecord),
+    "engines": _line_of(EnginesRecord),
 }
 """By name of a JSON file of one object what checks it."""
 
@@ -241,10 +257,13 @@ def read_file(path: Path) -> tuple[dict[str, Any], str | None]:
     The object of a damaged file is empty, and that of no file.
     """
     try:
-        if not path.is_file():
-            return {}, None
-        if path.stat().st_size > LONGEST_LINE:
-            raise ValueError(f"it has more than {LONGEST_LINE >> 20} MiB")
-        return FILES[path.stem](path.read_bytes()), None
+        return (checked_file(path) if path.is_file() else {}), None
     except (OSError, ValueError) as error:
         return {}, f"{path} is damaged or not of a run, and left out ({error})"
+
+
+def checked_file(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a run; raises OSError, and ValueError where it is damaged or of something else."""
+    if path.stat().st_size > LONGEST_LINE:
+        raise ValueError(f"it has more than {LONGEST_LINE >> 20} MiB")
+    return FILES[path.stem](path.read_bytes())

@@ -16,7 +16,9 @@ from typing import Any
 import psutil
 
 from megarl.config import AnyConfig
+from megarl.errors import CheckpointError
 from megarl.observe.phases import Phases
+from megarl.observe.record_lines import object_line
 from megarl.system.atomic_files import write_text_atomically
 from megarl.version import __version__
 
@@ -80,6 +82,18 @@ def build_summary(
 def write_summary(path: str | Path, summary: Mapping[str, Any]) -> None:
     """Write `summary` to `path` as indented JSON, atomically."""
     write_text_atomically(path, json.dumps(summary, indent=2, default=_plain) + "\n")
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Read back what `write_summary` wrote; raises CheckpointError, a sentence, where the file is damaged or foreign."""
+    try:
+        summary = object_line(path.read_bytes())
+        if type(summary.get("steps")) is not int or not isinstance(summary.get("phases"), dict):
+            raise ValueError("it has no steps and phases")
+        return summary
+    except (OSError, ValueError) as error:
+        why = f"{path} is damaged or no summary of a run ({str(error)[:200]})"
+        raise CheckpointError(f"{why}; remove it, and the finished run writes it anew") from None
 
 
 def _plain(value: Any) -> Any:

@@ -123,7 +123,7 @@ def read_table(path: str | Path) -> list[Measured]:
 def _rows(path: str | Path) -> list[dict[str, Any]]:
     try:
         rows = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--against is '{path}', which cannot be read as JSON: {error}") from error
     rows = rows if isinstance(rows, list) else [rows]
     for row in rows:

@@ -12,6 +12,7 @@ import errno
 import getpass
 import json
 import os
+import re
 import secrets
 import socket
 import sys
@@ -21,6 +22,8 @@ from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import from_json
 
 from megarl.errors import CheckpointError, ConfigError, OwnerError
 from megarl.runs.still_owned import checks
@@ -72,6 +75,9 @@ class FolderOwner:
         if self.job and self.job == me.job and self.requeues < me.requeues:
             return False
         return None
+
+
+_FIELDS = {field.name: type(field.default) for field in fields(FolderOwner) if field.name != "token"}
 
 
 def this_process() -> FolderOwner:
@@ -317,22 +323,29 @@ def _beat_of(path: Path) -> tuple[int, int] | None:
         os.close(file)
 
 
+def owner_in(content: bytes) -> FolderOwner:
+    """The owner in a file's content; raises ValueError where it has no token that can name a file."""
+    read = from_json(content)
+    token = read.get("token") if isinstance(read, dict) else None
+    if not isinstance(token, str) or not re.fullmatch(r"[0-9A-Za-z_-]{1,64}", token):
+        raise ValueError("it names no owner")
+    return FolderOwner(token, **{name: read[name] for name, kind in _FIELDS.items() if type(read.get(name)) is kind})
+
+
 def _read(path: Path, tries: int = 5) -> FolderOwner | None:
     """The owner that a file names: an unknown one where nobody can read it, None where there is no file.
 
     Half a file is read again: without hard links it is seen while it is written.
     """
     try:
-        read: Any = json.loads(path.read_bytes())
-        known = {field.name for field in fields(FolderOwner)}
-        return FolderOwner(**{name: value for name, value in read.items() if name in known})
+        return owner_in(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
         if error.errno == errno.ESTALE:  # it was replaced from another host
             return FolderOwner(token="stale")
         raise
-    except (ValueError, TypeError, AttributeError):
+    except ValueError:
         if tries == 1:
             return FolderOwner(token="unreadable")
     time.sleep(0.1)

@@ -6,7 +6,6 @@ same sizes, is looked at here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from megarl.config.at_resume import Change, changes
 from megarl.config.secrets import references
 from megarl.config.yaml_tree import load_text
 from megarl.errors import ConfigError
+from megarl.observe.record_lines import object_line
 from megarl.runs.folders import checkpoint_in
 from megarl.runs.manifest import made_by
 from megarl.runs.provenance import CONFIG, code_differences, provenance
@@ -162,11 +162,11 @@ def _of_models(changed: Sequence[Change]) -> Iterator[str]:
 
 def _sizes(folder: str) -> dict[str, Any]:
     try:
-        content = json.loads((Path(folder) / "config.json").read_text())
+        content = object_line((Path(folder) / "config.json").read_bytes())
     except (OSError, ValueError):
         return {}
-    text = content.get("text_config") if isinstance(content, dict) else None
-    return {**content, **(text if isinstance(text, dict) else {})} if isinstance(content, dict) else {}
+    text = content.get("text_config")
+    return {**content, **(text if isinstance(text, dict) else {})}
 
 
 def _of_groups(checkpoint: Path, changed: Sequence[Change]) -> Iterator[str]:

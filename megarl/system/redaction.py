@@ -11,7 +11,7 @@ import importlib
 import os
 import re
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, lru_cache
 
 HIDDEN = "(hidden)"
 """Text in the place of a secret."""
@@ -77,6 +77,7 @@ _NO_VALUE = re.compile(
 )  # numbers count where only `token` and its like are the name
 
 
+@lru_cache(maxsize=4096)  # each text asks of every variable of the environment
 def is_secret(key: object) -> bool:
     """Return whether an entry of this name is one: `api_key`, `Authorization`, `judgeToken`; not `eos_token`, `max_tokens`."""
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(key).lstrip("-").replace("-", "_"))

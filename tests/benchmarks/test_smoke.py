@@ -491,6 +491,7 @@ RUN_BY = {
     "partial_responses": f"{HERE}::test_partial_responses",
     "planner": f"{HERE}::test_planner",
     "planning_memory": f"{HERE}::test_planning_memory",
+    "redaction": f"{OF_RUNS}::test_redaction",
     "replaced_ranks": f"{OF_RUNS}::test_replaced_ranks",
     "reshard": f"{OF_RUNS}::test_reshard",
     "reshard_plan": f"{HERE}::test_reshard_plan",

@@ -120,6 +120,15 @@ def test_speculative(measured: Measured, local_ray: None) -> None:
 
 
 @pytest.mark.exhaustive
+def test_redaction(measured: Measured, local_ray: None) -> None:
+    numbers = ("run:ns_per_character", "run:share_of_cpu", "run:share_of_a_step", "run:share_by_default")
+    found = measured("redaction", "--steps", "1", numbers=numbers)
+    assert {"machine", "code", "versions", "run"} == found.keys()
+    assert found["run"]["calls"]["samples"] >= found["run"]["log_samples"]
+    assert 0 < found["run"]["share_by_default"] < found["run"]["share_of_a_step"]
+
+
+@pytest.mark.exhaustive
 def test_step(measured: Measured, warm: None) -> None:
     small = ["--steps", "1", "--warmup-steps", "1", "--rounds", "0"]
     figures = ("samples_per_s", "driver_overhead", "median:time/step_s", "median:time/update_s", "median:time/generate_s")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl import cli
 from megarl.config.layout import Layout
-from megarl.convert.plan import plan_dist, plan_hf
+from megarl.convert.plan import RECORD, plan_dist, plan_hf
 from megarl.convert.sources import open_dist, open_hf
 from megarl.convert.verify import check_record, compare, open_any
 from tests.convert.conftest import exported, imported
@@ -57,6 +57,23 @@ def test_one_flipped_bit_is_found_by_comparing_and_by_the_record_alone(trio: dic
         [difference] = tally.differences
         assert f"'{TENSOR}' has" in difference
         assert "checksum" in difference
+
+
+def test_a_damaged_record_is_one_sentence_for_who_verifies_and_who_looks(
+    trio: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = trio["hf"] / RECORD
+    whole = json.loads(record.read_text())
+    damaged = [[], whole | {"xxh3_64": 3}, whole | {"xxh3_64": {TENSOR: [1]}}, whole | {"layout": 3}, {}]
+    for text in ("", "{", "[" * 100_000, *map(json.dumps, damaged)):
+        record.write_text(text)
+        for command in (["inspect", str(trio["hf"])], ["verify", str(trio["hf"])]):
+            assert cli.main(["convert", *command]) == 2
+            said = capsys.readouterr().err
+            assert f"'{record}' is damaged or not of a conversion (" in said
+            assert said.count("\n") == 1
+    record.write_text(json.dumps(whole))
+    assert cli.main(["convert", "verify", str(trio["hf"])]) == 0
 
 
 def test_one_flipped_bit_in_a_distributed_checkpoint_is_found_by_its_record(trio: dict[str, Path]) -> None:

@@ -98,6 +98,12 @@ def test_sentences_have_the_figures_that_were_measured(generate: ModuleType) -> 
     assert {page: lacks for page, lacks in missing.items() if lacks} == {}
 
 
+def test_a_step_takes_one_time_wherever_it_is_told(generate: ModuleType) -> None:
+    cells = [re.findall(r"[\d.]+ s\b", line) for line in generate.figures.step() if line.startswith("| step")]
+    [of_megarl] = [line.split(" | ") for line in generate.figures.against_trl() if line.startswith("| megarl")]
+    assert cells == [[of_megarl[2]]]
+
+
 def test_a_figure_that_is_not_the_measured_one_is_found(generate: ModuleType) -> None:
     import phrases
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from megarl.cli import main
+from megarl.launch.pod_profile import ContainerProfile, KubernetesProfile, SkyProfile
 from megarl.option_list import OPTIONS
 
 SECRET = "hf_abcdefghijklmnopqrst"
@@ -92,6 +94,37 @@ def test_a_mistake_is_one_sentence(system: str, mistake: str, rl_yaml: Path, cap
     assert err.count("\n") == 1
     assert sentence in err
     assert SECRET not in err
+
+
+UNKNOWN = "q8-zulu-55-tango-q8"
+"""A secret whose form nobody knows; a variable of the environment has it."""
+TEXTS = (
+    SECRET,
+    "glpat-abcdefghijklmnopqrst",
+    UNKNOWN,
+    f"user:{UNKNOWN}@registry/megarl:gpu",
+    f"https://host/x?token={UNKNOWN}",
+)
+SHAPES = (lambda text: text, lambda text: [text], lambda text: {text: "/shared"}, lambda text: {"a": f"/{text}"})
+
+
+@pytest.mark.parametrize("profile", [KubernetesProfile, SkyProfile])
+def test_no_field_takes_a_secret_to_what_is_submitted(profile: type[ContainerProfile], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", UNKNOWN)
+    for name in profile.model_fields:
+        for text in TEXTS:
+            for shaped in SHAPES:
+                with pytest.raises(ValidationError):
+                    profile.model_validate({"image": "registry/megarl:gpu", name: shaped(text)})
+    assert profile.model_validate({"image": "registry/megarl:gpu"}).image == "registry/megarl:gpu"
+
+
+def test_an_image_with_a_password_is_refused_without_saying_it(rl_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run.folder=runs", *CLAIM, "--image", f"https://user:{UNKNOWN}@registry/megarl:gpu", "--dry-run"]
+    assert main(["submit", "kubernetes", str(rl_yaml), *words]) == 2
+    out, err = capsys.readouterr()
+    assert "image has a secret in it, which everybody could read who reads the manifest" in err
+    assert UNKNOWN not in out + err
 
 
 @pytest.mark.parametrize(

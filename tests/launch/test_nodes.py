@@ -14,6 +14,7 @@ import pytest
 
 from megarl.cli import main
 from megarl.errors import ConfigError
+from megarl.launch import node_facts
 from megarl.launch.agree import agree, choose_interface, choose_ports, verdicts
 from megarl.launch.cluster_doctor import compare, examine_cluster
 from megarl.launch.node_facts import (
@@ -104,6 +105,17 @@ def test_a_node_s_facts_are_those_of_the_machine_and_survive_the_file(tmp_path: 
     assert facts.memory_bytes == psutil.virtual_memory().total
     assert facts_from(asdict(facts)) == facts
     write_facts(tmp_path, facts)
+    assert read_facts(tmp_path, count=1) == [facts]
+
+
+@pytest.mark.parametrize("text", ["", '{"name": "b"', "[]", "{}", '{"gpus": 3}', "[" * 100_000])
+def test_a_file_whose_content_is_not_seen_yet_is_waited_for(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = describe_node(tmp_path)
+    file = tmp_path / f"{facts.name}.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"what {facts.name} wrote to .* is not seen on"):
+        read_facts(tmp_path, count=1, deadline_s=0.0, names=(facts.name,))
+    monkeypatch.setattr(node_facts.time, "sleep", lambda _: write_facts(tmp_path, facts))
     assert read_facts(tmp_path, count=1) == [facts]
 
 

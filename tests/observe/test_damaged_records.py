@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from megarl.cli import main
-from megarl.observe import growing_file, read_metrics
+from megarl.errors import CheckpointError
+from megarl.observe import growing_file, read_metrics, read_summary
 from megarl.observe.growing_file import RowFile
 from megarl.observe.page_samples import PACKED_BYTES, packed_samples
 from megarl.observe.record_lines import metrics_line
@@ -23,6 +24,7 @@ from megarl.observe.run_state import RunState
 from megarl.observe.sample_file import SampleFile
 from megarl.observe.sample_media import PagePictures
 from megarl.planning.calibration import read_run as read_times
+from tests.config.smallest import WITHOUT_LIBRARIES
 from tests.observe.recorded import write_run
 
 SAMPLE: dict[str, Any] = {"step": 2, "sample_id": "a", "group_id": "b", "prompt_text": "p", "response_text": "r"}
@@ -161,6 +163,34 @@ def test_a_foreign_file_of_one_object_is_left_out(
     assert f"megarl: {run}/{name}.json is damaged or not of a run, and left out (" in shown(run, capsys)[1]
 
 
+DAMAGED_OBJECTS = {
+    "empty": b"",
+    "half": b'{"steps": 3, "pha',
+    "zeros": bytes(40),
+    "brackets": b"[" * 100_000,
+    "braces": b'{"a":' * 100_000,
+    "a_list": b"[]",
+    "no_utf8": b'{"steps": 3, "phases": {"\xff": 1}}',
+    "of_something_else": b'{"name": "package", "version": "1"}',
+    "steps_of_text": b'{"steps": "3", "phases": {}}',
+    "phases_of_text": b'{"steps": 3, "phases": "long"}',
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED_OBJECTS)
+def test_a_finished_run_whose_summary_is_damaged_or_foreign_says_so_and_what_to_do(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    path.write_bytes(DAMAGED_OBJECTS[name])
+    with pytest.raises(CheckpointError) as caught:
+        read_summary(path)
+    said = str(caught.value)
+    assert said.startswith(f"{path} is damaged or no summary of a run (")
+    assert said.endswith("; remove it, and the finished run writes it anew")
+    assert len(said) < len(str(path)) + 400
+    path.write_text(json.dumps({"steps": 3, "phases": {}, "eval": {"before": None}}))
+    assert read_summary(path) == {"steps": 3, "phases": {}, "eval": {"before": None}}
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -245,19 +275,8 @@ def test_damage_in_metrics_stops_neither_a_plan_nor_who_watches(tmp_path: Path) 
     rows = [json.dumps({"step": step, **times}) for step in (1, 2, 3)]
     (run / "metrics.jsonl").write_text("\n".join([rows[0], "[]", rows[1][:20], rows[2], '{"step": 4, "time/st']))
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [1, 3]
-    (run / "config.yaml").write_text(SMALLEST)
+    (run / "config.yaml").write_text(WITHOUT_LIBRARIES)
     assert read_times(run).steps == 2
-
-
-SMALLEST = """
-run: {name: a, steps: 3}
-model: {path: nowhere, dtype: float32}
-policy: {layout: {dp: 1}, optimizer: {lr: 1e-6}}
-algorithm: {name: grpo, kl: {coef: 0.0}}
-data: {train: {source: jsonl, path: rows.jsonl}, max_prompt_tokens: 8}
-rollout: {engine: embedded, prompts_per_step: 4, samples_per_prompt: 2, max_new_tokens: 4}
-rewards: [{name: exact_number, args: {answer_key: a}}]
-"""
 
 
 def test_restarts_are_counted_in_a_damaged_file_of_faults(tmp_path: Path) -> None:

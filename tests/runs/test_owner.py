@@ -215,6 +215,38 @@ def test_a_damaged_file_belongs_to_somebody_unknown_until_beats_are_missed(tmp_p
     assert clock.now >= 1000 + owner.MISSED_S
 
 
+DAMAGED = {
+    "deep": "[" * 100_000,
+    "a_list": "[]",
+    "no_token": '{"pid": 3}',
+    "a_token_that_is_a_number": '{"token": 3}',
+    "a_token_that_leads_elsewhere": '{"token": "../../made"}',
+    "a_token_that_is_no_name": json.dumps({"token": "a" * 300}),
+    "a_token_with_a_zero": '{"token": "a\\u0000"}',
+    "half_a_character": '{"token": "\\ud800"}',
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_file_that_names_no_owner_is_as_a_damaged_one(name: str, tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "inner" / "owner.json"
+    path.parent.mkdir()
+    path.write_text(DAMAGED[name])
+    claim(path).look()
+    assert clock.now >= 1000 + owner.MISSED_S
+    assert [*path.parent.iterdir()] == [path]
+    assert [*tmp_path.iterdir()] == [path.parent]
+
+
+def test_fields_of_an_owner_that_are_of_other_types_are_unknown(tmp_path: Path) -> None:
+    given = asdict(this_process()) | {"pid": "../../x", "requeues": "many", "host": 3, "started": True, "more": [1]}
+    read = owner.owner_in(json.dumps(given).encode())
+    unknown = FolderOwner(token="")
+    names = ("pid", "requeues", "host", "started")
+    assert [getattr(read, name) for name in names] == [getattr(unknown, name) for name in names]
+    assert (read.token, read.boot, read.user) == (given["token"], given["boot"], given["user"])
+
+
 def test_half_a_file_is_read_again_when_it_is_whole(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "owner.json"
     path.write_text("{")

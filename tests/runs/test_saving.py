@@ -355,6 +355,24 @@ def test_epochs_are_passes_over_the_rows(tmp_path: Path, epochs: float, rows: in
     assert run.count_epochs(config.model_copy(deep=True), rows, per_step) == config  # as a resumed run counts
 
 
+def test_a_finished_run_with_a_foreign_summary_says_so_and_without_one_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with interrupted(tmp_path) as run:
+        summary = run.folder / "summary.json"
+        summary.write_text('{"name": "package"}')
+        run.was_finished = True
+        with pytest.raises(CheckpointError, match=r"summary\.json is damaged or no summary of a run .*; remove it, and"):
+            run.finish()
+        assert summary.read_text() == '{"name": "package"}'
+        summary.unlink()
+        run.was_finished = run.finished and summary.exists()
+        monkeypatch.setattr(run.timeline, "record", lambda step, roles: {})
+        written = run.finish()
+        run.was_finished = True
+        assert run.finish() == json.loads(summary.read_text()) == written
+
+
 def test_a_run_says_its_batch_arithmetic_only_once_its_folder_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

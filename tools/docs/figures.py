@@ -67,16 +67,19 @@ def _listed(values: Iterable[float], digits: int = 1) -> str:
 
 
 def step() -> list[str]:
-    found = result("step")
+    found = result("against_trl")["megarl"]  # a step has one time on all pages
     at = found["median"]
     phases = f"update {at['time/update_s']:.1f}, generate {at['time/generate_s']:.1f}, weight sync {at['time/sync_s']:.2f}"
-    rates = found["generation"]["tokens_per_s"]
+    idle = median(one["time/other_s"] / one["time/step_s"] for one in found["steps"])
+    generation = result("step")["generation"]
     rows = [
         ("samples/s", f"{found['samples_per_s']:.2f}"),
         ("step", f"{at['time/step_s']:.1f} s: {phases}"),
-        ("time in no phase", percent(found["driver_overhead"], 2)),
-        ("generation through megarl's engine", f"{rates['megarl']:.0f} tokens/s"),
-        ("the same server by one plain request", f"{rates['bare']:.0f} tokens/s"),
+        ("time in no phase", percent(idle, 2)),
+        (
+            "generation through megarl's engine",
+            f"{_times(generation['megarl_over_bare'])} one plain request to the same server",
+        ),
     ]
     return _table(("", ""), rows)
 

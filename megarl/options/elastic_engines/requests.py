@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from megarl.errors import ConfigError, DeadlineError, either
+from megarl.observe.record_types import checked_file
 from megarl.system.atomic_files import write_text_atomically
 
 ENGINES = "engines.json"
@@ -39,10 +40,14 @@ def ask_to_leave(folder: Path, node: str, wait_s: float) -> list[int]:
         DeadlineError: the run has not answered after `wait_s` seconds.
     """
     try:
-        told = json.loads((folder / ENGINES).read_text())
+        told = checked_file(folder / ENGINES)
     except FileNotFoundError:
         why = "which nodes can leave whose rollout.engines has min and max, once it has started"
         raise ConfigError(f"{folder} has no {ENGINES}, so it is no run {why}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folder / ENGINES} is damaged or not of a run ({error}); the run writes it anew when it starts"
+        ) from None
     nodes: dict[str, str] = told["nodes"]
     if node not in {*nodes, *nodes.values()}:
         raise ConfigError(f"the run in {folder} has no node '{node}'; it must be {either(sorted(nodes.values()))}")

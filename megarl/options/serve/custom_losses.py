@@ -12,6 +12,7 @@ from typing import Any
 
 from tinker import types
 
+from megarl.observe.record_lines import object_line
 from megarl.options.serve.futures import Promises
 from megarl.options.serve.places import folder_of
 from megarl.options.serve.registry import SessionRecord
@@ -88,7 +89,7 @@ class CustomLosses:
         """Take up those of the server before, of sessions that are not over."""
         for file in sorted(self._folder.glob("*.json")):
             try:
-                note = json.loads(file.read_text())
+                note = object_line(file.read_bytes())
                 asked = types.CreateCustomLossRequest.model_validate(note["asked"])
                 session = session_of(note["tenant"], asked.session_id)
                 if session is None or session.status is not None:

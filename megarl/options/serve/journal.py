@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import CheckpointError
+from megarl.observe.record_lines import object_line
 from megarl.options.serve.places import folder_of, name_of
 from megarl.runs.manifest import sync_folder
 from megarl.system.atomic_files import whole_folder, write_text_atomically
@@ -217,7 +218,7 @@ class RequestJournal:
         """
         folder = self._folder(model)
         try:
-            facts = json.loads((folder / "facts.json").read_text())
+            facts = object_line((folder / "facts.json").read_bytes())
         except (OSError, ValueError):
             raise CheckpointError(f"model {model} has no journal that can be read") from None
         with self._held(model) as log:

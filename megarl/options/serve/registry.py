@@ -93,7 +93,7 @@ class Records(Generic[R]):
                 record = kind(**{name: value for name, value in content.items() if name in names})
                 if folder_of(record.id) != path.stem:
                     raise ValueError("its id is not its name")
-            except (OSError, ValueError, TypeError, AttributeError, RequestError) as error:
+            except (OSError, ValueError, TypeError, AttributeError, RecursionError, RequestError) as error:
                 say(f"the {word} in '{path}' cannot be read and is left out: {error!r}")
                 continue
             self._records[record.id] = record

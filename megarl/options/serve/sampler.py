@@ -7,7 +7,6 @@ A request goes to the server with the fewest samples under way, and to another o
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ import aiohttp
 from megarl.errors import EngineError
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.shape import ModelShape
+from megarl.observe.record_lines import object_line
 from megarl.options.serve.answered_arrays import AbortedError, read_sampled
 from megarl.options.serve.asked_bodies import Bodies, EngineLimits, bodies, check_request, draws_of, shown_tokens
 from megarl.options.serve.engine_arguments import loaded_adapters
@@ -142,7 +142,7 @@ class SglangSampler:
             if not (folder / name).is_file():
                 raise RequestError(f"the adapters have no {name}; they must be a PEFT folder with safetensors")
         try:
-            config = json.loads((folder / _CONFIG).read_text())
+            config = object_line((folder / _CONFIG).read_bytes())
             rank = int(config["r"])
         except (ValueError, KeyError, TypeError) as error:
             raise RequestError(f"{_CONFIG} of the adapters is none of LoRA: {error}") from error

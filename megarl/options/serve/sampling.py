@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinker import types
 
+from megarl.observe.record_lines import object_line
 from megarl.options.serve.futures import Promises
 from megarl.options.serve.old_records import KEPT_S
 from megarl.options.serve.places import CheckpointPath
@@ -212,7 +213,7 @@ class ServedSamplers:
             shutil.rmtree(folder, ignore_errors=True)
         for note in notes:
             try:
-                passed = PassedWeights(**json.loads(note.read_text()), folder=_folder_of(note))
+                passed = PassedWeights(**object_line(note.read_bytes()), folder=_folder_of(note))
                 kept = ServedAdapter(passed.folder.name, passed.folder, passed.model)
                 adapter = self._adapters.setdefault(kept.name, kept)
                 self._add_session(passed, adapter).clones = _clones_after_a_restart()

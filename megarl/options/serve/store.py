@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import CheckpointError
+from megarl.observe.record_lines import object_line
 from megarl.options.serve.journal import sync_file
 from megarl.options.serve.places import KINDS, CheckpointPath, folder_of, name_of
 from megarl.options.serve.registry import ServerRecords, check_metadata
@@ -410,7 +411,7 @@ class CheckpointStore:
     def _read_one(self, path: CheckpointPath, folder: Path) -> None:
         terms: dict[str, Any] = {}
         try:
-            terms = json.loads((folder / TERMS).read_text())
+            terms = object_line((folder / TERMS).read_bytes())
             if terms.get("deleted"):
                 shutil.rmtree(folder, ignore_errors=True)
                 return

@@ -20,6 +20,7 @@ from megarl.data.stream import SCORED_IDS
 from megarl.errors import CheckpointError
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.observe.expert_load import EXPERTS
+from megarl.observe.record_lines import object_line
 from megarl.options.serve.adapter_kinds import is_chosen
 from megarl.options.serve.custom_graph import LossGraph
 from megarl.options.serve.datums import TARGETS, DatumLimits, Laid, flat, lay, parameters_of
@@ -240,7 +241,7 @@ class SessionTrainer:
 
     def _check_header(self, choice: AdapterChoice | None, folder: Path) -> None:
         try:
-            header: dict[str, Any] = json.loads((folder / _HEADER).read_text())
+            header = object_line((folder / _HEADER).read_bytes())
             adapters = None if header["adapters"] is None else AdapterChoice(**header["adapters"])
             if not all((folder / _TENSORS / name).is_file() for name in (METADATA, COMMON)):
                 raise ValueError

@@ -104,6 +104,18 @@ def test_a_node_is_asked_to_leave_by_a_file_that_is_gone_when_it_may_go(tmp_path
         asked[node].unlink()
 
 
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "[" * 100_000, "{}", '{"nodes": [], "engines": []}', '{"nodes": {}, "engines": [3]}']
+)
+def test_damaged_places_of_engines_are_one_sentence(text: str, tmp_path: Path) -> None:
+    (tmp_path / "engines.json").write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"engines\.json is damaged or not of a run \(.*\); the run writes it anew when it starts"
+    ):
+        requests.ask_to_leave(tmp_path, "a", 0.0)
+    assert [*tmp_path.iterdir()] == [tmp_path / "engines.json"]
+
+
 def test_the_command_says_which_engines_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

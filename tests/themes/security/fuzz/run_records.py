@@ -9,11 +9,13 @@ import json
 import shutil
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from megarl.errors import MegarlError, written_out
+from megarl.runs.owner import this_process
 from megarl.system.terminal import SafeStream
 from tests.observe.recorded import write_run
 
@@ -21,6 +23,7 @@ FILES = {
     b"m": "metrics.jsonl", b"s": "samples.jsonl", b"t": "trace.jsonl", b"d": "distributions.jsonl", b"e": "experts.jsonl",
     b"f": "faults.jsonl", b"r": "reward_errors.jsonl", b"v": "evaluations.jsonl", b"S": "summary.json", b"M": "machine.json",
     b"l": "slow_ranks.jsonl", b"E": "end.json", b"P": "placement.json", b"c": "config.yaml",
+    b"O": "owner.json", b"N": "engines.json",
 }  # fmt: skip
 EXPERTS = {"step": 1, "policy": {"layers": [0], "loads": [[1.0, 1.0]], "entropy": [0.5]}}
 REWARD_ERROR = {"step": 1, "reward": "r", "errors": 2, "on_error": "zero", "error": "ValueError", "traceback": "x"}
@@ -65,6 +68,9 @@ def whole_run(room: Path) -> Path:
         machine = {"machine": {"cores": 2, "memory_bytes": 2**30}, "versions": {"megarl": "1"}, "gpus": 1, "gpu": "H"}
         (folder / "machine.json").write_text(json.dumps(machine))
         (folder / "placement.json").write_text('{"nodes": [1, 2]}')
+        (folder / "owner.json").write_text(json.dumps(asdict(this_process())))
+        engine = {"number": 0, "node": "a", "node_id": "b", "stage": "up"}
+        (folder / "engines.json").write_text(json.dumps({"nodes": {"b": "a"}, "engines": [engine]}))
     return folder
 
 
@@ -169,7 +175,27 @@ def resume(folder: Path) -> None:
     assert mend_ends(copy) == []
 
 
-READERS = {"report": report, "compare": compare, "samples": samples, "status": status, "watch": watch, "resume": resume}
+def begin(folder: Path) -> None:
+    """What reads the small files of a run that was there before: its owner, its summary if it is finished, its engines."""
+    from megarl.observe import read_summary
+    from megarl.options.elastic_engines.requests import ask_to_leave
+    from megarl.runs.owner import owner_in
+
+    with suppress(ValueError):
+        owner = owner_in((folder / "owner.json").read_bytes())
+        assert (folder / f".owner.json.after-{owner.token}").parent == folder
+        assert owner.fate(this_process()) in (True, False, None)
+        str(owner).encode()
+    with suppress(MegarlError):
+        json.dumps(read_summary(folder / "summary.json"))
+    with suppress(MegarlError):
+        ask_to_leave(folder, "a", 0.0)
+
+
+READERS = {
+    "report": report, "compare": compare, "samples": samples, "status": status, "watch": watch, "resume": resume,
+    "begin": begin,
+}  # fmt: skip
 WORDS = (
     *(
         b'"step"',

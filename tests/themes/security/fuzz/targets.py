@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import MegarlError, written_out
+from tests.config.smallest import WITHOUT_LIBRARIES
 from tests.themes.security.fuzz import run_records
 
 
@@ -55,15 +56,7 @@ def _folder() -> Path:
 
 # configs ---------------------------------------------------------------------------------------------------------------
 
-_RL = b"""
-run: {name: a, steps: 3}
-model: {path: nowhere, dtype: float32}
-policy: {layout: {dp: 1}, optimizer: {lr: 1e-6}}
-algorithm: {name: grpo, kl: {coef: 0.0}}
-data: {train: {source: jsonl, path: rows.jsonl}, max_prompt_tokens: 8}
-rollout: {engine: embedded, prompts_per_step: 4, samples_per_prompt: 2, max_new_tokens: 4}
-rewards: [{name: exact_number, args: {answer_key: a}}]
-"""
+_RL = WITHOUT_LIBRARIES.encode()
 _SFT = b"""
 run: {name: a}
 model: {path: nowhere}
