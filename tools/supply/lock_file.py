@@ -1,0 +1,60 @@
+"""Reads the locks of requirements/ (written by requirements/lock.py): which packages, at which versions, from which files."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+
+REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"
+PIN = re.compile(r"(?P<name>[\w.-]+)==(?P<version>[^\s;]+)")
+HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})(?![0-9a-f])")
+
+
+@dataclass(frozen=True)
+class Locked:
+    """A package of a lock: its version, and the SHA-256 of each file that the index has of it."""
+
+    version: str
+    hashes: tuple[str, ...]
+
+
+def lock_of(python: tuple[int, int] = sys.version_info[:2]) -> Path:
+    """Return the lock of a Python, by default of the one that runs."""
+    return REQUIREMENTS / f"lock-py{python[0]}{python[1]}.txt"
+
+
+def locks() -> list[Path]:
+    """Return all locks, sorted."""
+    return sorted(REQUIREMENTS.glob("lock-py*.txt"))
+
+
+def read_lock(path: Path) -> dict[str, Locked]:
+    """Return canonical name -> package.
+
+    Raises:
+        ValueError: a line is neither a pin, a hash nor a comment, or names a package again.
+    """
+    found: dict[str, tuple[str, list[str]]] = {}
+    name = ""
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        text = line.removesuffix("\\").strip()
+        if pin := PIN.fullmatch(text):
+            name = canonicalize_name(pin["name"])
+            if name in found:
+                raise ValueError(f"{path}:{number} names {name} again")
+            found[name] = (pin["version"], [])
+        elif (digest := HASH.fullmatch(text)) and name:
+            found[name][1].append(digest[1])
+        elif text and not text.startswith("#"):
+            raise ValueError(f"{path}:{number} is {text!r}, which is neither a pin, a hash nor a comment")
+    return {name: Locked(version, tuple(hashes)) for name, (version, hashes) in found.items()}
+
+
+def read_pins(path: Path) -> dict[str, str]:
+    """Return canonical name -> version from the lines `name==version` of a requirements file; other lines are left out."""
+    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+    return {canonicalize_name(pin["name"]): pin["version"] for line in lines if (pin := PIN.fullmatch(line))}
