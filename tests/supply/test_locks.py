@@ -26,16 +26,6 @@ OF_OTHER_BUILDS = re.compile(r"nvidia-.*|triton|cuda-.*")
 """What torch's builds for CUDA bring along: as much the machine's business as torch."""
 
 
-def setup_lists() -> dict[str, list[str]]:
-    """The lists of requirements in setup.py, by their names there."""
-    tree = ast.parse((ROOT / "setup.py").read_text())
-    scope: dict[str, object] = {}
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.List):
-            exec(compile(ast.Module([node], []), "setup.py", "exec"), scope)
-    return {name: value for name, value in scope.items() if isinstance(value, list)}
-
-
 def test_every_python_that_is_tested_has_its_lock() -> None:
     assert lock_file.locks() == [lock_file.lock_of(python) for python in PYTHONS]
     written = ast.literal_eval(re.search(r"^LOCKS = (.*)$", (REQUIREMENTS / "lock.py").read_text(), re.M)[1])
@@ -59,7 +49,7 @@ def test_a_lock_has_the_versions_of_constraints_and_of_the_files_that_pin(path: 
 @pytest.mark.parametrize("python", PYTHONS, ids=str)
 def test_what_setup_asks_for_is_in_the_lock(python: tuple[int, int]) -> None:
     locked = lock_file.read_lock(lock_file.lock_of(python))
-    lists = setup_lists()
+    lists = lock_file.setup_lists()
     assert {"REQUIRES", "SGLANG", "TEST", "DOCS"} <= set(lists)
     environment = {
         "python_version": f"{python[0]}.{python[1]}",
@@ -80,7 +70,7 @@ def needed() -> set[str]:
     """The installed packages that setup.py asks for, and what these ask for in turn: not what somebody added by hand."""
     files = [lock_file.read_pins(REQUIREMENTS / file) for file in ("sglang-cpu.txt", "rdma-cpu.txt", "model.txt")]
     alone = {name for pins in files for name in pins}  # installed with --no-deps
-    asked = [Requirement(text) for requirements in setup_lists().values() for text in requirements]
+    asked = [Requirement(text) for requirements in lock_file.setup_lists().values() for text in requirements]
     found = set(alone)
     while asked:
         requirement = asked.pop()
@@ -121,7 +111,7 @@ def test_a_damaged_lock_is_told(tmp_path: Path) -> None:
     lock = tmp_path / "lock.txt"
     digest = "0" * 64
     lock.write_text(f"# head\na-b==1.0 \\\n    --hash=sha256:{digest}\n    # via\n    #   c\n")
-    assert lock_file.read_lock(lock) == {"a-b": lock_file.Locked("1.0", (digest,))}
+    assert lock_file.read_lock(lock) == {"a-b": lock_file.Locked("1.0", (digest,), ("c",))}
     for wrong in ("a>=1", "a==1.0\na==1.1", f"--hash=sha256:{digest}", f"a==1.0 \\\n    --hash=sha256:{digest}0"):
         lock.write_text(wrong + "\n")
         with pytest.raises(ValueError, match=str(lock)):
