@@ -32,6 +32,7 @@ OPTION_OF_FIELD = {
     "rollout.episode.openenv": "environments",
     "rollout.episode.sandbox": "sandboxes",
     "rollout.schedule.lent_engines": "lending",
+    "rollout.sites": "elastic_engines",
     "rollout.speculative": "prediction",
     "run.mirror": "mirror",
     "serve": "serve",

@@ -5,15 +5,18 @@ from __future__ import annotations
 from megarl.config.engine_kinds import NOT_YET_KNOWN, EngineCapabilities
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
-from megarl.options.elastic_engines.section import max_engines_of
+from megarl.options.elastic_engines.section import max_engines_of, sites_of
 
 FIELD = "rollout.max_engines"
+SITES = "rollout.sites"
 LAST_PORT = 65535
 
 
 def check_engines(config: Config, engine: EngineCapabilities) -> None:
     """Raise ConfigError for what engines that come and go do not go with."""
     rollout, most = config.rollout, max_engines_of(config.rollout)
+    if sites_of(rollout) is not None:
+        _check_sites(config)
     if most is None:
         return
     if most < rollout.engines:
@@ -37,3 +40,22 @@ def check_engines(config: Config, engine: EngineCapabilities) -> None:
         why = f"leaves too few ports from rollout.servers.port = {rollout.servers.port} on"
     if why:
         raise ConfigError.of(FIELD, most, why, allowed="null", rule=why.partition(" ")[2])
+
+
+def _check_sites(config: Config) -> None:
+    """Raise ConfigError for what engines of other sites do not go with."""
+    rollout = config.rollout
+    if max_engines_of(rollout) is None:
+        remedy = "set rollout.engines to {min, max}, or remove rollout.sites"
+        raise ConfigError.needs(SITES, "engines that come and go", remedy)
+    why = ""
+    if rollout.engine != "embedded":
+        why = f"needs engines that give their weights to each other, as rollout.engine = '{rollout.engine}' does not"
+    elif rollout.drafts is not None:
+        why = "does not go with engines that draft (rollout.speculative)"
+    elif rollout.servers.model_path is not None:
+        why = "does not go with weights in few bits (rollout.servers.model_path)"
+    elif config.sends_adapters:
+        why = "does not go with adapters that engines add (policy.lora.sync)"
+    if why:
+        raise ConfigError.of(SITES, "set", why, allowed="null", rule=why)
