@@ -76,7 +76,7 @@ def _where(arguments: argparse.Namespace) -> tuple[str, str]:
     from megarl.system.bearer_tokens import SHORTEST_TOKEN, read_token
 
     if arguments.token is not None and arguments.token_file is not None:
-        raise ConfigError("--token and --token-file are both given; leave one out")
+        raise ConfigError("--token-file is given beside --token; leave one out")
     token = arguments.token or read_token(arguments.token_file, "--token-file", TOKEN_VARIABLE, ConfigError)
     url = arguments.where
     if "://" not in url:
@@ -90,5 +90,5 @@ def _where(arguments: argparse.Namespace) -> tuple[str, str]:
     if token is None:
         raise ConfigError(f"the run's token is missing: set --token-file or {TOKEN_VARIABLE}")
     if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable():
-        raise ConfigError(f"--token must be at least {SHORTEST_TOKEN} printable ASCII characters")
+        raise ConfigError(f"the token must be at least {SHORTEST_TOKEN} printable ASCII characters")
     return url, token

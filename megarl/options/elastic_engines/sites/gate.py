@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ from megarl.options.elastic_engines.sites.far_engine import FarEngine
 from megarl.options.elastic_engines.sites.model_facts import refusal
 from megarl.options.elastic_engines.sites.weight_store import WeightStore
 from megarl.options.elastic_engines.sites.wire import LONGEST_POLL_S, Answer, Joined, Joining, Leaving, Orders, Poll, SiteFacts
-from megarl.system.atomic_files import for_owner, write_text_atomically
+from megarl.system.atomic_files import write_text_atomically
 from megarl.system.bearer_tokens import SHORTEST_TOKEN, read_token
 from megarl.system.http_server import JSON, Admission, ServerThread, application, json_answer, listen, read_json
 
@@ -184,6 +183,4 @@ def write_address(config: Config, settings: SitesConfig, port: int, token: str) 
     """Write where the run listens, for `megarl node join RUN` on machines that see the run's folder."""
     path = Path(config.run_folder) / FOLDER / ADDRESS
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    path.unlink(missing_ok=True)
-    with open(path, "w", opener=for_owner) as file:
-        json.dump({"url": f"http://{host}:{port}", "token": token, "process": os.getpid()}, file)
+    write_text_atomically(path, json.dumps({"url": f"http://{host}:{port}", "token": token}) + "\n", is_private=True)

@@ -84,7 +84,7 @@ def _planes(values: Bytes, itemsize: int) -> bytes:
 
 
 def _joined(planes: bytes, itemsize: int) -> Bytes:
-    return np.ascontiguousarray(np.frombuffer(planes, np.uint8).reshape(itemsize, -1).T).reshape(-1)
+    return np.array(np.frombuffer(planes, np.uint8).reshape(itemsize, -1).T, order="C").reshape(-1)  # a copy, to be written to
 
 
 def packed(values: Bytes, itemsize: int) -> bytes:
