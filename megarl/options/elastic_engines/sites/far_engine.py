@@ -55,6 +55,8 @@ class FarEngine:
         self.leaves = self.is_leaving = self.has_left = False
         self.error = ""
         """Why it is of no use any more."""
+        self.is_silent = False
+        """Whether that is because it was not heard of: it may join again."""
         self.state: FarState | None = None
         self.changed: asyncio.Event | None = None
         """Set, in the server's loop, when there is something to tell the site."""

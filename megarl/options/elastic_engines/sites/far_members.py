@@ -35,6 +35,8 @@ from megarl.workers.rollouts import Rollouts
 
 SILENT_S = 2 * LONGEST_POLL_S
 """After which an engine that is not heard of is lost."""
+MOST_REFUSED = 256
+"""Engines that failed, of which it is kept why."""
 FAREWELL_S = 3.0
 """For sites to fetch their last order."""
 BYTES_PER_TOKEN = 64
@@ -68,6 +70,7 @@ class FarMembers:
         self._facts = SiteFacts(__version__, model_facts(config.model.path), config.model.path, config.rollout.engine, plain, 0)
         self._vocabulary = int(load_hf_config(config.model.path)["vocab_size"])
         self._engines: dict[str, FarEngine] = {}
+        self._refused: dict[str, str] = {}
         self._asking: list[FarEngine] = []
         self._lock = threading.Lock()
         self._writing: threading.Thread | None = None
@@ -95,6 +98,10 @@ class FarMembers:
     def of(self, key: str) -> FarEngine | None:
         """The engine with this key; None: there is none (any more)."""
         return self._engines.get(key)
+
+    def refused(self, key: str) -> str | None:
+        """Why the engine that had this key is not to come again; None: it may."""
+        return self._refused.get(key)
 
     # what the watch over all engines asks -------------------------------------------------------------------------
 
@@ -125,6 +132,7 @@ class FarMembers:
         now = time.monotonic()
         for engine in [*self._engines.values()]:
             if now - engine.heard_at > SILENT_S and not engine.has_left:
+                engine.is_silent = engine.is_silent or not engine.error
                 engine.lose(f"its site {engine.site} was not heard of for {SILENT_S:.0f} s")
             if engine.error and not engine.is_leaving:
                 if engine.state is not None:
@@ -175,6 +183,8 @@ class FarMembers:
     def _forget(self, engine: FarEngine) -> None:
         """Let go of its number; one that has left is kept until it has fetched its last order."""
         if not engine.has_left or not engine.has_orders or time.monotonic() - engine.heard_at > SILENT_S:
+            if engine.error and not engine.is_silent:
+                self._refused = {**dict([*self._refused.items()][-MOST_REFUSED:]), engine.key: engine.error}
             del self._engines[engine.key]
 
     def _open(self, engine: FarEngine) -> None:

@@ -53,6 +53,10 @@ class Members(Protocol):
         """The engine with this key; None: there is none (any more)."""
         ...
 
+    def refused(self, key: str) -> str | None:
+        """Why the engine that had this key is not to come again; None: it may."""
+        ...
+
 
 class Gate:
     """The server, from here until `close`."""
@@ -145,6 +149,8 @@ class Gate:
 
     def _of(self, key: str) -> FarEngine:
         engine = self._members.of(key)
+        if engine is None and (why := self._members.refused(key)) is not None:
+            raise HTTPException(409, why)
         if engine is None:
             raise HTTPException(410, "the run knows no engine of this key (any more)")
         return engine

@@ -347,6 +347,8 @@ class SiteEngine:
         with contextlib.suppress(NotThereError):  # the run has given the work to others
             await self._run.ask("/answer", dict[str, Any], answer)
         self._answered += 1
+        if answer.error and not self._end.done():
+            self._end.set_exception(EngineError(f"the engine here failed: {answer.error}"))
 
     # weights --------------------------------------------------------------------------------------------------------
 
