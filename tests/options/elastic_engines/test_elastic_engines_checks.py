@@ -65,6 +65,20 @@ def test_min_and_max_are_two_fields_and_a_number_stays_a_fixed_number() -> None:
             {"algorithm": {"kl": {"coef": 0.0}}},
             "does not go with engines that are lent the trainer's GPUs",
         ),
+        (2, {"engine": "embedded", "weight_transport": "process_group", "sites": {}}, {}, "set rollout.engines to {min, max}"),
+        (
+            {"min": 1, "max": 4},
+            {"sites": {"port": 0}},
+            {},
+            "needs engines that give their weights to each other, as rollout.engine = 'sglang' does not; it must be null",
+        ),
+        (
+            {"min": 1, "max": 4},
+            {"engine": "embedded", "sites": {}, "servers": {"model_path": "m-fp8"}},
+            {},
+            "does not go with weights in few bits (rollout.servers.model_path)",
+        ),
+        ({"min": 1, "max": 4}, {"engine": "embedded", "sites": {"port": 70000}}, {}, "rollout.sites.port is 70000"),
     ],
 )
 def test_what_they_do_not_go_with_is_one_sentence(

@@ -398,9 +398,6 @@ def test_an_engine_whose_answers_cannot_be_is_let_go_of_and_told_why(two: TwoSit
     one.wait()
     assert isinstance(one.error, ConfigError)
     assert str(one.error).endswith("refuses: the engine of site-b failed: it answered a token id that is not below 1")
-    assert (
-        any("the engine of site-b failed: it is out of memory" in line for line in two.site.said) or not site.there[-1].requests
-    )
 
 
 def test_an_evaluation_waits_for_the_newest_weights(two: TwoSites, monkeypatch: pytest.MonkeyPatch) -> None:

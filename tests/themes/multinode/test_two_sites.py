@@ -21,11 +21,11 @@ import yaml
 from tests.themes.multinode.namespaces import Network, why_not
 from tests.themes.multinode.patient import __file__ as reward_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 pytest.importorskip("megarl.options.elastic_engines")
 pytest.importorskip("zstandard")
 TOKEN = "the-token-of-two-sites"
-WAIT_S, STEP_S, MOST_STEPS = 240.0, 10.0, 2000
+WAIT_S, STEP_S, MOST_STEPS = 600.0, 10.0, 2000
 PORT = 8480
 
 

@@ -344,11 +344,16 @@ class SiteEngine:
             answer = Answer(key, order.number, responses)
         except (EngineError, DeadlineError) as error:
             answer = Answer(key, order.number, error=str(error)[:MOST_ERROR])
-        with contextlib.suppress(NotThereError):  # the run has given the work to others
+        failed: MegarlError | None = EngineError(f"the engine here failed: {answer.error}") if answer.error else None
+        try:
             await self._run.ask("/answer", dict[str, Any], answer)
-        self._answered += 1
-        if answer.error and not self._end.done():
-            self._end.set_exception(EngineError(f"the engine here failed: {answer.error}"))
+            self._answered += 1
+        except NotThereError:
+            pass  # the run has given the work to others
+        except ConfigError as error:
+            failed = failed or error
+        if failed is not None and not self._end.done():
+            self._end.set_exception(failed)
 
     # weights --------------------------------------------------------------------------------------------------------
 
