@@ -6,5 +6,5 @@ from megarl.config.at_resume import APPLIED, answers
 
 AT_RESUME = answers(
     ("rollout", APPLIED, "max_engines"),
-    ("rollout.sites", APPLIED, "host port token_file"),
+    ("rollout.sites", APPLIED, "host port engines token_file"),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarl.config.engine_kinds import NOT_YET_KNOWN, EngineCapabilities
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
-from megarl.options.elastic_engines.section import max_engines_of, sites_of
+from megarl.options.elastic_engines.section import SitesConfig, max_engines_of, sites_of
 
 FIELD = "rollout.max_engines"
 SITES = "rollout.sites"
@@ -15,8 +15,8 @@ LAST_PORT = 65535
 def check_engines(config: Config, engine: EngineCapabilities) -> None:
     """Raise ConfigError for what engines that come and go do not go with."""
     rollout, most = config.rollout, max_engines_of(config.rollout)
-    if sites_of(rollout) is not None:
-        _check_sites(config)
+    if (sites := sites_of(rollout)) is not None:
+        _check_sites(config, sites)
     if most is None:
         return
     if most < rollout.engines:
@@ -42,12 +42,17 @@ def check_engines(config: Config, engine: EngineCapabilities) -> None:
         raise ConfigError.of(FIELD, most, why, allowed="null", rule=why.partition(" ")[2])
 
 
-def _check_sites(config: Config) -> None:
+def _check_sites(config: Config, sites: SitesConfig) -> None:
     """Raise ConfigError for what engines of other sites do not go with."""
-    rollout = config.rollout
-    if max_engines_of(rollout) is None:
+    rollout, most = config.rollout, max_engines_of(config.rollout)
+    if most is None:
         remedy = "set rollout.engines to {min, max}, or remove rollout.sites"
         raise ConfigError.needs(SITES, "engines that come and go", remedy)
+    if rollout.engines + sites.engines > most:
+        reason = f"leaves less than rollout.engines = {rollout.engines} of rollout.max_engines = {most} to the run's own nodes"
+        allowed = f"at most {most - rollout.engines}" if most > rollout.engines else "left out, or rollout.max_engines larger"
+        rule = "leaves too few engines to the run's own nodes"
+        raise ConfigError.of(f"{SITES}.engines", sites.engines, reason, allowed=allowed, rule=rule)
     why = ""
     if rollout.engine != "embedded":
         why = f"needs engines that give their weights to each other, as rollout.engine = '{rollout.engine}' does not"

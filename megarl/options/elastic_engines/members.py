@@ -217,17 +217,20 @@ class EngineMembers:
         at = self._places.found(nodes)
         self._has_placed = at is not None
         elsewhere: set[int] = self._far.numbers if self._far is not None else set()
-        free = {*range(self._most)} - self._members.keys() - elsewhere
+        sites = sites_of(self._config.rollout)
+        most_here = self._most - max(len(elsewhere), sites.engines if sites is not None and self._far is not None else 0)
+        has_room = len(self._members) < most_here
         if at is not None and at.node_id in self._leaving:
             self._empty.append(at)
-        elif at is not None and not free:  # engines of other sites have come meanwhile
+        elif at is not None and not has_room:  # engines of other sites have come meanwhile
             self._places.give_back(at)
         elif at is not None:
             under_way = self._rollouts.updates.under_way if self._rollouts.updates is not None else ()
+            free = {*range(self._most)} - self._members.keys() - elsewhere
             number = min(free, key=lambda number: (number in under_way, number))
             self._members[number] = member = Member(number, at)
             self._pool.submit(self._do, self._join, member)
-        if len(self._members) + len(elsewhere) < self._most:
+        if len(self._members) < most_here:
             self._places.seek()
 
     def _settle(self) -> None:

@@ -25,6 +25,8 @@ class SitesConfig(Section):
     """Address to listen at: that of a tunnel's or TLS proxy's end on this machine, or one that sites can reach themselves."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8480
     """Port to listen at. 0: a free one."""
+    engines: Positive = 1
+    """Of `rollout.max_engines` so many are kept for other sites; more of them may come where the run's nodes have no room."""
     token_file: str | None = None
     """File with the token that sites bring, 16 characters or more. null: MEGARL_SITES_TOKEN, else one is made in the run's
     folder (`sites/token`)."""

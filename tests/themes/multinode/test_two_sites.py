@@ -120,7 +120,7 @@ def tree(folder: Path, model: Path, name: str, steps: int, at: dict[str, Any] | 
         "data": {"train": task, "max_prompt_tokens": 96},
         "rollout": {
             "engine": "embedded", "engines": {"min": 1, "max": 2}, "sites": at, "threads": 1,
-            "prompts_per_step": 4, "samples_per_prompt": 32, "max_new_tokens": 24, "ignore_eos": True,
+            "prompts_per_step": 4, "samples_per_prompt": 32, "max_new_tokens": 8, "ignore_eos": True,
         },
         "rewards": [{"name": f"{Path(reward_file)}:share_of_digits"}],
         "resources": {"placement": "separate"},
