@@ -19,7 +19,7 @@ MAX_ENGINES: AddedField[int | None] = AddedField("RolloutConfig", "max_engines",
 
 
 class SitesConfig(Section):
-    """Where engines of other sites join the run (`megarl node join`, docs/operations.md)."""
+    """The address at which engines of other sites join the run (`megarl node join`, docs/operations.md)."""
 
     host: str = "127.0.0.1"
     """Address to listen at: that of a tunnel's or TLS proxy's end on this machine, or one that sites can reach themselves."""
@@ -43,7 +43,7 @@ FIELDS = (MAX_ENGINES, SITES)
 max_engines_of = MAX_ENGINES.of
 """Engines that a section `rollout` may have at most; None: their number is fixed."""
 sites_of = SITES.of
-"""Where engines of other sites join; None: none do."""
+"""The address at which engines of other sites join; None: none do."""
 FORM = "a whole number above 0, or {min, max} with two of them"
 
 

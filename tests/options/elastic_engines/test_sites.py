@@ -32,7 +32,7 @@ from megarl.options.elastic_engines.sites.wire import (
     ModelFacts,
     Order,
     Poll,
-    Response,
+    SentResponse,
     SiteFacts,
     checked_responses,
     read_request,
@@ -78,7 +78,7 @@ def test_requests_and_responses_arrive_as_they_were_sent() -> None:
         sent_request(EngineRequest([[1]], SamplingParams(1, extra=frozenset({"routing"}))))
 
 
-GOOD = Response([7, 8, 9], [-0.5, -0.5, 0.0], [1, 1, 2], "stop")
+GOOD = SentResponse([7, 8, 9], [-0.5, -0.5, 0.0], [1, 1, 2], "stop")
 
 
 @pytest.mark.parametrize(
@@ -86,13 +86,13 @@ GOOD = Response([7, 8, 9], [-0.5, -0.5, 0.0], [1, 1, 2], "stop")
     [
         ([[GOOD]], "another number of responses"),
         ([[GOOD, GOOD], [GOOD, GOOD]], "another number of responses"),
-        ([[GOOD, Response([1] * 5, [0.0] * 5, [1] * 5, "length")]], "too long"),
-        ([[Response([8, 7], [0.0] * 2, [1] * 2, "stop"), GOOD]], "does not go on from what it was given"),
-        ([[GOOD, Response([100], [0.0], [1], "stop")]], "not below 100"),
-        ([[GOOD, Response([-1], [0.0], [1], "stop")]], "not below 100"),
-        ([[GOOD, Response([1], [0.5], [1], "stop")]], "a log-prob that is none"),
-        ([[GOOD, Response([1], [float("nan")], [1], "stop")]], "a log-prob that is none"),
-        ([[GOOD, Response([1, 2], [0.0], [1], "stop")]], "different lengths"),
+        ([[GOOD, SentResponse([1] * 5, [0.0] * 5, [1] * 5, "length")]], "too long"),
+        ([[SentResponse([8, 7], [0.0] * 2, [1] * 2, "stop"), GOOD]], "does not go on from what it was given"),
+        ([[GOOD, SentResponse([100], [0.0], [1], "stop")]], "not below 100"),
+        ([[GOOD, SentResponse([-1], [0.0], [1], "stop")]], "not below 100"),
+        ([[GOOD, SentResponse([1], [0.5], [1], "stop")]], "a log-prob that is none"),
+        ([[GOOD, SentResponse([1], [float("nan")], [1], "stop")]], "a log-prob that is none"),
+        ([[GOOD, SentResponse([1, 2], [0.0], [1], "stop")]], "different lengths"),
     ],
 )
 def test_answers_that_cannot_have_been_sampled_are_refused(responses: Any, message: str) -> None:

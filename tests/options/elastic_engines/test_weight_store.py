@@ -10,7 +10,15 @@ import torch
 
 from megarl.errors import EngineError
 from megarl.options.elastic_engines.sites import weight_store
-from megarl.options.elastic_engines.sites.weight_store import DIFFERENCE, FULL, INDEX, Held, VersionIndex, WeightStore, packed
+from megarl.options.elastic_engines.sites.weight_store import (
+    DIFFERENCE,
+    FULL,
+    INDEX,
+    HeldWeights,
+    VersionIndex,
+    WeightStore,
+    packed,
+)
 
 pytest.importorskip("zstandard")
 Weights = dict[str, torch.Tensor]
@@ -34,7 +42,7 @@ def stepped(before: Weights, share: float = 0.1) -> Weights:
     return after
 
 
-def taken(held: Held, store: WeightStore, index: VersionIndex, part: str | None = None) -> Weights:
+def taken(held: HeldWeights, store: WeightStore, index: VersionIndex, part: str | None = None) -> Weights:
     """What an engine would be given."""
     part = part or held.part_for(index)
     path = store.path(index.version, part)
@@ -50,7 +58,7 @@ def equal(first: Weights, second: Weights) -> bool:
 
 
 def test_versions_come_whole_then_as_differences_and_are_what_was_sent(tmp_path: Path) -> None:
-    store, held, now = WeightStore(tmp_path / "w"), Held(None, {}), weights(1)
+    store, held, now = WeightStore(tmp_path / "w"), HeldWeights(None, {}), weights(1)
     parts = []
     for version in (3, 4, 5):
         index = store.add(version, now.items())
@@ -65,7 +73,7 @@ def test_versions_come_whole_then_as_differences_and_are_what_was_sent(tmp_path:
 
 
 def test_who_missed_a_version_is_sent_all_and_older_versions_go(tmp_path: Path) -> None:
-    store, held, now = WeightStore(tmp_path / "w"), Held(None, {}), weights(2)
+    store, held, now = WeightStore(tmp_path / "w"), HeldWeights(None, {}), weights(2)
     taken(held, store, store.add(1, now.items()))
     for version in (2, 3):
         now = stepped(now)
@@ -96,12 +104,12 @@ def test_a_version_that_breaks_off_changes_nothing(tmp_path: Path) -> None:
         store.add(2, breaks_off())  # type: ignore[arg-type]
     assert store.newest is first
     assert [path.name for path in (tmp_path / "w").iterdir()] == ["version-1"]
-    held = Held(None, {})
+    held = HeldWeights(None, {})
     assert equal(taken(held, store, first), now)
 
 
 def test_a_tensor_that_is_not_what_was_sent_is_named_and_no_version_is_held(tmp_path: Path) -> None:
-    store, held, now = WeightStore(tmp_path / "w"), Held(None, {}), weights(4)
+    store, held, now = WeightStore(tmp_path / "w"), HeldWeights(None, {}), weights(4)
     taken(held, store, store.add(1, now.items()))
     held.tensors["experts"][5] ^= 1
     index = store.add(2, stepped(now).items())
@@ -125,7 +133,7 @@ def test_damaged_files_are_refused(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "damaged"
     path.write_bytes(content)
     with pytest.raises(EngineError, match=r"damaged|has checksum"):
-        list(Held(None, {}).take(index, FULL, path))
+        list(HeldWeights(None, {}).take(index, FULL, path))
 
 
 def test_a_frame_that_unpacks_to_more_than_its_tensor_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,10 @@ class TwoSites:
 
 
 def tree(folder: Path, model: Path, name: str, steps: int, at: dict[str, Any] | None) -> dict[str, Any]:
-    """A run in step with its samples, whose numbers do not depend on who sampled them."""
+    """A run in step with its samples, whose numbers do not depend on who sampled them.
+
+    Six requests a step, of which an engine is sent two at a time: so some are left when the weights have come to the other site.
+    """
     task = {"source": "reasoning_gym", "name": "chain_sum", "limit": 64}
     task["args"] = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     return {
@@ -120,7 +123,7 @@ def tree(folder: Path, model: Path, name: str, steps: int, at: dict[str, Any] | 
         "data": {"train": task, "max_prompt_tokens": 96},
         "rollout": {
             "engine": "embedded", "engines": {"min": 1, "max": 2}, "sites": at, "threads": 1,
-            "prompts_per_step": 4, "samples_per_prompt": 32, "max_new_tokens": 8, "ignore_eos": True,
+            "prompts_per_step": 12, "samples_per_prompt": 32, "max_new_tokens": 16, "ignore_eos": True,
         },
         "rewards": [{"name": f"{Path(reward_file)}:share_of_digits"}],
         "resources": {"placement": "separate"},

@@ -12,11 +12,11 @@ from typing import Any
 
 from megarl.errors import EngineError, WorkerError
 from megarl.options.elastic_engines.sites.wire import (
-    Answer,
     Joining,
     Order,
     Poll,
-    Response,
+    SentResponse,
+    SiteAnswer,
     checked_responses,
     sent_request,
 )
@@ -29,7 +29,7 @@ from megarl.weights.digests import SentDigests
 GRACE_S = 15.0
 """For the engine's own answer about a deadline to come first."""
 LOOK_S = 0.05
-Responses = list[list[Response]]
+Responses = list[list[SentResponse]]
 
 
 class FarState(EngineState):
@@ -126,7 +126,7 @@ class FarEngine:
             self._orders = [order for order in self._orders if order.number > poll.seen]
             return [*self._orders]
 
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: SiteAnswer) -> None:
         """Take an answer; one that nobody waits for (any more) is nothing. An engine that fails is of no use any more."""
         self.heard_at = time.monotonic()
         if answer.responses is None:
@@ -138,7 +138,7 @@ class FarEngine:
             waiting.set_result(answer.responses)
 
     def lose(self, why: str) -> None:
-        """It is of no use any more: what it works on fails."""
+        """Take note that it is of no use any more: what it works on fails."""
         with self._lock:
             self.error = self.error or why
             waiting, self._answers = [*self._answers.values()], {}
@@ -193,11 +193,11 @@ class FarCalls:
         self._engine.give("end_conversations", words=[*names])
 
     async def capacity(self, *, deadline_s: float) -> EngineCapacity:
-        """It does not say."""
+        """Return that nothing is known of its room."""
         return EngineCapacity()
 
     async def take_ended(self, *, deadline_s: float) -> list[str]:
-        """It does not say."""
+        """Refuse: it does not say."""
         raise EngineError("an engine of another site does not say which responses have ended")
 
     async def health(self, *, deadline_s: float) -> None:
@@ -237,5 +237,5 @@ class FarCalls:
         raise WorkerError(self._engine.error or f"the engine of {self._engine.site} is restarted there, if at all")
 
     async def end(self) -> None:
-        """It is lost."""
+        """Count it as lost."""
         self._engine.lose(f"the engine of {self._engine.site} failed for good")

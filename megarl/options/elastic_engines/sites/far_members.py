@@ -86,7 +86,7 @@ class FarMembers:
     # what the server asks (`gate.Members`) ------------------------------------------------------------------------
 
     def facts(self) -> SiteFacts:
-        """What a site is told before it joins."""
+        """Facts that a site is told before it joins."""
         facts, room = self._facts, self._most - len(self._taken()) - len(self.numbers)
         return SiteFacts(facts.megarl, facts.model, facts.path, facts.engine, facts.options, max(0, room))
 
@@ -262,7 +262,7 @@ class FarMembers:
 
 
 def node_id(engine: FarEngine) -> str:
-    """What stands for a node's id in `engines.json`."""
+    """The text that stands for a node's id in `engines.json`."""
     return f"site {engine.site}"
 
 

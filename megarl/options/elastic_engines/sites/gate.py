@@ -21,7 +21,16 @@ from megarl.options.elastic_engines.section import SitesConfig
 from megarl.options.elastic_engines.sites.far_engine import FarEngine
 from megarl.options.elastic_engines.sites.model_facts import refusal
 from megarl.options.elastic_engines.sites.weight_store import WeightStore
-from megarl.options.elastic_engines.sites.wire import LONGEST_POLL_S, Answer, Joined, Joining, Leaving, Orders, Poll, SiteFacts
+from megarl.options.elastic_engines.sites.wire import (
+    LONGEST_POLL_S,
+    Joined,
+    Joining,
+    Leaving,
+    Orders,
+    Poll,
+    SiteAnswer,
+    SiteFacts,
+)
 from megarl.system.atomic_files import write_text_atomically
 from megarl.system.bearer_tokens import SHORTEST_TOKEN, read_token
 from megarl.system.http_server import JSON, Admission, ServerThread, application, json_answer, listen, read_json
@@ -42,7 +51,7 @@ class Members(Protocol):
     store: WeightStore
 
     def facts(self) -> SiteFacts:
-        """What a site is told before it joins."""
+        """Facts that a site is told before it joins."""
         ...
 
     def ask_to_join(self, engine: FarEngine) -> None:
@@ -129,7 +138,7 @@ class Gate:
         return _answer(Orders(orders, newest))
 
     async def _answer(self, request: Request) -> Response:
-        answer: Answer = await read_json(request, Answer, self._most)
+        answer: SiteAnswer = await read_json(request, SiteAnswer, self._most)
         self._of(answer.key).answer(answer)
         return json_answer({})
 

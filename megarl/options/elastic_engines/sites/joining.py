@@ -27,7 +27,7 @@ from megarl.options.elastic_engines.sites.model_facts import check_fits, model_f
 from megarl.options.elastic_engines.sites.weight_store import (
     FULL,
     INDEX,
-    Held,
+    HeldWeights,
     VersionIndex,
     check_index,
     told_bytes,
@@ -37,7 +37,6 @@ from megarl.options.elastic_engines.sites.wire import (
     LONGEST_POLL_S,
     MOST_ERROR,
     SENT_OPTIONS,
-    Answer,
     Joined,
     Joining,
     Leaving,
@@ -45,6 +44,7 @@ from megarl.options.elastic_engines.sites.wire import (
     Order,
     Orders,
     Poll,
+    SiteAnswer,
     SiteFacts,
     read_request,
     sent_response,
@@ -93,7 +93,7 @@ class RunAnswers:
         await self._session.close()
 
     async def ask(self, path: str, kind: Any, body: msgspec.Struct | None = None, *, once: bool = False) -> Any:
-        """What the run answers, read as `kind`. Tried again while it cannot be reached, unless it is asked `once`.
+        """The run's answer, read as `kind`. Tried again while it cannot be reached, unless it is asked `once`.
 
         Raises:
             ConfigError: the token is wrong, or the run refuses; or it could not be reached.
@@ -179,7 +179,7 @@ def _said(error: BaseException) -> str:
 
 @dataclass
 class SiteSettings:
-    """What `megarl node join` was told. `name`: of the site; `say` prints a line."""
+    """Words that `megarl node join` was given. `name`: of the site; `say` prints a line."""
 
     url: str
     token: str
@@ -208,7 +208,7 @@ class SiteEngine:
 
     def __init__(self, run: RunAnswers, engine: Engine, model: str, facts: ModelFacts, settings: SiteSettings) -> None:
         self._run, self._engine, self._facts, self._settings = run, engine, facts, settings
-        self._texts, self._held = ModelTexts(model), Held(None, {})
+        self._texts, self._held = ModelTexts(model), HeldWeights(None, {})
         self._joined: Joined | None = None
         self._seen = 0
         self._newest: int | None = None
@@ -341,9 +341,9 @@ class SiteEngine:
             if request.params.looked_for:
                 generations = await asyncio.to_thread(ended_at_stops, request.prompts, generations, request.params, self._texts)
             responses = [[sent_response(one) for one in of_prompt] for of_prompt in generations]
-            answer = Answer(key, order.number, responses)
+            answer = SiteAnswer(key, order.number, responses)
         except (EngineError, DeadlineError) as error:
-            answer = Answer(key, order.number, error=str(error)[:MOST_ERROR])
+            answer = SiteAnswer(key, order.number, error=str(error)[:MOST_ERROR])
         failed: MegarlError | None = EngineError(f"the engine here failed: {answer.error}") if answer.error else None
         try:
             await self._run.ask("/answer", dict[str, Any], answer)
@@ -418,7 +418,7 @@ class SiteEngine:
 
     @property
     def figures(self) -> str:
-        """What it did, for the last line."""
+        """A summary of its work, for the last line."""
         fetched = (
             f"{told_bytes(self._bytes['difference'])} of differences and {told_bytes(self._bytes['full'])} of full weights"
         )

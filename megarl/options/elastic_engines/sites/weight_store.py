@@ -112,7 +112,7 @@ class WeightStore:
     """Versions of the weights under a folder: the newest, and the one before, which who is slow may still be reading."""
 
     def __init__(self, folder: Path) -> None:
-        """What an earlier start of the run has left there is of no use: its numbers may stand for other weights."""
+        """Remove what an earlier start of the run has left there: its numbers may stand for other weights."""
         self._folder = folder
         self.newest: VersionIndex | None = None
         shutil.rmtree(folder, ignore_errors=True)
@@ -196,14 +196,14 @@ def _write(name: str, tensor: torch.Tensor, full: IO[bytes], difference: IO[byte
 
 
 @dataclass
-class Held:
+class HeldWeights:
     """The weights that an engine far away has, from which differences are taken: bytes by name, and their version."""
 
     version: int | None
     tensors: dict[str, Bytes]
 
     def part_for(self, index: VersionIndex) -> str:
-        """Which file of a version is to be fetched: the differences, if they are from what is held."""
+        """The file of a version that is to be fetched: the differences, if they are from what is held."""
         return DIFFERENCE if index.base is not None and index.base == self.version else FULL
 
     def take(self, index: VersionIndex, part: str, path: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -37,7 +37,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 class SiteFacts(msgspec.Struct, frozen=True):
-    """What a run tells who asks to join, before anything is loaded: its model and `path`, how its engines are started, and how
+    """Facts that a run tells who asks to join, before anything is loaded: its model and `path`, how its engines start, and how
     many more there is room for."""
 
     megarl: str
@@ -57,14 +57,15 @@ class Joining(msgspec.Struct, frozen=True):
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """Its number, the key that it names itself by, and the name of this start of the run, whose versions are its own."""
+    """The number of an engine that has joined, the key that it names itself by, and the name of this start of the run, by which
+    versions are told apart."""
 
     number: int
     key: str
     life: str
 
 
-class Response(msgspec.Struct, frozen=True):
+class SentResponse(msgspec.Struct, frozen=True):
     """A `Generation` without columns of options."""
 
     ids: list[int]
@@ -83,7 +84,7 @@ class Request(msgspec.Struct, frozen=True):
     n: int
     keys: list[str] | None
     deadline_s: float
-    begun: list[list[Response | None]] | None
+    begun: list[list[SentResponse | None]] | None
     conversation: str | None
 
 
@@ -116,12 +117,12 @@ class Orders(msgspec.Struct, frozen=True):
     newest: int | None
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """What the engine answers to an order to generate: responses `[prompt][sample]`, or why it has none."""
+class SiteAnswer(msgspec.Struct, frozen=True):
+    """The engine's answer to an order to generate: responses `[prompt][sample]`, or why it has none."""
 
     key: Digest
     order: int
-    responses: list[list[Response]] | None = None
+    responses: list[list[SentResponse]] | None = None
     error: str = ""
 
 
@@ -141,7 +142,7 @@ def sent_request(request: EngineRequest) -> Request:
     if request.params.extra or any(request.media or ()):
         raise EngineError("engines of other sites answer no prompts with pictures, and with no columns of options")
     params = {name: value for name, value in asdict(request.params).items() if name != "extra"}
-    begun: list[list[Response | None]] | None = None
+    begun: list[list[SentResponse | None]] | None = None
     if request.begun is not None:
         begun = [[turn and sent_response(loaded(turn)) for turn in of_prompt] for of_prompt in request.begun]
     prompts, keys = [[*map(int, prompt)] for prompt in request.prompts], None if request.keys is None else [*request.keys]
@@ -168,21 +169,23 @@ def read_request(sent: Request) -> EngineRequest:
     )
 
 
-def sent_response(turn: Generation) -> Response:
+def sent_response(turn: Generation) -> SentResponse:
     """The response as it is sent."""
     prefill = turn.prefill
-    return Response(
+    return SentResponse(
         [*turn.response_ids], [*turn.log_probs], [*turn.weight_versions], turn.finish_reason, prefill.asked, prefill.cached
     )
 
 
-def read_response(sent: Response) -> Generation:
+def read_response(sent: SentResponse) -> Generation:
     """The response that was sent; raises EngineError if its columns have different lengths."""
     prefill = PrefillCounts(sent.asked, sent.cached)
     return Generation(sent.ids, sent.log_probs, sent.versions, sent.ended, prefill=prefill)
 
 
-def checked_responses(request: EngineRequest, sent: Sequence[Sequence[Response]], vocabulary: int) -> list[list[Generation]]:
+def checked_responses(
+    request: EngineRequest, sent: Sequence[Sequence[SentResponse]], vocabulary: int
+) -> list[list[Generation]]:
     """The responses that a site sent to `request`; `vocabulary` is the number of token ids.
 
     Raises:
