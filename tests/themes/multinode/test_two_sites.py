@@ -111,7 +111,7 @@ class TwoSites:
 def tree(folder: Path, model: Path, name: str, steps: int, at: dict[str, Any] | None) -> dict[str, Any]:
     """A run in step with its samples, whose numbers do not depend on who sampled them.
 
-    Six requests a step, of which an engine is sent two at a time: so some are left when the weights have come to the other site.
+    Six requests a step, of which an engine is sent two at a time: some are left when the other site has the weights.
     """
     task = {"source": "reasoning_gym", "name": "chain_sum", "limit": 64}
     task["args"] = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
