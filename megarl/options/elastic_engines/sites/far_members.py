@@ -6,6 +6,7 @@ takes long, a version that is written or an engine that hands over its work, is 
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 import threading
 import time
@@ -78,7 +79,7 @@ class FarMembers:
         rollout, token = config.rollout, token_of(config, settings)
         samples = rollout.samples_per_prompt * capabilities_of(rollout).batch_samples
         self._gate = Gate(self, settings, token, (1 << 20) + samples * rollout.max_new_tokens * BYTES_PER_TOKEN, say)
-        if settings.host in ("0.0.0.0", "::"):
+        if is_every_address(settings.host):
             settings = settings.model_copy(update={"host": ray.util.get_node_ip_address()})
         write_address(config, settings, self._gate.port, token)
         say(f"engines of other sites may join at {settings.host}:{self._gate.port}")
@@ -259,6 +260,14 @@ class FarMembers:
                 return
             if time.monotonic() > ends_at:
                 raise DeadlineError("an engine did not give its weights in time (rollout.deadlines.update_s)")
+
+
+def is_every_address(host: str) -> bool:
+    """Return whether listening at `host` is listening at all addresses of the machine, of which sites are told one."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 def node_id(engine: FarEngine) -> str:
