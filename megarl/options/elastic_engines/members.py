@@ -27,7 +27,7 @@ from megarl.options.elastic_engines import requests
 from megarl.options.elastic_engines.kept_answers import KeptAnswers
 from megarl.options.elastic_engines.peers import POLL_S, newest_weights
 from megarl.options.elastic_engines.places import EnginePlaceFound, EnginePlaces, Nodes
-from megarl.options.elastic_engines.section import max_engines_of
+from megarl.options.elastic_engines.section import max_engines_of, sites_of
 from megarl.rollout.engines.protocol import Engine, EnginePlace
 from megarl.rollout.engines.registry import check_engine, engine_path
 from megarl.rollout.scheduling.engine_order import CAPACITY_S
@@ -82,8 +82,17 @@ class EngineMembers:
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="engine-member")
         scheduler = rollouts.scheduler
         scheduler.thread.run(self._make_numbers())
+        self._far = self._open_to_sites()
         self._thread = threading.Thread(target=self._watch, name="engine-members", daemon=True)
         self._thread.start()
+
+    def _open_to_sites(self) -> Any:
+        """The engines of other sites (`FarMembers`); None: there are to be none."""
+        if sites_of(self._config.rollout) is None:
+            return None
+        from megarl.options.elastic_engines.sites.far_members import FarMembers  # others need no server, and no zstandard
+
+        return FarMembers(self._config, self._rollouts, self._most, self._members.keys, self._say)
 
     async def _make_numbers(self) -> None:
         scheduler = self._rollouts.scheduler
@@ -116,6 +125,8 @@ class EngineMembers:
         """Start and watch no engine any more; those that are there are the cluster's to end."""
         self._closing.set()
         self._thread.join()
+        if self._far is not None:
+            self._far.close()
         for member in [*self._members.values()]:
             if member.stage == "starting" and member.actor is not None:
                 ray.kill(member.actor, no_restart=True)  # whoever waits for it hears of it
@@ -151,9 +162,11 @@ class EngineMembers:
             self._see_to(member, nodes)
         for at in [at for at in self._empty if at.node_id not in nodes.names]:
             self._give_back(at)
+        if self._far is not None:
+            self._far.look(asked.keys(), self._let_go, self._lose_far)
         self._seek(nodes)
         self._settle()
-        engines = [
+        engines: list[dict[str, Any]] = [
             {
                 "number": member.number,
                 "node": nodes.names.get(at.node_id, at.node),
@@ -163,10 +176,14 @@ class EngineMembers:
             for member in self._members.values()
             for at in [member.place]  # whose node may be called otherwise by now
         ]
-        if (told := (nodes.names, engines)) != self._told:
+        far: list[dict[str, Any]] = self._far.told() if self._far is not None else []
+        names = nodes.names | {one["node_id"]: one["node"] for one in far}
+        if (told := (names, engines + far)) != self._told:
             requests.tell(self._folder, *told)
             self._told = told
-        held = {member.place.node_id for member in self._members.values()}
+        held = {member.place.node_id for member in self._members.values()} | {
+            one[name] for one in far for name in ("node", "node_id")
+        }
         for node, file in asked.items():
             if by_name.get(node, node) not in held:
                 file.unlink(missing_ok=True)
@@ -199,14 +216,21 @@ class EngineMembers:
         """Start an engine at the place that was sought, if Ray has found it, and ask for the next."""
         at = self._places.found(nodes)
         self._has_placed = at is not None
+        elsewhere: set[int] = self._far.numbers if self._far is not None else set()
+        sites = sites_of(self._config.rollout)
+        most_here = self._most - max(len(elsewhere), sites.engines if sites is not None and self._far is not None else 0)
+        has_room = len(self._members) < most_here
         if at is not None and at.node_id in self._leaving:
             self._empty.append(at)
+        elif at is not None and not has_room:  # engines of other sites have come meanwhile
+            self._places.give_back(at)
         elif at is not None:
             under_way = self._rollouts.updates.under_way if self._rollouts.updates is not None else ()
-            number = min({*range(self._most)} - self._members.keys(), key=lambda number: (number in under_way, number))
+            free = {*range(self._most)} - self._members.keys() - elsewhere
+            number = min(free, key=lambda number: (number in under_way, number))
             self._members[number] = member = Member(number, at)
             self._pool.submit(self._do, self._join, member)
-        if len(self._members) < self._most:
+        if len(self._members) < most_here:
             self._places.seek()
 
     def _settle(self) -> None:
@@ -230,7 +254,7 @@ class EngineMembers:
 
     # one comes ----------------------------------------------------------------------------------------------------
 
-    def _do(self, work: Callable[[Member], None], member: Member) -> None:
+    def _do(self, work: Callable[[Any], None], member: Any) -> None:
         try:
             work(member)
         except Exception as error:  # noqa: BLE001 - whatever it is, the driver must hear of it
@@ -324,6 +348,20 @@ class EngineMembers:
             ray.get(member.actor.stop.remote(), timeout=STOP_S)
         self._kill(member)
         member.stage = "gone"
+
+    def _let_go(self, engine: Any) -> None:
+        """Have an engine of another site hand over what it works on, then end."""
+        self._pool.submit(self._do, self._leave_site, engine)
+
+    def _leave_site(self, engine: Any) -> None:
+        if engine.state is not None:
+            self._say(f"engine {engine.number} leaves {engine.site}: what it works on goes on elsewhere")
+            deadline_s = self._config.rollout.deadlines.update_s
+            self._rollouts.scheduler.thread.run(self._hand_over(engine.state), deadline_s + 2 * CUT_S)
+        self._far.end(engine, "it has handed over what it worked on")
+
+    def _lose_far(self, state: EngineState, error: Exception) -> None:
+        self._rollouts.scheduler.thread.run(self._lose(state, error))
 
     async def _hand_over(self, state: EngineState) -> None:
         scheduler, updates = self._rollouts.scheduler, self._rollouts.updates

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import ray
@@ -30,8 +30,7 @@ def newest_weights(rollouts: Rollouts, actor: Any, closing: Callable[[], bool]) 
     failed: set[int] = set()
     while not closing():
         version = rollouts.version
-        others = [one for one in rollouts.scheduler.engines if one.is_up and one.number not in failed and not one.is_absent]
-        having = [one for one in others if one.version == version and one.is_open.is_set()]
+        others, having = having_weights(rollouts, version, failed)
         if having:
             source = min(having, key=lambda one: one.load)
             if not _copy(rollouts, source, actor, version):
@@ -45,37 +44,46 @@ def newest_weights(rollouts: Rollouts, actor: Any, closing: Callable[[], bool]) 
     return None, None
 
 
+def having_weights(
+    rollouts: Rollouts, version: int, failed: Container[int] = ()
+) -> tuple[list[EngineState], list[EngineState]]:
+    """The engines that may have weights to give, but for those that `failed`, and those of them that have `version` now."""
+    engines = rollouts.scheduler.engines
+    others = [one for one in engines if one.is_up and one.number not in failed and not one.is_absent]
+    return others, [one for one in others if one.version == version and one.is_open.is_set()]
+
+
 def _copy(rollouts: Rollouts, source: EngineState, actor: Any, version: int) -> bool:
     """Copy all weights of an engine; returns whether it gave them."""
     deadline_s, giver = rollouts.config.rollout.deadlines.update_s, rollouts.engines[source.number]
     ends_at = time.monotonic() + deadline_s
-    _answer(submit(actor, Engine.begin_update, version, None), ends_at)
-    asked = _ask(giver, version, 0)
+    answer(submit(actor, Engine.begin_update, version, None), ends_at)
+    asked = ask(giver, version, 0)
     taking: Any = None
     while asked is not None:
         start, given = asked
         try:
-            following = _answer(start, ends_at)
+            following = answer(start, ends_at)
         except MegarlError:  # it failed, or has been given newer ones
             if taking is not None:
-                _answer(taking, ends_at)
-            _answer(submit(actor, Engine.abandon_update), ends_at)
+                answer(taking, ends_at)
+            answer(submit(actor, Engine.abandon_update), ends_at)
             return False
-        asked = _ask(giver, version, following) if following is not None else None
+        asked = ask(giver, version, following) if following is not None else None
         if taking is not None:
-            _answer(taking, ends_at)
+            answer(taking, ends_at)
         taking = submit(actor, Engine.take_weights, given)  # which Ray brings there
-    _answer(taking, ends_at)
-    _answer(submit(actor, Engine.end_update, version), ends_at)
+    answer(taking, ends_at)
+    answer(submit(actor, Engine.end_update, version), ends_at)
     return True
 
 
-def _ask(giver: Any, version: int, start: int) -> Any:
+def ask(giver: Any, version: int, start: int) -> Any:
     """Have an engine give some weights: Ray's references to where the next begin, and to these."""
     return giver.call.options(num_returns=2).remote(Engine.give_weights.__name__, version, start)
 
 
-def _answer(reference: Any, ends_at: float) -> Any:
+def answer(reference: Any, ends_at: float) -> Any:
     """Wait for an engine's answer; raises what it raised, WorkerError if its process is gone, or DeadlineError."""
     try:
         return ray.get(reference, timeout=max(0.0, ends_at - time.monotonic()))

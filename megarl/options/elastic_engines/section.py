@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from megarl.config.option_sections import AddedField
-from megarl.config.section import Positive
+from megarl.config.section import Positive, Section
 from megarl.errors import ConfigError
 
 DESCRIPTION = (
@@ -14,9 +16,34 @@ DESCRIPTION = (
     "{min: 4, max: 64}` sets both (docs/operations.md). null: always `engines`."
 )
 MAX_ENGINES: AddedField[int | None] = AddedField("RolloutConfig", "max_engines", Positive | None, None, DESCRIPTION)
-FIELDS = (MAX_ENGINES,)
+
+
+class SitesConfig(Section):
+    """The address at which engines of other sites join the run (`megarl node join`, docs/operations.md)."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at: that of a tunnel's or TLS proxy's end on this machine, or one that sites can reach themselves."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8480
+    """Port to listen at. 0: a free one."""
+    engines: Positive = 1
+    """Of `rollout.max_engines` so many are kept for other sites; more of them may come where the run's nodes have no room."""
+    token_file: str | None = None
+    """File with the token that sites bring, 16 characters or more. null: MEGARL_SITES_TOKEN, else one is made in the run's
+    folder (`sites/token`)."""
+
+
+SITES: AddedField[SitesConfig | None] = AddedField(
+    "RolloutConfig",
+    "sites",
+    SitesConfig | None,
+    None,
+    "Engines of other sites may be among those that come (`megarl node join`). null: none.",
+)
+FIELDS = (MAX_ENGINES, SITES)
 max_engines_of = MAX_ENGINES.of
 """Engines that a section `rollout` may have at most; None: their number is fixed."""
+sites_of = SITES.of
+"""The address at which engines of other sites join; None: none do."""
 FORM = "a whole number above 0, or {min, max} with two of them"
 
 

@@ -65,6 +65,32 @@ def test_min_and_max_are_two_fields_and_a_number_stays_a_fixed_number() -> None:
             {"algorithm": {"kl": {"coef": 0.0}}},
             "does not go with engines that are lent the trainer's GPUs",
         ),
+        (
+            2,
+            {"engine": "embedded", "sites": {}},
+            {},
+            "rollout.sites needs engines that come and go: set rollout.engines to {min",
+        ),
+        (
+            {"min": 1, "max": 4},
+            {"sites": {"port": 0}},
+            {},
+            "needs engines that give their weights to each other, as rollout.engine = 'sglang' does not; it must be null",
+        ),
+        (
+            {"min": 1, "max": 4},
+            {"engine": "embedded", "sites": {}, "servers": {"model_path": "m-fp8"}},
+            {},
+            "does not go with weights in few bits (rollout.servers.model_path)",
+        ),
+        (
+            {"min": 3, "max": 4},
+            {"engine": "embedded", "sites": {"engines": 2}},
+            {},
+            "rollout.sites.engines is 2, which leaves less than rollout.engines = 3 of rollout.max_engines = 4 to the run's "
+            "own nodes; it must be at most 1",
+        ),
+        ({"min": 1, "max": 4}, {"engine": "embedded", "sites": {"port": 70000}}, {}, "rollout.sites.port is 70000"),
     ],
 )
 def test_what_they_do_not_go_with_is_one_sentence(

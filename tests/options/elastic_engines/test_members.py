@@ -40,6 +40,7 @@ class Site:
         self.version, self.threads = 0, 1
         self.updates = SimpleNamespace(under_way=(), forget=lambda number: None)
         self.made: list[ContinuingEngine] = []
+        self.running: Any = None
 
     def add(self) -> str:
         """A node with room for one engine."""
@@ -158,7 +159,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setattr(EngineMembers, "_kill", kill)
     monkeypatch.setattr(peers, "_copy", copy)
     cluster: Any = SimpleNamespace(platform=SimpleNamespace(name="cpu"))
-    running = EngineMembers(config, cluster, made, made.said.append)  # type: ignore[arg-type]
+    made.running = running = EngineMembers(config, cluster, made, made.said.append)  # type: ignore[arg-type]
     made.add()
     running.wait_for_first()
     yield made

@@ -244,4 +244,36 @@ def serve(folder: Path) -> Iterator[Target]:
         yield Target(port, "/api/v1/healthz", {"X-API-Key": KEY}, post, body, large, 64 << 20, is_open=True)
 
 
-SERVERS: list[Callable[[Path], object]] = [rewards, rewards_with_token, agents, metrics, report, serve]
+@contextmanager
+def sites(folder: Path) -> Iterator[Target]:
+    """Where engines of other sites join a run, with one that has."""
+    pytest.importorskip("megarl.options.elastic_engines")
+    from megarl.options.elastic_engines.section import SitesConfig
+    from megarl.options.elastic_engines.sites.far_engine import FarEngine
+    from megarl.options.elastic_engines.sites.gate import Gate
+    from megarl.options.elastic_engines.sites.weight_store import WeightStore
+    from megarl.options.elastic_engines.sites.wire import Joining, ModelFacts, SiteFacts
+
+    class Members:
+        life, store = "1", WeightStore(folder / "weights")
+        engine = FarEngine(Joining("1", ModelFacts("", "", ""), "site-b"))
+
+        def facts(self) -> SiteFacts:
+            return SiteFacts("1", ModelFacts("a", "b", "c"), "m", "embedded", {}, 1)
+
+        def ask_to_join(self, engine: FarEngine) -> None:
+            raise AssertionError("no stranger gets here")
+
+        def of(self, key: str) -> FarEngine | None:
+            return self.engine if key == self.engine.key else None
+
+        def refused(self, key: str) -> str | None:
+            return None
+
+    gate = Gate(Members(), SitesConfig(port=0), TOKEN, 16 << 20, print)
+    body = json.dumps({"key": Members.engine.key}).encode()
+    yield Target(gate.port, "/site", {"Authorization": f"Bearer {TOKEN}"}, "/leave", body, "/answer", 16 << 20)
+    gate.close()
+
+
+SERVERS: list[Callable[[Path], object]] = [rewards, rewards_with_token, agents, metrics, report, serve, sites]
