@@ -459,6 +459,7 @@ class Run(ABC):
             eval_before=self.evaluations["before"],
             eval_after=self.evaluations["after"],
             gates=self.gates(),
+            gate_bounds=self.gate_bounds(),
             extra={"template": template_of(self._settings.data), "guards": self.guards.totals()},
         )
         if self.leads:
