@@ -22,7 +22,8 @@ PHONE = 390
 READABLE = 4.5
 """Contrast of text with what is behind it, by WCAG 2.1 level AA."""
 
-# Every piece of text that is shown, but the names on the timeline's bars (test_report_look.py): its contrast with the background that it has, through all that is see-through.
+# Every piece of text that is shown, but names on the timeline's bars (test_report_look.py):
+# its contrast with the background that it has, through all that is see-through.
 CONTRASTS = """(() => {
   const numbers = (text) => (text.match(/[\\d.]+/g) ?? [0, 0, 0, 0]).map(Number);
   const over = (top, alpha, below) => below.map((value, place) => alpha * top[place] + (1 - alpha) * value);

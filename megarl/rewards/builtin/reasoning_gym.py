@@ -57,12 +57,13 @@ def _arguments_by_rows(sources: Mapping[str, DataSource]) -> dict[str, dict[str,
 
 
 def _task(of: Sample | Prompt) -> str:
-    from reasoning_gym.factory import DATASETS
+    from megarl.data.gym_tasks import gym_tasks
 
+    _, known = gym_tasks()
     task = str(of.row.get("data_source", ""))
-    if task not in DATASETS:
+    if task not in known:
         raise RewardError(
-            f"reward 'reasoning_gym': row {of.row_id} has data_source '{task}'{nearest(task, DATASETS)}; it must be a "
+            f"reward 'reasoning_gym': row {of.row_id} has data_source '{task}'{nearest(task, known)}; it must be a "
             "reasoning_gym task"
         )
     return task
