@@ -1,6 +1,7 @@
 """Colours as readers see them: WCAG 2.1's contrast, and CIEDE2000 for readers who are colour-blind.
 
-They are simulated as Machado, Oliveira and Fernandes (2009) do. The matrices are those of the paper's table for the greatest severity; they act on linear sRGB.
+They are simulated as Machado, Oliveira and Fernandes (2009) do. The matrices are those of the paper's table for the greatest
+severity; they act on linear sRGB.
 """
 
 from __future__ import annotations

@@ -121,7 +121,8 @@ def test_labels_of_axes_are_whole(look: Chromium, tmp_path: Path) -> None:
     assert any("e-1" in label for label in labels)
     measured = "(() => { const context = document.createElement('canvas').getContext('2d');"
     measured += " context.font = '11px system-ui, sans-serif';"
-    widest = look.run(f"{measured} return Math.max(...{axis}._values.map((text) => context.measureText(text).width)) }})()")
+    measured += f" return Math.max(...{axis}._values.map((text) => context.measureText(text).width)) }})()"
+    widest = look.run(measured)
     assert widest + look.run(f"{axis}.gap") <= look.run(f"{axis}._size")
 
 
@@ -141,7 +142,8 @@ def test_a_group_that_is_all_alike_has_no_advantage_only_where_none_has_one(look
 
 
 SHARMA = (
-    ((50, 2.6772, -79.7751), (50, 0, -82.7485), 2.0425), ((50, -1, 2), (50, 0, 0), 2.3669), ((50, 2.5, 0), (73, 25, -18), 27.1492),
+    ((50, 2.6772, -79.7751), (50, 0, -82.7485), 2.0425), ((50, -1, 2), (50, 0, 0), 2.3669),
+    ((50, 2.5, 0), (73, 25, -18), 27.1492),
     ((50, 2.49, -0.001), (50, -2.49, 0.0009), 7.1792), ((2.0776, 0.0795, -1.135), (0.9033, -0.0636, -0.5514), 0.9082),
 )  # fmt: skip
 """Pairs of the test data of Sharma, Wu and Dalal (2005), and their differences."""
