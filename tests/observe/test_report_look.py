@@ -69,6 +69,15 @@ def test_the_overview_is_ten_facts_in_full_rows(look: Chromium, tmp_path: Path, 
     ]
 
 
+@pytest.mark.parametrize(("count", "in_rows"), [(2, [2]), (3, [3]), (4, [2, 2])])
+def test_no_run_stands_alone_in_a_row(look: Chromium, tmp_path: Path, count: int, in_rows: list[int]) -> None:
+    show(look, [write_run(tmp_path / str(number), steps=2) for number in range(count)])
+    tops = look.run(
+        "[...document.querySelectorAll('#overview .run')].map((one) => Math.round(one.getBoundingClientRect().top))"
+    )
+    assert list(Counter(tops).values()) == in_rows
+
+
 def test_time_is_told_once_and_what_is_looked_up_stands_in_the_environment(look: Chromium, tmp_path: Path) -> None:
     run = write_run(tmp_path / "r")
     show(look, [run])

@@ -68,7 +68,9 @@ function runCard(run) {
 }
 
 function overview() {
-  return [html("div", { class: "runs" }, ...runs.map(runCard))];
+  // three cards abreast on a desk, or two, where the last row would have one card alone
+  const width = runs.length % 3 === 1 ? 480 : 360;
+  return [html("div", { class: "runs", style: `--card-width: ${width}px` }, ...runs.map(runCard))];
 }
 
 const lastOf = (name) => runs.length === 1 ? (runs[0].curves[name] ?? []).filter(isNumber).at(-1) : undefined;
