@@ -459,9 +459,9 @@ class Run(ABC):
             eval_before=self.evaluations["before"],
             eval_after=self.evaluations["after"],
             gates=self.gates(),
-            gate_bounds=self.gate_bounds(),
             extra={"template": template_of(self._settings.data), "guards": self.guards.totals()},
         )
+        summary["gate_bounds"] = dict(self.gate_bounds())
         if self.leads:
             write_summary(path, summary)
             if newest := self.checkpoints.all()[-1:]:

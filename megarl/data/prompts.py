@@ -113,15 +113,15 @@ def _python_rows(source: DataSource) -> Iterator[Row]:
 
 def _reasoning_gym_rows(source: DataSource) -> Iterator[Row]:
     """Row i is item 0 of the task seeded with seed + i: it depends on nothing else, for every task."""
-    from megarl.data.gym_tasks import gym_tasks
+    from reasoning_gym import create_dataset
+    from reasoning_gym.factory import DATASETS
 
-    create_dataset, known = gym_tasks()
     task = source.name or ""
-    if task not in known:
+    if task not in DATASETS:
         raise DataError(
-            f"reasoning_gym has no task '{task}'{nearest(task, known)}; it has {len(known)}, such as 'basic_arithmetic'"
+            f"reasoning_gym has no task '{task}'{nearest(task, DATASETS)}; it has {len(DATASETS)}, such as 'basic_arithmetic'"
         )
-    settings = [name for name in known[task][1].__dataclass_fields__ if name not in ("seed", "size")]
+    settings = [name for name in DATASETS[task][1].__dataclass_fields__ if name not in ("seed", "size")]
     for name in source.args:
         if name not in settings:
             raise DataError(

@@ -34,7 +34,6 @@ SHOWN = {
     "GiB": "memory/policy_peak_gib",
 }
 """Label and metric name of what every step shows; a metric that a step lacks is left out."""
-LINE_WIDTH = 80
 BAR_WIDTH = 24
 REFRESHES_PER_S = 4
 TOLD_PHASES = ("evaluate",)
@@ -92,12 +91,11 @@ def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 def fitting(parts: Sequence[str], width: int) -> str:
     """One line of at most `width` columns: the first and last of `parts`, and of the others those that there is room for."""
-    shown, room = [parts[0]], width - len(parts[0]) - len(f"  {parts[-1]}")
+    shown = [*parts[:1], *parts[1:][-1:]]
     for part in parts[1:-1]:
-        if len(part) + 2 <= room:
-            shown.append(part)
-            room -= len(part) + 2
-    return "  ".join([*shown, *parts[1:][-1:]])
+        if len("  ".join([*shown, part])) <= width:
+            shown.insert(-1, part)
+    return "  ".join(shown)
 
 
 class Progress:
@@ -155,8 +153,7 @@ class Progress:
         self._within[phase] = unit, progress
 
     def doing(self, what: str | None) -> None:
-        """Show what the phase that is on waits for from now on: shown behind it, and timed until the next call (None:
-        nothing)."""
+        """Show, and time until the next call, what the phase that is on waits for from now on (None: nothing)."""
         now = time.monotonic()
         if self._doing is not None:
             self._parts.append((self._doing, now - self._doing_since_s))
@@ -166,7 +163,7 @@ class Progress:
         """Print in one line how long each part took that `doing` told of, or the longest of them, under the name `of`."""
         self.doing(None)
         parts = [part for part in self._parts if part[1] >= 0.05]
-        while len(line := f"{of}: " + ", ".join(f"{what} {spent:.1f} s" for what, spent in parts)) > LINE_WIDTH:
+        while len(line := f"{of}: " + ", ".join(f"{what} {spent:.1f} s" for what, spent in parts)) > 80:
             parts.remove(min(parts, key=lambda part: part[1]))
         if parts:
             self.say(line)
@@ -178,17 +175,15 @@ class Progress:
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that `step` (counted from 1) is done."""
-        is_terminal = self.console.is_terminal
-        digits = 3 if is_terminal else 4
+        digits = 3 if self.console.is_terminal else 4
         parts = [f"{label} {_short(metrics[name], digits)}" for label, name in self._shown.items() if name in metrics]
         times = self._phases.last_step
-        if times is not None:
-            parts.append(f"{times.wall_s:.1f} s")
+        parts += [f"{times.wall_s:.1f} s"] if times is not None else []
         self._done = step
         self._done_at_s.append(time.monotonic())
         self._shares = {name: total["share"] for name, total in self._phases.totals().items()}
         parts.insert(0, f"step {step}/{self._total}")
-        if is_terminal:  # a line wraps nowhere; metrics.jsonl has what it leaves out
+        if self.console.is_terminal:  # a line wraps nowhere; metrics.jsonl has what it leaves out
             self._last_line = f"last {fitting(parts, self.console.width - len('last '))}"
             self.say(fitting(parts, self.console.width))
             return

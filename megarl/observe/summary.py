@@ -54,13 +54,12 @@ def build_summary(
     eval_before: Mapping[str, Any] | None,
     eval_after: Mapping[str, Any] | None,
     gates: Mapping[str, Any],
-    gate_bounds: Mapping[str, float] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The summary as a JSON-serialisable dictionary.
 
     `eval_before` and `eval_after` are the metrics of the two evaluations (None: not evaluated), `gates` the parity
-    figures, `gate_bounds` the greatest sound value of those that have one. `extra` is added at the top level.
+    figures. `extra` is added at the top level.
     """
     wall_s = sum(phase["seconds"] for phase in phases.totals().values())
     return {
@@ -71,7 +70,6 @@ def build_summary(
         "outside_steps": phases.outside(),
         "seconds_per_step": wall_s / phases.steps if phases.steps else None,
         "gates": dict(gates),
-        "gate_bounds": dict(gate_bounds or {}),
         "batch": dict(config.batch_rows()),
         "machine": machine(),
         "versions": versions(),

@@ -57,13 +57,12 @@ def _arguments_by_rows(sources: Mapping[str, DataSource]) -> dict[str, dict[str,
 
 
 def _task(of: Sample | Prompt) -> str:
-    from megarl.data.gym_tasks import gym_tasks
+    from reasoning_gym.factory import DATASETS
 
-    _, known = gym_tasks()
     task = str(of.row.get("data_source", ""))
-    if task not in known:
+    if task not in DATASETS:
         raise RewardError(
-            f"reward 'reasoning_gym': row {of.row_id} has data_source '{task}'{nearest(task, known)}; it must be a "
+            f"reward 'reasoning_gym': row {of.row_id} has data_source '{task}'{nearest(task, DATASETS)}; it must be a "
             "reasoning_gym task"
         )
     return task
