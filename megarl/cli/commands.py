@@ -14,6 +14,7 @@ import signal
 import sys
 import textwrap
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -85,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     before = sys.stdout, sys.stderr
     print_safely()
+    # reasoning_gym imports it, and where it cannot be kept compiled it would warn at every start
+    warnings.filterwarnings("ignore", category=SyntaxWarning, module=".*cellpylib")
     try:
         return reported(run)
     finally:

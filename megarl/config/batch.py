@@ -45,14 +45,14 @@ class BatchArithmetic:
     def rows(self) -> list[tuple[str, str]]:
         """(what, how many and from what) in the order in which one follows from the other."""
         sequences, per_mini_batch = self.sequences_per_step, self.sequences_per_step // self.mini_batches
-        packs = f"packs of {self.max_tokens_per_micro_batch} tokens, sequences of up to {self.longest_sequence_tokens}"
+        packs = f"of {self.max_tokens_per_micro_batch} tokens (sequences of up to {self.longest_sequence_tokens})"
         return [
             ("prompts per step", f"{self.prompts_per_step}"),
             ("sequences per step", f"{sequences} = {self.prompts_per_step} x {self.samples_per_prompt}"),
             ("mini-batches", f"{self.mini_batches}"),
             ("sequences per mini-batch", f"{per_mini_batch} = {sequences} / {self.mini_batches}"),
             ("sequences per DP rank", f"{self.sequences_per_rank} = {per_mini_batch} / {self.data_parallel}"),
-            ("micro-batches per DP rank", f"at most {self.micro_batches_per_rank_at_most} ({packs})"),
+            ("micro-batches per DP rank", f"at most {self.micro_batches_per_rank_at_most} {packs}"),
             ("optimizer steps per step", f"{self.optimizer_steps_per_step}"),
         ]
 

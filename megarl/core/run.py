@@ -460,6 +460,7 @@ class Run(ABC):
             gates=self.gates(),
             extra={"template": template_of(self._settings.data), "guards": self.guards.totals()},
         )
+        summary["gate_bounds"] = dict(self.gate_bounds())
         if self.leads:
             write_summary(path, summary)
             if newest := self.checkpoints.all()[-1:]:
@@ -470,7 +471,7 @@ class Run(ABC):
 
     def _say_where(self, model: Path) -> None:
         """Say where the results are, and the command that shows them."""
-        self.progress.say(f"done: {self.folder}; `megarl report {self.folder}` shows it")
+        self.progress.say(f"done: {self.folder}\nto see it: megarl report {self.folder}")
         if newest := self.checkpoints.all()[-1:]:
             self.progress.say(f"newest checkpoint: {newest[0]}")
         if model.exists():

@@ -69,7 +69,7 @@ def gate_line(value: float | None, bound: float | None) -> str:
         return f"{value:.3g}"
     if value <= bound:
         return f"{value:.3g} (ok, at most {bound:g})"
-    return f"{value:.3g} (NOT ok, it must be at most {bound:g}: docs/run_that_does_not_learn.md)"
+    return f"{value:.3g} (NOT ok, at most {bound:g})\n    see docs/run_that_does_not_learn.md"
 
 
 def rows_line(train: int, held_out: int | None, limit: int | None, sets: Mapping[str, int]) -> str:
@@ -89,16 +89,13 @@ def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{what:<{width}}  {how_many}" for what, how_many in rows]
 
 
-def filled(parts: Sequence[str], width: int) -> list[str]:
-    """Lines of at most `width` columns of `parts`, which stay whole where they fit; all lines but the first are indented."""
-    lines = [""]
-    for part in parts:
-        longer = f"{lines[-1]}  {part}" if lines[-1] else part
-        if len(longer) <= width or not lines[-1]:
-            lines[-1] = longer
-        else:
-            lines.append(f"    {part}")
-    return lines
+def fitting(parts: Sequence[str], width: int) -> str:
+    """One line of at most `width` columns: the first and last of `parts`, and of the others those that there is room for."""
+    shown = [*parts[:1], *parts[1:][-1:]]
+    for part in parts[1:-1]:
+        if len("  ".join([*shown, part])) <= width:
+            shown.insert(-1, part)
+    return "  ".join(shown)
 
 
 class Progress:
@@ -146,7 +143,7 @@ class Progress:
         if self._phases.steps:
             self.console.print(phase_table(self._phases))
         if self._last_line and self.console.is_terminal:  # the table has pushed it up
-            self.say(f"last {self._last_line}")
+            self.say(self._last_line)
 
     def within(self, phase: str, unit: str, progress: PhaseProgress) -> None:
         """While `phase` is on, show how far it is, in `unit`; another thread asks `progress`, several times a second.
@@ -156,18 +153,20 @@ class Progress:
         self._within[phase] = unit, progress
 
     def doing(self, what: str | None) -> None:
-        """Show what the phase that is on waits for from now on: shown behind it, and timed until the next call (None:
-        nothing)."""
+        """Show, and time until the next call, what the phase that is on waits for from now on (None: nothing)."""
         now = time.monotonic()
         if self._doing is not None:
             self._parts.append((self._doing, now - self._doing_since_s))
         self._doing, self._doing_since_s = what, now
 
     def say_parts(self, of: str) -> None:
-        """Print how long each part took that `doing` told of, under the name `of`."""
+        """Print in one line how long each part took that `doing` told of, or the longest of them, under the name `of`."""
         self.doing(None)
-        if self._parts:
-            self.say(f"{of}: " + ", ".join(f"{what} {spent:.1f} s" for what, spent in self._parts))
+        parts = [part for part in self._parts if part[1] >= 0.05]
+        while len(line := f"{of}: " + ", ".join(f"{what} {spent:.1f} s" for what, spent in parts)) > 80:
+            parts.remove(min(parts, key=lambda part: part[1]))
+        if parts:
+            self.say(line)
         self._parts = []
 
     def say(self, text: str) -> None:
@@ -176,17 +175,17 @@ class Progress:
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that `step` (counted from 1) is done."""
-        parts = [f"{label} {_short(metrics[name])}" for label, name in self._shown.items() if name in metrics]
+        digits = 3 if self.console.is_terminal else 4
+        parts = [f"{label} {_short(metrics[name], digits)}" for label, name in self._shown.items() if name in metrics]
         times = self._phases.last_step
-        if times is not None:
-            parts.append(f"{times.wall_s:.1f} s")
+        parts += [f"{times.wall_s:.1f} s"] if times is not None else []
         self._done = step
         self._done_at_s.append(time.monotonic())
         self._shares = {name: total["share"] for name, total in self._phases.totals().items()}
         parts.insert(0, f"step {step}/{self._total}")
-        if self.console.is_terminal:
-            self._last_line = "\n".join(filled(parts, self.console.width))
-            self.say(self._last_line)
+        if self.console.is_terminal:  # a line wraps nowhere; metrics.jsonl has what it leaves out
+            self._last_line = f"last {fitting(parts, self.console.width - len('last '))}"
+            self.say(fitting(parts, self.console.width))
             return
         parts.append(f"left {duration(self._left_s(step))}")
         longest = sorted(times.phase_s.items(), key=lambda item: -item[1])[:3] if times is not None and times.wall_s else []
@@ -266,5 +265,5 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
+def _short(value: float, digits: int) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.{digits}g}"

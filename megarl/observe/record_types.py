@@ -141,6 +141,7 @@ class SummaryRecord(TypedDict, total=False):
     eval: dict[str, dict[str, float | None] | None] | None
     phases: dict[str, dict[str, float]]
     gates: dict[str, float | None]
+    gate_bounds: dict[str, float]
     machine: MachineFacts | None
     versions: dict[str, str | None] | None
 

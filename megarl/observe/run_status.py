@@ -13,6 +13,12 @@ from megarl.observe.run_record import RunRecord
 
 QUIET_S = 300.0
 """A run that has written nothing for this long, and for three of its steps, is taken to have stopped."""
+CHECKS = {
+    "kl_to_reference_at_first_step": "KL at the start",
+    "log_prob_max_difference_as_loaded": "log-probs as loaded",
+    "log_prob_max_difference_after_sync": "log-probs after sync",
+}
+"""Short words for the parity figures of a run's summary."""
 FILES = ("metrics.jsonl", "samples.jsonl", "trace.jsonl")
 
 
@@ -36,12 +42,28 @@ def run_status(run: RunRecord, now: float | None = None) -> dict[str, Any]:
         "step_seconds": run.summary.get("seconds_per_step") or _mean(list(run.curve("time/step_s").values())[-10:]),
         "tokens": _tokens(run.metrics)[-1] if run.metrics else None,
         "best": max(run.curve("reward/mean").items(), key=lambda item: item[1], default=None),
-        "gates": run.summary.get("gates", {}),
+        "checks": _checks(run.summary),
         "faults": len(run.faults),
         "why": run.end.get("why"),
         "version": run.machine["versions"].get("megarl"),
         "commit": _short_commit(run.machine.get("commit")),
     }
+
+
+def _checks(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The parity figures: short name, value, bound and state: `passed`, `failed`, `not measured`, or `measured` where no
+    bound is known."""
+    checks = []
+    for name, value in summary.get("gates", {}).items():
+        bound = summary.get("gate_bounds", {}).get(name)
+        if value is None:
+            state = "not measured"
+        elif bound is None:
+            state = "measured"
+        else:
+            state = "passed" if value <= bound else "failed"  # what is no number fails
+        checks.append({"name": CHECKS.get(name, name.replace("_", " ")), "value": value, "bound": bound, "state": state})
+    return checks
 
 
 def axes(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:

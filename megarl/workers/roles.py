@@ -172,7 +172,7 @@ class Roles:
         untested = untested_pair(self.layer_spec, version("megatron-core"))
         warning = f" (warning: {untested})" if untested is not None else ""
         shared = "computed once" if self.share_prefix and self._can_share(POLICY) else "computed for each response"
-        return f"layer spec {self.layer_spec}{in_fp8}{warning}, optimizer {self.optimizer}, shared prefixes {shared}"
+        return f"layer spec {self.layer_spec}{in_fp8}{warning}, shared prefixes {shared}\noptimizer {self.optimizer}"
 
     def forward(
         self,

@@ -87,5 +87,5 @@ def test_the_table_says_every_number() -> None:
     table = dict(batch_arithmetic(parse_config(tree(8, 4, 2, 2))).rows())
     per_rank = 8 * 4 // 2 // 2
     assert table["sequences per DP rank"] == f"{per_rank} = 16 / 2"
-    packs = "packs of 300 tokens, sequences of up to 120"
-    assert table["micro-batches per DP rank"] == f"at most {math.ceil(per_rank / (300 // 120))} ({packs})"
+    packs = "of 300 tokens (sequences of up to 120)"
+    assert table["micro-batches per DP rank"] == f"at most {math.ceil(per_rank / (300 // 120))} {packs}"

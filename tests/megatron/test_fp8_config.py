@@ -151,7 +151,7 @@ def test_the_ranks_are_told_the_recipe_and_its_padding(recipe: str, multiple: in
     spec = f"layer spec transformer_engine in FP8 (hybrid, {recipe})"
     for installed, warning in (("0.19.2", ""), ("0.16.1", f" (warning: {untested_pair('transformer_engine', '0.16.1')})")):
         monkeypatch.setattr("megarl.workers.roles.version", lambda name, installed=installed: installed)
-        assert roles.describe() == f"{spec}{warning}, optimizer an Adam, shared prefixes computed for each response"
+        assert roles.describe() == f"{spec}{warning}, shared prefixes computed for each response\noptimizer an Adam"
 
 
 def test_only_transformer_engine_with_an_older_megatron_core_is_warned_of() -> None:

@@ -22,6 +22,10 @@ FLAGS = (
 )
 
 
+KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39, "+": 187}
+"""Codes of the keys that `press` knows, as Windows has them."""
+
+
 class Chromium:
     """One browser with one page. `complaints`: console errors, exceptions and refused loads since the page was opened."""
 
@@ -103,6 +107,13 @@ class Chromium:
         """Put `value` into an input, as typing it would."""
         node = f"document.querySelector({json.dumps(selector)})"
         self.run(f"{node}.value = {json.dumps(value)}; {node}.dispatchEvent(new Event('input', {{bubbles: true}}))")
+
+    def press(self, key: str) -> None:
+        """Press and let go of one of `KEYS`, as a keyboard does, on what has the focus."""
+        text = {"Enter": "\r", " ": " ", "+": "+"}.get(key)
+        what = {"key": key, "windowsVirtualKeyCode": KEYS[key]} | ({"text": text} if text else {})
+        for kind in ("keyDown", "keyUp"):
+            self._runner.run(self._call("Input.dispatchKeyEvent", type=kind, **what))
 
     def screenshot(self, file: Path, selector: str = "body") -> None:
         """Write a PNG of the element."""

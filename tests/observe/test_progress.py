@@ -68,13 +68,25 @@ def test_the_parts_of_a_phase_are_told_with_their_seconds(monkeypatch: pytest.Mo
     monkeypatch.setattr("megarl.observe.progress.time.monotonic", lambda: now_s)
     console = Console(file=io.StringIO(), width=200)
     progress = Progress(5, Phases(Clock()), console=console)
-    for what, spent in (("Ray", 6.125), ("policy", 30.0), ("engines", 4.0)):
+    for what, spent in (("Ray", 6.125), ("policy", 30.0), ("reference", 0.04), ("engines", 4.0)):
         progress.doing(what)
         now_s += spent
     progress.say_parts("started")
     progress.say_parts("started")  # nothing since
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue() == "started: Ray 6.1 s, policy 30.0 s, engines 4.0 s\n"
+
+
+def test_of_parts_that_are_too_many_for_a_line_the_longest_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("megarl.observe.progress.time.monotonic", lambda: now_s)
+    progress = Progress(5, Phases(Clock()), console=Console(file=io.StringIO(), width=200))
+    for what, spent in (("Ray", 2.6), ("ranks", 112.6), ("policy", 2.0), ("critic", 1.4), ("reference", 0.2), ("engines", 1.8)):
+        progress.doing(what)
+        now_s += spent
+    progress.say_parts("started")
+    assert isinstance(progress.console.file, io.StringIO)
+    assert progress.console.file.getvalue() == "started: Ray 2.6 s, ranks 112.6 s, policy 2.0 s, critic 1.4 s, engines 1.8 s\n"
 
 
 def test_the_final_table_has_every_phase() -> None:
@@ -110,26 +122,39 @@ def test_a_terminal_gets_a_live_view_of_the_phase_and_how_far_it_is() -> None:
     assert "\x1b" in console.file.getvalue()
 
 
-def test_lines_of_a_terminal_break_between_figures_and_words_and_the_end_says_the_last_step() -> None:
-    console = Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
-    phases = Phases(Clock())
-    figures = {"reward/mean": 0.25, "kl/reference": 0.001, "response/tokens_mean": 123.4, "speed/tokens_per_s": 12345.0}
-    with Progress(5, phases, console=console) as progress:
-        progress.say("newest checkpoint: /a/folder/with/a/long/name/step_000001")
-        with phases.step():
-            pass
-        progress.step_done(1, figures)
-    assert isinstance(console.file, io.StringIO)
-    step = ["step 1/5  reward 0.25  KL 0.001", "    length 123  tokens/s 12,345  0.0 s"]
-    lines = without_escapes(console.file.getvalue()).splitlines()
-    assert [line.rstrip() for line in lines if "checkpoint" in line or "step_000001" in line] == [
-        "newest checkpoint:",
-        "/a/folder/with/a/long/name/step_000001",
-    ]
-    assert lines[-2:] == [f"last {step[0]}", step[1]]
-    at = lines.index(step[0])
-    assert lines[at + 1] == step[1]
-    assert at < len(lines) - 4
+def test_a_step_is_one_line_of_a_terminal_with_the_figures_that_it_has_room_for() -> None:
+    figures = {"reward/mean": 0.78321, "kl/reference": 0.39082, "critic/explained_variance": -0.0002932}
+    figures |= {
+        "response/tokens_mean": 2.6412,
+        "staleness/mean": 1.0,
+        "speed/tokens_per_s": 12345.0,
+        "memory/policy_peak_gib": 50.66,
+    }
+    lines = {}
+    for width in (40, 80, 300):
+        console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+        phases = Phases(Clock())
+        with Progress(100, phases, first_step=98, console=console) as progress:
+            progress.say("newest checkpoint: /a/folder/with/a/long/name/step_000001")
+            with phases.step():
+                pass
+            progress.step_done(99, figures)
+        assert isinstance(console.file, io.StringIO)
+        kept = [line.rstrip() for line in without_escapes(console.file.getvalue()).splitlines()]
+        (lines[width],) = (line for line in kept if line.startswith("step 99"))
+        assert kept[-1].startswith("last step 99/100  reward 0.783")
+        assert len(kept[-1]) <= width
+        if width == 40:  # a sentence goes on below, at a word
+            assert [line for line in kept if "checkpoint" in line or "step_0" in line] == [
+                "newest checkpoint:",
+                "/a/folder/with/a/long/name/step_000001",
+            ]
+    whole = "step 99/100  reward 0.783  KL 0.391  critic explains -0.000293  length 2.64  staleness 1  tokens/s 12,345"
+    assert lines == {
+        40: "step 99/100  reward 0.783  0.0 s",
+        80: "step 99/100  reward 0.783  KL 0.391  critic explains -0.000293  GiB 50.7  0.0 s",
+        300: f"{whole}  GiB 50.7  0.0 s",
+    }
 
 
 def test_what_a_real_terminal_keeps_has_a_line_of_every_step() -> None:

@@ -22,7 +22,8 @@ PHONE = 390
 READABLE = 4.5
 """Contrast of text with what is behind it, by WCAG 2.1 level AA."""
 
-# Every piece of text that is shown: its contrast with the background that it has, through all that is see-through.
+# Every piece of text that is shown, but names on the timeline's bars (test_report_look.py):
+# its contrast with the background that it has, through all that is see-through.
 CONTRASTS = """(() => {
   const numbers = (text) => (text.match(/[\\d.]+/g) ?? [0, 0, 0, 0]).map(Number);
   const over = (top, alpha, below) => below.map((value, place) => alpha * top[place] + (1 - alpha) * value);
@@ -40,7 +41,7 @@ CONTRASTS = """(() => {
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   for (let text = walker.nextNode(); text; text = walker.nextNode()) {
     const node = text.parentElement, style = getComputedStyle(node);
-    if (!text.data.trim() || node.closest("script, style, option, title") || !node.getClientRects().length) continue;
+    if (!text.data.trim() || node.closest("script, style, option, title, .on-bar") || !node.getClientRects().length) continue;
     let seen = 1;
     for (let one = node; one; one = one.parentElement) seen *= Number(getComputedStyle(one).opacity);
     const below = behind(node), [r, g, b, alpha = 1] = numbers(node.closest("svg") ? style.fill : style.color);

@@ -65,8 +65,22 @@ def test_its_facts_are_those_of_its_files(folder: Path) -> None:
     (folder / "summary.json").write_text(json.dumps({**told, "seconds_per_step": 1.5, "gates": {"kl": 0.0}}))
     facts = run_status(read_run(folder), time.time())
     assert facts["hardware"] == "2 nodes, EPYC, 2 cores, 24.0 GiB"
-    assert (facts["done"], facts["step_seconds"], facts["gates"], facts["faults"]) == (12, 1.5, {"kl": 0.0}, 1)
+    assert (facts["done"], facts["step_seconds"], facts["faults"]) == (12, 1.5, 1)
+    assert facts["checks"] == [{"name": "kl", "value": 0.0, "bound": None, "state": "measured"}]
     assert (facts["best"], facts["version"], facts["commit"]) == ((12, 0.6), "1.2", None)
+
+
+@pytest.mark.parametrize(
+    ("value", "bound", "told"),
+    [(1e-9, 1e-4, "passed"), (1e-4, 1e-4, "passed"), (2e-4, 1e-4, "failed"), (float("nan"), 1e-4, "failed"),
+     (None, 1e-4, "not measured"), (1.0, None, "measured")],
+)  # fmt: skip
+def test_a_check_has_passed_up_to_its_bound(folder: Path, value: float | None, bound: float | None, told: str) -> None:
+    name = "kl_to_reference_at_first_step"
+    bounds = {} if bound is None else {name: bound}
+    (folder / "summary.json").write_text(json.dumps({"gates": {name: value}, "gate_bounds": bounds}))
+    (check,) = run_status(read_run(folder), NOW)["checks"]
+    assert (check["name"], check["state"]) == ("KL at the start", told)
 
 
 def test_hardware_versions_and_commit_are_known_before_the_run_has_ended(folder: Path) -> None:

@@ -417,7 +417,8 @@ def test_an_evaluation_is_told_behind_its_step_with_its_reward_and_the_end_says_
     for line in (
         "held-out reward: 0.385 before, 0.4625 after 1 step",
         "held-out accuracy: 0.0% before, 9.4% after 1 step",
-        f"done: {folder}; `megarl report {folder}` shows it",
+        f"done: {folder}",
+        f"to see it: megarl report {folder}",
         f"newest checkpoint: {folder}/checkpoints/step_000001",
     ):
         assert line in said

@@ -6,11 +6,11 @@ Usage: python tools/model/smollm2.py OUT_FOLDER. The folder appears whole or not
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
 from megarl.system.atomic_files import whole_folder
-from megarl.system.hidden_bars import hide_bars
 
 
 def packaged_gguf() -> Path:
@@ -26,6 +26,7 @@ def packaged_gguf() -> Path:
 
 def convert(gguf: Path, out: Path) -> None:
     """Write the dequantised float32 model and its tokenizer to `out`."""
+    os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported; the bar of GGUF tensors knows no other switch
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -38,7 +39,6 @@ def convert(gguf: Path, out: Path) -> None:
         if mark in vars(model):
             delattr(model, mark)
     with whole_folder(out) as part:
-        hide_bars()
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
 

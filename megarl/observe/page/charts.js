@@ -79,7 +79,7 @@ function heatmap(title, rows) {
       drawing.append(svg("rect", { ...place, fill: "var(--c0)", opacity: 0.12 + 0.88 * Math.sqrt(share) }, svg("title", {}, label)));
     });
   }
-  return html("div", { class: "chart", "data-distribution": title }, html("h3", {}, title), drawing);
+  return html("div", { class: "chart", "data-distribution": title }, html("h3", {}, title.replaceAll("_", " ")), drawing);
 }
 
 // A bar for each of `counts`, with `labels` under them.
@@ -93,6 +93,12 @@ function barChart(title, labels, counts) {
     drawing.append(svg("text", { x: x(place + 0.5), y: height - 5, "text-anchor": "middle" }, labels[place]));
   });
   return html("div", { class: "chart", "data-distribution": title }, html("h3", {}, title), drawing);
+}
+
+// Black or white, whichever stands out more from `color` (#rrggbb): their contrasts are equal at a luminance of 0.179.
+function inkOn(color) {
+  const [r, g, b] = [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16) / 255).map((value) => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000000" : "#ffffff";
 }
 
 // Spans as bars, a row for each process: `rows` {name: [[what, begin, end]]}, times in seconds.
@@ -113,6 +119,9 @@ function timeline(rows, colors) {
       const box = { x: x(from), y: place * tall + 2, width: Math.max(0.5, x(to) - x(from)), height: tall - 4 };
       const label = `${name}: ${what}, ${short(to - from)} s`;
       drawing.append(svg("rect", { ...box, fill: colors.get(what), "data-span": what }, svg("title", {}, label)));
+      if (box.width < 6.2 * what.length + 6) continue;
+      const on = { x: box.x + box.width / 2, y: place * tall + 12.5, "text-anchor": "middle", class: "on-bar", style: `fill: ${inkOn(colors.get(what))}` };
+      drawing.append(svg("text", on, what));
     }
   });
   return drawing;

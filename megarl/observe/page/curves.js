@@ -12,7 +12,13 @@ function compact(value) {
   for (const [size, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
     if (Math.abs(value) >= size) return `${Number((value / (unit === "k" ? 1e3 : size)).toPrecision(3))}${unit}`;
   }
-  return short(value);
+  return brief(value);
+}
+
+// As few digits as a label of an axis has room for: 5.5e-14 instead of 5.50e-14.
+function brief(value) {
+  const text = short(value);
+  return text.includes("e") ? text.replace(/\.?0*e/, "e") : text;
 }
 
 function withAlpha(color, alpha) {
@@ -68,7 +74,7 @@ function drawCurves(box, lines, { stacked = false, height = 190, readout } = {})
     const faint = line.thin || isSmooth && !line.points;
     rows.push(raw);
     series.push({
-      label: line.label, stroke: () => faint ? withAlpha(paint(line.color), isSmooth ? 0.28 : 0.5) : color(), width: faint || stacked ? 1 : 2,
+      label: line.label, stroke: () => stacked ? css("--card") : faint ? withAlpha(paint(line.color), isSmooth ? 0.28 : 0.5) : color(), width: faint || stacked ? 1 : 2,
       scale: line.right ? "share" : "y", dash: line.points || line.right ? [4, 4] : undefined, points, spanGaps: true, fill: line.fill ? () => paint(line.color) : undefined,
     });
     if (isSmooth && !line.points && !line.thin) {
@@ -88,8 +94,8 @@ function drawCurves(box, lines, { stacked = false, height = 190, readout } = {})
     },
     axes: [
       { ...axis, grid: { show: false }, size: 24, gap: 2, incrs: view.x === "step" ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6] : undefined, values: (_, marks) => marks.map(compact) },
-      { ...axis, grid, size: 48, gap: 4, values: (_, marks) => marks.map((mark) => mark === null ? "" : compact(mark)) },
-      ...(lines.some((line) => line.right) ? [{ ...axis, scale: "share", side: 1, size: 44, gap: 4, grid: { show: false }, values: (_, marks) => marks.map((mark) => `${Math.round(100 * mark)} %`) }] : []),
+      { ...axis, grid, size: wideEnough, gap: 4, values: (_, marks) => marks.map((mark) => mark === null ? "" : compact(mark)) },
+      ...(lines.some((line) => line.right) ? [{ ...axis, scale: "share", side: 1, size: 52, gap: 12, grid: { show: false }, values: (_, marks) => marks.map((mark) => `${Math.round(100 * mark)} %`) }] : []),
     ],
     hooks: {
       setCursor: [(one) => {
@@ -106,6 +112,9 @@ function drawCurves(box, lines, { stacked = false, height = 190, readout } = {})
   return plot;
 }
 
+// Pixels for an axis whose labels are `texts`, at least those that most charts of a page need.
+const wideEnough = (_, texts) => Math.max(48, 8 + 6.7 * Math.max(...(texts ?? [""]).map((text) => text.length)));
+
 // The range of an axis: all values, and a little more; from 0 where that is near, and not around a constant's rounding.
 function room(low, high, isStacked) {
   if (!isNumber(low) || !isNumber(high)) return [0, 1];
@@ -115,6 +124,25 @@ function room(low, high, isStacked) {
   return [from, high + 0.06 * wide];
 }
 
+// Where a pointer would be needed, keys do: arrows, Home and End go over the places of a chart, + and - change how much it shows.
+function steerByKeys(box, title, plotOf) {
+  let at = null;
+  for (const [name, value] of [["tabindex", 0], ["role", "img"], ["aria-label", `${title}: arrow keys go over the steps, + and - enlarge`]]) box.setAttribute(name, value);
+  box.addEventListener("keydown", (event) => {
+    const plot = plotOf(), xs = plot?.data[0] ?? [], last = xs.length - 1;
+    const to = { ArrowLeft: (at ?? last + 1) - 1, ArrowRight: (at ?? -1) + 1, Home: 0, End: last }[event.key];
+    const factor = { "+": 0.5, "-": 2 }[event.key];
+    if (last < 0 || to === undefined && factor === undefined) return;
+    event.preventDefault();
+    if (factor) {
+      const { min, max } = plot.scales.x, middle = xs[at ?? Math.round(last / 2)], half = (max - min) * factor / 2;
+      plot.setScale("x", { min: Math.max(xs[0], middle - half), max: Math.min(xs[last], middle + half) });
+    } else at = Math.min(last, Math.max(0, to));
+    if (at !== null) plot.setCursor({ left: plot.valToPos(xs[at], "x"), top: 10 });
+  });
+  box.addEventListener("blur", () => { at = null; plotOf()?.setCursor({ left: -10, top: -10 }); });
+}
+
 // A card with a chart. `lines()` gives its lines anew, as the x axis, the smoothing and the rows change.
 function chartCard(title, lines, { note = "", isLarge = false, stacked = false, keys = [], attributes = {} } = {}) {
   const readout = html("div", { class: "readout" }), box = html("div", { class: "plot" });
@@ -122,6 +150,7 @@ function chartCard(title, lines, { note = "", isLarge = false, stacked = false, 
   const legend = keys.length ? html("div", { class: "keys" }, ...keys.map(keyOf)) : null;
   const card = html("div", { class: isLarge ? "chart large" : "chart", ...attributes },
     html("div", { class: "title" }, html("h3", {}, title), html("span", { class: "now" }, note), full), box, readout, legend);
+  steerByKeys(box, title, () => card.plot);
   card.draw = () => {
     if (card.plot) { plots.delete(card.plot); card.plot.destroy(); }
     const current = lines();
@@ -139,10 +168,11 @@ function enlarge(title, lines, { stacked, keys }) {
   const close = html("button", { onclick: () => dialog.close() }, "close");
   const dialog = html("dialog", { id: "full" }, html("div", { class: "title" }, html("h3", {}, title), close), box,
     html("div", { class: "keys" }, ...keys.map(keyOf)), readout,
-    html("p", { class: "note" }, "Drag over the chart to enlarge a part of it, double-click to go back."));
+    html("p", { class: "note" }, "Drag over the chart to enlarge a part of it, double-click to go back; or give it the focus and press arrows, + and -."));
   document.body.append(dialog);
   dialog.showModal();
   const plot = drawCurves(box, lines(), { stacked, height: Math.max(240, Math.min(innerHeight - 210, 620)), readout });
+  steerByKeys(box, title, () => plot);
   dialog.addEventListener("close", () => { plots.delete(plot); plot.destroy(); dialog.remove(); });
 }
 

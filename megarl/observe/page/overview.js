@@ -21,34 +21,56 @@ function heldOut(run) {
   return ["held-out", null];
 }
 
+const MARKS = { passed: "✓", failed: "✗", "not measured": "–" };
+
+// A line for each parity check: short words, and a mark where its bound is known; the figure where it failed or has no bound.
+function checkLines(checks) {
+  return checks.map(({ name, value, bound, state }) => {
+    const figure = isNumber(value) ? short(value) : "not measured";
+    const told = isNumber(bound) ? `${figure}, at most ${short(bound)}` : figure;
+    const words = [MARKS[state], name, state === "failed" ? `(${told})` : state === "measured" ? figure : null];
+    return html("div", { class: `check ${state.split(" ")[0]}`, title: told, "aria-label": `${name} ${state}: ${told}` }, words.filter(Boolean).join(" "));
+  });
+}
+
+// Ten facts, of which five are figures: as many for every run, so that rows are full and runs stand side by side.
 function runCard(run) {
   const status = run.status;
   const last = (run.curves["reward/mean"] ?? run.curves["train/loss"] ?? []).filter(isNumber).at(-1);
   const [heldOutName, heldOutValue] = heldOut(run);
-  const figures = [
-    [run.curves["reward/mean"] ? "reward, last step" : "loss, last step", isNumber(last) ? short(last) : null],
-    [heldOutName, heldOutValue],
-    ["best step", status.best ? `${status.best[0]} (${short(status.best[1])})` : null],
-    ["seconds per step", isNumber(status.step_seconds) ? short(status.step_seconds) : null],
-    ["tokens", status.tokens ? compact(status.tokens) : null],
+  const took = [isNumber(status.seconds) ? html("span", { class: "whole" }, duration(status.seconds < 10 ? status.seconds : Math.round(status.seconds))) : null, isNumber(status.step_seconds) ? html("small", {}, `${short(status.step_seconds)} s a step`) : null];
+  const ranks = [status.training, status.engines].filter(Boolean);
+  const facts = [
+    [run.curves["reward/mean"] || !run.curves["train/loss"] ? "reward, last step" : "loss, last step", isNumber(last) ? [short(last)] : []],
+    [heldOutName, [heldOutValue]],
+    ["best step", status.best ? [`${status.best[0]} (${short(status.best[1])})`] : []],
+    ["tokens", status.tokens ? [compact(status.tokens)] : []],
+    ["time", took],
+    ["model", [status.model]],
+    ["algorithm", [status.algorithm]],
+    ["hardware", [status.hardware]],
+    ["training ranks, engines", ranks.length ? [ranks.join(" · ")] : []],
+    ["checks", checkLines(status.checks)],
   ];
-  const facts = [["damaged files", run.damage.join("\n")], ["why it ended", status.why], ["model", status.model], ["hardware", status.hardware], ["training ranks", status.training],
-    ["engines", status.engines], ["algorithm", status.algorithm], ["started", status.started], ["wall time", duration(status.seconds)], ["seed", run.seed],
-    ["megarl", status.version], ["commit", status.commit], ["folder", run.folder],
-    ...Object.entries(status.gates).map(([name, value]) => [`check ${name.replaceAll("_", " ")}`, short(value)])];
-  const item = ([name, value]) => html("div", {}, html("dt", {}, name), html("dd", {}, String(value)));
-  const known = (rows) => rows.filter(([, value]) => value !== null && value !== undefined && value !== "").map(item);
+  const cell = ([name, values], place) => {
+    const known = values.filter((value) => value !== null && value !== undefined && value !== "");
+    return html("div", { class: place < 5 ? "figure" : null }, html("dt", {}, name), html("dd", {}, ...(known.length ? known : ["–"])));
+  };
+  const notices = [["damaged files", run.damage.join("\n")], [status.state === "failed" ? "why it failed" : "why it ended", status.why]].filter(([, value]) => value);
   const share = isNumber(status.planned) && status.planned > 0 ? Math.min(1, status.done / status.planned) : status.state === "finished" ? 1 : 0;
   return html("article", { class: "run" },
     html("div", { class: "state" }, html("span", { class: `badge ${status.state}` }, status.state), html("b", {}, run.name),
       html("span", { class: "note" }, `step ${status.done}${isNumber(status.planned) ? ` of ${status.planned}` : ""}`
         + (status.faults ? `, ${status.faults} ${status.faults === 1 ? "fault" : "faults"}` : ""))),
     html("div", { class: "progress" }, html("div", { style: `width: ${(100 * share).toFixed(1)}%` })),
-    html("dl", { class: "figures" }, ...known(figures)), html("dl", { class: "facts" }, ...known(facts)));
+    ...notices.map(([name, value]) => html("p", { class: "notice" }, html("b", {}, name), ` ${value}`)),
+    html("dl", { class: "facts" }, ...facts.map(cell)));
 }
 
 function overview() {
-  return [html("div", { class: "runs" }, ...runs.map(runCard))];
+  // three cards abreast on a desk, or two, where the last row would have one card alone
+  const width = runs.length % 3 === 1 ? 480 : 360;
+  return [html("div", { class: "runs", style: `--card-width: ${width}px` }, ...runs.map(runCard))];
 }
 
 const lastOf = (name) => runs.length === 1 ? (runs[0].curves[name] ?? []).filter(isNumber).at(-1) : undefined;
@@ -148,7 +170,7 @@ function allMetrics() {
     groups.set(group, [...(groups.get(group) ?? []), name]);
   }
   const rank = (name) => FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length;
-  const search = html("input", { id: "metric-text", type: "search", placeholder: "part of a metric's name", "aria-label": "part of a metric's name" });
+  const search = html("input", { id: "metric-text", type: "search", size: 24, placeholder: "part of a metric's name", "aria-label": "part of a metric's name" });
   const parts = [...groups.keys()].sort((a, b) => rank(a) - rank(b)).map((group) => {
     const box = html("div", { class: "charts" }), note = html("span", { class: "note" }, ` ${groups.get(group).length}`);
     const part = html("details", { "data-group": group }, html("summary", {}, group, note), box);

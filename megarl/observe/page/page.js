@@ -100,10 +100,12 @@ function comparison() {
 
 function environments() {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.environment)))];
-  if (!names.length) return [html("p", { class: "note" }, "Written when a run starts.")];
   const words = (name, value) => name.endsWith("_bytes") && isNumber(value) ? `${(value / 2 ** 30).toFixed(1)} GiB` : value;
-  const rows = names.map((name) => [name.replace(/_bytes$/, ""), ...runs.map((run) => words(name, run.environment[name]))]);
-  return [table(["", ...runs.map((run) => run.name)], rows)];
+  const of = { folder: (run) => run.folder, started: (run) => run.status.started, seed: (run) => run.seed, commit: (run) => run.status.commit };
+  const rows = [...Object.entries(of).map(([name, value]) => [name, ...runs.map(value)]).filter((row) => row.slice(1).some((value) => value !== null && value !== undefined)),
+    ...names.map((name) => [name.replace(/_bytes$/, ""), ...runs.map((run) => words(name, run.environment[name]))])];
+  const empty = names.length ? [] : [html("p", { class: "note" }, "The rest is written when a run starts.")];
+  return [table(["", ...runs.map((run) => run.name)], rows), ...empty];
 }
 
 function faultTables() {
@@ -149,8 +151,9 @@ for (const [name, make] of Object.entries(SECTIONS)) {
   if (WITH_TEXTS.includes(name)) later.push(() => section.append(...make()));
   else section.append(...make());
 }
-// The rest is shown while the texts of samples are unpacked.
-const opened = Promise.all(runs.map((run) => run.samples.open())).then(() => {
+// The rest is shown while the texts of samples, which stand behind this script, are read and unpacked.
+const parsed = new Promise((done) => document.addEventListener("DOMContentLoaded", done, { once: true }));
+const opened = parsed.then(() => Promise.all(runs.map((run) => run.samples.open()))).then(() => {
   for (const fill of later) fill();
   if (data.live) follow();
 }, (error) => document.querySelector("#samples").append(html("p", { class: "note" }, `Samples cannot be unpacked by this browser: ${error}`)));

@@ -6,18 +6,18 @@ const ANSWERS_AT_ONCE = 8;
 
 const COLORINGS = {
   advantage: {
-    title: "advantage (blue: made likelier, red: less likely)",
+    title: "advantage (blue: up, red: down)",
     value: (sample, token) => sample.advantages?.[token],
     paint: (value, most) => value === 0 ? "transparent" : `rgba(${value > 0 ? "var(--good)" : "var(--bad)"}, ${0.08 + 0.6 * Math.abs(value) / most})`,
   },
   difference: {
-    title: "|trainer − engine| log-prob, of the same weights unless stale",
+    title: "|trainer − engine| log-prob",
     value: (sample, token) => isNumber(sample.log_probs?.[token]) && isNumber(sample.engine[token])
       ? Math.abs(sample.log_probs[token] - sample.engine[token]) : undefined,
     paint: (value, most) => `rgba(var(--far), ${0.7 * value / most})`,
   },
   surprise: {
-    title: "engine's log-prob (stronger: less likely)",
+    title: "log-prob (strong: unlikely)",
     value: (sample, token) => sample.engine[token],
     paint: (value, most) => `rgba(var(--bad), ${0.7 * Math.min(1, Math.abs(value) / Math.min(most, 8))})`,
   },
@@ -48,15 +48,40 @@ function answerRow(sample, coloring, pictures, scale, [least, most]) {
   const share = most > least ? (sample.reward - least) / (most - least) : 1;
   const sign = !isNumber(sample.advantage) || sample.advantage === 0 ? "even" : sample.advantage > 0 ? "up" : "down";
   const facts = html("div", { class: "facts" });
-  if (isNumber(sample.reward)) facts.append(html("b", {}, `reward ${short(sample.reward)}`), html("span", { class: "bar" }, html("span", { style: `width: ${(100 * share).toFixed(1)}%` })));
+  if (isNumber(sample.reward)) facts.append(html("b", {}, `reward ${short(sample.reward)}`), html("span", { class: "bar", title: `of ${short(least)} to ${short(most)} in this run` }, html("span", { style: `width: ${(100 * share).toFixed(1)}%` })));
   if (isNumber(sample.advantage)) facts.append(html("span", { class: `advantage ${sign}` }, `advantage ${sample.advantage > 0 ? "+" : ""}${short(sample.advantage)}`));
   const more = Object.entries(sample.rewards).length > 1 ? Object.entries(sample.rewards).map(([name, value]) => `${name} ${short(value)}`) : [];
-  if (sample.tokens) more.push(`${sample.tokens} tokens`);
+  if (sample.tokens) more.push(`${sample.tokens} ${sample.tokens === 1 ? "token" : "tokens"}`);
   if (sample.finish) more.push(`ended by ${sample.finish}`);
   facts.append(html("span", { class: "more" }, more.join(" · ")));
   facts.title = sample.id;
-  return html("article", { class: "sample" }, facts, html("div", {}, ...mediaOf(pictures, sample, scale),
-    html("div", { class: "text response" }, ...tokensOf(sample, coloring, pictures, scale))));
+  const told = html("div", { class: "note token-facts", "aria-live": "polite" });
+  const response = html("div", { class: "text response" }, ...tokensOf(sample, coloring, pictures, scale));
+  if (sample.pieces) chooseTokens(response, told);
+  return html("article", { class: "sample" }, facts, html("div", {}, ...mediaOf(pictures, sample, scale), response, told));
+}
+
+// What the pointer on a token shows, without one: a tap on it, or arrow keys in the response, write it below.
+function chooseTokens(response, told) {
+  let chosen = null;
+  const choose = (token) => {
+    chosen?.classList.remove("chosen");
+    chosen = token;
+    chosen.classList.add("chosen");
+    chosen.scrollIntoView({ block: "nearest" });
+    told.textContent = chosen.title;
+  };
+  response.setAttribute("tabindex", 0);
+  response.setAttribute("role", "group");
+  response.setAttribute("aria-label", "response: arrow keys go over its tokens");
+  response.addEventListener("click", ({ target }) => { if (target.classList.contains("token")) choose(target); });
+  response.addEventListener("keydown", (event) => {
+    const tokens = [...response.querySelectorAll(".token")], at = tokens.indexOf(chosen);
+    const next = { ArrowRight: tokens[at + 1], ArrowLeft: tokens[at - 1], Home: tokens[0], End: tokens.at(-1) }[event.key];
+    if (!next) return;
+    event.preventDefault();
+    choose(next);
+  });
 }
 
 function groupCard(store, places, { coloring, pictures, scale, bounds, follow }) {
@@ -65,7 +90,7 @@ function groupCard(store, places, { coloring, pictures, scale, bounds, follow })
   const facts = [`step ${first.step}`, first.group, `${places.length} ${places.length === 1 ? "answer" : "answers"}`];
   if (first.served) facts.splice(1, 0, `tenant ${first.served.tenant}`, `model ${first.served.model}`);
   if (rewards.length) facts.push(`mean reward ${short(mean)}`);
-  if (rewards.length && Math.max(...rewards) === Math.min(...rewards) && places.length > 1) facts.push("all alike: no advantage");
+  if (rewards.length && Math.max(...rewards) === Math.min(...rewards) && places.length > 1) facts.push(samples.some((sample) => sample.advantage) ? "all alike" : "all alike: no advantage");
   if (first.answer !== null && first.answer !== undefined) facts.push(`expected ${typeof first.answer === "object" ? JSON.stringify(first.answer) : first.answer}`);
   const answers = html("div", { class: "answers" });
   const rest = html("button", { onclick: () => show(places.length) }, `show all ${places.length} answers`);
@@ -91,7 +116,7 @@ function samplesSection(runs, pictures, leftOut) {
     least: html("input", { id: "sample-least", type: "number", step: "any", placeholder: "any" }),
     most: html("input", { id: "sample-most", type: "number", step: "any", placeholder: "any" }),
     text: html("input", { id: "sample-text", type: "search", placeholder: "in prompt or response", title: "of a server also the tenant and the model" }),
-    order: choice("sample-order", [["newest", "newest first"], ["oldest", "oldest first"], ["best", "best first"], ["worst", "worst first"], ["spread", "most different rewards first"]]),
+    order: choice("sample-order", [["newest", "newest first"], ["oldest", "oldest first"], ["best", "best first"], ["worst", "worst first"], ["spread", "most different first"]]),
     coloring: choice("sample-coloring", Object.entries(COLORINGS).map(([name, rule]) => [name, rule.title])),
     boxes: choice("sample-boxes", Object.entries(BOX_SCALES)),
   };
@@ -156,6 +181,6 @@ function samplesSection(runs, pictures, leftOut) {
   const filters = html("div", { class: "filters" },
     withSamples.length > 1 ? field("run", inputs.run) : null, field("from step", inputs.from), field("to step", inputs.to), field("reward at least", inputs.least),
     field("reward at most", inputs.most), field("text", inputs.text), field("order", inputs.order), field("colour tokens by", inputs.coloring),
-    Object.keys(pictures).length ? field("boxes (blue: answered, green: gold)", inputs.boxes) : null);
+    Object.keys(pictures).length ? field("boxes (dashed: gold)", inputs.boxes) : null);
   return [filters, html("div", { class: "counted" }, count, all), list, more];
 }

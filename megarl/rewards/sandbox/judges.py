@@ -9,6 +9,7 @@ import contextlib
 import json
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -19,7 +20,9 @@ Judge = Callable[[str], float | None]
 
 def reasoning_gym_judge() -> Callable[[str, dict[str, Any], dict[str, Any]], Judge]:
     """(task, its arguments, row) → the task's score, or None where the task raises on the answer."""
-    from reasoning_gym import create_dataset
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # cellpylib's, where no compiled file of it can be kept
+        from reasoning_gym import create_dataset
 
     tasks: dict[str, Any] = {}
 
