@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -58,6 +58,7 @@ class RankReplacement:
         """Attempts at the part of a step in which ranks compute, until one is not cut short by a loss."""
         self._memory.begin(_moment(run))
         self._memory.finish()
+        cost = {f"recovery/{name}": value for name, value in asdict(self._memory.cost).items()}
         self.again(run, partial(self._grow, run))
         put_back = _remembered(run)
         for number in range(MOST_LOSSES + 1):
@@ -71,7 +72,7 @@ class RankReplacement:
                 break
             self._recover(errors[0], run)
             put_back()
-        run.metrics |= {"recovery/replaced_ranks": self._replaced, "recovery/seconds": self._seconds}
+        run.metrics |= {"recovery/replaced_ranks": self._replaced, "recovery/seconds": self._seconds} | cost
         self._seconds = 0.0
 
     def again(self, run: RlRun, work: Callable[[], T]) -> T:
