@@ -68,7 +68,7 @@ class Cost:
 
     copied_bytes: int = 0
     sent_bytes: int = 0
-    cpu_s: float = 0.0
+    copies_cpu_s: float = 0.0
 
 
 class Memory:
@@ -167,7 +167,7 @@ class Memory:
                     raise
                 continue
             cost = self.cost
-            self.cost = Cost(cost.copied_bytes, cost.sent_bytes + sent.bytes, cost.cpu_s + sent.cpu_s)
+            self.cost = Cost(cost.copied_bytes, cost.sent_bytes + sent.bytes, cost.copies_cpu_s + sent.cpu_s)
         self.kept = whole
 
     def _is_at_buddy(self, whole: WholeInMemory, node: str) -> bool:

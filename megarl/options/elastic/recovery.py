@@ -18,9 +18,10 @@ from megarl.core.steps import RlRun
 from megarl.errors import LayoutError, RankLostError, WorkerError, counted
 from megarl.options.elastic.comparison import differing, digests_of_weights
 from megarl.options.elastic.memory import LOOK_S, Memory, Moment
-from megarl.options.elastic.places import Places
+from megarl.options.elastic.places import FAULTY_AFTER, Places
 from megarl.options.elastic.rank_process import Become, interrupt, leave
 from megarl.options.elastic.section import compared_every, shrinks, spares_of
+from megarl.supervise.child_run import is_restart
 from megarl.weights.machines import Machines
 from megarl.workers.cluster import Cluster
 from megarl.workers.group import WorkerGroup, wait_for
@@ -102,7 +103,7 @@ class RankReplacement:
             try:
                 lossy = [group for group in groups.values() if group.lost]
                 for group in lossy:
-                    self._replace(group)
+                    self._replace(group, run.progress.say)
                 self._bring_up(run, lossy)
                 break
             except RankLostError:
@@ -168,13 +169,18 @@ class RankReplacement:
             group.lost = []
         run.watching.ranks = {name: group.states for name, group in self._roles.groups.items()}
 
-    def _replace(self, group: WorkerGroup) -> None:
+    def _replace(self, group: WorkerGroup, say: Callable[[str], None]) -> None:
         """Have a process for every rank of the group, none of which is in a world."""
         lost = {*group.lost}
         lost |= _stuck({rank: actor for rank, actor in enumerate(group.actors) if rank not in lost})
         there = {rank: self._memory.is_there(group.name, rank) for rank in sorted(lost)}
         damaged = self._damaged.pop(group.name, set())
+        before = len(self._places.put_aside)
         homeless = self._places.replace(group, there, damaged, SHRINK_S if self._shrinks else self._deadlines.start_s)
+        for at in self._places.put_aside[before:]:
+            say(
+                f"GPU {at.gpu} of {at.node} has lost {FAULTY_AFTER} ranks, though its node answers: no spare starts there again"
+            )
         if homeless and not self._shrinks:
             raise WorkerError(f"there is no place for {counted(len(homeless), 'rank')} of {group.name} whose nodes are lost")
         if homeless:
@@ -297,5 +303,6 @@ def start_spares(config: Config, cluster: Cluster) -> Callable[[Roles, Rollouts]
     number = spares_of(config.resources)
     if number is None:
         return None
-    places = Places(cluster, number, shared=config.resources.placement == "colocated")
+    shared, may_be_fewer = config.resources.placement == "colocated", shrinks(config.resources) and is_restart()
+    places = Places(cluster, number, shared=shared, may_be_fewer=may_be_fewer)
     return partial(RankReplacement, config, cluster, places)
