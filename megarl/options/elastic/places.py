@@ -29,9 +29,9 @@ FAULTY_AFTER = 2
 class Places:
     """The places of a run's ranks, and spare ones, each with a process that waits.
 
-    A rank whose process died takes the place and the process of a spare; a new spare starts at the rank's place. Where that
-    is lost with its node and no spare is left, Ray looks for another one. No spare starts on a GPU that is faulty. Where engines share GPUs with ranks, a rank stays at
-    its place, and spare ones are given to both when a node is lost.
+    A rank whose process died takes the place and the process of a spare; a new spare starts at the rank's place, unless that
+    is a GPU that has lost several ranks. Where the place is lost with its node and no spare is left, Ray looks for another
+    one. Where engines share GPUs with ranks, a rank stays at its place, and spare ones are given to both when a node is lost.
     """
 
     def __init__(self, cluster: Cluster, spares: int, *, shared: bool, may_be_fewer: bool = False) -> None:
@@ -57,6 +57,7 @@ class Places:
         self._reserved = placement_group([bundle] * spares, strategy="PACK")
         if not self._reserved.wait(timeout_seconds=WAIT_S):
             remove_placement_group(self._reserved)
+            self._reserved = None
             have, free = ray.cluster_resources(), ray.available_resources()
             kind = "GPU" if have_gpus else "CPU"
             if may_be_fewer:

@@ -178,9 +178,7 @@ class RankReplacement:
         before = len(self._places.put_aside)
         homeless = self._places.replace(group, there, damaged, SHRINK_S if self._shrinks else self._deadlines.start_s)
         for at in self._places.put_aside[before:]:
-            say(
-                f"GPU {at.gpu} of {at.node} has lost {FAULTY_AFTER} ranks, though its node answers: no spare starts there again"
-            )
+            say(f"GPU {at.gpu} of {at.node} has lost {FAULTY_AFTER} ranks, though its node answers: no spare starts there")
         if homeless and not self._shrinks:
             raise WorkerError(f"there is no place for {counted(len(homeless), 'rank')} of {group.name} whose nodes are lost")
         if homeless:
