@@ -77,6 +77,8 @@ class Cluster:
         self.actors: list[Process] = []
         self.last: Failure | None = None
         self.counts: dict[str, int] = {}
+        self.buddies_have_all = False
+        """Whether a node that is lost while its files are sent had sent the last of them."""
 
     def _name(self) -> str:
         self._serial += 1
@@ -256,7 +258,7 @@ class NodeMemory(Process):
         if name == "complete":
             return Reference(Sent(), now + self.cluster.seconds["send"], self)
         if name == "has":
-            return Reference(False, now, self)  # it was lost while it was sent
+            return Reference(self.cluster.buddies_have_all, now, self)
         return Reference(2**60 if name == "free_bytes" else None, now, self)
 
 

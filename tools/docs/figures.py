@@ -431,6 +431,16 @@ def replaced_ranks() -> list[str]:
     return _table(("", ""), rows)
 
 
+def memory_copies() -> list[str]:
+    found, of_runs = result("memory_copies"), result("replaced_ranks")
+    of_step = median(of_runs["steps_s"]["without"]) * of_runs["machine"]["cores"]
+    rows = [
+        (way, f"{found[way]['bytes'] / 1e9:.2f}", f"{found[way]['median_cpu_s']:.2f}", f"{found[way]['median_cpu_s'] / of_step:.1%}")
+        for way in ("copied, and into new files", "in place")
+    ]
+    return _table(("a checkpoint", "GB", "seconds of processors", "of those of a step"), rows)
+
+
 def soak() -> list[str]:
     found = [(one["process"], one["memory_bytes"]) for one in result("soak")["processes"]]
     found.sort(key=lambda one: -one[1]["growth"])
@@ -490,7 +500,7 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
     },
     "evidence/faults.md": {
         **{"faults_mixed": faults_mixed, "faults": faults, "faults_serve": faults_serve},
-        **{"replaced_ranks": replaced_ranks, "soak": soak},
+        **{"replaced_ranks": replaced_ranks, "memory_copies": memory_copies, "soak": soak},
     },
 }
 """By page and mark, the table that stands between `<!-- mark: begin -->` and `<!-- mark: end -->`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -159,9 +160,10 @@ class Memory:
         if self._writing is None:
             return
         whole, self._writing = self._writing, None
+        ends_at = time.monotonic() + (deadline_s or self._deadline_s)
         for node, answer in whole.asked.items():
             try:
-                [sent] = self._wait([answer], deadline_s)
+                [sent] = self._wait([answer], max(ends_at - time.monotonic(), 0.1))
             except WorkerError:
                 if not self._is_at_buddy(whole, node):
                     raise

@@ -82,6 +82,20 @@ def test_a_node_lost_while_engines_generate_is_replaced(played: Callable[..., Pl
     assert step(run, 2)["recovery/seconds"] == 0
 
 
+def test_a_node_lost_while_its_files_are_sent_is_replaced_if_its_buddy_has_them(played: Callable[..., Played]) -> None:
+    """The copy ends at 77 s, and what is sent of it arrives at 82 s; the checkpoint before is of another step."""
+    run = begun(played(Failure(79.0, "node", "node", 0.3)))
+    run[2].buddies_have_all = True
+    assert step(run, 1)["recovery/replaced_ranks"] == 1
+    with pytest.raises(RankLostError):
+        step(begun(played(Failure(79.0, "node", "node", 0.3))), 1)
+
+
+def test_a_process_lost_while_its_files_are_sent_is_replaced(played: Callable[..., Played]) -> None:
+    run = begun(played(Failure(79.0, "bug", "process", 0.3)))
+    assert step(run, 1)["recovery/replaced_ranks"] == 1
+
+
 def test_a_node_and_its_buddy_are_in_nobodys_memory(played: Callable[..., Played]) -> None:
     run = begun(played(Failure(130.0, "pair", "pair", 0.3), spares=2))
     with pytest.raises(RankLostError):
