@@ -435,7 +435,12 @@ def memory_copies() -> list[str]:
     found, of_runs = result("memory_copies"), result("replaced_ranks")
     of_step = median(of_runs["steps_s"]["without"]) * of_runs["machine"]["cores"]
     rows = [
-        (way, f"{found[way]['bytes'] / 1e9:.2f}", f"{found[way]['median_cpu_s']:.2f}", f"{found[way]['median_cpu_s'] / of_step:.1%}")
+        (
+            way,
+            f"{found[way]['bytes'] / 1e9:.2f}",
+            f"{found[way]['median_cpu_s']:.2f}",
+            f"{found[way]['median_cpu_s'] / of_step:.1%}",
+        )
         for way in ("copied, and into new files", "in place")
     ]
     return _table(("a checkpoint", "GB", "seconds of processors", "of those of a step"), rows)

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.virtual_ranks import Cluster, Failure, Group, in_place_of_ray, replacement, run_of
 from megarl.config.layout import Layout
-from megarl.errors import RankLostError
+from megarl.errors import RankLostError, WorkerError
 from megarl.options.elastic.memory import _buddies
 
 SECONDS = {
@@ -87,7 +87,7 @@ def test_a_node_lost_while_its_files_are_sent_is_replaced_if_its_buddy_has_them(
     run = begun(played(Failure(79.0, "node", "node", 0.3)))
     run[2].buddies_have_all = True
     assert step(run, 1)["recovery/replaced_ranks"] == 1
-    with pytest.raises(RankLostError):
+    with pytest.raises(WorkerError):
         step(begun(played(Failure(79.0, "node", "node", 0.3))), 1)
 
 
