@@ -46,6 +46,26 @@ def measure(write: Callable[[int], int], repeats: int) -> dict[str, Any]:
     return figures | {f"median_{name}": statistics.median(figures[name]) for name in ("cpu_s", "wall_s")}
 
 
+def in_place(shards: Shards, repeats: int) -> dict[str, Any]:
+    """Figures of files that are written over."""
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
+        files = [SharedFile(Path(folder) / str(slot) / "__0_0.distcp") for slot in range(SLOTS)]
+        return measure(lambda slot: files[slot].write(shards).copied_bytes, repeats)
+
+
+def into_new_files(shards: Shards, repeats: int) -> dict[str, Any]:
+    """Figures of a copy in the process, and of files that are written from it."""
+    memory = host_memory(shards.nbytes)
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
+
+        def write(slot: int) -> int:
+            shutil.rmtree(Path(folder) / str(slot), ignore_errors=True)
+            written = write_shards(shards.copied_into(memory), Path(folder) / str(slot))
+            return sum(record.bytes for record in written.files.values())
+
+        return measure(write, repeats)
+
+
 def main() -> None:
     """Measure, write the JSON file and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -56,20 +76,10 @@ def main() -> None:
     sizes = (ROWS, COLUMNS)
     boxes = [ShardBox(f"weight.{number}", sizes, (0, 0), sizes, torch.randn(ROWS * COLUMNS)) for number in range(TENSORS)]
     shards = Shards(0, boxes, {}, None)
-    figures = {}
-    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
-        files = [SharedFile(Path(folder) / str(slot) / "__0_0.distcp") for slot in range(SLOTS)]
-        figures["in place"] = measure(lambda slot: files[slot].write(shards).copied_bytes, arguments.repeats)
-        del files
-    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
-        memory = host_memory(shards.nbytes)
-
-        def write(slot: int) -> int:
-            shutil.rmtree(Path(folder) / str(slot), ignore_errors=True)
-            written = write_shards(shards.copied_into(memory), Path(folder) / str(slot))
-            return sum(record.bytes for record in written.files.values())
-
-        figures["copied, and into new files"] = measure(write, arguments.repeats)
+    figures = {
+        "in place": in_place(shards, arguments.repeats),
+        "copied, and into new files": into_new_files(shards, arguments.repeats),
+    }
     result = {
         "date": time.strftime("%Y-%m-%d"),
         "command": "python benchmarks/memory_copies.py",
