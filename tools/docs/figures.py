@@ -421,29 +421,16 @@ def _seconds(value: float) -> str:
 
 
 def replaced_ranks() -> list[str]:
-    found = result("replaced_ranks")
+    found, of_copies = result("replaced_ranks"), result("memory_copies")
+    copies = [f"{of_copies[way]['median_cpu_s']:.2f}" for way in ("copied, and into new files", "in place")]
     middle = {name: median(seconds) for name, seconds in found["steps_s"].items()}
     rows = [
         ("seconds until an update in which a rank is lost begins again", ", ".join(map(_seconds, found["lost_to_resumed_s"]))),
         ("a step without `resources.spares`, with it: median seconds", f"{middle['without']:.2f}, {middle['with']:.2f}"),
         ("steps lost", found["steps_lost"]),
+        ("seconds of processors of a checkpoint: into new files as then, in place", ", ".join(copies)),
     ]
     return _table(("", ""), rows)
-
-
-def memory_copies() -> list[str]:
-    found, of_runs = result("memory_copies"), result("replaced_ranks")
-    of_step = median(of_runs["steps_s"]["without"]) * of_runs["machine"]["cores"]
-    rows = [
-        (
-            way,
-            f"{found[way]['bytes'] / 1e9:.2f}",
-            f"{found[way]['median_cpu_s']:.2f}",
-            f"{found[way]['median_cpu_s'] / of_step:.1%}",
-        )
-        for way in ("copied, and into new files", "in place")
-    ]
-    return _table(("a checkpoint", "GB", "seconds of processors", "of those of a step"), rows)
 
 
 def soak() -> list[str]:
@@ -505,7 +492,7 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
     },
     "evidence/faults.md": {
         **{"faults_mixed": faults_mixed, "faults": faults, "faults_serve": faults_serve},
-        **{"replaced_ranks": replaced_ranks, "memory_copies": memory_copies, "soak": soak},
+        **{"replaced_ranks": replaced_ranks, "soak": soak},
     },
 }
 """By page and mark, the table that stands between `<!-- mark: begin -->` and `<!-- mark: end -->`."""

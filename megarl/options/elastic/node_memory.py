@@ -37,7 +37,7 @@ PIECE_BYTES = 2**24
 class Pieces:
     """A file's bytes, and the XXH3-128 of each `PIECE_BYTES` of them; None of a piece that is not known."""
 
-    bytes: int
+    nbytes: int
     digests: list[bytes | None] = field(default_factory=list)
 
 
@@ -87,7 +87,7 @@ class NodeMemory:
         began, sums = time.thread_time(), {}
         for name, size in files.items():
             content = _mapped(self.folder / slot / name, 0, size)
-            pieces = (content[start : start + PIECE_BYTES] for start in range(0, size, PIECE_BYTES))
+            pieces = (content[start : start + PIECE_BYTES].data for start in range(0, size, PIECE_BYTES))
             sums[name] = Pieces(size, [xxhash.xxh3_128_digest(piece) for piece in pieces])
         return sums, time.thread_time() - began
 
@@ -102,14 +102,14 @@ class NodeMemory:
         loop, came, seconds = asyncio.get_running_loop(), 0, 0.0
         for name, wanted in files.items():
             known = self._known.setdefault(slot, {}).setdefault(name, Pieces(0))
-            known.bytes, count = wanted.bytes, len(wanted.digests)
+            known.nbytes, count = wanted.nbytes, len(wanted.digests)
             known.digests = [*known.digests[:count], *[None] * (count - len(known.digests))]
             for number, digest in enumerate(wanted.digests):
                 if known.digests[number] == digest:
                     continue
                 known.digests[number] = None
                 start = number * PIECE_BYTES
-                piece = await owner.read.remote(f"{slot}/{name}", start, min(PIECE_BYTES, wanted.bytes - start))
+                piece = await owner.read.remote(f"{slot}/{name}", start, min(PIECE_BYTES, wanted.nbytes - start))
                 seconds += await loop.run_in_executor(self._thread, _put, self.folder / slot / name, start, piece, digest)
                 known.digests[number] = digest
                 came += len(piece)
@@ -145,7 +145,7 @@ def _mapped(path: Path, offset: int, length: int) -> np.ndarray[Any, Any]:
     return np.asarray(np.memmap(path, np.uint8, "r", offset, (length,)))
 
 
-def _put(path: Path, start: int, piece: Any, digest: bytes) -> float:
+def _put(path: Path, start: int, piece: Any, digest: bytes | None) -> float:
     """Write a piece into its place; returns the processor's seconds."""
     began = time.thread_time()
     if xxhash.xxh3_128_digest(piece) != digest:
