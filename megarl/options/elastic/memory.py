@@ -64,7 +64,7 @@ class WholeInMemory:
 
 
 @dataclass(frozen=True)
-class Cost:
+class CopyCost:
     """Bytes that all ranks copied for a checkpoint, bytes that their nodes sent, and the processors' seconds for both."""
 
     copied_bytes: int = 0
@@ -82,7 +82,7 @@ class Memory:
         self.kept: WholeInMemory | None = None
         self._writing: WholeInMemory | None = None
         self._alive: set[str] = set()
-        self.cost = Cost()
+        self.cost = CopyCost()
         """Of the checkpoint that was begun last."""
 
     def find_nodes(self) -> None:
@@ -141,7 +141,7 @@ class Memory:
             for role, asked in submitted.items()
         }
         every = [part for of_role in parts.values() for part in of_role]
-        self.cost = Cost(sum(part.copied_bytes for part in every), 0, sum(part.cpu_s for part in every))
+        self.cost = CopyCost(sum(part.copied_bytes for part in every), 0, sum(part.cpu_s for part in every))
         written = {role: [part.written for part in of_role] for role, of_role in parts.items()}
         whole = WholeInMemory(moment, slot, layout_of, buddies, written)
         asked = {
@@ -169,7 +169,7 @@ class Memory:
                     raise
                 continue
             cost = self.cost
-            self.cost = Cost(cost.copied_bytes, cost.sent_bytes + sent.bytes, cost.copies_cpu_s + sent.cpu_s)
+            self.cost = CopyCost(cost.copied_bytes, cost.sent_bytes + sent.bytes, cost.copies_cpu_s + sent.cpu_s)
         self.kept = whole
 
     def _is_at_buddy(self, whole: WholeInMemory, node: str) -> bool:

@@ -34,7 +34,7 @@ PIECE_BYTES = 2**24
 
 
 @dataclass
-class Pieces:
+class FilePieces:
     """A file's bytes, and the XXH3-128 of each `PIECE_BYTES` of them; None of a piece that is not known."""
 
     nbytes: int
@@ -58,7 +58,7 @@ class NodeMemory:
         self.folder = Path(SHARED_MEMORY, name)
         self.folder.mkdir(mode=0o700)
         remove_with_this_process([self.folder])
-        self._known: dict[str, dict[str, Pieces]] = {}
+        self._known: dict[str, dict[str, FilePieces]] = {}
         """By slot and file the pieces that this node has copied from another one, or has sent."""
         self._copied: dict[str, set[str]] = {}
         """By slot the files of another node that have been copied whole since the slot was begun."""
@@ -83,15 +83,15 @@ class NodeMemory:
             return Sent(cpu_s=seconds, is_there=False)
         return Sent(sent, seconds + of_buddy_s)
 
-    def _sums(self, slot: str, files: Mapping[str, int]) -> tuple[dict[str, Pieces], float]:
+    def _sums(self, slot: str, files: Mapping[str, int]) -> tuple[dict[str, FilePieces], float]:
         began, sums = time.thread_time(), {}
         for name, size in files.items():
             content = _mapped(self.folder / slot / name, 0, size)
             pieces = (content[start : start + PIECE_BYTES].data for start in range(0, size, PIECE_BYTES))
-            sums[name] = Pieces(size, [xxhash.xxh3_128_digest(piece) for piece in pieces])
+            sums[name] = FilePieces(size, [xxhash.xxh3_128_digest(piece) for piece in pieces])
         return sums, time.thread_time() - began
 
-    async def copy(self, slot: str, owner: Any, files: Mapping[str, Pieces]) -> tuple[int, float]:
+    async def copy(self, slot: str, owner: Any, files: Mapping[str, FilePieces]) -> tuple[int, float]:
         """Copy files from another node, by their paths in a slot: what this one does not have of them already.
 
         Returns the bytes that came, and the processor's seconds for them.
@@ -101,7 +101,7 @@ class NodeMemory:
         """
         loop, came, seconds = asyncio.get_running_loop(), 0, 0.0
         for name, wanted in files.items():
-            known = self._known.setdefault(slot, {}).setdefault(name, Pieces(0))
+            known = self._known.setdefault(slot, {}).setdefault(name, FilePieces(0))
             known.nbytes, count = wanted.nbytes, len(wanted.digests)
             known.digests = [*known.digests[:count], *[None] * (count - len(known.digests))]
             for number, digest in enumerate(wanted.digests):

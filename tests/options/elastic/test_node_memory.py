@@ -13,7 +13,7 @@ import xxhash
 
 from megarl.errors import CheckpointError
 from megarl.options.elastic import node_memory
-from megarl.options.elastic.node_memory import NodeMemory, Pieces, Sent
+from megarl.options.elastic.node_memory import NodeMemory, FilePieces, Sent
 
 
 class Remote:
@@ -22,7 +22,7 @@ class Remote:
     def __init__(self, actor: NodeMemory, change: Callable[[bytes], bytes] = lambda content: content) -> None:
         self._actor, self._change = actor, change
         self.asked: list[tuple[Any, ...]] = []
-        """Pieces that were read, by their paths, offsets and lengths."""
+        """FilePieces that were read, by their paths, offsets and lengths."""
 
     def __getattr__(self, name: str) -> Any:
         async def call(*arguments: Any) -> Any:
@@ -137,7 +137,7 @@ def test_what_is_damaged_on_its_way_is_refused(nodes: tuple[NodeMemory, NodeMemo
     (first.folder / "0" / "part").write_bytes(CONTENT)
     owner = Remote(first, lambda content: content[:-1] + b"!")
     asyncio.run(second.begin("0", [], ["part"]))
-    files = {"part": Pieces(1000, [xxhash.xxh3_128_digest(CONTENT[:1000])])}
+    files = {"part": FilePieces(1000, [xxhash.xxh3_128_digest(CONTENT[:1000])])}
     with pytest.raises(CheckpointError, match="'part' of the checkpoint in memory is damaged on its way to another node"):
         asyncio.run(second.copy("0", owner, files))
     assert not asyncio.run(second.has("0", ["part"]))
