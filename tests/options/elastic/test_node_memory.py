@@ -13,7 +13,7 @@ import xxhash
 
 from megarl.errors import CheckpointError
 from megarl.options.elastic import node_memory
-from megarl.options.elastic.node_memory import NodeMemory, FilePieces, Sent
+from megarl.options.elastic.node_memory import FilePieces, NodeMemory, Sent
 
 
 class Remote:
@@ -22,7 +22,7 @@ class Remote:
     def __init__(self, actor: NodeMemory, change: Callable[[bytes], bytes] = lambda content: content) -> None:
         self._actor, self._change = actor, change
         self.asked: list[tuple[Any, ...]] = []
-        """FilePieces that were read, by their paths, offsets and lengths."""
+        """Pieces that were read, by their paths, offsets and lengths."""
 
     def __getattr__(self, name: str) -> Any:
         async def call(*arguments: Any) -> Any:
