@@ -154,7 +154,7 @@ def test_memory_copies(measured: Measured) -> None:
     assert {*SETUP, "command", "date"} <= found.keys()
     for way in ("in place", "copied, and into new files"):
         assert 2 * 8 * 64 * 4 < found[way]["bytes"] < 2 * 8 * 64 * 4 + 2048
-        assert found[way]["median_wall_s"] > 0
+        assert len(found[way]["wall_s"]) == len(found[way]["cpu_s"]) == 1
 
 
 def test_reshard_plan(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
