@@ -45,6 +45,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "learning_to_see": ("megarl/megatron", "megarl/models", "megarl/options/pictures"),
     "learning_to_hear": ("megarl/megatron", "megarl/models", "megarl/options/pictures"),
     "log_probs": ("megarl/megatron/heads.py",),
+    "memory_copies": ("megarl/checkpoint/dist_writer.py", "megarl/megatron/shards.py", "megarl/options/elastic/shared_file.py"),
     "partial_responses": ("megarl/core", "megarl/rollout"),
     "planning_memory": ("megarl/megatron", "megarl/models", "megarl/planning"),
     "redaction": ("megarl/experience/samples_file.py", "megarl/observe/progress.py", "megarl/system/redaction.py"),

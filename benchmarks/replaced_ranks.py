@@ -4,12 +4,15 @@
 
 Three runs of the same work: without `resources.spares`, with it, and with it while a rank of the policy is killed in the middle
 of an update, once or more. Seconds are those from the kill until the update is begun again. With the embedded engine the
-numbers of the steps must be those of the runs that were left in peace; SGLang samples otherwise in each run.
+numbers of the steps must be those of the runs that were left in peace; SGLang samples otherwise in each run. What copies take
+is also told in seconds of processors, against those of all processes of the run in a step: other work changes these little.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
 import shlex
@@ -22,6 +25,8 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
@@ -37,6 +42,8 @@ from megarl.workers.roles import Roles  # noqa: E402
 
 EXACT = ("policy/grad_norm", "reward/mean")
 """Metrics of a step that a loss must not change."""
+COPIES = ("copied_bytes", "sent_bytes", "copies_cpu_s")
+"""Metrics of what keeping the state in memory takes."""
 DELAY_S = 0.3
 """From the begin of an update to the kill."""
 START_UPDATE = Roles.start_update
@@ -48,6 +55,8 @@ class Kills:
     def __init__(self, updates: Sequence[int], rank: int) -> None:
         self._updates, self._rank, self._calls = {*updates}, rank, count(1)
         self._killed_at: float | None = None
+        self.cpu_s: list[float] = []
+        """Seconds of processors that all processes of the run have taken, at the begin of each update."""
         self.seconds: list[float] = []
 
     def start_update(self, roles: Roles, *arguments: Any, **named: Any) -> Any:
@@ -55,6 +64,7 @@ class Kills:
         if self._killed_at is not None:
             self.seconds.append(time.perf_counter() - self._killed_at)
             self._killed_at = None
+        self.cpu_s.append(cpu_seconds())
         started = START_UPDATE(roles, *arguments, **named)
         if next(self._calls) in self._updates:
             time.sleep(DELAY_S)
@@ -62,6 +72,16 @@ class Kills:
             os.kill(group.host_and_pid[self._rank][1], signal.SIGKILL)
             self._killed_at = time.perf_counter()
         return started
+
+
+def cpu_seconds() -> float:
+    """Seconds of processors that this process and those below it have taken."""
+    own, taken = psutil.Process(), 0.0
+    for process in (own, *own.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            taken += times.user + times.system
+    return taken
 
 
 def measure(given: argparse.Namespace, name: str, work: Path, kills: Kills, *overrides: str) -> list[dict[str, Any]]:
@@ -77,6 +97,10 @@ def measure(given: argparse.Namespace, name: str, work: Path, kills: Kills, *ove
     return [row for row in read_metrics(Path(config.run_folder) / "metrics.jsonl") if "time/step_s" in row]
 
 
+def _median_step(at_updates: Sequence[float]) -> float:
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(at_updates))
+
+
 def main() -> None:
     """Measure and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -89,17 +113,19 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="fields of the config")
     given = parser.parse_args()
     steps: dict[str, list[dict[str, Any]]] = {}
-    kills = Kills(given.kills, given.rank)
+    kills, calm, left_alone = Kills(given.kills, given.rank), Kills([], 0), Kills([], 0)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         write_prompts(work / "prompts.jsonl", 64)
         spares = f"resources.spares={given.spares}"
-        steps["without"] = measure(given, "without", work, Kills([], 0))
-        steps["with"] = measure(given, "with", work, Kills([], 0), spares)
+        steps["without"] = measure(given, "without", work, left_alone)
+        steps["with"] = measure(given, "with", work, calm, spares)
         steps["killed"] = measure(given, "killed", work, kills, spares)
     same = {name: [[row[key] for key in EXACT] for row in rows] for name, rows in steps.items()}
     seconds = {name: [row["time/step_s"] for row in rows[1:]] for name, rows in steps.items()}
     middle = {name: statistics.median(of_run) for name, of_run in seconds.items()}
+    copies = {name: statistics.median(row[f"recovery/{name}"] for row in steps["with"][1:]) for name in COPIES}
+    step_cpu_s = {"without": _median_step(left_alone.cpu_s), "with": _median_step(calm.cpu_s)}
     result = {
         "command": shlex.join(["python", *sys.argv]),
         "code": code_of("replaced_ranks"),
@@ -108,12 +134,19 @@ def main() -> None:
         "setup": {"steps": given.steps, "kills": given.kills, "spares": given.spares, "config": given.config.name},
         "lost_to_resumed_s": kills.seconds,
         "steps_s": seconds,
+        "step_cpu_s": step_cpu_s,
+        "copies": copies,
+        "copies_share_of_cpu": copies["copies_cpu_s"] / step_cpu_s["with"],
         "memory_cost": middle["with"] / middle["without"] - 1,
         "steps_lost": given.steps - len(steps["killed"]),
         "numbers_equal": same["killed"] == same["with"] == same["without"],
     }
     given.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({name: result[name] for name in ("lost_to_resumed_s", "memory_cost", "numbers_equal")}))
+    print(
+        json.dumps(
+            {name: result[name] for name in ("lost_to_resumed_s", "memory_cost", "copies_share_of_cpu", "numbers_equal")}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -25,8 +25,10 @@ from megarl.checkpoint.dist_writer import Written  # noqa: E402
 from megarl.config.layout import Layout  # noqa: E402
 from megarl.errors import DeadlineError, RankLostError, WorkerError  # noqa: E402
 from megarl.options.elastic import memory, places, recovery  # noqa: E402
+from megarl.options.elastic.node_memory import Sent  # noqa: E402
 from megarl.options.elastic.rank_memory import KeepInMemory, PutBack  # noqa: E402
 from megarl.options.elastic.rank_process import Become, leave  # noqa: E402
+from megarl.options.elastic.shared_file import KeptPart  # noqa: E402
 from megarl.weights.placement import Bundle, Placement  # noqa: E402
 from megarl.workers.group import WorkerGroup  # noqa: E402
 
@@ -75,6 +77,8 @@ class Cluster:
         self.actors: list[Process] = []
         self.last: Failure | None = None
         self.counts: dict[str, int] = {}
+        self.buddies_have_all = False
+        """Whether a node that is lost while its files are sent had sent the last of them."""
 
     def _name(self) -> str:
         self._serial += 1
@@ -252,7 +256,9 @@ class NodeMemory(Process):
     def _answer(self, name: str, arguments: tuple[Any, ...]) -> Reference:
         now = self.cluster.now
         if name == "complete":
-            return Reference({part: Written() for part in arguments[1]}, now + self.cluster.seconds["send"], self)
+            return Reference(Sent(), now + self.cluster.seconds["send"], self)
+        if name == "has":
+            return Reference(self.cluster.buddies_have_all, now, self)
         return Reference(2**60 if name == "free_bytes" else None, now, self)
 
 
@@ -282,7 +288,7 @@ class Group(WorkerGroup):
     def wait(self, submitted: Sequence[Any], *, phase: str, deadline_s: float) -> list[Any]:
         """Take the time of it."""
         self.work(submitted[0])
-        return []
+        return [KeptPart(Written(), 0, 0.0)] * len(self.actors)
 
     def work(self, activity: str | float) -> None:
         """Let ranks do something together, which a loss ends.

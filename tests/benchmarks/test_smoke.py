@@ -148,6 +148,15 @@ def test_checkpoint_writing(measured: Measured) -> None:
         assert {"median_cpu_s", "median_machine_kernel_s"} <= found[way].keys()
 
 
+@pytest.mark.needs_option("elastic")
+def test_memory_copies(measured: Measured) -> None:
+    found = measured("memory_copies", "--repeats", "1", TENSORS=2, ROWS=8, COLUMNS=64)
+    assert {*SETUP, "command", "date"} <= found.keys()
+    for way in ("in place", "copied, and into new files"):
+        assert 2 * 8 * 64 * 4 < found[way]["bytes"] < 2 * 8 * 64 * 4 + 2048
+        assert len(found[way]["wall_s"]) == len(found[way]["cpu_s"]) == 1
+
+
 def test_reshard_plan(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     module = importlib.import_module("reshard_plan")
@@ -488,6 +497,7 @@ RUN_BY = {
     "learning_to_see": f"{HERE}::test_learning_to_see",
     "learning_to_hear": f"{HERE}::test_learning_to_hear",
     "log_probs": f"{HERE}::test_log_probs",
+    "memory_copies": f"{HERE}::test_memory_copies",
     "partial_responses": f"{HERE}::test_partial_responses",
     "planner": f"{HERE}::test_planner",
     "planning_memory": f"{HERE}::test_planning_memory",

@@ -424,12 +424,14 @@ def _seconds(value: float) -> str:
 
 
 def replaced_ranks() -> list[str]:
-    found = result("replaced_ranks")
+    found, of_copies = result("replaced_ranks"), result("memory_copies")
+    copies = [f"{of_copies[way]['median_cpu_s']:.2f}" for way in ("copied, and into new files", "in place")]
     middle = {name: median(seconds) for name, seconds in found["steps_s"].items()}
     rows = [
         ("seconds until an update in which a rank is lost begins again", ", ".join(map(_seconds, found["lost_to_resumed_s"]))),
         ("a step without `resources.spares`, with it: median seconds", f"{middle['without']:.2f}, {middle['with']:.2f}"),
         ("steps lost", found["steps_lost"]),
+        ("seconds of processors of a checkpoint: into new files as then, in place", ", ".join(copies)),
     ]
     return _table(("", ""), rows)
 

@@ -1,8 +1,7 @@
 """Bytes of the checkpoints that a planned run keeps in its nodes' memory, and seconds that they take. Without torch and Ray.
 
-Of each rank's part two checkpoints are in shared memory of its node and of the node's buddy, and one in the rank's process,
-from which the next is written. Buddies are neighbours in an order that only Ray knows, so another node's files count as those
-of the fullest other node.
+Of each rank's part two checkpoints are in shared memory of its node and of the node's buddy; ranks write them in place.
+Buddies are neighbours in an order that only Ray knows, so another node's files count as those of the fullest other node.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class CopiesPlan:
     @property
     def main_memory(self) -> float:
         """Bytes of main memory of the fullest node, with what processes keep there."""
-        return self.rest + self.own + self.shared_memory
+        return self.rest + self.shared_memory
 
     @property
     def copy_s(self) -> float:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.checkpoint.dist_writer import Written
+from megarl.checkpoint.format.dist_format import COMMON
 from megarl.errors import ClusterError, DeadlineError, WorkerError
-from megarl.options.elastic.node_memory import SHARED_MEMORY, NodeMemoryActor, RolePart
+from megarl.options.elastic.node_memory import SHARED_MEMORY, NodeMemoryActor
 from megarl.options.elastic.rank_memory import KeepInMemory, NodeFolder, PutBack, bytes_in_memory
 from megarl.workers.group import WorkerGroup, wait_for
 from megarl.workers.rank_calls import RankCalls
 from megarl.workers.roles import Roles
+
+if TYPE_CHECKING:
+    from megarl.options.elastic.shared_file import KeptPart
 
 UNKNOWN = ""
 """In place of a node's name."""
@@ -42,9 +47,29 @@ class WholeInMemory:
     layout_of: Mapping[str, Sequence[str]]
     """By role the node of each rank that wrote."""
     buddies: Mapping[str, str | None]
-    asked: list[Any]
-    written: dict[str, list[Written]] = field(default_factory=dict)
-    """By role what each rank wrote; empty until the checkpoint is whole."""
+    written: Mapping[str, Sequence[Written]]
+    """By role what each rank wrote."""
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    """By node that has a buddy the answer when that has its files, too."""
+
+    def files_of(self, node: str) -> dict[str, int]:
+        """Files that ranks of a node wrote, by their paths in the slot, with their bytes."""
+        return {
+            f"{role}/{name}": record.bytes
+            for role, nodes in self.layout_of.items()
+            for at, written in zip(nodes, self.written[role], strict=True)
+            if at == node
+            for name, record in written.files.items()
+        }
+
+
+@dataclass(frozen=True)
+class CopyCost:
+    """Bytes that all ranks copied for a checkpoint, bytes that their nodes sent, and the processors' seconds for both."""
+
+    copied_bytes: int = 0
+    sent_bytes: int = 0
+    copies_cpu_s: float = 0.0
 
 
 class Memory:
@@ -57,6 +82,8 @@ class Memory:
         self.kept: WholeInMemory | None = None
         self._writing: WholeInMemory | None = None
         self._alive: set[str] = set()
+        self.cost = CopyCost()
+        """Of the checkpoint that was begun last."""
 
     def find_nodes(self) -> None:
         """Look where ranks are, and have memory on each of their nodes."""
@@ -99,39 +126,64 @@ class Memory:
             return
         slot = next(slot for slot in SLOTS if self.kept is None or slot != self.kept.slot)
         used = self._used()
-        self._wait([self._nodes[node].actor.begin.remote(slot) for node in used])
-        layout_of: dict[str, Sequence[str]] = {}
-        for role in self._roles.changing():
-            group = self._roles.group_of(role)
-            layout_of[role] = nodes = list(self._node_of[group.name])
-            arguments = [(role, KeepInMemory(role, slot, self._nodes[node])) for node in nodes]
-            group.wait(group.submit(RankCalls.ask, arguments), phase="checkpoint in memory", deadline_s=self._deadline_s)
+        groups = {role: self._roles.group_of(role) for role in self._roles.changing()}
+        layout_of = {role: list(self._node_of[group.name]) for role, group in groups.items()}
         buddies = _buddies(used)
-        parts: dict[str, list[RolePart]] = {node: [] for node in used}
-        for role, of_ranks in layout_of.items():
-            for rank, node in enumerate(of_ranks):
-                parts[node].append((role, rank))
-        asked = []
-        for node, buddy in buddies.items():
-            copies_to = self._nodes[buddy].actor if buddy else None
-            asked.append(self._nodes[node].actor.complete.remote(slot, parts[node], copies_to))
-        self._writing = WholeInMemory(moment, slot, layout_of, buddies, asked)
+        names = {node: _names_of(node, layout_of) for node in used}
+        others = {buddy: names[node] for node, buddy in buddies.items() if buddy is not None}
+        self._wait([self._nodes[node].actor.begin.remote(slot, names[node], others.get(node, ())) for node in used])
+        submitted = {
+            role: group.submit(RankCalls.ask, [(role, KeepInMemory(role, slot, self._nodes[node])) for node in layout_of[role]])
+            for role, group in groups.items()
+        }
+        parts: dict[str, list[KeptPart]] = {
+            role: groups[role].wait(asked, phase="checkpoint in memory", deadline_s=self._deadline_s)
+            for role, asked in submitted.items()
+        }
+        every = [part for of_role in parts.values() for part in of_role]
+        self.cost = CopyCost(sum(part.copied_bytes for part in every), 0, sum(part.cpu_s for part in every))
+        written = {role: [part.written for part in of_role] for role, of_role in parts.items()}
+        whole = WholeInMemory(moment, slot, layout_of, buddies, written)
+        asked = {
+            node: self._nodes[node].actor.complete.remote(slot, whole.files_of(node), self._nodes[buddy].actor)
+            for node, buddy in buddies.items()
+            if buddy is not None
+        }
+        self._writing = replace(whole, asked=asked)
 
     def finish(self, deadline_s: float | None = None) -> None:
-        """Wait until the checkpoint in the making is whole, and on two nodes, where there are two."""
+        """Wait until the checkpoint in the making is on two nodes, where there are two; the one before is kept until then.
+
+        Raises:
+            WorkerError: a node is lost, and its buddy does not have all of its files.
+        """
         if self._writing is None:
             return
         whole, self._writing = self._writing, None
-        parts: dict[RolePart, Written] = {}
-        for answer in self._wait(whole.asked, deadline_s):
-            parts |= answer
-        whole.written = {role: [parts[role, rank] for rank in range(len(nodes))] for role, nodes in whole.layout_of.items()}
+        ends_at = time.monotonic() + (deadline_s or self._deadline_s)
+        for node, answer in whole.asked.items():
+            try:
+                [sent] = self._wait([answer], max(ends_at - time.monotonic(), 0.1))
+            except WorkerError:
+                if not self._is_at_buddy(whole, node):
+                    raise
+                continue
+            cost = self.cost
+            self.cost = CopyCost(cost.copied_bytes, cost.sent_bytes + sent.bytes, cost.copies_cpu_s + sent.cpu_s)
         self.kept = whole
-        with suppress(WorkerError):  # a node that was lost since; where it is read, `put_back` writes what is missing
-            self._write_contents(whole, {node for nodes in whole.layout_of.values() for node in nodes})
+
+    def _is_at_buddy(self, whole: WholeInMemory, node: str) -> bool:
+        """Return whether the buddy of a node that is lost has its files."""
+        buddy = whole.buddies[node]
+        assert buddy is not None, "it was asked"
+        try:
+            [has_all] = self._wait([self._nodes[buddy].actor.has.remote(whole.slot, [*whole.files_of(node)])], LOOK_S)
+        except (WorkerError, DeadlineError):
+            return False
+        return bool(has_all)
 
     def finish_soon(self) -> None:
-        """Finish the checkpoint in the making, if what was lost since had been written; else give it up."""
+        """Finish the checkpoint in the making, if two nodes have what was lost since; else give it up."""
         with suppress(WorkerError, DeadlineError):
             self.finish(FINISH_S)
 
@@ -205,6 +257,17 @@ class Memory:
 def _buddies(nodes: Sequence[str]) -> dict[str, str | None]:
     """By node the one that has its files, too: the next one; None of a single one."""
     return dict(zip(nodes, [*nodes[1:], nodes[0]], strict=True)) if len(nodes) > 1 else dict.fromkeys(nodes)
+
+
+def _names_of(node: str, layout_of: Mapping[str, Sequence[str]]) -> set[str]:
+    """Names of the files that ranks on a node write, in a slot."""
+    return {
+        name
+        for role, nodes in layout_of.items()
+        for rank, at in enumerate(nodes)
+        if at == node
+        for name in (f"{role}/__{rank}_0.distcp", *((f"{role}/{COMMON}",) if rank == 0 else ()))
+    }
 
 
 def _gib(size: int) -> str:

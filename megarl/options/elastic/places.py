@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,18 +22,21 @@ from megarl.workers.rank_actor import RankActor
 
 WAIT_S = 5.0
 """For Ray to find room for spares; it is there or it is not."""
+FAULTY_AFTER = 2
+"""Ranks that one GPU may lose before it is taken to be faulty, though its node answers."""
 
 
 class Places:
     """The places of a run's ranks, and spare ones, each with a process that waits.
 
-    A rank whose process died takes the place and the process of a spare; a new spare starts at the rank's place. Where that
-    is lost with its node and no spare is left, Ray looks for another one. Where engines share GPUs with ranks, a rank stays at
-    its place, and spare ones are given to both when a node is lost.
+    A rank whose process died takes the place and the process of a spare; a new spare starts at the rank's place, unless that
+    is a GPU that has lost several ranks. Where the place is lost with its node and no spare is left, Ray looks for another
+    one. Where engines share GPUs with ranks, a rank stays at its place, and spare ones are given to both when a node is lost.
     """
 
-    def __init__(self, cluster: Cluster, spares: int, *, shared: bool) -> None:
-        """`shared`: engines share places with ranks.
+    def __init__(self, cluster: Cluster, spares: int, *, shared: bool, may_be_fewer: bool = False) -> None:
+        """`shared`: engines share places with ranks. `may_be_fewer`: where there is no room for so many spares, those are
+        reserved for which there is.
 
         Raises:
             ClusterError: there is no room for so many spares.
@@ -41,17 +45,25 @@ class Places:
         self._spares: list[tuple[Any, Bundle]] = []
         self._sought: dict[tuple[str, int], tuple[Any, Any]] = {}
         self._reserved: PlacementGroup | None = None
+        self._losses: Counter[Bundle] = Counter()
+        self.put_aside: list[Bundle] = []
+        """GPUs that have lost so many ranks that they are not used again where there are spares."""
         if spares:
-            self._reserve(spares)
+            self._reserve(spares, may_be_fewer=may_be_fewer)
 
-    def _reserve(self, spares: int) -> None:
+    def _reserve(self, spares: int, *, may_be_fewer: bool) -> None:
         have_gpus = self._cluster.platform.name == "cuda"
         bundle = {"CPU": 1.0} | ({"GPU": 1.0} if have_gpus else {})
         self._reserved = placement_group([bundle] * spares, strategy="PACK")
         if not self._reserved.wait(timeout_seconds=WAIT_S):
             remove_placement_group(self._reserved)
+            self._reserved = None
             have, free = ray.cluster_resources(), ray.available_resources()
             kind = "GPU" if have_gpus else "CPU"
+            if may_be_fewer:
+                if fits := min(spares - 1, int(free.get(kind, 0))):
+                    self._reserve(fits, may_be_fewer=True)
+                return
             raise ClusterError.of(
                 "resources.spares",
                 spares,
@@ -85,7 +97,7 @@ class Places:
                 before = self._cluster.placement.bundles[number]
                 group.actors[rank], at = self._spares.pop(0)
                 self._move(number, at)
-                if is_there and rank not in damaged:
+                if is_there and rank not in damaged and not self._is_faulty(before):
                     self._spares.append((self._start("spare", number, Layout(), 1, self._cluster.where(number, 1)), before))
                 continue
             if not is_there and self._reserved is not None:
@@ -96,6 +108,14 @@ class Places:
             elif not self._find(group, rank, number, wait_s):
                 homeless.append(rank)
         return homeless
+
+    def _is_faulty(self, place: Bundle) -> bool:
+        """Count a loss at a place; return whether it is a GPU that has lost too many."""
+        self._losses[place] += 1
+        if place.gpu is None or self._losses[place] < FAULTY_AFTER:
+            return False
+        self.put_aside.append(place)
+        return True
 
     def _start_rank(self, group: WorkerGroup, rank: int, number: int) -> Any:
         threads = self._cluster.threads_of(group.name)

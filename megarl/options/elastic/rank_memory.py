@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
-    from megarl.checkpoint.background import BackgroundWriter
     from megarl.megatron.rank_model import RankModel
+    from megarl.options.elastic.shared_file import KeptPart, SharedFile
 
-_MEMORY = "memory"
-_writers: WeakKeyDictionary[RankModel, BackgroundWriter] = WeakKeyDictionary()
+_files: WeakKeyDictionary[RankModel, dict[Path, SharedFile]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -27,10 +25,7 @@ class NodeFolder:
 
 @dataclass(frozen=True)
 class KeepInMemory:
-    """Copy the rank's part of a role, and write the copy into a slot of its node's memory in the background.
-
-    No collective takes place; the node is told when it is written.
-    """
+    """Copy the rank's part of a role into a slot of its node's memory. No collective takes place."""
 
     role: str
     slot: str
@@ -41,20 +36,19 @@ class KeepInMemory:
         """Name by which errors call it."""
         return "checkpoint in memory"
 
-    def __call__(self, model: RankModel) -> None:
-        """Begin; one that was begun before is waited for."""
-        from megarl.checkpoint.background import BackgroundWriter
+    def __call__(self, model: RankModel) -> KeptPart:
+        """Do so; on return all of it is the node's, whatever becomes of this process."""
+        import time
+
         from megarl.megatron.role_checkpoint import shards_of_role
+        from megarl.options.elastic.shared_file import SharedFile
 
-        if model not in _writers:
-            _writers[model] = BackgroundWriter()
-        writer, shards = _writers[model], shards_of_role(model)
-        writer.begin(_MEMORY, shards, str(self.node.path / self.slot / self.role))
-
-        def tell() -> None:
-            self.node.actor.written.remote(self.slot, (self.role, shards.rank), writer.result(_MEMORY, wait=True))
-
-        threading.Thread(target=tell, name="checkpoint in memory", daemon=True).start()
+        began = time.thread_time()
+        shards = shards_of_role(model)
+        listed_s = time.thread_time() - began
+        path = self.node.path / self.slot / self.role / f"__{shards.rank}_0.distcp"
+        part = _files.setdefault(model, {}).setdefault(path, SharedFile(path)).write(shards)
+        return replace(part, cpu_s=part.cpu_s + listed_s)
 
 
 def bytes_in_memory(model: RankModel) -> int:

@@ -29,6 +29,8 @@ def interrupt(process: RankProcess) -> None:
     """
     import torch.distributed
 
+    if process.rank is None:  # it has left already: on a busy machine this may come behind `leave`
+        return
     if process.rank.platform.name == "cuda" and torch.distributed.is_initialized():
         torch.distributed.distributed_c10d._abort_process_group()  # NCCL's do not see that a process is gone
     for thread, frame in sys._current_frames().items():

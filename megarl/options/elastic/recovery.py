@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,9 +18,10 @@ from megarl.core.steps import RlRun
 from megarl.errors import LayoutError, RankLostError, WorkerError, counted
 from megarl.options.elastic.comparison import begin_watch, differing, end_watch
 from megarl.options.elastic.memory import LOOK_S, Memory, Moment
-from megarl.options.elastic.places import Places
+from megarl.options.elastic.places import FAULTY_AFTER, Places
 from megarl.options.elastic.rank_process import Become, interrupt, leave
 from megarl.options.elastic.section import compared_every, shrinks, spares_of
+from megarl.supervise.child_run import is_restart
 from megarl.weights.machines import Machines
 from megarl.workers.cluster import Cluster
 from megarl.workers.group import WorkerGroup, wait_for
@@ -61,6 +62,7 @@ class RankReplacement:
         """Attempts at the part of a step in which ranks compute, until one is not cut short by a loss."""
         self._memory.begin(_moment(run))
         self._memory.finish()
+        cost = {f"recovery/{name}": value for name, value in asdict(self._memory.cost).items()}
         self.again(run, partial(self._grow, run))
         self.again(run, partial(self._compare, run, begin_watch))
         put_back = _remembered(run)
@@ -76,7 +78,7 @@ class RankReplacement:
             self._recover(errors[0], run)
             put_back()
             self._compare(run, begin_watch)
-        run.metrics |= {"recovery/replaced_ranks": self._replaced, "recovery/seconds": self._seconds}
+        run.metrics |= {"recovery/replaced_ranks": self._replaced, "recovery/seconds": self._seconds} | cost
         self._seconds = 0.0
 
     def again(self, run: RlRun, work: Callable[[], T]) -> T:
@@ -106,7 +108,7 @@ class RankReplacement:
             try:
                 lossy = [group for group in groups.values() if group.lost]
                 for group in lossy:
-                    self._replace(group)
+                    self._replace(group, run.progress.say)
                 self._bring_up(run, lossy)
                 break
             except RankLostError:
@@ -173,13 +175,16 @@ class RankReplacement:
             group.lost = []
         run.watching.ranks = {name: group.states for name, group in self._roles.groups.items()}
 
-    def _replace(self, group: WorkerGroup) -> None:
+    def _replace(self, group: WorkerGroup, say: Callable[[str], None]) -> None:
         """Have a process for every rank of the group, none of which is in a world."""
         lost = {*group.lost}
         lost |= _stuck({rank: actor for rank, actor in enumerate(group.actors) if rank not in lost})
         there = {rank: self._memory.is_there(group.name, rank) for rank in sorted(lost)}
         damaged = self._damaged.pop(group.name, set())
+        before = len(self._places.put_aside)
         homeless = self._places.replace(group, there, damaged, SHRINK_S if self._shrinks else self._deadlines.start_s)
+        for at in self._places.put_aside[before:]:
+            say(f"GPU {at.gpu} of {at.node} has lost {FAULTY_AFTER} ranks, though its node answers: no spare starts there")
         if homeless and not self._shrinks:
             raise WorkerError(f"there is no place for {counted(len(homeless), 'rank')} of {group.name} whose nodes are lost")
         if homeless:
@@ -302,5 +307,6 @@ def start_spares(config: Config, cluster: Cluster) -> Callable[[Roles, Rollouts]
     number = spares_of(config.resources)
     if number is None:
         return None
-    places = Places(cluster, number, shared=config.resources.placement == "colocated")
+    shared, may_be_fewer = config.resources.placement == "colocated", shrinks(config.resources) and is_restart()
+    places = Places(cluster, number, shared=shared, may_be_fewer=may_be_fewer)
     return partial(RankReplacement, config, cluster, places)

@@ -48,7 +48,7 @@ def test_each_of_two_nodes_has_its_half_and_the_others_half_twice_and_sends_its_
     plan, found = planned(*TWO_NODES), copies(*TWO_NODES)
     assert (found.nodes, found.own, found.buddys, found.sent) == (2, 7 * OF_8B, 7 * OF_8B, 7 * OF_8B)
     assert found.shared_memory == 2 * (7 + 7) * OF_8B
-    assert found.main_memory == plan.memory.host_bytes_of_a_node + (1 + 2 + 2) * 7 * OF_8B
+    assert found.main_memory == plan.memory.host_bytes_of_a_node + (2 + 2) * 7 * OF_8B
     assert found.send_s == pytest.approx(7 * OF_8B / (50e9 * 0.7))
     told = times_as_json(plan)["memory_checkpoints"]
     assert told["network_share_of_step"] == pytest.approx(found.send_s / plan.times.step_seconds)
@@ -115,17 +115,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(rank: int, world_size: int, path: str, layout: Layout, dtype: str, freeze: tuple[str, ...], folder: str) -> int:
-    """Write a rank's part as `KeepInMemory` does; bytes of what `check_room` counts."""
-    from megarl.checkpoint.dist_writer import write_shards
+    """Write a rank's part; bytes of what `check_room` counts."""
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
-    from megarl.megatron.role_checkpoint import shards_of_role
-    from megarl.options.elastic.rank_memory import bytes_in_memory
+    from megarl.options.elastic.rank_memory import KeepInMemory, NodeFolder, bytes_in_memory
 
     initialize_layout(layout, seed=1)
     role = RankModel(ModelOptions(path, layout, dtype=dtype, freeze=freeze), OptimizerOptions(lr=1e-3))
-    write_shards(shards_of_role(role), folder)
+    KeepInMemory("policy", "0", NodeFolder(Path(folder), None))(role)
     return bytes_in_memory(role)
 
 
@@ -148,7 +146,7 @@ def test_planned_bytes_are_those_of_the_files_that_ranks_write(
     role = PlannedRole("policy", "policy", ModelShape.read(str(model)), layout, False, PolicyConfig(freeze=freeze), 512, None)
     itemsize = 2 if dtype == "bfloat16" else 4
     expected = sum(checkpoint_bytes(role, layout.coords(rank).pp, itemsize) for rank in range(layout.world_size))
-    files = {int(path.name.split("_")[2]): path.stat().st_size for path in tmp_path.glob("*.distcp")}
+    files = {int(path.name.split("_")[2]): path.stat().st_size for path in tmp_path.rglob("*.distcp")}
     assert sum(counted) == pytest.approx(expected, rel=3e-3)
     assert expected <= sum(files.values()) * 1.003
     assert sum(files.values()) == pytest.approx(expected, rel=0.02)

@@ -74,6 +74,12 @@ def test_what_a_rank_computes_is_cut_short(method: str) -> None:
     assert [type(error) for error in raised] == [CutShort]
 
 
+def test_a_rank_that_has_left_its_world_is_left_alone() -> None:
+    process = object.__new__(RankProcess)
+    process.rank = None  # type: ignore[assignment]
+    interrupt(process)
+
+
 def test_a_rank_that_computes_nothing_is_left_alone() -> None:
     process = object.__new__(RankProcess)
     rank = BusyRank()

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.virtual_ranks import Cluster, Failure, Group, in_place_of_ray, replacement, run_of
 from megarl.config.layout import Layout
-from megarl.errors import RankLostError
+from megarl.errors import RankLostError, WorkerError
 from megarl.options.elastic.memory import _buddies
 
 SECONDS = {
@@ -80,6 +80,20 @@ def test_a_node_lost_while_engines_generate_is_replaced(played: Callable[..., Pl
     run = begun(played(Failure(100.0, "node", "node", 0.3)))
     assert step(run, 1)["recovery/replaced_ranks"] == 1
     assert step(run, 2)["recovery/seconds"] == 0
+
+
+def test_a_node_lost_while_its_files_are_sent_is_replaced_if_its_buddy_has_them(played: Callable[..., Played]) -> None:
+    """The copy ends at 77 s, and what is sent of it arrives at 82 s; the checkpoint before is of another step."""
+    run = begun(played(Failure(79.0, "node", "node", 0.3)))
+    run[2].buddies_have_all = True
+    assert step(run, 1)["recovery/replaced_ranks"] == 1
+    with pytest.raises(WorkerError):
+        step(begun(played(Failure(79.0, "node", "node", 0.3))), 1)
+
+
+def test_a_process_lost_while_its_files_are_sent_is_replaced(played: Callable[..., Played]) -> None:
+    run = begun(played(Failure(79.0, "bug", "process", 0.3)))
+    assert step(run, 1)["recovery/replaced_ranks"] == 1
 
 
 def test_a_node_and_its_buddy_are_in_nobodys_memory(played: Callable[..., Played]) -> None:
