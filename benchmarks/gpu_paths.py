@@ -3,8 +3,8 @@
     python benchmarks/gpu_paths.py ipc --out ipc.json [--smoke]
     python benchmarks/gpu_paths.py tests --select test_sglang.py --out sglang.json
 
-`docs/gpu_paths.md` says which doubt each part decides, `gpu_parts.txt` in which order a lent GPU is asked. `--smoke` takes sizes
-that a CPU has time for; there the reference layers stand for Transformer Engine's.
+`docs/gpu_paths.md` says which doubt each part decides, `gpu_parts.txt` in which order a lent GPU is asked. `--smoke` takes
+sizes that a CPU has time for; there the reference layers stand for Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def replay(on: Machine) -> dict[str, Any]:
 
 
 def deterministic(on: Machine) -> dict[str, Any]:
-    """What runs under deterministic algorithms: running sums, and through them top-p and both linear recurrences; twice alike."""
+    """What runs under deterministic algorithms: running sums, and through them top-p and linear recurrences; twice alike."""
     from megarl.megatron.running_sums import running_sum
     from megarl.options.linear_attention.delta_rule import gated_delta_rule
     from megarl.options.state_spaces.scan import chunked_scan
@@ -374,7 +374,7 @@ def _reads(values: Sequence[Any], answers: Any) -> None:
 
 
 def ipc(on: Machine) -> dict[str, Any]:
-    """A buffer that another process opens again and again while it is filled anew: checksums, bytes a second, memory beside it."""
+    """A buffer that another process opens again and again while it is filled anew: checksums, seconds, memory beside it."""
     from megarl.weights.cuda_ipc import checksums, shared
 
     size = 2**16 if on.smoke else 2**30
@@ -402,7 +402,8 @@ def tests(on: Machine, select: str) -> dict[str, Any]:
     import pytest
 
     class Heard:
-        outcomes: dict[str, dict[str, Any]] = {}
+        def __init__(self) -> None:
+            self.outcomes: dict[str, dict[str, Any]] = {}
 
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.when == "call" or report.outcome != "passed":

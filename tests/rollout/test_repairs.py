@@ -104,7 +104,8 @@ state = weight_updater._export_static_state(model)
 for tensor in model.state_dict().values():
     tensor.fill_(7.0)  # as pages that another process has used
 weight_updater._import_static_state(model, state)
-print(list(ModelParameters.of(model).tensors), *(f"{name} {value.item()}" for name, value in sorted(model.state_dict().items())))
+held = (f"{name} {value.item()}" for name, value in sorted(model.state_dict().items()))
+print(list(ModelParameters.of(model).tensors), *held)
 """
 
 

@@ -34,7 +34,7 @@ def checked(tower: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, *, on_gpu: 
 def test_interpolated_positions_are_not_trained_deterministically_on_a_gpu(
     glm_tower: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="run.deterministic is true, which has no gradient .*; it must be false, unless"):
+    with pytest.raises(ConfigError, match=r"run.deterministic is true, which has no gradient .*; it must be false, unless"):
         checked(glm_tower, monkeypatch)
 
 
