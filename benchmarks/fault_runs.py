@@ -71,11 +71,30 @@ def config(folder: Path, reward_port: int, steps: int, family: str) -> dict[str,
         tree["policy"]["max_tokens_per_micro_batch"] = 2048
     if family == "asynchronous":
         tree["rollout"]["schedule"] = {"mode": "async"}
+    if family in SPARED:
+        tree["resources"] |= {"placement": "separate", "spares": 1, "compare_replicas": 1}
+    if family == "spares":
+        tree["policy"]["layout"], tree["resources"]["spares"] = {"tp": 2, "dp": 2}, 2
+    if family == "coming_engines":
+        tree["rollout"] |= {"engine": f"{ROOT / 'tests/themes/e2e/slow_lent_engine.py'}:SlowEngine", "max_new_tokens": 16}
+        tree["rollout"] |= {"engines": {"min": 1, "max": 2}, "schedule": {"mode": "async"}}
+        tree["policy"]["layout"], tree["resources"]["placement"] = {"dp": 1}, "separate"
     if family == "nodes":
         tree["rollout"]["engines"] = 2
+    if family in NODES:
         tree["rewards"] = [{"name": "exact_number"}]
         tree["resources"]["deadlines"]["start_s"] = 240
     return tree
+
+
+NODES = {
+    "nodes": (2, {"cpus": 1}),
+    "spare_nodes": (5, {"cpus": 1, "head_cpus": 0}),
+    "coming_engines": (4, {"cpus": 1, "head_cpus": 0, "later": 1}),
+}
+"""Of families over nodes: how many, and what `RayNodes` is told of them."""
+SPARED = ("spares", "spare_nodes")
+"""Families whose lost ranks are replaced from memory."""
 
 
 FAMILIES = {
@@ -85,6 +104,9 @@ FAMILIES = {
     "pictures": "every prompt has a picture, which the engine and the ranks see",
     "asynchronous": "`rollout.schedule.mode: async`: the engine goes on while ranks train, and gets weights in mid-response",
     "nodes": "a rank and an engine on each of two nodes: network namespaces that see each other by TCP alone, under one Ray",
+    "spares": "`resources.spares: 1` and `compare_replicas: 1`: lost ranks are replaced, from checkpoints in memory",
+    "spare_nodes": "the same over five such nodes: two with a rank, one with the engine, a spare one, and the driver's",
+    "coming_engines": "`rollout.engines: {min: 1, max: 2}`, asynchronous, over four such nodes, one of which comes later",
 }
 """What runs are made of."""
 
@@ -163,14 +185,16 @@ class RewardServer:
 
 
 CLOCK = """
+import sys
+import threading
 import time
 
-_TIME, _TIME_NS, _JUMP = time.time, time.time_ns, {jump!r}
+_FOLDER, _TIME, _TIME_NS = {folder!r}, time.time, time.time_ns
 
 
 def _jumped_s():
     try:
-        with open(_JUMP) as file:
+        with open(_FOLDER + "/jump") as file:
             return int(file.read())
     except FileNotFoundError:
         return 0
@@ -179,7 +203,40 @@ def _jumped_s():
 time.time = lambda: _TIME() + _jumped_s()
 time.time_ns = lambda: _TIME_NS() + _jumped_s() * 10**9
 """
-"""A `sitecustomize.py`: from when the file `jump` has a number of seconds in it, the clock is ahead by so much."""
+"""A `sitecustomize.py`: from when the file `jump` beside it has a number of seconds in it, the clock is ahead by so much."""
+
+FLIP = """
+
+
+def _flip():
+    import gc
+    import os
+
+    ours = str(os.getpid())
+    while True:
+        time.sleep(0.1)
+        try:
+            with open(_FOLDER + "/flip") as file:
+                if file.read() != ours:
+                    continue
+        except FileNotFoundError:
+            continue
+        import torch
+
+        for model in gc.get_objects():
+            if type(model).__name__ == "RankModel":
+                weight = next(model.chunks[0].parameters())
+                weight.data.view(torch.int32).view(-1)[3] ^= 1 << 20
+                os.unlink(_FOLDER + "/flip")
+                with open(_FOLDER + "/flipped", "w") as file:
+                    file.write("bit 20 of a weight")
+                return
+
+
+if "default_worker.py" in " ".join(sys.orig_argv):
+    threading.Thread(target=_flip, daemon=True).start()
+"""
+"""More of it: the process whose id the file `flip` holds turns a bit of a weight over, and says so in `flipped`."""
 
 
 def environment(*folders: Path) -> dict[str, str]:
@@ -211,12 +268,13 @@ class Run:
         self._config = self.folder / "run.yaml"
         self.clock = self.folder / "clock"
         self.clock.mkdir()
-        (self.clock / "sitecustomize.py").write_text(CLOCK.format(jump=str(self.clock / "jump")))
+        (self.clock / "sitecustomize.py").write_text(CLOCK.format(folder=str(self.clock)) + FLIP)
         tree = config(place.folder, self.reward.port, steps, family)
         tree["run"]["name"] = name
-        if family == "nodes":
-            network = self._stack.enter_context(Network(2))
-            self.nodes = self._stack.enter_context(RayNodes(network, self.folder, cpus=1, gpus=0))
+        if family in NODES:
+            count, resources = NODES[family]
+            network = self._stack.enter_context(Network(count))
+            self.nodes = self._stack.enter_context(RayNodes(network, self.folder, gpus=0, **resources))
             tree["resources"]["ray_address"] = self.nodes.address
             self._workers = None
         self._config.write_text(yaml.safe_dump(tree))
@@ -253,8 +311,8 @@ class Run:
             return psutil.Process(self.reward.process.pid) if self.reward.process.poll() is None else None
         if target in ("supervisor", "clock"):
             return psutil.Process(self.process.pid) if self.process.poll() is None else None
-        if self.nodes is not None and target in ("node", "link"):
-            return self.nodes.process(1)
+        if self.nodes is not None and target in ("node", "nodes", "link"):
+            return self.nodes.process(draw.choice([number for number in self.nodes.started if number]))
         found = []
         for process in self.below():
             with contextlib.suppress(psutil.Error):
@@ -262,6 +320,8 @@ class Run:
                 is_it = {
                     "driver": own_child and " train " in line,
                     "rank": "ray::RankProcess" in line,
+                    "ranks": "ray::RankProcess" in line,
+                    "weight": "ray::RankProcess" in line,
                     "engine": "ray::EngineActor" in line,
                     "agent": "agent_process.py" in line,
                     "ray": "/ray/" in line or "ray::DashboardAgent" in line or "ray::RuntimeEnvAgent" in line,

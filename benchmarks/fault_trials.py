@@ -15,14 +15,16 @@ import random
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
-from fault_runs import Outcome, Place, Records, Run
+from fault_runs import MEGARL, Outcome, Place, Records, Run
 
 from megarl.system.atomic_files import write_text_atomically
 
@@ -38,8 +40,11 @@ TARGETS = {
     "engine": "a rollout engine's process",
     "agent": "the process of the agents that act in the episodes (family `agents`)",
     "reward_server": "the server of rewards; started again by its own service manager, here the benchmark",
-    "node": "the second node: all of Ray there, a rank and an engine; started again by its service manager, here the benchmark",
-    "link": "the second node's link to the network",
+    "ranks": "both ranks of a replica (tp 2) at once",
+    "weight": "one bit of a weight of a rank",
+    "node": "a node that the driver is not on: all of Ray there; started again by its service manager, here the benchmark",
+    "nodes": "two such nodes at once",
+    "link": "such a node's link to the network",
     "ray": "one of Ray's own processes: raylet, GCS, agents, monitors",
     "rival": "a second `megarl train` of the same config, with run.resume=auto, beside the run: it must be refused with a "
     "sentence that names the first",
@@ -52,7 +57,10 @@ DEEDS = {
     "cut": (None, "one of its TCP connections is shut down, both ways"),
     "starve": (None, "it gets no more memory from now on (RLIMIT_AS at what it has)"),
     "oom": (None, "the kernel ends it for want of memory, in a memory cgroup of its own that gets no more"),
-    "start": (None, "it is started, once the run owns its folder, and waited for"),
+    "start": (None, "it is started (a rival once the run owns its folder, and waited for)"),
+    "leave": (None, "`megarl node leave`, and then all of Ray on its node gets SIGKILL"),
+    "flip": (None, "it is turned over, by a thread that lies in wait in the process"),
+    "slow": (None, "for 20 s it is stopped for half of the time (SIGSTOP and SIGCONT, ten times a second)"),
     "jump": (None, "a day to the future or to the past"),
 }
 KINDS = {
@@ -75,14 +83,20 @@ KINDS = {
         "kill engine", "stop engine", "pause engine", "cut engine",
     ),
     "nodes": ("kill rank", "kill engine", "pause link", "kill node"),
+    "spares": (
+        "kill rank", "kill ranks", "stop rank", "pause rank", "cut rank", "oom rank", "slow rank", "flip weight",
+        "kill driver", "kill supervisor", "kill engine",
+    ),
+    "spare_nodes": ("kill rank", "kill node", "kill nodes", "pause link"),
+    "coming_engines": ("start node", "leave engine", "kill engine", "stop engine", "kill node", "pause link"),
 }  # fmt: skip
 """Of each family of runs (`fault_runs.py`)."""
-TIMED = ("asynchronous",)
+TIMED = ("asynchronous", "coming_engines")
 """Families in which the clock says under which weights a response is sampled: no run repeats another's samples."""
 CHANGES = ("stop agent",)
 """Kinds after which samples are not those of the undisturbed run: what an agent said until its time was over is kept."""
-UNFORKED = ("jump clock",)
-"""Kinds of runs each of whose processes is a Python of its own: in one that was forked, modules have the real clock."""
+UNFORKED = ("jump clock", "flip weight")
+"""Kinds of runs each of whose processes is a Python of its own: one that was forked imports no `sitecustomize.py`."""
 
 
 @dataclass
@@ -132,18 +146,16 @@ def do(kind: str, process: psutil.Process, run: Run, draw: random.Random) -> tup
     """Do it; returns what was hit, in words, and how it ends, if it does."""
     deed, target = kind.split()
     what = f"{process.pid} {process.name()}"
-    if target == "link":
-        assert run.nodes is not None, "only runs over nodes have links"
-        network = run.nodes.network
-        network.connect(2, is_up=False)
-        return network.nodes[1].address, (draw.uniform(*PAUSE_S), lambda: network.connect(2, is_up=True))
-    if target == "node":
-        for one in [process, *process.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
-        return what, None
-    if deed == "start":
+    if kind in OF_NODES:
+        return OF_NODES[kind](run, draw)
+    if kind == "start rival":
         return f"rival: {start_rival(run)}", None
+    if target == "ranks":
+        return end_replica(run, draw), None
+    if target == "weight":
+        return flip(process, run), None
+    if deed == "slow":
+        return what, (SLOW_S, slow(process))
     if deed == "cut":
         return f"{what}: {cut(process, draw)}", None
     if deed == "starve":
@@ -165,6 +177,138 @@ def do(kind: str, process: psutil.Process, run: Run, draw: random.Random) -> tup
 
 class NotHit(Exception):
     """The process gave no occasion for the deed, for as long as it was looked at."""
+
+
+def _nodes(run: Run, draw: random.Random, count: int = 1) -> list[int]:
+    """Numbers of nodes that are up, of which the driver's, 0, is none."""
+    assert run.nodes is not None, "only runs over nodes have links"
+    return draw.sample([number for number in run.nodes.started if number], count)
+
+
+def _end_node(run: Run, number: int) -> str:
+    """Kill all of Ray on a node."""
+    assert run.nodes is not None
+    process = run.nodes.process(number)
+    for one in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    return run.nodes.network.nodes[number].name
+
+
+def pause_link(run: Run, draw: random.Random) -> tuple[str, Undo | None]:
+    """Have a node without network for some seconds."""
+    [number] = _nodes(run, draw)
+    assert run.nodes is not None
+    network = run.nodes.network
+    network.connect(number + 1, is_up=False)
+    return network.nodes[number].name, (draw.uniform(*PAUSE_S), lambda: network.connect(number + 1, is_up=True))
+
+
+def end_nodes(run: Run, draw: random.Random, count: int) -> tuple[str, Undo | None]:
+    """Kill all of Ray on `count` nodes."""
+    return ", ".join(_end_node(run, number) for number in _nodes(run, draw, count)), None
+
+
+def start_node(run: Run, draw: random.Random) -> tuple[str, Undo | None]:
+    """Have the last node join."""
+    assert run.nodes is not None
+    number = len(run.nodes.network.nodes) - 1
+    run.nodes.start(number)
+    return run.nodes.network.nodes[number].name, None
+
+
+def leave_node(run: Run, draw: random.Random) -> tuple[str, Undo | None]:
+    """Have an engine leave with notice, as before a spot machine goes, and end its node.
+
+    Raises:
+        NotHit: the run has not told of any.
+    """
+    assert run.nodes is not None
+    try:
+        engines = json.loads((run.folder / "engines.json").read_text())["engines"]
+    except (OSError, ValueError):
+        raise NotHit from None
+    there = [engine for engine in engines if engine["stage"] == "there"]
+    if not there:
+        raise NotHit
+    address = draw.choice(there)["node"]
+    done = subprocess.run([*MEGARL, "node", "leave", str(run.folder), address], capture_output=True, text=True, check=False)
+    [number] = [number for number, node in enumerate(run.nodes.network.nodes) if node.address == address]
+    return f"{done.stdout.strip()}{done.stderr.strip()}; {_end_node(run, number)}", None
+
+
+OF_NODES: dict[str, Callable[[Run, random.Random], tuple[str, Undo | None]]] = {
+    "pause link": pause_link,
+    "kill node": partial(end_nodes, count=1),
+    "kill nodes": partial(end_nodes, count=2),
+    "start node": start_node,
+    "leave engine": leave_node,
+}
+
+
+def end_replica(run: Run, draw: random.Random) -> str:
+    """Kill the two ranks of a replica.
+
+    Raises:
+        NotHit: they are not there.
+    """
+    ranks: dict[int, psutil.Process] = {}
+    for process in run.below():
+        with contextlib.suppress(psutil.Error):
+            names = (
+                [Path(file.path).name for file in process.open_files()]
+                if "ray::RankProcess" in " ".join(process.cmdline())
+                else []
+            )
+            ranks |= {number: process for number in range(4) if f"policy-{number}.log" in names}
+    if len(ranks) < 4:
+        raise NotHit
+    first = draw.choice((0, 2))
+    for number in (first, first + 1):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            ranks[number].kill()
+    return f"ranks {first} and {first + 1}"
+
+
+def flip(process: psutil.Process, run: Run) -> str:
+    """Have a bit of one of the process's weights turned over (`fault_runs.FLIP`).
+
+    Raises:
+        NotHit: it has no weights.
+    """
+    file = run.clock / "flip"
+    write_text_atomically(file, str(process.pid))
+    ends_at = time.monotonic() + LOOK_S
+    while time.monotonic() < ends_at:
+        if (done := run.clock / "flipped").exists():
+            return f"{process.pid}: {done.read_text()}"
+        time.sleep(0.05)
+    file.unlink()
+    raise NotHit
+
+
+SLOW_S = 20.0
+
+
+def slow(process: psutil.Process) -> Callable[[], None]:
+    """Stop the process for half of the time; returns what ends that."""
+    over = threading.Event()
+
+    def hold_up() -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while not over.wait(0.05):
+                process.suspend()
+                over.wait(0.05)
+                process.resume()
+
+    thread = threading.Thread(target=hold_up, daemon=True)
+    thread.start()
+
+    def end() -> None:
+        over.set()
+        thread.join()
+
+    return end
 
 
 RIVAL_S = 120.0

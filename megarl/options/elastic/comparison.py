@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.layout import Layout
 
@@ -28,6 +28,43 @@ def digests_of_weights(model: RankModel) -> tuple[int, int]:
         content = torch.stack(hashes).view(torch.int64).cpu().numpy().tobytes() if hashes else b""
         digests.append(xxhash.xxh3_64_intdigest(content))
     return digests[0], digests[1]
+
+
+class WatchedStep:
+    """An optimizer's `step` that takes the digests of the weights first: behind it they are gathered anew from their owners.
+
+    A weight that was damaged on one rank would differ no more then, though the gradients of all have it in them.
+    """
+
+    def __init__(self, model: RankModel) -> None:
+        self._model, self._step = model, model.optimizer.step
+        self.digests: list[tuple[int, int]] = []
+        model.optimizer.step = self
+
+    def __call__(self) -> Any:
+        self.digests.append(digests_of_weights(self._model))
+        return self._step()
+
+    def end(self) -> None:
+        """Have the optimizer as it was."""
+        self._model.optimizer.step = self._step
+
+
+def begin_watch(model: RankModel) -> list[tuple[int, int]]:
+    """Have digests taken at each optimizer step from now on; returns those of now."""
+    if isinstance(model.optimizer.step, WatchedStep):  # of an attempt that was cut short
+        model.optimizer.step.end()
+    WatchedStep(model)
+    return [digests_of_weights(model)]
+
+
+def end_watch(model: RankModel) -> list[tuple[int, int]]:
+    """Digests at each optimizer step since `begin_watch`, and those of now."""
+    step = model.optimizer.step
+    if not isinstance(step, WatchedStep):
+        return [digests_of_weights(model)]
+    step.end()
+    return [*step.digests, digests_of_weights(model)]
 
 
 def differing(layout: Layout, digests: Sequence[tuple[int, int]]) -> list[int]:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
@@ -16,7 +16,7 @@ from megarl.config import Config
 from megarl.config.layout import Layout
 from megarl.core.steps import RlRun
 from megarl.errors import LayoutError, RankLostError, WorkerError, counted
-from megarl.options.elastic.comparison import differing, digests_of_weights
+from megarl.options.elastic.comparison import begin_watch, differing, end_watch
 from megarl.options.elastic.memory import LOOK_S, Memory, Moment
 from megarl.options.elastic.places import Places
 from megarl.options.elastic.rank_process import Become, interrupt, leave
@@ -27,6 +27,9 @@ from megarl.workers.group import WorkerGroup, wait_for
 from megarl.workers.roles import Roles
 from megarl.workers.rollouts import Rollouts
 from megarl.workers.weight_updates import ABANDON_S
+
+if TYPE_CHECKING:
+    from megarl.megatron.rank_model import RankModel
 
 T = TypeVar("T")
 LEAVE_S = 20.0
@@ -59,18 +62,20 @@ class RankReplacement:
         self._memory.begin(_moment(run))
         self._memory.finish()
         self.again(run, partial(self._grow, run))
+        self.again(run, partial(self._compare, run, begin_watch))
         put_back = _remembered(run)
         for number in range(MOST_LOSSES + 1):
             errors: list[RankLostError] = []
             yield _caught(errors, last=number == MOST_LOSSES)
             if not errors:
                 with _caught(errors, last=number == MOST_LOSSES):
-                    self._compare(run)
+                    self._compare(run, end_watch)
                     self._memory.begin((run.step + 1, run.guards.rollbacks))
             if not errors:
                 break
             self._recover(errors[0], run)
             put_back()
+            self._compare(run, begin_watch)
         run.metrics |= {"recovery/replaced_ranks": self._replaced, "recovery/seconds": self._seconds}
         self._seconds = 0.0
 
@@ -112,8 +117,8 @@ class RankReplacement:
         self._replaced, self._seconds = self._replaced + lost, self._seconds + seconds
         run.progress.say(f"the ranks are there again after {seconds:.1f} s")
 
-    def _compare(self, run: RlRun) -> None:
-        """Compare the replicas of every role that is trained, where it is time.
+    def _compare(self, run: RlRun, digests: Callable[[RankModel], list[tuple[int, int]]]) -> None:
+        """Compare what ranks answer to `digests` between the replicas of every role that is trained, where it is time.
 
         Raises:
             RankLostError: some differ; they are to be replaced, at other places where there are spares.
@@ -123,11 +128,12 @@ class RankReplacement:
         for role in self._roles.changing():
             group = self._roles.group_of(role)
             assert isinstance(group, WorkerGroup)
-            if found := differing(group.layout, self._roles.ask(role, digests_of_weights)):
+            answers = zip(*self._roles.ask(role, digests), strict=True)
+            if found := sorted({rank for one in answers for rank in differing(group.layout, one)}):
                 group.lost = found
                 self._damaged[group.name] = {*found}
                 where = ", ".join(f"rank {rank} on {group.host_and_pid[rank][0]}" for rank in found)
-                error = RankLostError(f"weights of {role} differ between replicas after step {run.step + 1}: {where}")
+                error = RankLostError(f"weights of {role} differ between replicas at step {run.step + 1}: {where}")
                 error.who = f"{where}: weights of {role} that differ from other replicas'"
                 raise error
 

@@ -26,7 +26,7 @@ COMPARE: AddedField[int] = AddedField(
     "compare_replicas",
     Count,
     0,
-    "Compare weights of replicas behind every so many steps; a rank that differs is replaced, and the step computed again. "
+    "Compare weights of replicas in every so many steps; a rank that differs is replaced, and the step computed again. "
     "0: never. Needs `spares`.",
 )
 SLOW: AddedField[float | None] = AddedField(

@@ -21,6 +21,7 @@ from megarl.observe import read_metrics
 from megarl.trainers.rl.train import train
 from megarl.workers.group import WorkerGroup
 from megarl.workers.roles import Roles
+from megarl.workers.rollouts import Rollouts
 
 pytestmark = pytest.mark.needs_option("elastic")
 EXACT = ("policy/grad_norm", "policy/loss", "reward/mean", "mismatch/log_prob_max", "response/tokens_mean")
@@ -98,22 +99,46 @@ def flip(process: Any) -> None:
     weight.data.view(torch.int32).view(-1)[3] ^= 1 << 20
 
 
-@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("owner", "method", "number"),
+    [
+        pytest.param(Roles, "start_update", 2, id="behind log-probs"),
+        pytest.param(Rollouts, "next_batch", 2, id="before engines generate", marks=pytest.mark.exhaustive),
+        pytest.param(Roles, "finish_updates", 2, id="behind an update", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_weight_that_is_damaged_is_found_and_the_step_computed_again(
-    tiny_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    owner: type,
+    method: str,
+    number: int,
 ) -> None:
     settings: dict[str, Any] = {"policy.layout": {"dp": 3}, "run.steps": 3, "data.eval": None, "rollout.prompts_per_step": 6}
     whole = tiny_config(**settings, **{"run.name": "whole"})
     train(whole)
-    finish, calls = Roles.finish_updates, count(1)
+    called, calls, roles = getattr(owner, method), count(1), list[Roles]()
+    loaded = Roles.load
 
-    def finish_and_flip(roles: Roles, updates: Any) -> Any:
-        finished = finish(roles, updates)
-        if next(calls) == 2:
-            ray.get(roles.groups["policy"].actors[1].__ray_call__.remote(flip))  # type: ignore[attr-defined]
-        return finished
+    def load(of_run: Roles, *arguments: Any, **named: Any) -> Any:
+        roles.append(of_run)
+        return loaded(of_run, *arguments, **named)
 
-    monkeypatch.setattr(Roles, "finish_updates", finish_and_flip)
+    def damage() -> None:
+        ray.get(roles[-1].groups["policy"].actors[1].__ray_call__.remote(flip))  # type: ignore[attr-defined]
+
+    def call_and_flip(of_run: Any, *arguments: Any, **named: Any) -> Any:
+        is_it = next(calls) == number
+        if is_it and method != "finish_updates":
+            damage()
+        answer = called(of_run, *arguments, **named)
+        if is_it and method == "finish_updates":
+            damage()
+        return answer
+
+    monkeypatch.setattr(Roles, "load", load)
+    monkeypatch.setattr(owner, method, call_and_flip)
     config = tiny_config(**settings, **{"run.name": "damaged", "resources": {"spares": 0, "compare_replicas": 1}})
     train(config)
     assert "1 rank lost (rank 1 on " in " ".join(capsys.readouterr().out.split())

@@ -38,16 +38,27 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 class RayNodes:
     """A Ray over all nodes of `network`, which says that each has `gpus` GPUs, as a context manager."""
 
-    def __init__(self, network: Network, folder: Path, *, cpus: int, gpus: int, more: Mapping[str, str] | None = None) -> None:
-        """`folder` gets a log for each node; `more` environment variables go to all processes."""
+    def __init__(
+        self, network: Network, folder: Path, *, cpus: int, gpus: int, head_cpus: int | None = None,
+        later: int = 0, more: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """`folder` gets a log for each node; `more` environment variables go to all processes.
+
+        Args:
+            head_cpus: of the first node, where they are others.
+            later: so many nodes, the last ones, are not started until `start` is called.
+        """
         self.network, self._folder, self._environment = network, folder, environment(more)
-        self._options = ["--num-cpus", str(cpus), "--num-gpus", str(gpus), "--object-store-memory", str(10**8), "--block"]
+        self._later, self._cpus, self._head_cpus = later, cpus, cpus if head_cpus is None else head_cpus
+        self._options = ["--num-gpus", str(gpus), "--object-store-memory", str(10**8), "--block"]
         self._started: dict[int, subprocess.Popen[str]] = {}
         self.address = f"{network.nodes[0].address}:{PORT}"
 
     def __enter__(self) -> Self:
         try:
-            for number in range(len(self.network.nodes)):  # one after the other: two at once can miss the head's answer
+            for number in range(
+                len(self.network.nodes) - self._later
+            ):  # one after the other: two at once can miss the head's answer
                 self.start(number)
         except BaseException:
             self.__exit__(None, None, None)
@@ -63,7 +74,8 @@ class RayNodes:
     def start(self, number: int) -> None:
         """Start Ray on a node, for the first time or again, and wait until it is up."""
         node = self.network.nodes[number]
-        words = ["ray", "start", f"--node-ip-address={node.address}", *self._options]
+        cpus = self._cpus if number else self._head_cpus
+        words = ["ray", "start", f"--node-ip-address={node.address}", "--num-cpus", str(cpus), *self._options]
         if number == 0:
             words += ["--head", "--port", str(PORT), "--include-dashboard=false", "--temp-dir", f"/tmp/r{self.network.tag}"]
         else:
@@ -81,6 +93,11 @@ class RayNodes:
     def process(self, number: int) -> psutil.Process:
         """The process that holds a node's Ray: `ray start --block`."""
         return psutil.Process(self._started[number].pid)
+
+    @property
+    def started(self) -> list[int]:
+        """Numbers of the nodes whose Ray is up."""
+        return [number for number, process in self._started.items() if process.poll() is None]
 
     @property
     def gone(self) -> list[int]:
