@@ -63,7 +63,7 @@ GROUPS: dict[str, list[GpuPath]] = {
         _row("weight gradients added to float32 buffers by the layers", "megatron/build.py::fuse_gradient_accumulation", "right",
              "Transformer Engine does it itself; the head and the embedding add by megatron-core's hook", "megatron/test_megatron_options.py::test_gradient_accumulation_is_fused_on_layers_that_know_it"),
         _row("what this brings in seconds", "megatron/model_config.py::_defaults", "doubtful", "estimates only: no speed has been measured", "short short_rotary short_accumulation short_plain bf16"),
-        _row("layers of Transformer Engine under megatron-core 0.16 (Python 3.11)", "megatron/build.py::build_model", "refused", "megatron-core 0.16.1 asks for Transformer Engine before 2.12: a run warns and goes on",
+        _row("layers of Transformer Engine under megatron-core 0.16 (Python 3.11)", "megatron/build.py::build_model", "doubtful", "megatron-core 0.16.1 asks for Transformer Engine before 2.12; names that are gone are each in a `try`. A run warns and goes on; Python 3.12 has the pair that is tested",
              "megatron/test_fp8_config.py::test_only_transformer_engine_with_an_older_megatron_core_is_warned_of"),
         _row("reference layers on CUDA", "megatron/attention.py::ReferenceAttention", "right", "plain torch; routers' products are float32 because TF32 is off",
              f"themes/gpu/test_cuda_platform.py::test_the_reference_layers_compute_the_same_as_on_a_cpu {ON_H100}"),
