@@ -145,15 +145,27 @@ def local_shards(
             continue
         read = partial(values, rule.megatron_name, tensor)
         if quantiser is None or not quantiser.applies_to(rule):
-            shards.add([rule.megatron_name], lambda name=rule.megatron_name, read=read: {name: read()})
+            shards.add([rule.megatron_name], partial(_alone, rule.megatron_name, read))
             continue
         at = _place(rule, options)
         exchange: Any = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX, group=_tensor_group(rule))
         if not at_once:  # what ranks ask for comes in orders of their own, so they agree on the scales of all before
-            exchange = partial(Tensor.copy_, other=quantiser.agreed(rule, read(), *at, exchange))
-        make = partial(lambda rule, read, at, exchange: quantiser(rule, read(), *at, exchange), rule, read, at, exchange)
-        shards.add([part.megatron_name for part in quantiser.rules(rule)], make)
+            agreed: Any = quantiser.agreed(rule, read(), *at, exchange)
+            exchange = partial(Tensor.copy_, other=agreed)
+        shards.add(
+            [part.megatron_name for part in quantiser.rules(rule)], partial(_stored, quantiser, rule, read, at, exchange)
+        )
     return dict(shards) if at_once else shards
+
+
+def _alone(name: str, read: Callable[[], Tensor]) -> dict[str, Tensor]:
+    return {name: read()}
+
+
+def _stored(
+    quantiser: Quantiser, rule: BoundRule, read: Callable[[], Tensor], at: tuple[int, int], exchange: Callable[[Tensor], None]
+) -> dict[str, Tensor]:
+    return quantiser(rule, read(), *at, exchange)
 
 
 Values = Callable[[str, Tensor], Tensor]
@@ -227,7 +239,7 @@ class Quantiser(Protocol):
     def agreed(
         self, rule: BoundRule, shard: Tensor, tp_rank: int, tp_size: int, exchange: Callable[[Tensor], None]
     ) -> Tensor | None:
-        """What `exchange` makes of the tensor that a call would give it, for calls later; None: none would be given."""
+        """Return what `exchange` makes of the tensor that a call would give it, for calls later; None: it would give none."""
 
 
 def export_weights(
