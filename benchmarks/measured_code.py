@@ -18,6 +18,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "algorithms": ("megarl/algorithms",),
     "async_rollouts": ("megarl/core", "megarl/rollout", "megarl/workers", "megarl/options/lending"),
     "bad_input": ("megarl/cli", "megarl/config", "megarl/convert", "megarl/data", "megarl/rewards"),
+    "budget": ("megarl/megatron", "megarl/models", "megarl/options/lora"),
     "checkpoint_cost": ("megarl/checkpoint", "megarl/runs"),
     "checkpoint_writing": ("megarl/checkpoint",),
     "convert": ("megarl/checkpoint", "megarl/convert", "megarl/models"),

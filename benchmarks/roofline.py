@@ -3,9 +3,8 @@
     python benchmarks/roofline.py [--only llama] [--check]
     .venv-te/bin/python benchmarks/roofline.py --layers transformer_engine
 
-Both write to benchmarks/results/roofline.json, the second to a section of its own, where it counts the reference layers again,
-under the versions of its environment (`make test-transformer-engine` makes it). There what stands for Transformer Engine's
-kernels is in `engine_stand_ins.py`.
+They write benchmarks/results/roofline.json and, the second, roofline_of_transformer_engine.json (`make test-transformer-engine`
+makes its environment). There what stands for Transformer Engine's kernels is in `engine_stand_ins.py`.
 
 Each kind of layer is a tiny model that has no other. Differences between passes of one and two micro-batches, and between
 models of two and four layers, give what a layer and what a micro-batch costs; numbers of launches do not depend on the width.
@@ -17,13 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from megarl.models.update_flops import PASSES  # noqa: E402
 from megarl.observe.summary import machine, versions  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "roofline.json"
+OF_ENGINE = RESULTS.with_stem("roofline_of_transformer_engine")
 SIZES: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4,
     "head_dim": 32, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
@@ -266,15 +266,15 @@ def table(parts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def start() -> None:
-    """A world of one process on this machine's device."""
+def start(backend: str = "") -> None:
+    """A world of one process on this machine's device; `backend`: another than that of the device."""
     from megarl import platform
     from megarl.config.layout import Layout
 
     platform.install()
     from megarl.megatron.build import initialize_layout
 
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     place = Path(tempfile.mkdtemp()) / "rendezvous"
     torch.distributed.init_process_group(backend, init_method=f"file://{place}", rank=0, world_size=1)
     initialize_layout(Layout(), seed=1)
@@ -291,17 +291,12 @@ def counted(names: Sequence[str], settings: Sequence[str]) -> dict[str, Any]:
 
 
 def of_transformer_engine(names: Sequence[str]) -> dict[str, Any]:
-    """Transformer Engine's layers, and the reference layers in a process in which it was not imported."""
+    """Transformer Engine's layers."""
     from benchmarks.engine_stand_ins import kernels_stood_for
 
     start()
     with kernels_stood_for():
-        found = counted(names, [setting for setting in SETTINGS if setting != "reference"])
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "reference.json"
-        command = [sys.executable, __file__, "--out", str(out), *(word for name in names for word in ("--only", name))]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return {**json.loads(out.read_text())["parts"], **found}
+        return counted(names, [setting for setting in SETTINGS if setting != "reference"])
 
 
 def of_reference(names: Sequence[str]) -> dict[str, Any]:
@@ -316,7 +311,7 @@ def of_reference(names: Sequence[str]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, help="the file that is written, or compared with")
     parser.add_argument("--only", action="append", choices=list(KINDS), help="kinds of layers (default: all)")
     parser.add_argument("--layers", choices=["reference", ENGINE], default="reference")
     parser.add_argument("--check", action="store_true", help="compare with the file in place of writing it")
@@ -325,14 +320,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = given.only or list(KINDS)
     found = of_transformer_engine(names) if given.layers == ENGINE else of_reference(names)
     print(table(found))
-    kept = json.loads(given.out.read_text()) if given.out.exists() else {}
+    out = given.out or (OF_ENGINE if given.layers == ENGINE else RESULTS)
     if given.check:
-        section = kept[ENGINE] if given.layers == ENGINE else kept
-        sys.exit("\n".join(regressions(found, section["parts"])) or None)
+        sys.exit("\n".join(regressions(found, json.loads(out.read_text())["parts"])) or None)
     record = {"command": [Path(sys.argv[0]).name, *sys.argv[1:]], "machine": machine(), "versions": versions()}
-    record |= {"code": code_of("roofline"), "parts": found}
-    merged = kept | {ENGINE: record} if given.layers == ENGINE else kept | record
-    given.out.write_text(json.dumps(merged, indent=1) + "\n")
+    record |= {"date": date.today().isoformat(), "code": code_of("roofline"), "parts": found}
+    out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules, MultiLatentAttention
 from megatron.core.transformer.spec_utils import build_module
@@ -17,7 +18,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from megarl.megatron.attention import StreamAttention
+from megarl.megatron.options import has_transformer_engine
 from megarl.models.deepseek_v3 import LATENT_NORM_EPS
+
+if not has_transformer_engine():  # 0.16.1 believes that it is there, with a mock that is no type in place of its layer
+    multi_latent_attention.HAVE_TE = False
 
 
 class ReplicatedLinear(torch.nn.Module):

@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.errors import LayoutError
+from megarl.megatron.options import has_transformer_engine
+
+if not has_transformer_engine():  # megatron-core asks whether this is None, and leaves it undefined
+    moe_utils.te_general_gemm = None
 
 
 class OwnRouter(TopKRouter):

@@ -41,7 +41,6 @@ def apply_redirects() -> None:
     _expect_no_gpu_packages()
     act_after_import("megatron.core.jit", _do_not_compile)
     act_after_import("megatron.core.transformer.moe.moe_utils", _dispatch_experts_on_cpu)
-    act_after_import("megatron.core.transformer.multi_latent_attention", _build_without_transformer_engine)
     act_after_import("megatron.core.tensor_parallel.random", _share_one_generator)
     act_after_import("megatron.core.optimizer.clip_grads", _scale_in_place)
     act_after_import("megatron.core.tensor_parallel.layers", _add_weight_gradients)
@@ -250,11 +249,6 @@ def _dispatch_experts_on_cpu(moe_utils: Any) -> None:
     moe_utils.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
     # moe_utils.py:1192: where Transformer Engine is half importable this is a mock or undefined; None selects torch.mm.
     moe_utils.te_general_gemm = None
-
-
-def _build_without_transformer_engine(multi_latent_attention: Any) -> None:
-    # multi_latent_attention.py:185 asks whether a layer is Transformer Engine's, whose class is a mock here and no type.
-    multi_latent_attention.HAVE_TE = False
 
 
 def _scale_in_place(clip_grads: Any) -> None:

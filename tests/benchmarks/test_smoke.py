@@ -536,6 +536,7 @@ RUN_BY = {
     "algorithms": f"{HERE}::test_algorithms",
     "async_rollouts": f"{OF_RUNS}::test_async_rollouts",
     "bad_input": "tests/themes/security/test_bad_input.py::test_bad_input_is_one_sentence_and_nothing_else",
+    "budget": "tests/test_budget.py::test_a_layer_asks_for_what_the_table_has",
     "checkpoint_cost": f"{OF_RUNS}::test_checkpoint_cost",
     "checkpoint_writing": f"{HERE}::test_checkpoint_writing",
     "convert": f"{HERE}::test_convert",

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.roofline import ENGINE, KINDS, RESULTS, measure, regressions
+from benchmarks.roofline import ENGINE, KINDS, OF_ENGINE, measure, regressions
 from tests.world import World
 
 pytestmark = pytest.mark.slow
-TABLE = json.loads(RESULTS.read_text())[ENGINE]
+TABLE = json.loads(OF_ENGINE.read_text())
 """Of these versions, whose own launches differ from others'."""
 BOUND = {"megatron-core": "megatron-core", "torch": "torch", "transformer-engine": "transformer_engine"}
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from statistics import mean, median
 
+from option_counts import budget_rows
 from results import READ, Figures, measured_on, result
 
 
@@ -130,17 +131,16 @@ def launches() -> list[str]:
 
 
 def launches_of_transformer_engine() -> list[str]:
-    parts = result("roofline")["transformer_engine"]["parts"]
+    parts = result("roofline_of_transformer_engine")["parts"]
     rows = []
     for name, now in parts.items():
         if not name.endswith(", transformer_engine"):
             continue
-        kind = name.removesuffix(", transformer_engine")
-        reference, before = parts[f"{kind}, reference"]["layer"], parts[f"{name}, before"]["layer"]
-        counts = [(reference[what], before[what], f"**{now['layer'][what]}**") for what in ("launches", "waits")]
-        rows.append((kind, *counts[0], *counts[1], *_over_least(now["layer"])))
-    head = ("layers of", "launches, reference", "before", "now", "waits, reference", "before", "now")
-    return _table((*head, "operations / least", "bytes / least"), rows)
+        before = parts[f"{name}, before"]["layer"]
+        counts = [(before[what], f"**{now['layer'][what]}**") for what in ("launches", "waits")]
+        rows.append((name.removesuffix(", transformer_engine"), *counts[0], *counts[1], *_over_least(now["layer"])))
+    head = ("layers of", "launches before", "now", "waits before", "now", "operations / least", "bytes / least")
+    return _table(head, rows)
 
 
 def _over_least(layer: Figures) -> tuple[str, str]:
@@ -459,6 +459,7 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "scaling": scaling,
         "launches": launches,
         "launches_of_transformer_engine": launches_of_transformer_engine,
+        "budget": lambda: _table(*budget_rows()),
         "convert_1b": conversion("convert_1b"),
         "convert_8b": conversion("convert_8b"),
         "head_memory": head_memory,

@@ -27,7 +27,10 @@ def of_performance() -> list[str]:
     driver, roofline = result("scaling"), result("roofline")
     ranks, one = list(driver["worlds"].items())[-1]
     converted, heads = result("convert_8b")["medians"], result("head_memory")["memory"]["hidden size 1024"]
-    llama = roofline["parts"]["llama, reference"]["layer"], roofline["transformer_engine"]["parts"]["llama, transformer_engine"]
+    llama = (
+        roofline["parts"]["llama, reference"]["layer"],
+        result("roofline_of_transformer_engine")["parts"]["llama, transformer_engine"],
+    )
     return [
         f"{one['all']:.1f} s for {one['responses']:,.0f} responses on {int(ranks):,} ranks",
         f"{one['sent_bytes'] / 1e6:,.0f} MB are sent",
@@ -44,7 +47,7 @@ def of_costs() -> list[str]:
     heads = result("head_memory")["memory"]["hidden size 4096"]
     ours, liger = heads["megarl on a GPU, bfloat16"], heads["Liger on a GPU, bfloat16"]
     conversations = result("tokenising")["rows_per_s"]
-    micro_batches = [one["micro_batch"]["launches"] for name, one in result("roofline")["transformer_engine"]["parts"].items()
+    micro_batches = [one["micro_batch"]["launches"] for name, one in result("roofline_of_transformer_engine")["parts"].items()
                      if name.endswith(", transformer_engine")]  # fmt: skip
     return [
         f"fastest round export is at {percent(fastest / converted['medians']['export']['seconds'])}",
