@@ -39,6 +39,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     ),
     "gpu": ("megarl/megatron", "megarl/models", "megarl/platform"),
     "gpu_colocated": ("megarl/megatron", "megarl/platform", "megarl/rollout", "megarl/weights", "megarl/workers"),
+    "gpu_paths": ("megarl/megatron", "megarl/options", "megarl/platform", "megarl/weights"),
     "group_calls": ("megarl/workers",),
     "head_memory": ("megarl/megatron/heads.py",),
     "learning": ("megarl/algorithms", "megarl/experience"),

@@ -38,7 +38,7 @@ class PaddedRuns:
 class Stage:
     """Runs that need no other run of the same stage.
 
-    `tokens` int64 `[M]` are the places in the stream of all their tokens, run after run, and `boundaries` int32 `[R + 1]` where
+    `tokens` int64 `[M]` are the places in the stream of all their tokens, run after run, and `boundaries` int64 `[R + 1]` where
     in these each begins and ends. `prefix` int64 `[R]` is the run of the stage before that hands its state to each; None: all
     begin from zeros. `padded` are the same runs for batched calls.
     """
@@ -91,7 +91,7 @@ def _taps(stream: PackedStream, width: int) -> Tensor:
 
 def _stage(segments: Sequence[Segment], prefix: Tensor | None) -> Stage:
     tokens = [torch.arange(segment.start, segment.start + segment.length) for segment in segments]
-    boundaries = torch.tensor([0, *accumulate(segment.length for segment in segments)], dtype=torch.int32)
+    boundaries = torch.tensor([0, *accumulate(segment.length for segment in segments)], dtype=torch.int64)
     in_order = sorted(range(len(segments)), key=lambda run: segments[run].length)
     together = groupby(in_order, key=lambda run: segments[run].length.bit_length())
     return Stage(torch.cat(tokens), boundaries, prefix, tuple(_padded(runs, segments) for _, runs in together))

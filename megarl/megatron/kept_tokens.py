@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megarl.megatron.options import SamplingLimits
 from megarl.megatron.row_gradients import RowGradients
+from megarl.megatron.running_sums import running_sum
 
 
 def least_kept(logits: Tensor, peak: Tensor, limits: SamplingLimits, group: torch.distributed.ProcessGroup) -> Tensor:
@@ -43,7 +44,7 @@ def _least_of_rows(logits: Tensor, peak: Tensor, limits: SamplingLimits) -> Tens
     if limits.top_p >= 1:
         return logits.topk(count, dim=1).values[:, -1:]
     ordered = logits.sort(dim=1, descending=True).values
-    reached = (ordered - peak).exp_().cumsum(1)
+    reached = running_sum((ordered - peak).exp_())
     mass = limits.top_p * reached[:, -1:]
     kept_count = 1 + (reached[:, :-1] < mass).sum(1, keepdim=True)
     return ordered.gather(1, kept_count.clamp(max=count) - 1)

@@ -126,16 +126,16 @@ def local_shards(
 
     Weights with adapters beside them are copies with these `merged` in, or views of what training began with.
 
-    Of weights that Transformer Engine holds in FP8 these are copies in the model's dtype, which no view of FP8 values could be:
-    all `at_once`, or each when it is asked for, if the caller needs few of them at a time.
+    Of weights that Transformer Engine holds in FP8 these are copies in the model's dtype, which no view of FP8 values could be.
     With a `quantiser` what it applies to is quantised; that may be collective over the ranks that share a parameter.
+    Copies are made all `at_once`, or each when it is asked for, if the caller needs few of them at a time.
 
     Raises:
         EngineError: merging would give a tied output layer a weight of its own, which engines do not have.
     """
     if options.lora is not None and merged:
         adapter_part("updates").check_merged(weight_map)
-    shards: dict[str, Tensor] = {}
+    shards = _InTurn()
     values = _values(chunks, options, merged=merged)
     for name, tensor in global_tensors(chunks):
         if is_value_head(name, options):
@@ -143,13 +143,29 @@ def local_shards(
         rule = weight_map.rule_for(name)
         if rule.tied_copy or is_adapter(rule.megatron_name):
             continue
+        read = partial(values, rule.megatron_name, tensor)
         if quantiser is None or not quantiser.applies_to(rule):
-            shards[rule.megatron_name] = tensor
+            shards.add([rule.megatron_name], partial(_alone, rule.megatron_name, read))
             continue
-        group = _tensor_group(rule)
-        exchange = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX, group=group)
-        shards |= quantiser(rule, values(rule.megatron_name, tensor), *_place(rule, options), exchange)
-    return {name: values(name, tensor) for name, tensor in shards.items()} if at_once else _PlainInTurn(shards, values)
+        at = _place(rule, options)
+        exchange: Any = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX, group=_tensor_group(rule))
+        if not at_once:  # what ranks ask for comes in orders of their own, so they agree on the scales of all before
+            agreed: Any = quantiser.agreed(rule, read(), *at, exchange)
+            exchange = partial(Tensor.copy_, other=agreed)
+        shards.add(
+            [part.megatron_name for part in quantiser.rules(rule)], partial(_stored, quantiser, rule, read, at, exchange)
+        )
+    return dict(shards) if at_once else shards
+
+
+def _alone(name: str, read: Callable[[], Tensor]) -> dict[str, Tensor]:
+    return {name: read()}
+
+
+def _stored(
+    quantiser: Quantiser, rule: BoundRule, read: Callable[[], Tensor], at: tuple[int, int], exchange: Callable[[Tensor], None]
+) -> dict[str, Tensor]:
+    return quantiser(rule, read(), *at, exchange)
 
 
 Values = Callable[[str, Tensor], Tensor]
@@ -169,23 +185,29 @@ def adapter_shards(chunks: Sequence[torch.nn.Module], weight_map: WeightMap) -> 
     return {rule.megatron_name: plain(tensor) for rule, tensor in rules}
 
 
-class _PlainInTurn(Mapping[str, Tensor]):
-    """Tensors by name, of which one in FP8 is made plain when it is asked for. The last one is remembered."""
+class _InTurn(Mapping[str, Tensor]):
+    """Tensors by name, each made when it is asked for, with those that are made together with it; these are remembered."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], values: Values) -> None:
-        self._tensors, self._values = tensors, values
-        self._last: tuple[str, Tensor] | None = None
+    def __init__(self) -> None:
+        self._makers: dict[str, Callable[[], Mapping[str, Tensor]]] = {}
+        self._last: tuple[Any, Mapping[str, Tensor]] = None, {}
+
+    def add(self, names: Sequence[str], make: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Have `make` give the tensors that are called so."""
+        self._makers |= dict.fromkeys(names, make)
 
     def __getitem__(self, name: str) -> Tensor:
-        if self._last is None or self._last[0] != name:
-            self._last = name, self._values(name, self._tensors[name])
-        return self._last[1]
+        make = self._makers[name]
+        if self._last[0] is not make:
+            self._last = None, {}  # its memory is given back before more is taken
+            self._last = make, make()
+        return self._last[1][name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self._makers)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._makers)
 
 
 def _tensor_group(rule: BoundRule) -> Any:
@@ -213,6 +235,11 @@ class Quantiser(Protocol):
         Raises:
             LayoutError: the ranks would share a group of numbers that has one scale.
         """
+
+    def agreed(
+        self, rule: BoundRule, shard: Tensor, tp_rank: int, tp_size: int, exchange: Callable[[Tensor], None]
+    ) -> Tensor | None:
+        """Return what `exchange` makes of the tensor that a call would give it, for calls later; None: it would give none."""
 
 
 def export_weights(

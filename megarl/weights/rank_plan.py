@@ -112,10 +112,9 @@ class RankPlan:
         return [_piece(shards, *box) for box in self._boxes(buckets)]
 
     def contents(self, buckets: Sequence[TransferBucket]) -> list[tuple[SliceKey, int]]:
-        """The pieces in buckets of any rank, with the bytes of an element."""
-        sizes = self._plan.tensors.itemsize
-        itemsizes = (int(size) for b in buckets for size in sizes[self._plan.transfers.tensor[b.start : b.stop]])
-        return [(key, size) for (key, *_), size in zip(self._boxes(buckets), itemsizes, strict=True)]
+        """The pieces in buckets of any rank, with the numbers of their tensors in the plan's table."""
+        numbers = (number for b in buckets for number in self._plan.transfers.tensor[b.start : b.stop].tolist())
+        return [(key, number) for (key, *_), number in zip(self._boxes(buckets), numbers, strict=True)]
 
     def _of_engines(self, buckets: Sequence[TransferBucket]) -> list[tuple[frozenset[int], list[SentBox]]]:
         """By engine all that it is sent."""

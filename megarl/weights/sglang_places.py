@@ -83,7 +83,8 @@ class ModelParameters:
 
     @classmethod
     def of(cls, model: Any) -> ModelParameters:
-        """The parameters of a model of SGLang's (0.5.23: layers/moe/fused_moe_triton/layer.py says how its experts lie).
+        """The parameters of a model of SGLang's, but for scales of the KV cache, which no update sends
+        (0.5.23: layers/moe/fused_moe_triton/layer.py says how its experts lie, layers/quantization/kv_cache.py of the scales).
 
         Raises:
             ValueError: its experts are transposed or interleaved for the kernels that were chosen, or the shared experts among
@@ -108,7 +109,7 @@ class ModelParameters:
                 up_first += [f"{name}.{EXPERTS}", f"{name}.{EXPERTS}_scale_inv"]
             if hasattr(module, EXPERTS + BIAS) and module.moe_runner_config.gemm1_alpha is not None:
                 alternating += [f"{name}.{EXPERTS}", f"{name}.{EXPERTS}{BIAS}"]
-        tensors = dict(model.named_parameters())
+        tensors = {name: values for name, values in model.named_parameters() if not hasattr(values, "_skip_weight_check")}
         for tensors_of in functions("adapter_place", "tensors_of"):
             tensors |= tensors_of(model)
         of_draft = names.of_the_draft(model) if (names := draft_names()) is not None else ()

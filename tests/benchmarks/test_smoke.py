@@ -11,6 +11,7 @@ import importlib
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 import types
@@ -22,7 +23,7 @@ from unittest import mock
 import pytest
 
 from megarl.config import load_any
-from tests.benchmarks.conftest import BENCHMARKS, read_strictly
+from tests.benchmarks.conftest import BENCHMARKS, at, read_strictly
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer
 from tests.world import World
 
@@ -261,6 +262,72 @@ def test_roofline(world: World, tmp_path: Path) -> None:
         assert one[part]["flops"] > 0
 
 
+def part_of(rank: int, world_size: int, part: str, out: Path) -> None:
+    """A part of gpu_paths at a test's size, in a rank of the world."""
+    module = importlib.import_module("benchmarks.gpu_paths")
+    with mock.patch.object(sys, "argv", ["benchmarks/gpu_paths.py", part, "--smoke", "--out", str(out)]):
+        module.main()
+
+
+GPU_PARTS = {
+    "adapters": ("dense:adapters:step_s", "experts:adapters:step_s"),
+    "deterministic": ("running sums:apart_from_plain", "delta rule:apart_from_plain"),
+    "few_bits": ("fp8-block, in turn:s", "mxfp8, in turn:s"),
+    "ipc": ("checksum_s",),
+    "logits": ("apart_from_float64", "s"),
+    "muon": ("muon:step_s",),
+    "offload": ("bf16:leaves_s", "bf16:comes back_s"),
+    "replay": ("chosen:step_s", "replayed:step_s"),
+    "shared_prefixes": ("for each:step_s", "once:step_s"),
+    "tower": ("s",),
+}
+"""Parts that a CPU runs, and numbers that each finds."""
+
+
+@pytest.mark.parametrize("part", GPU_PARTS)
+def test_gpu_paths(part: str, world: World, tmp_path: Path) -> None:
+    world.call(part_of, part, tmp_path / "found.json", size=1)
+    found = read_strictly(tmp_path / "found.json")
+    assert {*SETUP, "code", "command", "device", "s", "found"} == found.keys()
+    for path in GPU_PARTS[part]:
+        assert at(found["found"], path) >= 0
+    assert "false" not in json.dumps(found["found"]), "what is computed twice is alike"
+
+
+def test_gpu_paths_ask_tests_that_skip_themselves(tmp_path: Path) -> None:
+    out = tmp_path / "tests.json"
+    command = [sys.executable, "benchmarks/gpu_paths.py", "tests", "--select", "test_sglang.py::fp8", "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    outcomes = {name.rpartition("::")[2]: one["outcome"] for name, one in read_strictly(out)["found"]["tests"].items()}
+    assert outcomes == {"test_an_engine_in_fp8_takes_updates_before_and_after_it_has_slept": "skipped"}
+
+
+def test_every_line_for_a_lent_gpu_is_a_part_with_its_own_json_that_ends_in_time() -> None:
+    gpu_paths = importlib.import_module("benchmarks.gpu_paths")
+    of_gpu = importlib.import_module("benchmarks.gpu").parts_for((9, 0), "13.0", has_transformer_engine=True)
+    lines = [line.split(maxsplit=3) for line in (BENCHMARKS / "gpu_parts.txt").read_text().splitlines() if line[:1] != "#"]
+    assert len({name for name, *_ in lines}) == len(lines) > 15
+    asked = set()
+    for name, limit, least, command in lines:
+        assert 0 < int(least) <= int(limit) <= 90, name
+        words = shlex.split(command)
+        assert words[0] == "python3"
+        assert words[-2] == "--out"
+        assert words[-1].startswith("$OUT/")
+        assert words[-1].endswith(".json")
+        if words[1] == "benchmarks/gpu_paths.py":
+            assert words[2] in gpu_paths.PARTS
+            asked.add(words[2])
+        else:
+            assert words[1] == "benchmarks/gpu.py"
+            assert any(words[words.index("--only") + 1] in part.name for part in of_gpu), name
+        if words[2] == "tests":
+            file, _, chosen = words[4].partition("::")
+            text = (ROOT / "tests/themes/gpu" / file).read_text()
+            assert all(one in text for one in chosen.split(" or "))
+    assert asked == {*gpu_paths.PARTS} == {*GPU_PARTS, "tests"}
+
+
 def test_head_memory(world: World, tmp_path: Path) -> None:
     out = tmp_path / "head_memory.json"
     sizes = {"TOKENS": 64, "VOCABULARY": 4096, "HIDDEN_SIZES": (32,), "POINTS": (32, 48, 64), "CHUNKS": (64, 4096)}
@@ -490,6 +557,7 @@ RUN_BY = {
     "fuzz": f"{HERE}::test_fuzz",
     "gpu": "tests/test_gpu_benchmark.py::test_without_a_gpu_nothing_runs_and_the_record_says_so",
     "gpu_colocated": f"{OF_RUNS}::test_gpu_colocated",
+    "gpu_paths": f"{HERE}::test_gpu_paths",
     "group_calls": f"{HERE}::test_group_calls",
     "head_memory": f"{HERE}::test_head_memory",
     "learning": f"{OF_RUNS}::test_learning",

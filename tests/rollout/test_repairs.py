@@ -82,6 +82,33 @@ print(gate.weight.dtype, gate.e_score_correction_bias.dtype, exact)
 """
 
 
+FRESH = """
+import sys, torch
+from types import SimpleNamespace
+from sglang.srt import runtime_context
+backup = sys.argv[-2] == "backup"
+runtime_context.get_exec = lambda: SimpleNamespace(features=SimpleNamespace(enable_weights_cpu_backup=backup))
+from megarl.rollout.engines.sglang import repairs
+repairs.install(sys.argv[-1])
+from sglang.srt.layers.quantization.fp8 import Fp8Config
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.managers.scheduler_components import weight_updater
+from megarl.weights.sglang_places import ModelParameters
+model = torch.nn.Module()
+fp8 = Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=[128, 128])
+model.attn = RadixAttention(2, 8, 1.0, 2, 0, quant_config=fp8, prefix="attn")
+model.attn.quant_method.process_weights_after_loading(model.attn)
+model.padded = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+model.register_buffer("table", torch.full((1,), 5.0))
+state = weight_updater._export_static_state(model)
+for tensor in model.state_dict().values():
+    tensor.fill_(7.0)  # as pages that another process has used
+weight_updater._import_static_state(model, state)
+held = (f"{name} {value.item()}" for name, value in sorted(model.state_dict().items()))
+print(list(ModelParameters.of(model).tensors), *held)
+"""
+
+
 @pytest.fixture(scope="module")
 def forking() -> Iterator[subprocess.Popen[str]]:
     """The process that has imported SGLang."""
@@ -112,6 +139,22 @@ def test_pictures_of_qwen2_vl_have_the_limits_of_their_folder(
 def test_embeddings_of_gemma_have_the_multiplier_of_transformers(forking: subprocess.Popen[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Gemma3ForCausalLM"]}))
     assert float(said(forking, MULTIPLIER, tmp_path, str(tmp_path))) == 50.5  # of 50.596
+
+
+@pytest.mark.parametrize(
+    ("backup", "held"),
+    [
+        ("none", "attn.k_scale 1.0 attn.v_scale 1.0 padded 0.0 table 5.0"),
+        ("backup", "attn.k_scale 7.0 attn.v_scale 7.0 padded 7.0 table 5.0"),
+    ],
+)
+def test_a_woken_server_has_what_no_update_sends(
+    backup: str, held: str, forking: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    """The scales of an FP8 model's KV cache are no parameters that an update must fill. A server that keeps a copy in main
+    memory has its own content back."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    assert said(forking, FRESH, tmp_path, backup, str(tmp_path)) == f"['padded'] {held}"
 
 
 def test_ernies_experts_are_scored_in_float32(forking: subprocess.Popen[str], tmp_path: Path) -> None:

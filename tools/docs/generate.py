@@ -22,6 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools/docs")]
 
 import families  # noqa: E402
 import figures  # noqa: E402
+import gpu_table  # noqa: E402
 import results  # noqa: E402
 
 from megarl import errors  # noqa: E402
@@ -40,8 +41,9 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "docs", help="folder of the pages (default: docs)")
     arguments = parser.parse_args()
     pages = {**generated(), **with_figures(arguments.folder), **with_answers(arguments.folder)}
-    pages |= families.with_families(arguments.folder)
-    stale = {name: text for name, text in pages.items() if not _is(arguments.folder / name, text)}
+    pages |= families.with_families(arguments.folder) | {"gpu_paths.md": gpu_table.page()}
+    same = gpu_table.says_the_same if arguments.check else _is
+    stale = {name: text for name, text in pages.items() if not same(arguments.folder / name, text)}
     for name, text in stale.items():
         if not arguments.check:
             (arguments.folder / name).write_text(text)

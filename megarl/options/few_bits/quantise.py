@@ -6,7 +6,7 @@ a block may reach over several shards. Groups of columns lie on one rank each, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,8 +70,16 @@ class FormatQuantiser:
             part.pieces(tp_rank, tp_size)  # raises LayoutError where ranks would share a group
         parts: tuple[Tensor, ...] = stored_rows(shard, self.format)
         if self.format.name == "int4":
-            parts = *parts, torch.tensor([size for shape in rule.hf_shapes.values() for size in shape])
+            parts = *parts, torch.tensor([size for shape in rule.hf_shapes.values() for size in shape], device=shard.device)
         return {name + suffix: part for suffix, part in zip(self.format.suffixes, parts, strict=True)}
+
+    def agreed(self, rule: BoundRule, shard: Tensor, tp_rank: int, tp_size: int, exchange: Exchange) -> Tensor | None:
+        """The largest magnitudes of all blocks of a parameter, one behind the other, if its ranks exchange them."""
+        if self.format.name != "fp8-block" or rule.tp_axis is None or tp_size == 1:
+            return None
+        flat = torch.cat([values.flatten() for values in _largest(rule, shard, _parts(rule, shard, tp_rank, tp_size)).values()])
+        exchange(flat)
+        return flat
 
 
 def _own_scales(rule: BoundRule, scales: dict[str, Tensor], tp_rank: int, tp_size: int) -> Tensor:
@@ -118,9 +126,7 @@ def quantise_shard(
     Scales are float32 `[ceil(rows / 128), ceil(cols / 128)]` under the name that FP8 checkpoints give them.
     """
     parts = list(_parts(rule, shard, tp_rank, tp_size))
-    largest = {name: torch.zeros(*map(blocks_in, shape), device=shard.device) for name, shape in rule.hf_shapes.items()}
-    for name, box, part in parts:
-        raise_to_largest(largest[name], part, box)
+    largest = _largest(rule, shard, parts)
     if rule.tp_axis is not None and tp_size > 1:
         flat = torch.cat([values.flatten() for values in largest.values()])
         exchange(flat)
@@ -129,6 +135,14 @@ def quantise_shard(
     scales = {name: scales_of(values, kind) for name, values in largest.items()}
     quantised = [quantise_part(part, box, scales[name]) for name, box, part in parts]
     return torch.cat(quantised, dim=rule.tp_axis or 0), {name + SCALE_SUFFIX: values for name, values in scales.items()}
+
+
+def _largest(rule: BoundRule, shard: Tensor, parts: Iterable[tuple[str, MatrixBox, Tensor]]) -> dict[str, Tensor]:
+    """The largest magnitudes in the blocks of each Hugging Face tensor, of the `parts` in this shard."""
+    largest = {name: torch.zeros(*map(blocks_in, shape), device=shard.device) for name, shape in rule.hf_shapes.items()}
+    for name, box, part in parts:
+        raise_to_largest(largest[name], part, box)
+    return largest
 
 
 def _parts(rule: BoundRule, shard: Tensor, tp_rank: int, tp_size: int) -> Iterator[tuple[str, MatrixBox, Tensor]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megarl.megatron.running_sums import running_sum
 from megarl.options.linear_attention.delta_net import BLOCK, CHUNK
 
 NORM_EPSILON = 1e-6
@@ -44,7 +45,7 @@ def gated_delta_rule(
         chunk, decay = min(chunk, length), decay.unsqueeze(-1)
     query, key, value, decay, strength = (_in_chunks(t, chunk) for t in (query, key, value, decay, strength))
     # In float64, because differences of large sums are wanted. [B, H, N, C, K or 1]: the log of what is left of the state.
-    exact = decay.double().cumsum(-2)
+    exact = running_sum(decay.double().mT).mT
     total, to_end = exact.to(decay.dtype).exp(), (exact[..., -1:, :] - exact).to(decay.dtype).exp()
     writes = key * strength.unsqueeze(-1)
     found = _found_by_channel if by_channel else _found

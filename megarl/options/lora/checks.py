@@ -91,6 +91,9 @@ def _check_role(name: str, role: TrainedRole, model: ModelConfig) -> None:
         refuse(f"{name}.optimizer.name", "muon", "is for whole matrices, not for the two factors of an adapter", "'adamw'")
     if role.optimizer.groups:
         refuse(f"{name}.optimizer.groups", "given", "chooses among weights, none of which is trained", "empty")
+    if role.megatron.get("moe_shared_expert_overlap") and role.layout.sequence_parallel:
+        reason = "gathers the tokens of shared experts itself, which adapters beside these would gather again"
+        refuse(f"{name}.megatron.moe_shared_expert_overlap", True, reason, "false")
     if role.predicts:
         refuse(f"{name}.mtp.train", True, "trains a layer that has no adapters", "false")
     if model.int4_experts:

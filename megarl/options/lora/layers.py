@@ -421,8 +421,8 @@ def _normed(hidden: Tensor, layer: Any) -> Tensor:
     weight = getattr(layer, "layer_norm_weight", None)
     if weight is None:
         return hidden
-    if getattr(layer, "zero_centered_gamma", False):
-        weight = weight + 1
+    if getattr(layer, "zero_centered_gamma", False):  # to which Transformer Engine adds 1 in float32
+        return rms_norm(hidden.float(), (hidden.shape[-1],), weight.float() + 1, layer.eps).to(hidden.dtype)
     return rms_norm(hidden, (hidden.shape[-1],), weight, layer.eps)
 
 

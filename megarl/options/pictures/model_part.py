@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from megatron.core.utils import unwrap_model
 
+from megarl import platform
 from megarl.data.stream import MicroBatch, PackedStream, StreamShard
-from megarl.errors import ModelError
+from megarl.errors import ConfigError, ModelError
 from megarl.megatron.model_config import DTYPES, ddp_config
 from megarl.megatron.options import ModelOptions
 from megarl.megatron.pass_parts import PassPart
@@ -31,14 +32,30 @@ def seeing_model(options: ModelOptions, folder: HFFolder, vision: Vision, **kwar
 
     Raises:
         ModelError: the folder's image processor makes other patches than those of the tower.
+        ConfigError: a GPU cannot train the tower deterministically.
     """
     tower = pictures = None
     if kwargs["pre_process"]:
         if options.media_folder is not None:
             pictures = _opened(Path(options.media_folder), folder.path, vision)
         tower = build_tower(folder.config, vision, DTYPES[options.dtype], recompute=options.recompute == "full")
+        check_deterministic(tower, options)
     eager = options.trainable and ddp_config(options).overlap_grad_reduce
     return SeeingModel(vision, tower, pictures, eager=eager, **kwargs)
+
+
+def check_deterministic(tower: torch.nn.Module, options: ModelOptions) -> None:
+    """Refuse a tower whose positions are interpolated by `grid_sample` (GLM-4V) where training is deterministic on a GPU:
+    torch has no deterministic gradient of it there.
+
+    Raises:
+        ConfigError: it is trained.
+    """
+    if not (options.deterministic and options.trainable and platform.cuda_present()) or "vision" in options.freeze:
+        return
+    if any(hasattr(module, "interpolated_method") for module in tower.modules()):
+        reason = "has no gradient of this model's vision tower on a GPU, whose positions are interpolated"
+        raise ConfigError.of("run.deterministic", True, reason, allowed="false, unless policy.freeze has 'vision'")
 
 
 def _opened(media_folder: Path, folder: str | Path, vision: Vision) -> Pictures | Sounds:

@@ -126,9 +126,9 @@ class RoutingReplay(PassPart):
 
 
 def _joined(mine: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """What the ranks of `group` have, one after the other; each has as much."""
+    """What the ranks of `group` have, one after the other; each has as much. As bytes: NCCL knows no int16."""
     of_ranks = mine.new_empty(len(mine) * group.size(), *mine.shape[1:])
-    torch.distributed.all_gather_into_tensor(of_ranks, mine.contiguous(), group=group)
+    torch.distributed.all_gather_into_tensor(of_ranks.view(torch.uint8), mine.contiguous().view(torch.uint8), group=group)
     return of_ranks
 
 
@@ -168,7 +168,7 @@ class RouterLayer:
                 counted = torch.stack([is_known.sum() * topk, differs.sum()])
                 self.counts = counted if self.counts is None else self.counts + counted
         if self.replay.is_recording:
-            self.recorded.append(chosen)
+            self.recorded.append(chosen.to(torch.int16))  # of every layer until the pass ends
         return values, chosen
 
     def _wanted(self) -> Tensor | None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.megatron.running_sums import running_sum
 from megarl.options.state_spaces.mamba import CHUNK
 
 
@@ -34,7 +35,7 @@ def chunked_scan(
     groups, size = writes.shape[2:]
     chunk = min(chunk, length)
     # In float64, because differences of large sums are wanted. [B, n, G, R, C]: the log of what is left of the state before.
-    exact = _of_heads(_in_chunks(steps * rates, chunk), groups).double().cumsum(-1)
+    exact = running_sum(_of_heads(_in_chunks(steps * rates, chunk), groups).double())
     written = _of_heads(_in_chunks(inputs * steps.unsqueeze(-1), chunk), groups)  # [B, n, G, R, C, P]
     writes, reads = (_in_chunks(t, chunk).transpose(2, 3) for t in (writes, reads))  # [B, n, G, C, N]
     total, to_end = exact.to(steps.dtype).exp(), (exact[..., -1:] - exact).to(steps.dtype).exp()

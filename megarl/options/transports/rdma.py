@@ -189,6 +189,8 @@ class RemoteReader:
             if registered is not None:
                 self._agent.deregister_memory(registered[1])
             buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+            if buffer.is_cuda:  # the network card does not wait for what others of this stream still do with that memory
+                torch.cuda.current_stream(buffer.device).synchronize()
             registered = self._windows[number] = buffer, self._agent.register_memory(buffer)
         return registered[0]
 

@@ -22,10 +22,16 @@ from megarl.weights.pusher import Pushed, Pusher
 from megarl.weights.rank_plan import RankPlan, SendBatch, SliceKey, WeightSlice
 from megarl.weights.sglang_senders import checksums_of
 from megarl.weights.staging import pack, packed_starts
+from megarl.weights.tensors import TensorTable
 from megarl.workers.planned_part import PlannedPart
 
-BY_ITEMSIZE = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
-"""Types that engines hold, by the bytes of an element."""
+
+def sent_dtypes(tensors: TensorTable) -> list[torch.dtype]:
+    """By a tensor's number the type that it is sent in: its rule's own, or the model's."""
+    of_model = {torch.bfloat16.itemsize: torch.bfloat16, torch.float32.itemsize: torch.float32}
+    of_rules = [None if rule.dtype is None else getattr(torch, rule.dtype) for rule in tensors.rules]
+    numbered = zip(tensors.rule.tolist(), tensors.itemsize.tolist(), strict=True)
+    return [of_rules[rule] or of_model[size] for rule, size in numbered]
 
 
 class _UnderWay(NamedTuple):
@@ -45,8 +51,9 @@ class _UnderWay(NamedTuple):
 class Relay:
     """One training rank's part. `sent` are the checksums of what it handed on in the last exchange, by engine."""
 
-    def __init__(self, plan: RankPlan, messages: RelayPlan, device: torch.device) -> None:
-        self._plan, self._messages, self._device = plan, messages, device
+    def __init__(self, plan: RankPlan, messages: RelayPlan, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
+        """`dtypes` are those of the plan's tensors, by their numbers."""
+        self._plan, self._messages, self._device, self._dtypes = plan, messages, device, dtypes
         self.sent: dict[int, dict[SliceKey, str]] = {}
 
     @property
@@ -91,8 +98,8 @@ class Relay:
     def _expected(self, message: Message) -> tuple[Tensor, SendBatch]:
         """The buffer in which a message is received, and the load that it is then."""
         empty = [
-            WeightSlice(box, torch.empty(box.rows, box.cols, dtype=BY_ITEMSIZE[size], device="meta"))
-            for box, size in self._plan.contents(message.buckets)
+            WeightSlice(box, torch.empty(box.rows, box.cols, dtype=self._dtypes[number], device="meta"))
+            for box, number in self._plan.contents(message.buckets)
         ]
         starts = packed_starts(empty)
         buffer = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
@@ -108,7 +115,8 @@ class RelayedPart(PlannedPart):
     def __init__(self, plan: ReshardPlan, rank: int, machines: Machines, device: torch.device) -> None:
         super().__init__(plan, rank, single_batch=False)
         self._beside = RankPlan(plan, rank, buckets=beside(plan.sends(rank), rank, machines))
-        self._relay = Relay(self._beside, RelayPlan(plan, rank, machines, round_bytes(plan)), device)
+        messages = RelayPlan(plan, rank, machines, round_bytes(plan))
+        self._relay = Relay(self._beside, messages, device, sent_dtypes(plan.tensors))
 
     @property
     def engines(self) -> set[int]:

@@ -127,6 +127,54 @@ def test_weights_held_in_fp8_are_sent_and_exported_as_the_values_that_they_stand
     assert world.call(sent_and_exported, str(tmp_path / "model"), Layout(tp=2), size=2) == [[], []]
 
 
+def quantised_in_turn(rank: int, world_size: int, folder: str, layout: Layout, name: str) -> tuple[list[str], int, int]:
+    """Names of what differs from what is quantised at once, in another order on each rank; parameters that are quantised, and
+    the most of them that were there at the same time."""
+    import weakref
+
+    from megarl.megatron.build import initialize_layout
+    from megarl.megatron.options import ModelOptions
+    from megarl.megatron.rank_model import RankModel
+    from megarl.megatron.weights import local_shards
+    from megarl.options.few_bits.formats import FORMATS
+    from megarl.options.few_bits.quantise import FormatQuantiser
+
+    initialize_layout(layout, seed=1)
+    role, quantiser = RankModel(ModelOptions(folder, layout, dtype="bfloat16")), FormatQuantiser(FORMATS[name])
+    arguments = (role.chunks, role.options, role.weight_map, quantiser)
+    at_once = local_shards(*arguments)
+    in_turn = local_shards(*arguments, at_once=False)
+    suffixed = [name for name in in_turn if name.endswith(quantiser.format.suffixes[-1])]
+    asked = [*in_turn][:: 1 if rank else -1]
+    made: dict[str, Any] = {}
+    most, wrong = 0, []
+    for name in asked:
+        tensor = in_turn[name]
+        if name in suffixed:
+            made[name] = weakref.ref(tensor.untyped_storage())
+        if not torch.equal(tensor.view(torch.uint8), at_once[name].view(torch.uint8)):
+            wrong.append(name)
+        del tensor
+        most = max(most, sum(storage() is not None for storage in made.values()))
+    assert list(at_once) == list(in_turn)
+    return wrong, len(suffixed), most
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "name"),
+    [("llama", Layout(tp=2), "fp8-block"), ("kimi_k2-wide", Layout(tp=2, etp=2, sequence_parallel=True), "int4-32")],
+)
+def test_what_is_sent_by_and_by_is_quantised_one_parameter_at_a_time(
+    world: World, tmp_path: Path, family: str, layout: Layout, name: str
+) -> None:
+    """Ranks ask for parameters in orders of their own, and no rank waits for another there."""
+    build_folder(family, tmp_path / "model")
+    for wrong, count, most in world.call(quantised_in_turn, str(tmp_path / "model"), layout, name, size=2):
+        assert wrong == []
+        assert count >= 8
+        assert most == 1
+
+
 WIDE = {"vocab_size": 131, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 SPARSE = {

@@ -50,6 +50,10 @@ MODELS: dict[str, dict[str, Any]] = {
             ["policy.mtp.train=true"],
             "policy.mtp.train is true, which trains a layer that has no adapters; it must be false with",
         ),
+        (
+            ["policy.megatron={moe_shared_expert_overlap: true}", "policy.layout={tp: 2, sequence_parallel: true}"],
+            "policy.megatron.moe_shared_expert_overlap is true, which gathers the tokens of shared .*; it must be false with",
+        ),
         (["model.int4_experts=32"], "model.int4_experts is 32, which rounds weights .*; it must be 0 with policy.lora"),
         (
             ["model.fp8=hybrid", "model.fp8_param=true"],

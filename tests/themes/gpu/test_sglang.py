@@ -68,6 +68,7 @@ def push(role: Any, endpoint: Any, version: int) -> Any:
     from megarl.config.layout import Layout
     from megarl.megatron.weights import local_shards
     from megarl.models.registry import load_hf_config
+    from megarl.options.few_bits.quantise import FormatQuantiser
     from megarl.weights.plan import LOAD_BYTES, bucket_of_load, plan_reshard
     from megarl.weights.pusher import Pusher
     from megarl.weights.rank_plan import RankPlan
@@ -75,10 +76,12 @@ def push(role: Any, endpoint: Any, version: int) -> Any:
 
     to, hf_config = endpoint.layout.target, load_hf_config(role.options.path)
     bucket_bytes = bucket_of_load(LOAD_BYTES["cuda"], to)
-    plan = RankPlan(plan_reshard(hf_config, Layout(), to, itemsize=2, bucket_bytes=bucket_bytes), 0)
+    format = endpoint.layout.model.format
+    plan = RankPlan(plan_reshard(hf_config, Layout(), to, itemsize=2, bucket_bytes=bucket_bytes, format=format), 0)
     pusher = Pusher("test", lambda: torch.cuda.set_device(0))
     pusher.connect(0, lambda: TensorSender(endpoint))
-    shards = local_shards(role.chunks, role.options, role.weight_map, None)
+    quantiser = FormatQuantiser(format) if format is not None else None
+    shards = local_shards(role.chunks, role.options, role.weight_map, quantiser, at_once=False)
     pushed = pusher.push_loads(plan.loads(shards, {0: None}), {0: None}, version)[0]
     assert pushed.error is None
     return pushed.checksums
@@ -132,3 +135,54 @@ def test_weights_arrive_bit_for_bit_and_a_sleeping_engine_gives_its_memory_back(
     assert max(as_loaded, after, awake) < 0.05
     assert asleep - at_work > 8192 * 4 * 2 * 2 * 64 * 2, "the KV cache alone is so many bytes"
     assert asleep - woken > 0.8 * (asleep - at_work)
+
+
+def in_fp8(folder: Path, target: Path) -> Path:
+    """The model in `folder` with its linear layers in FP8 blocks, as an engine's folder."""
+    import json
+
+    from safetensors.torch import load_file
+
+    from megarl.models.hf_folder import write_hf_folder
+    from megarl.models.registry import architecture_for, load_hf_config
+    from megarl.options.few_bits.formats import FP8
+    from megarl.options.few_bits.tensors import stored_rows
+
+    config = load_hf_config(folder)
+    weight_map = architecture_for(config).weight_map(config)
+    quantised = {name for rule in weight_map.bound_rules() if FP8.applies_to(rule.megatron_name) for name in rule.hf_names}
+    tensors: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            parts = stored_rows(tensor.bfloat16(), FP8) if name in quantised else (tensor.bfloat16(),)
+            tensors |= zip((name + suffix for suffix in FP8.suffixes), parts, strict=False)
+    write_hf_folder(target, tensors.items(), config | {"quantization_config": FP8.quantization_config(weight_map)})
+    assert json.loads((target / "config.json").read_text())["quantization_config"]
+    return target
+
+
+@needs_sglang
+def test_an_engine_in_fp8_takes_updates_before_and_after_it_has_slept(
+    transformer_engine: Any, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    role = role_for(folder_of("llama"), **TE)
+
+    async def sync(engine: Any, version: int) -> float:
+        await engine.begin_update(version)
+        checksums = await asyncio.to_thread(push, role, engine.endpoint, version)
+        await engine.end_update(version, checksums)  # refuses what nothing fills, scales of the KV cache among it
+        return root_mean_square(differences(role, await sampled(engine)))
+
+    async def run() -> list[float]:
+        engine = await opened(in_fp8(folder_of("llama"), tmp_path / "fp8"), tmp_path / "engine.log", memory_saver=True)
+        try:
+            off = [await sync(engine, 1)]
+            await engine.sleep()
+            await engine.wake()
+            return [*off, await sync(engine, 2)]
+        finally:
+            await engine.stop()
+
+    before, after = asyncio.run(run())
+    assert max(before, after) < 0.3, "weights of three bits of mantissa"
+    assert abs(before - after) < 0.1

@@ -16,6 +16,7 @@ from megarl.models.deepseek_v3 import LATENT_NORM_EPS
 def install(model_path: str) -> None:
     """Replace SGLang's functions for the folder `model_path`; call it before the model is made and requests come."""
     _mend_paused_loops()
+    _mend_fresh_memory()
     names = architectures_of(model_path)
     for prefix, mend in _OF_FAMILIES.items():
         if any(name.startswith(prefix) for name in names):
@@ -41,6 +42,33 @@ def _mend_paused_loops() -> None:
         self.maybe_sleep_on_idle()
 
     Scheduler._record_scheduler_state_for_paused_engine = record_and_wait
+
+
+def _mend_fresh_memory() -> None:
+    from sglang.srt.managers.scheduler_components import weight_updater
+    from sglang.srt.runtime_context import get_exec
+
+    restore = weight_updater._import_static_state
+
+    def clear_and_restore(model: torch.nn.Module, buffers: Any) -> None:
+        """Memory that a server takes again has any content. What no update sends is zero, or the scale of a KV cache."""
+        if not get_exec().features.enable_weights_cpu_backup:
+            clear_unsent(model)
+        restore(model, buffers)
+
+    weight_updater._import_static_state = clear_and_restore
+
+
+def clear_unsent(model: torch.nn.Module) -> None:
+    """Give a model's parameters, whose content is lost, the values of what weight updates leave out: zeros where SGLang pads a
+    parameter, or adds up one that the first rank alone has, and the scales that its KV cache was started with."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        for module in model.modules():
+            for name in ("k_scale", "v_scale"):
+                if (scale := getattr(module, f"{name}_float", None)) is not None:
+                    getattr(module, name).fill_(scale)
 
 
 def _mend_glm4v() -> None:
