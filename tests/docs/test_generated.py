@@ -39,7 +39,7 @@ def test_the_page_is_what_the_program_says(generate: ModuleType, name: str) -> N
 
 
 def test_a_page_that_is_out_of_date_is_named_and_then_written(tmp_path: Path) -> None:
-    for name in ("config.md", "cli.md", "errors.md"):
+    for name in ("config.md", "cli.md", "errors.md", "gpu_paths.md"):
         (tmp_path / name).write_text((DOCS / name).read_text())
     page = tmp_path / "errors.md"
     page.write_text(page.read_text().replace("ConfigError", "ConfigErrer"))

@@ -16,7 +16,7 @@ from tests.docs.pages import DOCS, ROOT
 
 BOUND = "a bound, default or size that the program has, or that a user is told to set"
 GIVEN = "the work, the machine or the rate of somebody else's product, file or run"
-WORKED_OUT = "arithmetic that the page shows, or what `megarl plan` says of the config that the page names"
+WORKED_OUT = "arithmetic that the page shows, an estimate that says so, or what `megarl plan` says of a config that is named"
 ONCE = "measured by hand, where no file holds it: its section has the date"
 CITED = "measured: its section links to the page of evidence that has the numbers"
 
@@ -39,7 +39,8 @@ BY_HAND: dict[str, dict[str, str]] = {
     "evidence/faults.md": {
         BOUND: "1 to 4 s; 400 s; 1,200 s; 10 to 20 s; 31 and 61 s; 16 MiB; 3 %",
         GIVEN: "80 minutes; 96 minutes; 12 hours; 300 s; 30 s; 1.6 GB",
-        ONCE: "20.4 s; 151 s; 99 s; 6 MB; 40 minutes",
+        ONCE: "20.4 s; 151 s; 99 s; 6 MB; 40 minutes; 0.19 s; 0.03 s; 1.4 s",
+        WORKED_OUT: "0.6 %; 23 s; 6.4 %",
     },
     "evidence/gpu.md": {GIVEN: "126 GiB; 79.6 GiB", ONCE: "0.74 nats; 0.5 GiB; 67.0 GiB; 68.0 GiB"},
     "evidence/learning.md": {
@@ -56,13 +57,20 @@ BY_HAND: dict[str, dict[str, str]] = {
     "evidence/rollouts.md": {BOUND: "12 ms; 3 s; 1e-5 nats", WORKED_OUT: "334 s; 460 s", ONCE: "0.2 to 0.4 s"},
     "evidence/weight_updates.md": {ONCE: "240 MiB; 1.23 and 1.31 times", BOUND: "15 %; 1.5 times; 1.25 times"},
     "fp8.md": {ONCE: "1.2 nats"},
-    "gpu.md": {BOUND: "16 times"},
+    "gpu.md": {BOUND: "16 times; 90 s"},
+    "gpu_paths.md": {
+        BOUND: "768 MiB; 64 MiB; 1 GiB; 128 MiB; 1.9 GB",
+        WORKED_OUT: "10 %; 0.2 s; 13 s; 0.3 to 0.5 GB; 8.8 GB; 17.5 GB",
+    },
     "hpc.md": {GIVEN: "30 s"},
     "limits.md": {WORKED_OUT: "0.12 %"},
     "lora.md": {WORKED_OUT: "1.8 %; 18 GB; 0.7 GB; 2.2 GB; 0.8 GB; 141 GB"},
     "methods.md": {BOUND: "1e-4 nats; 10 nats; 10 %"},
     "metrics.md": {BOUND: "10 nats"},
-    "operations.md": {BOUND: "1 s; 300 s; 60 s; 15 s; 5 %; 2 s; 1800 s; 600 s; 2 to 10 s; 10 s; 180 s"},
+    "operations.md": {
+        BOUND: "1 s; 300 s; 60 s; 15 s; 5 %; 2 s; 1800 s; 600 s; 2 to 10 s; 10 s; 180 s; 20 s",
+        ONCE: "14.16 MB; 71.5 %; 2.8 %; 4.5 %; 4.2 %; 5.3 %",
+    },
     "performance.md": {
         BOUND: "768 MiB; 64 MiB", GIVEN: "64 MB; 989 TFLOP/s; 3.35 TB/s", CITED: "3.3 s; 250 MiB; 6.3 s; 314 MiB",
     },
@@ -73,7 +81,7 @@ BY_HAND: dict[str, dict[str, str]] = {
     "quickstart.md": {CITED: "16 %; 49 to 59 %; 24 %; 55 %"},
     "resharding.md": {BOUND: "128 MiB; 1 GiB; 64 KiB; 1 MiB; 16 MiB; 64 MiB"},
     "rewards.md": {BOUND: "16 MiB; 256 MiB"},
-    "rollouts.md": {BOUND: "100 times; 1 GiB"},
+    "rollouts.md": {BOUND: "100 times; 1 GiB; 5 s"},
     "run_that_does_not_learn.md": {BOUND: "3 to 10 times"},
     "sandboxes.md": {BOUND: "30 s; 64 times"},
     "security.md": {
@@ -85,8 +93,8 @@ BY_HAND: dict[str, dict[str, str]] = {
     "training.md": {CITED: "65 %; 90 %"},
     "vision.md": {ONCE: "2 seconds; 66 to 82 %", BOUND: "16 MB; 200 times; 80 %"},
     "watching.md": {
-        BOUND: "30 seconds; 8.5 MB; 10 minutes; 5 minutes; 2 minutes; 0.05 nats; 5 %", GIVEN: "450 MB",
-        ONCE: "8.3 MB; 9 s; 113 MB",
+        BOUND: "30 seconds; 8.5 MB; 10 minutes; 5 minutes; 2 minutes; 0.05 nats; 5 %; 1 s", GIVEN: "450 MB",
+        ONCE: "8.3 MB; 9 s; 113 MB; 0.15 to 0.23 s; 1.4 to 1.7 s",
     },
 }  # fmt: skip
 """By page below docs/ and kind, the figures of its sentences that no file of benchmarks/results/ gives."""

@@ -494,9 +494,6 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "served_supervised": served("served_supervised"),
         "served_supervised_curve": served("served_supervised", "curve"),
     },
-    "evidence/faults.md": {
-        **{"faults_mixed": faults_mixed, "faults": faults, "faults_serve": faults_serve},
-        **{"replaced_ranks": replaced_ranks, "soak": soak},
-    },
+    "evidence/faults.md": {one.__name__: one for one in (faults_mixed, faults, faults_serve, replaced_ranks, soak)},
 }
 """By page and mark, the table that stands between `<!-- mark: begin -->` and `<!-- mark: end -->`."""

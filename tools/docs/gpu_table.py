@@ -157,6 +157,8 @@ GROUPS: dict[str, list[GpuPath]] = {
         _row("checkpoints", "megatron/optimizer_state.py::owned_boxes megatron/box_reader.py::BoxReader megatron/role_checkpoint.py::load_role megatron/rng_state.py::sharded_rng_state", "right", "ranks read what they own, not whole parameters", f"{TE}::test_a_checkpoint_of_the_reference_layers_is_read_by_transformer_engines_and_back {ON_H100}"),
         _row("the optimizer in main memory", "megatron/optimizer.py::build_optimizer", "right", "megatron-core's hybrid optimizer", f"themes/gpu/test_cuda_platform.py::test_offloaded_updates_are_those_on_the_device {ON_H100}"),
         _row("ranks replaced while NCCL waits", "options/elastic/rank_process.py::interrupt", "doubtful", "torch's `_abort_process_group` ends its collectives; on CPUs Gloo's are closed. It needs several GPUs", "options/elastic/test_rank_process.py"),
+        _row("checkpoints in memory, written from a GPU", "options/elastic/shared_file.py::SharedFile", "doubtful", "the mapped file is registered with CUDA and copied to on a stream of its own, behind the stream that computes; registering has not been tried",
+             "options/elastic/test_shared_file.py"),
         _row("seconds of a rank's own work", "options/elastic/busy_time.py::_OwnWork", "doubtful", "CUDA events around communication, read when a step has ended", "options/elastic/test_slow_ranks.py"),
         _row("models of many tenants", "options/serve/rank_models.py::RankModels", "right", "pinned copies, and the stream is waited for before one is used", "options/serve/test_two_tenants.py"),
     ],

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OWN_DATA = {
     "benchmarks/results/*.json": "measured by benchmarks/",
     "benchmarks/*.yaml": "configs of measurements",
+    "benchmarks/gpu_parts.txt": "questions to a GPU",
     "examples/*.yaml": "configs",
     "examples/*.yml": "configs, dashboards and manifests",
     "tests/*.yaml": "configs and plans of tests",

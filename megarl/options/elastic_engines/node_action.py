@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import socket
 import sys
@@ -72,6 +71,7 @@ def _where(arguments: argparse.Namespace) -> tuple[str, str]:
     Raises:
         ConfigError: one is missing, or cannot be read.
     """
+    from megarl.observe.record_lines import object_line
     from megarl.options.elastic_engines.sites.gate import ADDRESS, FOLDER, TOKEN_VARIABLE
     from megarl.system.bearer_tokens import SHORTEST_TOKEN, read_token
 
@@ -82,7 +82,7 @@ def _where(arguments: argparse.Namespace) -> tuple[str, str]:
     if "://" not in url:
         path = Path(url) / FOLDER / ADDRESS
         try:
-            told = json.loads(path.read_text())
+            told = object_line(path.read_bytes())
             url, token = str(told["url"]), token or str(told["token"])
         except (OSError, ValueError, KeyError, TypeError):
             why = "which a run has whose config has rollout.sites, once it has started"

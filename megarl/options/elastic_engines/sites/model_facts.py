@@ -10,6 +10,7 @@ from pathlib import Path
 import xxhash
 
 from megarl.errors import ConfigError, ModelError
+from megarl.observe.record_lines import object_line
 from megarl.options.elastic_engines.sites.wire import ModelFacts, SiteFacts
 from megarl.version import __version__
 
@@ -30,7 +31,7 @@ def model_facts(folder: str | Path) -> ModelFacts:
     """
     folder = Path(folder)
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = object_line((folder / "config.json").read_bytes())
         for name in SAYS_NOTHING:
             config.pop(name, None)
         digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
@@ -51,7 +52,7 @@ def _weights(folder: Path) -> str:
             (size,) = struct.unpack("<Q", file.read(8))
             if size > MOST_HEADER_BYTES:
                 raise ModelError(f"{path} is no safetensors file")
-            header = json.loads(file.read(size))
+            header = object_line(file.read(size))
             header.pop("__metadata__", None)
             for name, entry in header.items():
                 start, end = entry["data_offsets"]
