@@ -104,7 +104,7 @@ FAMILIES = {
     "pictures": "every prompt has a picture, which the engine and the ranks see",
     "asynchronous": "`rollout.schedule.mode: async`: the engine goes on while ranks train, and gets weights in mid-response",
     "nodes": "a rank and an engine on each of two nodes: network namespaces that see each other by TCP alone, under one Ray",
-    "spares": "`resources.spares: 2` and `compare_replicas: 1`, tp 2 x dp 2: lost ranks are replaced, from checkpoints in memory",
+    "spares": "`resources.spares: 2` and `compare_replicas: 1`, tp 2 x dp 2: lost ranks are replaced from memory",
     "spare_nodes": "the same over five such nodes: two with a rank, one with the engine, a spare one, and the driver's",
     "coming_engines": "`rollout.engines: {min: 1, max: 2}`, asynchronous, over four such nodes, one of which comes later",
 }
