@@ -18,7 +18,7 @@ import xxhash
 
 from megarl.errors import CheckpointError, MirrorError
 from megarl.options.mirror.s3_store import S3Store
-from megarl.options.mirror.stores import BLOCK, HIDDEN_PREFIX, CopyStore, FolderStore
+from megarl.options.mirror.stores import BLOCK, HIDDEN_PREFIX, CopyStore, FolderStore, is_own_file
 from megarl.runs import owner
 from megarl.runs.manifest import FORMAT, MANIFEST, FileRecord, files_of, parse, render
 from megarl.runs.run_checkpoint import CheckpointFolder, best_step, step_of
@@ -306,8 +306,10 @@ def _text(path: Path) -> str:
 
 
 def _is_record(path: Path) -> bool:
-    """Hidden files, those that are being written, and the name of the process that owns the folder are none."""
-    return path.is_file() and not path.name.startswith(".") and path.suffix != ".part" and path.name not in (INDEX, owner.FILE)
+    """Links, hidden files, those that are being written, and the name of the process that owns the folder are none."""
+    if path.name.startswith(".") or path.suffix == ".part" or path.name in (INDEX, owner.FILE):
+        return False
+    return is_own_file(path)
 
 
 def _describe(path: Path) -> FileRecord:

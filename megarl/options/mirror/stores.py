@@ -50,6 +50,11 @@ class CopyStore(Protocol):
         """Make what was filled under `unfinished(folder)` be `folder`, in place of what was there."""
 
 
+def is_own_file(path: Path) -> bool:
+    """Return whether it is a file, and no link, which might lead to one of somebody else."""
+    return path.is_file() and not path.is_symlink()
+
+
 class FolderStore:
     """A `CopyStore`: a folder, made when something is put into it. What was put is on its disk, not only in a cache."""
 
@@ -59,7 +64,7 @@ class FolderStore:
     def sizes(self, folder: str) -> dict[str, int]:
         with self._told(folder):
             root = self.folder / folder
-            files = (path for path in root.rglob("*") if path.is_file()) if root.is_dir() else ()
+            files = (path for path in root.rglob("*") if is_own_file(path)) if root.is_dir() else ()
             return {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in files}
 
     def blocks(self, name: str) -> Iterator[bytes]:
@@ -73,7 +78,8 @@ class FolderStore:
         with self._told(name):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with part.open("wb") as out:
+                part.unlink(missing_ok=True)
+                with part.open("xb") as out:
                     for block in blocks:
                         out.write(block)
                     out.flush()

@@ -13,7 +13,7 @@ import pytest
 
 from megarl.errors import CheckpointError, ConfigError, MirrorError
 from megarl.options.mirror.mirror import INDEX, Mirror, open_store
-from megarl.options.mirror.stores import CopyStore, FolderStore
+from megarl.options.mirror.stores import HIDDEN_PREFIX, CopyStore, FolderStore
 from megarl.runs.manifest import FORMAT, MANIFEST, FileRecord, check, render
 from megarl.runs.run_checkpoint import CheckpointFolder, write_state
 from tests.checkpoint.s3_server import BUCKET, S3Server, s3_server
@@ -416,6 +416,24 @@ def test_a_second_disk_that_is_full_keeps_what_it_has(tmp_path: Path, checkpoint
         check(disk / "checkpoints" / "step_000001")
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_links_lead_nowhere_from_a_run_or_into_a_mirror(tmp_path: Path) -> None:
+    """Whoever may write into either folder reads nothing of others by it, and has nothing of theirs written over."""
+    run, mirror, private = tmp_path / "run", tmp_path / "second", tmp_path / "private"
+    private.write_text("a secret")
+    for folder in (run / "media", mirror / "media"):
+        folder.mkdir(parents=True)
+        (folder / "9b.png").symlink_to(private)
+    (run / "metrics.jsonl").symlink_to(private)
+    (run / "summary.json").write_text("{}")
+    (mirror / f"{HIDDEN_PREFIX}summary.json").symlink_to(private)
+    sender, elsewhere = Mirror(FolderStore(mirror)), tmp_path / "elsewhere"
+    sender.send_records(run)
+    assert private.read_text() == "a secret"
+    elsewhere.mkdir()
+    assert not sender.bring_back_records(elsewhere)
+    assert contents(elsewhere) == {"summary.json": b"{}"}
 
 
 def test_a_mirror_in_a_folder_can_be_used_as_the_run_itself(tmp_path: Path, checkpoints: CheckpointFolder) -> None:
