@@ -44,6 +44,7 @@ from megarl.system.redaction import redacted
 from megarl.system.safe_console import SafeConsole
 from megarl.system.terminal import print_safely
 from megarl.system.torchrun import is_leader, is_torchrun
+from megarl.system.utf8 import speak_utf8
 from megarl.version import __version__
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(number, signal.default_int_handler)
         return int(arguments.run(arguments))
 
+    if argv is None:
+        speak_utf8()
     before = sys.stdout, sys.stderr
     print_safely()
     # reasoning_gym imports it, and where it cannot be kept compiled it would warn at every start
