@@ -55,12 +55,13 @@ def toleration(text: str) -> dict[str, str]:
     return {"key": match["key"], **wanted} | ({"effect": effect} if effect else {})
 
 
-def _texts(value: object) -> Iterator[str]:
-    """The texts in a field of a profile: itself, its entries, or names and values of it."""
+def _texts(field: str, value: object) -> Iterator[str]:
+    """The texts in a field of a profile: itself, its entries, or names and values of it; of `secrets` values are references."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        yield from (f"{name}={entry}" for name, entry in value.items())
+        if field != "secrets":
+            yield from (f"{name}={entry}" for name, entry in value.items())
         yield from (text for pair in value.items() for text in pair)
     elif isinstance(value, tuple):
         yield from value
@@ -69,7 +70,7 @@ def _texts(value: object) -> Iterator[str]:
 def _refuse_secrets(profile: ContainerProfile) -> None:
     """Raise ValueError where a text of the profile is a secret or has one in it; which one is not said."""
     for name in type(profile).model_fields:
-        if any(redacted(text) != text for text in _texts(getattr(profile, name))):
+        if any(redacted(text) != text for text in _texts(name, getattr(profile, name))):
             what = f"{name} has a secret in it, which everybody could read who reads the manifest"
             raise ValueError(f"{what}; remove it there, and give it by secrets")
 
