@@ -427,7 +427,7 @@ def test_sglang_and_the_embedded_engine_end_greedy_responses_alike(
     async def scenario() -> None:
         for engine in (sglang_engine, embedded_engine):
             await sync(engine, weights_of(load_tiny(tiny_path, seed=9)), 300)
-        sglang_engine._client._tokenizer_folder = str(tmp_path)
+        sglang_engine._client.tokenizer_folder = str(tmp_path)
         embedded_engine._texts = ModelTexts(tmp_path)
         free = await embedded_engine.generate(EngineRequest(PROMPTS, SamplingParams(24, greedy=True)))
         ends = zip(free, (5, 11, 17), strict=True)

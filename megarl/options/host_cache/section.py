@@ -6,8 +6,8 @@ from megarl.config.option_sections import AddedField
 from megarl.config.section import Count
 
 DESCRIPTION = (
-    "Main memory in GB (10^9 bytes) of each rank of an SGLang engine for keys and values that its GPU's cache has no room "
-    "for; they are copied back when a prompt or a turn begins with them (docs/rollouts.md). 0: none."
+    "Main memory in GB (10^9 bytes) of each rank of an SGLang engine for keys and values that its GPU has no room for, "
+    "copied back when a prompt begins with them (docs/rollouts.md). 0: none."
 )
 HOST_CACHE_GB = AddedField("RolloutConfig", "host_cache_gb", Count, 0, DESCRIPTION)
 FIELDS = (HOST_CACHE_GB,)

@@ -254,6 +254,12 @@ class TwoSites:
             assert time.monotonic() < ends_at, (self.site.said, [one.said for one in self.sites], [s.error for s in self.sites])
             time.sleep(0.005)
 
+    def may_wait_for_work(self) -> None:
+        """Wait until the newest engine works on something; not for long, as others may have taken all there is."""
+        ends_at = time.monotonic() + 2.0
+        while not self.site.there[-1].requests and time.monotonic() < ends_at:
+            time.sleep(0.005)
+
 
 def weights_of(version: int) -> dict[str, torch.Tensor]:
     """The weights of a version: differences are small."""
@@ -265,7 +271,7 @@ def weights_of(version: int) -> dict[str, torch.Tensor]:
 def two(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoSites]:
     model = model_in(tmp_path / "model")
     for module, name, value in [
-        (far_members, "SILENT_S", 1.0), (gate, "LONGEST_POLL_S", 0.2), (far_members, "check_engine", lambda *_: FarKind),
+        (far_members, "SILENT_S", 3.0), (gate, "LONGEST_POLL_S", 0.2), (far_members, "check_engine", lambda *_: FarKind),
         (joining, "load_engine", lambda _: FarKind), (joining, "ModelTexts", lambda _: None), (joining, "RETRY_S", 0.05),
         (FarMembers, "_weights_of", lambda self, number, version: iter(weights_of(version).items())),
     ]:  # fmt: skip
@@ -305,6 +311,7 @@ def test_engines_of_another_site_come_and_go_ten_times_and_every_prompt_is_train
             two.come()
             two.wait_until(lambda version=version: two.site.there[-1].version == version)  # type: ignore[misc]
         elif version and len(site.there) == 2:
+            two.may_wait_for_work()
             ways[version // 2 % 3](two.sites[-1])
             two.wait_until(lambda: len(site.there) == 1)
         seen += batch(two, version)

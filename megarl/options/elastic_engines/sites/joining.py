@@ -171,6 +171,11 @@ class RunAnswers:
                         return
 
 
+def _sent(error: BaseException) -> str:
+    """As much of its sentence as the run takes."""
+    return str(error)[:MOST_ERROR]
+
+
 def _said(error: BaseException) -> str:
     if isinstance(error, ssl.SSLError):
         return f"TLS: {error.reason}"
@@ -236,7 +241,7 @@ class SiteEngine:
         except EngineError as error:
             with contextlib.suppress(MegarlError):
                 assert self._joined is not None, "it has joined"
-                await self._run.ask("/leave", dict[str, Any], Leaving(self._joined.key, str(error)[:MOST_ERROR]), once=True)
+                await self._run.ask("/leave", dict[str, Any], Leaving(self._joined.key, _sent(error)), once=True)
             raise
         finally:
             for task in [*tasks, *self._at_work.values(), *self._others]:
@@ -343,7 +348,7 @@ class SiteEngine:
             responses = [[sent_response(one) for one in of_prompt] for of_prompt in generations]
             answer = SiteAnswer(key, order.number, responses)
         except (EngineError, DeadlineError) as error:
-            answer = SiteAnswer(key, order.number, error=str(error)[:MOST_ERROR])
+            answer = SiteAnswer(key, order.number, error=_sent(error))
         failed: MegarlError | None = EngineError(f"the engine here failed: {answer.error}") if answer.error else None
         try:
             await self._run.ask("/answer", dict[str, Any], answer)
