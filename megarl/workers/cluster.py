@@ -106,11 +106,16 @@ class Cluster:
             self._starting = self._starter.submit(self._join_ray)
 
     def __enter__(self) -> Cluster:
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
-            if self._starting is not None:
-                self._starting.result()
-            else:
-                self._join_ray()
+            try:
+                if self._starting is not None:
+                    self._starting.result()
+                else:
+                    self._join_ray()
+            finally:  # Ray ends the driver on SIGTERM, at once or, begun in a thread, after 3 s: the run stops in its own way
+                if threading.current_thread() is threading.main_thread():
+                    signal.signal(signal.SIGTERM, on_sigterm)
             self._place()
             if self.models and self.address:  # a Ray of its own is this machine, which has them
                 download_on_nodes(self._reserved, self.placement.bundles, self.models)
@@ -213,14 +218,6 @@ class Cluster:
     def _join_ray(self) -> None:
         if ray.is_initialized():
             return
-        on_sigterm = signal.getsignal(signal.SIGTERM)
-        try:
-            self._init_ray()
-        finally:  # Ray ends the driver at once on SIGTERM, but the run has its own way of stopping
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, on_sigterm)
-
-    def _init_ray(self) -> None:
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # else other programs on a small machine starve the run

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,29 @@ def test_a_ray_that_was_begun_before_is_waited_for_and_ended(ray_of_its_own: dic
     assert ray_of_its_own["events"] == ["up", "down"]
     one.shutdown()
     assert ray_of_its_own["events"] == ["up", "down"]
+
+
+def test_a_run_hears_of_sigterm_itself_behind_a_begun_ray(
+    ray_of_its_own: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The handler that Ray's library has for crashes ends the process 3 s later, also of a run that saves."""
+    init, heard = ray.init, list[int]()
+
+    def init_with_a_handler(**options: Any) -> None:
+        init(**options)
+        ctypes.CDLL(None).signal(signal.SIGTERM, signal.SIG_IGN)
+
+    monkeypatch.setattr(ray, "init", init_with_a_handler)
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        one = cluster(tmp_path)
+        one.begin()
+        ray_of_its_own["may_come_up"].set()
+        with one:
+            signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_ray_that_was_begun_for_a_run_that_never_starts_is_ended(ray_of_its_own: dict[str, Any], tmp_path: Path) -> None:
