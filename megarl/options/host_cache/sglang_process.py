@@ -14,6 +14,8 @@ from torch import Tensor
 
 ON_CPU = ("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first")
 """Arguments with which one function copies."""
+RESERVE_BYTES = 1 << 30
+"""Main memory that is left to others, in place of 10 GiB: little on a machine with GPUs, and half of a small one."""
 
 
 def install(arguments: list[str]) -> None:
@@ -21,8 +23,9 @@ def install(arguments: list[str]) -> None:
     if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1" or "--enable-hierarchical-cache" not in arguments:
         return
     arguments += ON_CPU
-    from sglang.srt.mem_cache.pool_host import mha
+    from sglang.srt.mem_cache.pool_host import base, mha
 
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = RESERVE_BYTES
     mha.transfer_kv_direct = copy_rows
     torch.cpu.Stream.synchronize = lambda stream: None  # type: ignore[attr-defined]
 

@@ -18,7 +18,7 @@ PROMPTS = [[10 + number, *range(100, 159)] for number in range(8)]
 
 @pytest.mark.slow
 def test_prompts_come_back_from_main_memory_until_the_weights_change(tiny_path: Path, tmp_path: Path) -> None:
-    extra = {"enable_hierarchical_cache": True, "hicache_size": 1}
+    extra = {"enable_hierarchical_cache": True, "hicache_size": 0, "hicache_ratio": 8.0}  # a size is 1 GB at least
     sizes = {"threads": 1, "max_total_tokens": 256, "max_running_requests": 4, "start_timeout_s": 240.0}
     options = ServerOptions(str(tiny_path), tmp_path / "server.log", extra=extra, **sizes)  # type: ignore[arg-type]
     params = SamplingParams(max_new_tokens=4, ignore_eos=True)

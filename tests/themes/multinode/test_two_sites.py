@@ -124,7 +124,7 @@ def tree(folder: Path, model: Path, name: str, steps: int, at: dict[str, Any] | 
         "data": {"train": task, "max_prompt_tokens": 96},
         "rollout": {
             "engine": "embedded", "engines": {"min": 1, "max": 2}, "sites": at, "threads": 1,
-            "prompts_per_step": 12, "samples_per_prompt": 32, "max_new_tokens": 16, "ignore_eos": True,
+            "prompts_per_step": 12, "samples_per_prompt": 32, "max_new_tokens": 48, "ignore_eos": True,
         },
         "rewards": [{"name": f"{Path(reward_file)}:share_of_digits"}],
         "resources": {"placement": "separate"},
@@ -158,7 +158,7 @@ def come_and_go(network: Network, folder: Path, model: Path, times: int) -> None
         two.joined.append((alone, said_in))
         assert alone.wait(steps * STEP_S + WAIT_S) == 0, said_in.read_text()
         with_sites, without = learned(two.run_folder), learned(folder / "runs" / "alone")
-        assert len(with_sites) > 1000
+        assert len(with_sites) > 300
         assert [row for row in with_sites if row[0] < steps] == [row for row in without if row[0] < steps]
     finally:
         two.close()
