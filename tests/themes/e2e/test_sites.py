@@ -83,7 +83,15 @@ def test_an_engine_of_another_site_joins_works_and_leaves_in_a_run_that_learns_a
         started.append(Site(script.folder))
         script.wait_for(2)
 
-    script = Script(monkeypatch, config, before_2=come, before_5=lambda script: started[0].leave())
+    def wait_for_weights(script: Script) -> None:
+        """Have it be there when the requests of the step are given out."""
+        ends_at, rollouts = time.monotonic() + COME_S, script.rollouts
+        while rollouts.scheduler.engines[1].version != rollouts.version:
+            assert time.monotonic() < ends_at, started[0].said
+            time.sleep(0.05)
+
+    acts = {"before_3": wait_for_weights, "before_4": wait_for_weights, "before_5": lambda script: started[0].leave()}
+    script = Script(monkeypatch, config, before_2=come, **acts)
     train(config)
     said = started[0].said
     assert script.rollouts.scheduler.engines[1].sampled_tokens > 0

@@ -29,7 +29,7 @@ def test_a_run_in_a_pipe_says_a_line_a_step_and_nothing_wider_than_a_terminal(ti
     assert [line for line in lines if len(line) > 80 and line not in steps] == []
     for beginning in (
         "layer spec ",
-        "optimizer ",
+        "optimizer torch",
         "started: Ray ",
         "micro-batches per DP rank ",
         "done: runs/r",
