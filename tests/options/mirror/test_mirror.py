@@ -419,7 +419,7 @@ def test_a_second_disk_that_is_full_keeps_what_it_has(tmp_path: Path, checkpoint
 
 
 def test_links_lead_nowhere_from_a_run_or_into_a_mirror(tmp_path: Path) -> None:
-    """Whoever may write into either folder reads nothing of others by it, and has nothing of theirs written over."""
+    """A stranger who may write into either folder reads nothing of others by it, and has nothing of theirs written over."""
     run, mirror, private = tmp_path / "run", tmp_path / "second", tmp_path / "private"
     private.write_text("a secret")
     for folder in (run / "media", mirror / "media"):

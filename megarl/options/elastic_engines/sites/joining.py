@@ -172,7 +172,7 @@ class RunAnswers:
 
 
 def _sent(error: BaseException) -> str:
-    """As much of its sentence as the run takes."""
+    """Give the part of its sentence that the run takes."""
     return str(error)[:MOST_ERROR]
 
 
