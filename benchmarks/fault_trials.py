@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import psutil
-from fault_runs import MEGARL, Outcome, Place, Records, Run
+from fault_runs import MEGARL, Outcome, Place, RayNodes, Records, Run
 
 from megarl.system.atomic_files import write_text_atomically
 
@@ -147,7 +147,8 @@ def do(kind: str, process: psutil.Process, run: Run, draw: random.Random) -> tup
     deed, target = kind.split()
     what = f"{process.pid} {process.name()}"
     if kind in OF_NODES:
-        return OF_NODES[kind](run, draw)
+        assert run.nodes is not None, "only runs over nodes have links"
+        return OF_NODES[kind](run, run.nodes, draw)
     if kind == "start rival":
         return f"rival: {start_rival(run)}", None
     if target == "ranks":
@@ -179,51 +180,46 @@ class NotHit(Exception):
     """The process gave no occasion for the deed, for as long as it was looked at."""
 
 
-def _nodes(run: Run, draw: random.Random, count: int = 1) -> list[int]:
+def _some(nodes: RayNodes, draw: random.Random, count: int = 1) -> list[int]:
     """Numbers of nodes that are up, of which the driver's, 0, is none."""
-    assert run.nodes is not None, "only runs over nodes have links"
-    return draw.sample([number for number in run.nodes.started if number], count)
+    return draw.sample([number for number in nodes.started if number], count)
 
 
-def _end_node(run: Run, number: int) -> str:
+def _end_node(nodes: RayNodes, number: int) -> str:
     """Kill all of Ray on a node."""
-    assert run.nodes is not None
-    process = run.nodes.process(number)
+    process = nodes.process(number)
     for one in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
-    return run.nodes.network.nodes[number].name
+    return nodes.network.nodes[number].name
 
 
-def pause_link(run: Run, draw: random.Random) -> tuple[str, Undo | None]:
+def pause_link(run: Run, nodes: RayNodes, draw: random.Random) -> tuple[str, Undo | None]:
     """Have a node without network for some seconds."""
-    [number] = _nodes(run, draw)
-    assert run.nodes is not None
-    network = run.nodes.network
+    [number] = _some(nodes, draw)
+    network = nodes.network
     network.connect(number + 1, is_up=False)
     return network.nodes[number].name, (draw.uniform(*PAUSE_S), lambda: network.connect(number + 1, is_up=True))
 
 
-def end_nodes(run: Run, draw: random.Random, count: int) -> tuple[str, Undo | None]:
+def end_nodes(run: Run, nodes: RayNodes, draw: random.Random, count: int) -> tuple[str, Undo | None]:
     """Kill all of Ray on `count` nodes."""
-    return ", ".join(_end_node(run, number) for number in _nodes(run, draw, count)), None
+    return ", ".join(_end_node(nodes, number) for number in _some(nodes, draw, count)), None
 
 
-def start_node(run: Run, draw: random.Random) -> tuple[str, Undo | None]:
+def start_node(run: Run, nodes: RayNodes, draw: random.Random) -> tuple[str, Undo | None]:
     """Have the last node join."""
-    assert run.nodes is not None
-    number = len(run.nodes.network.nodes) - 1
-    run.nodes.start(number)
-    return run.nodes.network.nodes[number].name, None
+    number = len(nodes.network.nodes) - 1
+    nodes.start(number)
+    return nodes.network.nodes[number].name, None
 
 
-def leave_node(run: Run, draw: random.Random) -> tuple[str, Undo | None]:
+def leave_node(run: Run, nodes: RayNodes, draw: random.Random) -> tuple[str, Undo | None]:
     """Have an engine leave with notice, as before a spot machine goes, and end its node.
 
     Raises:
         NotHit: the run has not told of any.
     """
-    assert run.nodes is not None
     try:
         engines = json.loads((run.folder / "engines.json").read_text())["engines"]
     except (OSError, ValueError):
@@ -233,11 +229,11 @@ def leave_node(run: Run, draw: random.Random) -> tuple[str, Undo | None]:
         raise NotHit
     address = draw.choice(there)["node"]
     done = subprocess.run([*MEGARL, "node", "leave", str(run.folder), address], capture_output=True, text=True, check=False)
-    [number] = [number for number, node in enumerate(run.nodes.network.nodes) if node.address == address]
-    return f"{done.stdout.strip()}{done.stderr.strip()}; {_end_node(run, number)}", None
+    [number] = [number for number, node in enumerate(nodes.network.nodes) if node.address == address]
+    return f"{done.stdout.strip()}{done.stderr.strip()}; {_end_node(nodes, number)}", None
 
 
-OF_NODES: dict[str, Callable[[Run, random.Random], tuple[str, Undo | None]]] = {
+OF_NODES: dict[str, Callable[[Run, RayNodes, random.Random], tuple[str, Undo | None]]] = {
     "pause link": pause_link,
     "kill node": partial(end_nodes, count=1),
     "kill nodes": partial(end_nodes, count=2),

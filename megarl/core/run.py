@@ -458,9 +458,9 @@ class Run(ABC):
             eval_before=self.evaluations["before"],
             eval_after=self.evaluations["after"],
             gates=self.gates(),
-            extra={"template": template_of(self._settings.data), "guards": self.guards.totals()},
+            extra={"template": template_of(self._settings.data), "guards": self.guards.totals()}
+            | {"gate_bounds": dict(self.gate_bounds())},
         )
-        summary["gate_bounds"] = dict(self.gate_bounds())
         if self.leads:
             write_summary(path, summary)
             if newest := self.checkpoints.all()[-1:]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from megarl.config.layout import Layout
 from megarl.megatron.options import ExpertBalance, ModelOptions, OptimizerOptions, PredictionOptions, SamplingLimits
 from megarl.option_list import part
 from megarl.weights.pusher import Pusher
-from megarl.weights.rank_plan import SliceKey, WeightSlice
-from megarl.weights.staging import StagedSlices, Staging
+from megarl.weights.staging import StagedSlices
 from tests.megatron.test_rank_model import micro_batches
+from tests.weights.staged_tensors import StagedTensors
 
 LR, EPS = 1e-3, 1e-3
 
@@ -68,25 +68,14 @@ KINDS_OF_FAMILIES: dict[str, tuple[str, ...]] = {
 }
 
 
-class Taking:
+class Taking(StagedTensors):
     """A sender that copies what it is told to send, staged in buffers as for a server, to main memory."""
 
-    in_flight, waits_for_others, is_checked = 1, False, True
+    is_checked = True
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
         self.staged_on: set[str] = set()
-
-    def staging(self, name: str) -> Staging:
-        """The buffers of a run."""
-        return Staging(name=name)
-
-    def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[WeightSlice]:
-        """Whole tensors."""
-        return [WeightSlice(SliceKey.whole(name, weight), weight) for name, weight in bucket]
-
-    def join(self) -> None:
-        """It is here."""
 
     def deliver(self, staged: StagedSlices) -> None:
         """Copy them."""

@@ -27,6 +27,7 @@ from megarl.weights.rank_plan import SendBatch, SliceKey, WeightSlice
 from megarl.weights.staging import StagedSlices, Staging, ZeroCopy
 from megarl.workers.senders import model_of
 from tests.rollout.tiny import TINY, load, save_tiny, weights_of
+from tests.weights.staged_tensors import StagedTensors
 
 
 @pytest.fixture(scope="module")
@@ -39,27 +40,14 @@ SMALL = 2**14
 """So that the tiny model is many loads."""
 
 
-class Direct:
+class Direct(StagedTensors):
     """Sends to an embedded engine in this process; `dies_at` is the bucket in which the engine is lost."""
 
-    in_flight = 1
-    waits_for_others = False
     is_checked = False  # the engine takes the checksums
 
     def __init__(self, engine: EmbeddedEngine, *, dies_at: int | None = None, slow_s: float = 0.0) -> None:
         self.engine, self.dies_at, self.slow_s = engine, dies_at, slow_s
         self.tried, self.is_closed = 0, False
-
-    def staging(self, name: str) -> Staging:
-        """The buffers of a run."""
-        return Staging(name=name)
-
-    def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[WeightSlice]:
-        """Whole tensors."""
-        return [WeightSlice(SliceKey.whole(name, weight), weight) for name, weight in bucket]
-
-    def join(self) -> None:
-        """It is here."""
 
     def deliver(self, staged: StagedSlices) -> None:
         """Half of the last bucket's time passes before the engine reads, so that a buffer filled too early is seen."""

@@ -1,4 +1,4 @@
-"""What options add to a layer: rows of the table in docs/evidence/costs.md, from benchmarks/results/budget.json."""
+"""Rows of the table of what options add to a layer, in docs/evidence/costs.md, from benchmarks/results/budget.json."""
 
 from __future__ import annotations
 

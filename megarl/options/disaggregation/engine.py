@@ -8,8 +8,6 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
-from torch.distributed import TCPStore
-
 from megarl.config import Config
 from megarl.errors import ConfigError, EngineError
 from megarl.models.registry import sees
@@ -21,7 +19,6 @@ from megarl.rollout.engines.protocol import EnginePlace, EngineRequest, Generati
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import OtherNode, ServerOptions, SglangServer
 from megarl.rollout.engines.sglang.server_process import claim_port
-from megarl.weights.checksums import EngineLayout
 
 MODE, PORT = "disaggregation_mode", "disaggregation_bootstrap_port"
 PREFILL, DECODE = "prefill", "decode"
@@ -79,22 +76,16 @@ class DisaggregatedEngine(SglangEngine):
         assert isinstance(engine, DisaggregatedEngine), "`open` makes an engine of its class"
         return engine
 
-    def __init__(
-        self,
-        server: SglangServer,
-        layout: EngineLayout,
-        initial_version: int | None = None,
-        store: TCPStore | None = None,
-    ) -> None:
+    def __init__(self, server: SglangServer, *arguments: Any) -> None:
         """Make the engine of a server, as `SglangEngine` is made."""
-        super().__init__(server, layout, initial_version, store)
+        super().__init__(server, *arguments)
         plain = self._client
-        arguments = (plain.columns, plain.media_folder, plain.tokenizer_folder)
+        of_client = (plain.columns, plain.media_folder, plain.tokenizer_folder)
         self._prefills = server.options.extra[MODE] == PREFILL
         if self._prefills:
-            self._client = PrefillClient(server, *arguments)
+            self._client = PrefillClient(server, *of_client)
         else:
-            self._client = DecodeClient(server, lambda: self._weights.version, *arguments)
+            self._client = DecodeClient(server, lambda: self._weights.version, *of_client)
 
     async def generate(self, request: EngineRequest) -> list[list[Generation]]:
         if self._prefills:

@@ -126,7 +126,7 @@ class RoutingReplay(PassPart):
 
 
 def _joined(mine: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """What the ranks of `group` have, one after the other; each has as much. As bytes: NCCL knows no int16."""
+    """Gather what the ranks of `group` have, each as much, one after the other. As bytes: NCCL knows no int16."""
     of_ranks = mine.new_empty(len(mine) * group.size(), *mine.shape[1:])
     torch.distributed.all_gather_into_tensor(of_ranks.view(torch.uint8), mine.contiguous().view(torch.uint8), group=group)
     return of_ranks

@@ -10,11 +10,13 @@ from tests.themes.e2e.conftest import tiny_model as tiny_model  # a fixture
 from tests.themes.multinode.namespaces import Network, why_not
 
 
-@pytest.fixture(scope="session")
-def network() -> Iterator[Network]:
-    """Nodes n1 and n2."""
+def two_nodes() -> Iterator[Network]:
+    """Nodes n1 and n2, for a fixture."""
     reason = why_not()
     if reason is not None:
         pytest.skip(f"no network namespaces here: {reason}")
     with Network(2) as nodes:
         yield nodes
+
+
+network = pytest.fixture(scope="session", name="network")(two_nodes)

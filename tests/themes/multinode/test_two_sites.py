@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.themes.multinode.namespaces import Network, why_not
+from tests.themes.multinode.conftest import two_nodes
+from tests.themes.multinode.namespaces import Network
 from tests.themes.multinode.patient import __file__ as reward_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -33,11 +34,7 @@ PORT = 8480
 @pytest.fixture
 def sites() -> Iterator[Network]:
     """Networks of two sites; their cable is pulled in tests."""
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(f"no network namespaces here: {reason}")
-    with Network(2) as network:
-        yield network
+    yield from two_nodes()
 
 
 class TwoSites:
