@@ -92,9 +92,12 @@ def _no_given_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    """Four processes under Gloo that all distributed tests of the session share; use `world.call(..., size=2)` for fewer."""
+    """Four processes under Gloo that the distributed tests of a file share; use `world.call(..., size=2)` for fewer.
+
+    They are forked in 0.2 s. Held from file to file they would keep what those left in them: together some gigabytes.
+    """
     with World(4) as shared:
         yield shared
 
