@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
 from collections.abc import Collection
@@ -66,6 +67,16 @@ def test_a_child_that_hangs_is_not_waited_for_beyond_the_deadline() -> None:
     assert pool.judge([(("a",), "aa")], time.monotonic() + 1) == [None]
     assert time.monotonic() - began < 2
     assert pool.judge([(("a+",), "aa")], time.monotonic() + 60) == [1.0]
+
+
+def test_children_end_with_the_last_holder_of_their_pool() -> None:
+    earlier = children()
+    pool = ChildPool("format_regex", timeout_s=30)
+    pool.judge([(("a",), "a")], time.monotonic() + 60)
+    assert len(children(earlier)) == 1
+    del pool
+    gc.collect()
+    assert children(earlier) == []
 
 
 SLOW_TO_START = """

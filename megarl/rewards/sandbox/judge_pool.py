@@ -1,4 +1,5 @@
-"""Child processes that judge answers for a verifier: as many as the cores, started when needed, killed when one hangs.
+"""Child processes that judge answers for a verifier: as many as the cores, started when needed, killed when one hangs
+or when nobody holds their pool any more.
 
 The parent pickles what it asks and reads numbers from 0 to 1 back; nothing a child says is evaluated here.
 """
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -120,7 +122,7 @@ class _Child:
 
     def _start(self) -> None:
         self._ready_until = time.monotonic() + _START_DEADLINE_S
-        self._process = subprocess.Popen(
+        self._process = process = subprocess.Popen(
             # -P: this folder must not become an import path
             [sys.executable, "-P", str(_program()), self.kind],
             stdin=subprocess.PIPE,
@@ -128,6 +130,9 @@ class _Child:
             stderr=subprocess.DEVNULL,
             env=_environment(),
         )
+        # Without it a process that nobody asks any more lives as long as this one: Python keeps a `Popen` whose process has not
+        # ended, and with it the pipe that would have to close.
+        self._end = weakref.finalize(self, _end, process)
 
     def _ask(self, line: str, timeout_s: float) -> str | None:
         """The child's answer, or None after seeing off a child that died or does not answer in time."""
@@ -164,14 +169,17 @@ class _Child:
         return line.decode().strip()
 
     def _kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):  # what was still to be written
-                pipe.close()
+        self._end()
         self._process = None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError):  # what was still to be written
+            pipe.close()
 
 
 def _program() -> Path:
