@@ -1,5 +1,5 @@
 """Small worlds of processes for tests: Gloo between them, megarl's platform installed, torch imported once per session.
-The tests of a file share the `world` fixture (tests/conftest.py); each call gets a fresh process group and fresh megatron state."""
+The tests of a file share the `world` fixture (tests/conftest.py); each call gets a fresh process group and megatron state."""
 
 from __future__ import annotations
 

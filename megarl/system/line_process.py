@@ -9,6 +9,7 @@ import selectors
 import signal
 import subprocess
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,8 @@ class LineProcess:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # so that what it starts is killed with it
         )
+        # Python keeps a `Popen` whose process runs, with its pipes: the input of one that nobody holds any more would stay open
+        weakref.finalize(self, _close, self._process).atexit = False
         return self.ask(first, timeout_s)
 
     def ask(self, line: str, timeout_s: float) -> Any:
@@ -88,9 +91,7 @@ class LineProcess:
         """Close its input and wait for it to end; kill it after `timeout_s`. Whether it ended by itself."""
         if self._process is None:
             return True
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        _close(self._process)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         ended = self._process.returncode == 0
@@ -109,3 +110,10 @@ class LineProcess:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
         self._process = None
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    """Close its input."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
