@@ -1,7 +1,8 @@
 """The maths of a step as pure functions on tensors: torch only, one process, no I/O.
 
 The package itself imports without torch, so that the config can read `megarl.algorithms.catalogue`; the first name of the
-maths that is asked for imports all of it, and so registers every estimator and loss.
+maths that is asked for imports all of it, and so registers every estimator and loss. Those of preferences and reward models are
+imported from their own modules.
 """
 
 from __future__ import annotations
@@ -36,18 +37,7 @@ if TYPE_CHECKING:
     )
     from megarl.algorithms.off_policy import CORRECTIONS, Correction, correction, mismatch_sums
     from megarl.algorithms.policy_losses import POLICY_LOSSES, LossSettings, PolicyLoss
-    from megarl.algorithms.preference import (
-        PREFERENCE_LOSSES,
-        PreferenceLoss,
-        PreferenceSettings,
-        bco,
-        kto,
-        kto_kl_reference,
-        mismatched_rows,
-        share_above,
-    )
     from megarl.algorithms.registry import Registry
-    from megarl.algorithms.reward_model import pairwise_reward_loss, process_reward_loss
     from megarl.algorithms.shaping import RewardNormaliser, aggregate_steps, clip_rewards, length_penalty, overlong_penalty
     from megarl.algorithms.shard import WHOLE, Shard
     from megarl.algorithms.token_choice import CHOICES, covariance, top_entropies
@@ -56,8 +46,8 @@ if TYPE_CHECKING:
 
 _MODULES = (
     "advantages", "token_advantages", "group_advantages", "subset_advantages", "token_baseline", "turn_advantages",
-    "aggregation", "entropy", "kl", "off_policy", "policy_losses", "clipping_variants", "preference", "registry",
-    "reward_model", "shaping", "shard", "token_choice", "token_losses",
+    "aggregation", "entropy", "kl", "off_policy", "policy_losses", "clipping_variants", "registry",
+    "shaping", "shard", "token_choice", "token_losses",
 )  # fmt: skip
 
 __all__ = [
@@ -69,7 +59,6 @@ __all__ = [
     "KL_ESTIMATORS",
     "LOG_RATIO_LIMIT",
     "POLICY_LOSSES",
-    "PREFERENCE_LOSSES",
     "WHOLE",
     "AdaptiveEntropy",
     "AdaptiveKl",
@@ -79,35 +68,26 @@ __all__ = [
     "Correction",
     "LossSettings",
     "PolicyLoss",
-    "PreferenceLoss",
-    "PreferenceSettings",
     "Registry",
     "RewardNormaliser",
     "RunningMean",
     "Shard",
     "aggregate_steps",
-    "bco",
     "clip_rewards",
     "correction",
     "covariance",
     "dft_loss",
     "kl_per_token",
-    "kto",
-    "kto_kl_reference",
     "last_of_each_row",
     "length_penalty",
     "log_ratio",
     "masked_whiten",
     "mismatch_sums",
-    "mismatched_rows",
     "needs",
     "normalised",
     "overlong_penalty",
-    "pairwise_reward_loss",
-    "process_reward_loss",
     "rewards_of_turns",
     "row_weights",
-    "share_above",
     "token_rewards",
     "token_weights",
     "top_entropies",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megarl.algorithms import PREFERENCE_LOSSES, PreferenceSettings
+from megarl.algorithms.preference import PREFERENCE_LOSSES, PreferenceSettings
 from megarl.data.stream import PackedStream
 
 

@@ -17,7 +17,6 @@ from megarl.algorithms import (
     ADVANTAGES,
     CHOICES,
     POLICY_LOSSES,
-    PREFERENCE_LOSSES,
     AdvantageInputs,
     AdvantageOutputs,
     LossSettings,
@@ -25,6 +24,7 @@ from megarl.algorithms import (
     catalogue,
 )
 from megarl.algorithms.catalogue import ESTIMATOR_SETTINGS, ESTIMATORS, NORMALISATIONS, SETTINGS, Argument
+from megarl.algorithms.preference import PREFERENCE_LOSSES
 from megarl.config.presets import AdvantageName, PolicyLossName
 from tests.algorithms.batches import ARGUMENTS, B, batch, given_to, resolved
 

@@ -15,18 +15,14 @@ from megarl.algorithms import (
     ADVANTAGES,
     KL_ESTIMATORS,
     POLICY_LOSSES,
-    PREFERENCE_LOSSES,
     AdvantageInputs,
     LossSettings,
-    PreferenceSettings,
-    bco,
     kl_per_token,
-    kto,
-    pairwise_reward_loss,
-    process_reward_loss,
     token_weights,
     value_loss,
 )
+from megarl.algorithms.preference import PREFERENCE_LOSSES, PreferenceSettings, bco, kto
+from megarl.algorithms.reward_model import pairwise_reward_loss, process_reward_loss
 from tests.algorithms.batches import given_to
 
 R, T = 8, 6

@@ -17,10 +17,10 @@ from megarl.algorithms import (
     LossSettings,
     correction,
     kl_per_token,
-    pairwise_reward_loss,
     token_rewards,
     token_weights,
 )
+from megarl.algorithms.reward_model import pairwise_reward_loss
 
 
 def check(got: Tensor, right: Tensor, mistake: Tensor) -> None:

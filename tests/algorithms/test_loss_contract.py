@@ -10,20 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.algorithms import (
-    AGGREGATIONS,
-    POLICY_LOSSES,
-    PREFERENCE_LOSSES,
-    LossSettings,
-    PreferenceSettings,
-    bco,
-    catalogue,
-    kto,
-    pairwise_reward_loss,
-    process_reward_loss,
-    token_weights,
-    value_loss,
-)
+from megarl.algorithms import AGGREGATIONS, POLICY_LOSSES, LossSettings, catalogue, token_weights, value_loss
+from megarl.algorithms.preference import PREFERENCE_LOSSES, PreferenceSettings, bco, kto
+from megarl.algorithms.reward_model import pairwise_reward_loss, process_reward_loss
 
 ROWS, T = 7, 5
 PAIRS = PreferenceSettings(

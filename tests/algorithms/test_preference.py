@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms import (
+from megarl.algorithms.preference import (
     PREFERENCE_LOSSES,
     PreferenceSettings,
     bco,

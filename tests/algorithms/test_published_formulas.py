@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms import POLICY_LOSSES, PREFERENCE_LOSSES, LossSettings, PreferenceSettings, dft_loss, token_weights
+from megarl.algorithms import POLICY_LOSSES, LossSettings, dft_loss, token_weights
+from megarl.algorithms.preference import PREFERENCE_LOSSES, PreferenceSettings
 
 B, T = 6, 11
 RATIO_SPREAD = 0.7

@@ -7,7 +7,8 @@ from typing import get_args
 
 import pytest
 
-from megarl.algorithms import AGGREGATIONS, POLICY_LOSSES, PREFERENCE_LOSSES, Registry
+from megarl.algorithms import AGGREGATIONS, POLICY_LOSSES, Registry
+from megarl.algorithms.preference import PREFERENCE_LOSSES
 from megarl.config.presets import AggregationName
 from megarl.errors import ConfigError
 from megarl.system.user_code import load_user_function

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms import pairwise_reward_loss, process_reward_loss
+from megarl.algorithms.reward_model import pairwise_reward_loss, process_reward_loss
 
 
 @pytest.mark.parametrize("with_margin", [False, True])

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megarl.algorithms import LossSettings, PreferenceSettings
+from megarl.algorithms import LossSettings
+from megarl.algorithms.preference import PreferenceSettings
 from megarl.data.stream import SCORED_IDS, Response, ScorePosition, TopK, Unit
 from megarl.experience.objectives import PolicyObjective, ValueObjective
 from megarl.megatron.step import on_host

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algorithms import PREFERENCE_LOSSES, PreferenceSettings
+from megarl.algorithms.preference import PREFERENCE_LOSSES, PreferenceSettings
 from megarl.experience.pairs import sides
 from megarl.trainers.supervised.objectives import (
     BcoObjective,

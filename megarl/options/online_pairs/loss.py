@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algorithms import PreferenceSettings, share_above
+from megarl.algorithms.preference import PreferenceSettings, share_above
 from megarl.data.stream import PackedStream
 from megarl.experience.pairs import first_of_each, pair_losses, per_response, sides
 

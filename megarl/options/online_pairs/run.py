@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megarl.algorithms import PreferenceSettings
+from megarl.algorithms.preference import PreferenceSettings
 from megarl.config import Config
 from megarl.data.batch import Batch
 from megarl.experience.step_parts import ChosenRows, StepPart

@@ -13,15 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algorithms import (
-    PreferenceSettings,
-    bco,
-    dft_loss,
-    kto,
-    pairwise_reward_loss,
-    process_reward_loss,
-    share_above,
-)
+from megarl.algorithms import dft_loss
+from megarl.algorithms.preference import PreferenceSettings, bco, kto, share_above
+from megarl.algorithms.reward_model import pairwise_reward_loss, process_reward_loss
 from megarl.data.stream import PackedStream
 from megarl.experience.pairs import first_of_each, pair_losses, per_response, sides
 

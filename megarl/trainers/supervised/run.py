@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from megarl.algorithms import PreferenceSettings, RunningMean, kto_kl_reference, mismatched_rows, token_weights
+from megarl.algorithms import RunningMean, token_weights
+from megarl.algorithms.preference import PreferenceSettings, kto_kl_reference, mismatched_rows
 from megarl.config import SupervisedConfig
 from megarl.config.supervised import PAIR_LOSSES, SHIFTED_LOSSES, TOKEN_LOSSES
 from megarl.core.run import Run

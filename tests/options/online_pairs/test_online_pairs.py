@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms import PreferenceSettings, token_weights
+from megarl.algorithms import token_weights
+from megarl.algorithms.preference import PreferenceSettings
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
 from megarl.experience.experience import mini_batch_rows
