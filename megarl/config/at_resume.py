@@ -127,7 +127,7 @@ OF_CORE = answers(
         "name rows samples_per_prompt temperature top_p top_k min_p max_new_tokens prompt_key answer_key",
     ),
     ("evaluations[]", APPLIED, "prompt source_key stop stop_token_ids"),
-    ("evaluations[].rewards", APPLIED, "name weight args on_error max_error_share strict_steps"),
+    ("evaluations[].rewards", APPLIED, "name weight args on_error max_error_share strict_steps ahead"),
     ("rollout", applied("steps of weights and stages are counted on"), "prompts_per_step"),
     ("rollout", applied("refused while the checkpoint has finished groups of the old number"), "samples_per_prompt"),
     ("rollout", APPLIED, "engine dynamic_sampling_rounds max_new_tokens temperature top_p top_k min_p greedy"),

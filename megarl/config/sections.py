@@ -291,6 +291,9 @@ class RewardConfig(Section):
     """Number of steps at the start of the run in which every failure stops it, whatever `on_error` says."""
     max_error_share: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Maximum share of the responses of a step, or of an evaluation, that this reward may fail on before the run stops."""
+    ahead: bool | None = None
+    """Judge the responses of a group when it is finished, while others are sampled. null: all rewards but functions that get
+    several samples in one call."""
 
 
 def reward_labels(names: Sequence[str]) -> list[str]:

@@ -339,6 +339,7 @@ class RlRun(Run):
             "rollout/samples": len(samples),
             **prefill_figures(sample.prefill for sample in samples),
             "reward/failures": sum(self.inputs.rewards.failures.values()),
+            "reward/ahead": self.inputs.rewards.take_ahead(),
             **(tolerance.step_figures() if (tolerance := self.inputs.rewards.tolerance) is not None else {}),
             "speed/samples_per_s": len(samples) / times.wall_s,
             "speed/tokens_per_s": all_tokens / times.wall_s,

@@ -58,6 +58,12 @@ def build_rewards(configs: Sequence[RewardConfig], data: DataConfig) -> RewardSo
 
 
 def _scorer(config: RewardConfig, data: DataConfig) -> Scorer:
+    scorer = _named(config, data)
+    scorer.judges_apart = scorer.judges_apart if config.ahead is None else config.ahead
+    return scorer
+
+
+def _named(config: RewardConfig, data: DataConfig) -> Scorer:
     if config.name in BUILT_IN:
         scorer = BUILT_IN[config.name]
         sources = {"train": data.train} | ({"eval": data.eval} if data.eval is not None else {})

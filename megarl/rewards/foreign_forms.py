@@ -32,6 +32,11 @@ def foreign_form(function: Callable[..., Any]) -> Foreign | None:
     return next((call for needed, call in _FORMS.items() if needed <= names.keys()), None)
 
 
+def asks_apart(form: Foreign) -> bool:
+    """Return whether each call is about one response."""
+    return form is _verl
+
+
 def columns_missing(function: Callable[..., Any], row: Mapping[str, Any], keys: RowKeys, args: Mapping[str, Any]) -> list[str]:
     """The keys that `row` lacks and that the function, of another trainer, has parameters without a default for."""
     form, parameters = foreign_form(function), _signature(function)

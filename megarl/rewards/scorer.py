@@ -21,6 +21,8 @@ class Scorer(Protocol):
 
     keeps_errors: bool
     """Whether an error takes the place of the verdicts of those samples alone that it concerns, and the others are judged."""
+    judges_apart: bool
+    """Whether a sample's verdict does not depend on the others of its call, so that it may be judged before they are there."""
 
     def __call__(self, samples: Sequence[Sample], until: float) -> Sequence[Outcome]:
         """One verdict per sample. `until` is the `time.monotonic()` after which nobody waits for the answer."""
@@ -45,7 +47,7 @@ class Verifier:
 
     name: ClassVar[str]
     """What the config calls it."""
-    keeps_errors = False
+    keeps_errors, judges_apart = False, True
 
     def __init__(self, answer_key: str) -> None:
         """`answer_key`: key of the gold answer in a row."""

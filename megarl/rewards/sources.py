@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import queue
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,9 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.sections import RewardConfig, reward_labels
+from megarl.data.branches import first_branches
 from megarl.data.final_answer import extract_answer
 from megarl.data.sample import Prompt, Sample
-from megarl.errors import RewardError
+from megarl.rewards.asking import VerdictsAhead, outcomes_of
 from megarl.rewards.scorer import Outcome, Scorer, StatesAnswers
 
 if TYPE_CHECKING:
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
 
 SCORED_S = 600.0
 """For the samples of a step, by all sources together."""
-_MARGIN_S = 5.0
-"""Seconds before the deadline at which a scorer is told to be done, so that slow answers get 0 and do not end the run."""
 
 
 class RewardSources:
@@ -36,6 +32,7 @@ class RewardSources:
     def __init__(self, sources: Sequence[tuple[str, float, Scorer]]) -> None:
         """`sources`: label, weight and scorer of each."""
         self.sources = list(sources)
+        self._ahead: dict[str, VerdictsAhead] = {}
         self.failures: dict[str, int] = {}
         self.tolerance: Tolerance | None = None
 
@@ -64,6 +61,17 @@ class RewardSources:
                 return scorer.final_answer(response)
         return extract_answer(response) or None
 
+    def begin(self, samples: Sequence[Sample], *, by_branch: bool) -> None:
+        """Have sources that judge each sample apart judge those of a finished group, while others are sampled; in any thread.
+
+        `by_branch`: each branch of an episode has a reward of its own.
+        """
+        for label, _, scorer in self.sources:
+            if scorer.judges_apart:
+                if label not in self._ahead:
+                    self._ahead[label] = VerdictsAhead(label, scorer, SCORED_S)
+                self._ahead[label].begin(samples if by_branch else first_branches(samples))
+
     def score(self, samples: list[Sample], deadline_s: float = SCORED_S) -> list[float]:
         """One reward per sample, in order; what each source gave is left in `sample.rewards` under its label.
 
@@ -81,7 +89,8 @@ class RewardSources:
         if not samples:
             return totals
         for label, weight, scorer in self.sources:
-            ask = partial(_outcomes, scorer, samples, until, label, deadline_s)
+            of = partial(outcomes_of, scorer, until, label, deadline_s)
+            ask = partial(self._ahead[label].outcomes, samples, until, of) if label in self._ahead else partial(of, samples)
             if self.tolerance is not None and self.tolerance.forgives(label):
                 outcomes: Sequence[Outcome] = self.tolerance.judged(label, scorer, samples, ask)
             else:
@@ -94,6 +103,10 @@ class RewardSources:
                 sample.rewards[label] = reward = 0.0 if verdict is None else verdict
                 totals[index] += weight * reward
         return totals
+
+    def take_ahead(self) -> int:
+        """Count of the verdicts since the last call that were there when they were asked for."""
+        return sum(ahead.take_count() for ahead in self._ahead.values())
 
     @contextmanager
     def evaluating(self) -> Iterator[dict[str, float]]:
@@ -114,46 +127,3 @@ class RewardSources:
         """Count on from `state_dict()`'s answer."""
         if self.tolerance is not None:
             self.tolerance.load_totals(state.get("errors", {}))
-
-
-def _outcomes(scorer: Scorer, samples: list[Sample], until: float, label: str, deadline_s: float) -> list[Outcome]:
-    """One outcome per sample, an error in place of each number that is not finite.
-
-    Raises:
-        RewardError: the source gave another number of them, or none in time; what it raises is passed on.
-    """
-    verdicts = verdicts_within(scorer, samples, until, label, deadline_s)
-    if len(verdicts) != len(samples):
-        raise RewardError(f"reward '{label}' gave {len(verdicts)} rewards for {len(samples)} samples")
-    outcomes: list[Outcome] = []
-    for sample, verdict in zip(samples, verdicts, strict=True):
-        if isinstance(verdict, int | float) and not math.isfinite(verdict):
-            outcomes.append(
-                RewardError(f"reward '{label}' gave {verdict} to sample {sample.sample_id}; it must be a finite number")
-            )
-        else:
-            outcomes.append(verdict)
-    return outcomes
-
-
-def verdicts_within(scorer: Scorer, samples: list[Sample], until: float, label: str, deadline_s: float) -> Sequence[Outcome]:
-    """Call `scorer` in a thread of its own, which is left behind if it does not finish."""
-    outcome: queue.SimpleQueue[tuple[Sequence[Outcome] | None, BaseException | None]] = queue.SimpleQueue()
-
-    def work() -> None:
-        try:
-            outcome.put((scorer(samples, until - min(_MARGIN_S, deadline_s / 10)), None))
-        except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread
-            outcome.put((None, error))
-
-    threading.Thread(target=work, name=f"reward {label}", daemon=True).start()
-    try:
-        verdicts, error = outcome.get(timeout=max(until - time.monotonic(), 0))
-    except queue.Empty:
-        raise RewardError(
-            f"reward '{label}' did not score {len(samples)} samples before the deadline of {deadline_s:g} s for all rewards"
-        ) from None
-    if error is not None:
-        raise error
-    assert verdicts is not None
-    return verdicts

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from megarl.data.rows import find_value
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
+from megarl.rewards.asking import verdicts_within
 from megarl.rewards.builtin.http import HttpReward
-from megarl.rewards.sources import SCORED_S, RewardSources, verdicts_within
+from megarl.rewards.sources import SCORED_S, RewardSources
 from megarl.rewards.user_reward import UserReward
 
 FORMS_TRIED = 8

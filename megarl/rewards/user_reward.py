@@ -16,7 +16,7 @@ from typing import Any
 
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
-from megarl.rewards.foreign_forms import RowKeys, columns_missing, foreign_form, numbers_of
+from megarl.rewards.foreign_forms import RowKeys, asks_apart, columns_missing, foreign_form, numbers_of
 from megarl.rewards.scorer import Outcome
 from megarl.system.user_code import describe, load_user_function, why_not_called
 
@@ -43,6 +43,7 @@ class UserReward:
         self.function = load_user_function(name, RewardError)
         self.single = bool(args["single"]) if "single" in args else _first_parameter(self.function) == "sample"
         self.keys, self.foreign = keys, foreign_form(self.function)
+        self.judges_apart = asks_apart(self.foreign) if self.foreign is not None else self.single
         if self.foreign is None and (why := why_not_called(self.function, None, **self.args)) is not None:
             what = f"the arguments {self.args}" if self.args else "samples as its only argument"
             raise RewardError(f"reward function '{name}' does not take {what}: {why}")

@@ -57,8 +57,12 @@ class Rollouts:
         tokenizer: Any,
         episodes: OpenedEpisodes | None = None,
         say: Callable[[str], None] | None = None,
+        finished: Callable[[list[Sample]], None] = lambda group: None,
     ) -> None:
-        """`episodes`: None where every response is a single turn. `say` is told of engines that fail."""
+        """`episodes`: None where every response is a single turn. `say` is told of engines that fail.
+
+        `finished` is given each group of a batch when it is.
+        """
         self.config, self.tokenizer, self.episodes = config, tokenizer, episodes
         rollout = config.rollout
         engine = check_engine(config, cluster.platform.name)
@@ -89,7 +93,7 @@ class Rollouts:
         model_path = str(Path(config.model.path).resolve())
         self.engines = cluster.start_engines(engine_path(rollout), model_path, options, threads)
         self._say = say or (lambda line: None)
-        self.scheduler = self._schedule(say)
+        self.scheduler = self._schedule(say, finished)
         self.updates: WeightUpdates | None = None
         self._turns: GpuTurns | None = None
         self._taken: list[RolloutBatch] = []
@@ -97,7 +101,7 @@ class Rollouts:
         self._asked: Sequence[PendingResult] = ()
         self._prompts_asked, self._per_request = 0, 1
 
-    def _schedule(self, say: Callable[[str], None] | None) -> Scheduler:
+    def _schedule(self, say: Callable[[str], None] | None, finished: Callable[[list[Sample]], None]) -> Scheduler:
         rollout, schedule = self.config.rollout, self.config.rollout.schedule
         staleness = {"sync": 0, "one_step_off_policy": 1, "async": schedule.max_staleness}[schedule.mode]
         able = capabilities_of(rollout)
@@ -122,6 +126,7 @@ class Rollouts:
             keeps_turns=able.keeps_turns,
             dispensable=self.lent if rollout.further_engines is None else range(rollout.engines + rollout.further_engines),
             say=say,
+            finished=finished,
         )
 
     def begin_start(self) -> list[Any]:

@@ -172,6 +172,7 @@ def test_the_first_steps_stop_at_the_first_failure_and_so_does_whoever_judges_ou
 def test_default_is_one_strict_step_and_a_source_that_stops_does_so_beside_one_that_is_forgiven(tmp_path: Path) -> None:
     assert RewardConfig(name="x").model_dump() | {"name": ""} == {
         "name": "", "weight": 1.0, "args": {}, "on_error": "stop", "strict_steps": 1, "max_error_share": 0.1,
+        "ahead": None,
     }  # fmt: skip
     name = written(tmp_path, ONE_SAMPLE_FAILS["an exception"])
     configs = [RewardConfig(name=name, on_error="zero", max_error_share=1.0), RewardConfig(name=name)]

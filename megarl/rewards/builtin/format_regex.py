@@ -17,6 +17,8 @@ from megarl.rewards.scorer import Verdict
 class FormatRegex:
     """The verifier of a form; it needs no gold answer."""
 
+    keeps_errors, judges_apart = False, True
+
     def __init__(self, answer_key: str, *, pattern: str, timeout_s: float = 2.0) -> None:
         """`pattern` in Python's syntax (`(?s)` in front lets `.` match line ends); `timeout_s` is given to one response.
 

@@ -20,6 +20,8 @@ from megarl.rewards.scorer import Verdict
 class ReasoningGymTask:
     """The verifier over rows whose `data_source` is a task; tasks are set up with the arguments the rows were made with."""
 
+    keeps_errors, judges_apart = False, True
+
     def __init__(self, sources: Mapping[str, DataSource], *, timeout_s: float = 5.0) -> None:
         """Args:
         sources: where rows come from, by what their ids begin with (`train`, `eval`).

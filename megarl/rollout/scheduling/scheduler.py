@@ -62,6 +62,7 @@ class Scheduler:
         keeps_turns: bool = False,
         dispensable: Sequence[int] = (),
         say: Callable[[str], None] | None = None,
+        finished: Callable[[list[Sample]], None] = lambda group: None,
         thread: LoopThread | None = None,
     ) -> None:
         """`groups_per_request`: more than 1 for an engine that computes one request after the other.
@@ -70,12 +71,12 @@ class Scheduler:
         `EngineOrder` says; the rest waits here for whichever engine is free first. `thread`: None: its own. `cuts`:
         engines that are to stop are asked for what they have (`Engine.cut`), which is counted, or kept if the manager
         `continues`, or engines are `dispensable`. `keeps_turns`: they are told of conversations. `say` is told in a line, from
-        another thread, when an engine fails.
+        another thread, when an engine fails; `finished` is given each group there.
         """
         self.manager, self.generate_groups = manager, generate_groups
         self.groups_per_request = groups_per_request
         self.restarts = EngineRestarts(restart_deadline_s, say, self.give_up, lambda: self.changed.set())
-        self.cuts = cuts
+        self.cuts, self.finished = cuts, finished
         self.partial = PartialGroups(continues=manager.continues or len(dispensable) > 0)
         self._ending: dict[asyncio.Task[None], asyncio.Task[None]] = {}
         self._prompts: dict[int, Prompt] = {}
@@ -341,6 +342,7 @@ class Scheduler:
             else:
                 self._groups[number] = group
                 self.manager.finish(number)
+                self.finished(group)
         if self.manager.ready():
             self.changed.set()
 
