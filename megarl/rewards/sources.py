@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.sections import RewardConfig, reward_labels
-from megarl.data.branches import first_branches
 from megarl.data.final_answer import extract_answer
 from megarl.data.sample import Prompt, Sample
 from megarl.rewards.asking import VerdictsAhead, outcomes_of
@@ -66,11 +65,12 @@ class RewardSources:
 
         `by_branch`: each branch of an episode has a reward of its own.
         """
+        judged = [sample for sample in samples if by_branch or not sample.branch_of]
         for label, _, scorer in self.sources:
             if scorer.judges_apart:
                 if label not in self._ahead:
                     self._ahead[label] = VerdictsAhead(label, scorer, SCORED_S)
-                self._ahead[label].begin(samples if by_branch else first_branches(samples))
+                self._ahead[label].begin(judged)
 
     def score(self, samples: list[Sample], deadline_s: float = SCORED_S) -> list[float]:
         """One reward per sample, in order; what each source gave is left in `sample.rewards` under its label.

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,6 +79,15 @@ def test_verdicts_that_are_there_are_taken_once() -> None:
     assert source.calls[-1] == ["dddd"], "those that are left, in one call"
     assert sources.score(samples) == [2.0, 4.0, 0.0, 8.0]
     assert source.calls[-1] == ["a", "bb", "", "dddd"], "whoever asks again is answered anew"
+
+
+def test_one_branch_of_an_episode_is_judged_unless_each_has_a_reward_of_its_own() -> None:
+    source = Source()
+    sources = RewardSources([("source", 1.0, source)])
+    branches = [sample("a"), replace(sample("bb"), branch_of="s")]
+    for by_branch, asked in ((False, [["a"]]), (True, [["a"], ["a", "bb"]])):
+        sources.begin(branches, by_branch=by_branch)
+        wait_for(lambda asked=asked: source.calls == asked)  # type: ignore[misc]
 
 
 def test_an_equal_sample_is_another() -> None:
