@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +43,8 @@ class ModelRewards(StepPart):
         else:
             totals = scores.sum(1)
         for sample, total in zip(samples, totals.tolist(), strict=True):
+            if not math.isfinite(total):
+                raise RewardError(f"reward_model gave {total} to sample {sample.sample_id}; it must be a finite number")
             sample.rewards["reward_model"] = total
         return (weight * totals).tolist()
 

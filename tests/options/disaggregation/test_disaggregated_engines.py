@@ -14,6 +14,7 @@ from megarl.options.disaggregation.engine import PREFILL, DisaggregatedEngine
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from megarl.system.process_tree import tree_of
 from tests.options.disaggregation.conftest import Pair, options
+from tests.rollout.midway import midway
 from tests.rollout.tiny import PROMPTS, halves, largest_difference, load, reference_log_probs, weights_of
 
 LONG = SamplingParams(max_new_tokens=300, ignore_eos=True)
@@ -85,9 +86,7 @@ def test_responses_go_on_through_an_update_and_their_later_tokens_are_those_of_t
 
     async def scenario(pair: Pair) -> None:
         await sync(pair, old, 1)
-        asked = asyncio.create_task(pair.decode.generate(EngineRequest([prompt], LONG, n=2, keys=["a"])))
-        await asyncio.sleep(1.0)
-        assert not asked.done()
+        asked = await midway(lambda: pair.decode.generate(EngineRequest([prompt], LONG, n=2, keys=["a"])))
         await sync(pair, new, 2)
         [group] = await asked
         for one in group:
@@ -109,8 +108,7 @@ def test_what_is_cut_goes_on_when_it_is_asked_for_again(pair: Pair) -> None:
     async def scenario(pair: Pair) -> None:
         model = load(pair.folder, seed=7)
         await sync(pair, model, 3)
-        asked = asyncio.create_task(pair.decode.generate(EngineRequest([PROMPTS[1]], LONG, n=2, keys=["b"])))
-        await asyncio.sleep(1.0)
+        asked = await midway(lambda: pair.decode.generate(EngineRequest([PROMPTS[1]], LONG, n=2, keys=["b"])))
         await pair.decode.cut(["b"])
         [begun] = await asked
         assert {one.finish_reason for one in begun} == {"abort"}

@@ -14,6 +14,7 @@ from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from tests.models.test_transformers_names import other_values
 from tests.options.disaggregation.conftest import Pair
+from tests.rollout.midway import midway
 from tests.rollout.routed import chosen_experts
 from tests.rollout.test_sglang_experts import served
 from tests.rollout.updates import PROMPTS
@@ -39,8 +40,7 @@ def test_the_experts_of_every_token_are_those_that_the_model_chooses_through_an_
                     ids = [*prompt, *one.response_ids]
                     np.testing.assert_array_equal(np.sort(one.extra["routes"]), chosen_experts(before, ids[:-1]))
         long = SamplingParams(max_new_tokens=300, ignore_eos=True, extra=frozenset({"routes"}))
-        waiting = asyncio.ensure_future(pair.decode.generate(EngineRequest(PROMPTS, long)))
-        await asyncio.sleep(1.0)
+        waiting = await midway(lambda: pair.decode.generate(EngineRequest(PROMPTS, long)))
         async with pair.updating(1):
             await asyncio.gather(pair.decode.apply_update(weights), pair.prefill.apply_update(weights))
         for prompt, [one] in zip(PROMPTS, await waiting, strict=True):

@@ -9,6 +9,7 @@ import torch
 
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
+from megarl.errors import RewardError
 from megarl.options.reward_model.run import ModelRewards
 from megarl.options.reward_model.section import RewardModelConfig
 
@@ -61,3 +62,9 @@ def test_what_other_sources_gave_stands_at_the_last_step_that_the_policy_wrote()
     rewards.take_rewards(batch, [totals[0] + 5.0])
     assert batch.columns["step_ends"][0].nonzero()[:, 0].tolist() == [1, 5]
     assert batch.columns["step_rewards"][0, [1, 5]].tolist() == pytest.approx([0.9, 5.6])
+
+
+def test_a_score_that_is_no_number_names_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCORES, 5, float("nan"))
+    with pytest.raises(RewardError, match=r"reward_model gave nan to sample s; it must be a finite number"):
+        scored("mean")

@@ -22,6 +22,7 @@ from megarl.options.serve.values import RequestError, Sampled, SampleRequest
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
 from tests.data.chat_tokenizers import byte_tokenizer
+from tests.rollout.midway import midway
 from tests.rollout.tiny import TINY, load, save_tiny
 
 pytestmark = pytest.mark.slow
@@ -307,8 +308,7 @@ def test_stops_are_ids_texts_the_models_own_end_or_none(served: Served) -> None:
 
 def test_a_cancelled_request_leaves_the_server(served: Served) -> None:
     async def cancelled() -> tuple[int, int]:
-        task = asyncio.create_task(served.sampler.sample(request(adapter="wide", num_samples=4, max_tokens=900)))
-        await asyncio.sleep(1.0)
+        task = await midway(lambda: served.sampler.sample(request(adapter="wide", num_samples=4, max_tokens=900)))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
