@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--parity-report", type=Path, default=None, help="document that gets the parity matrix's table")
 
 
+REASON_CHARACTERS = 3000
+"""Characters of a failure that is told though the test passed later, of its end."""
 STARTED_PROCESSES = {"world", "parity_world", "warm_workers", "sglang_engine"}
 """Fixtures that start other processes: who asks for one is slow, and need not be marked as such."""
 
@@ -84,6 +87,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if STARTED_PROCESSES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Tell why a test failed that passed when it was run again: it is to be mended all the same."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.write_sep("_", f"run again: {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext[-REASON_CHARACTERS:])
 
 
 @pytest.fixture(autouse=True)
