@@ -339,12 +339,12 @@ class RlRun(Run):
             "rollout/samples": len(samples),
             **prefill_figures(sample.prefill for sample in samples),
             "reward/failures": sum(self.inputs.rewards.failures.values()),
-            "reward/ahead": self.inputs.rewards.take_ahead(),
             **(tolerance.step_figures() if (tolerance := self.inputs.rewards.tolerance) is not None else {}),
             "speed/samples_per_s": len(samples) / times.wall_s,
             "speed/tokens_per_s": all_tokens / times.wall_s,
             "speed/generated_tokens_per_s": tokens / (times.phase_s["generate"] if takes_turns else times.wall_s),
             "speed/sync_bytes": self.rollouts.take_sent_bytes(),
+            "speed/judged_ahead": self.inputs.rewards.take_ahead(),
             "speed/trainer_busy": sum(times.phase_s.get(phase, 0.0) for phase in TRAINING) / times.wall_s,
         }
         metrics |= self.rollouts.take_figures_of_turns()

@@ -30,7 +30,7 @@ def test_the_numbers_are_those_of_a_run_that_judges_at_the_end(tiny_config: Call
         # a request of each group, of which the engine computes one after the other
         more = {"rollout.samples_per_prompt": 32, "rollout.max_new_tokens": 24, "rollout.ignore_eos": True}
         metrics, samples = run(tiny_config(**own, **more))
-        counts.append([row["reward/ahead"] for row in metrics])
+        counts.append([row["speed/judged_ahead"] for row in metrics])
         keys = ("step", "sample_id", "response_ids", "rewards", "training")
         learned.append(sorted(([sample[key] for key in keys] for sample in samples), key=lambda row: row[:2]))
     assert counts[1] == [0, 0, 0]
