@@ -58,7 +58,7 @@ def rollouts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rollouts]:
     sizes = ("rollout.prompts_per_step=2", "rollout.samples_per_prompt=4", "rollout.deadlines.generate_s=20")
     made.config, made.tokenizer, made.episodes, made.lent, made.engines = config(*sizes), Words(), None, (), [OneIsSlow()]
     made._turns, made._placeholders, made._updates = None, (), None
-    made.scheduler = made._schedule(None)
+    made.scheduler = made._schedule(None, lambda group: None)
     made.scheduler.resume([0], 0)
     yield made
     made.close()
