@@ -19,14 +19,18 @@ def digests_of_weights(model: RankModel) -> tuple[int, int]:
 
     digests = []
     for of_experts in (False, True):
-        hashes = [
-            torch.hash_tensor(parameter.detach())
+        weights = [
+            parameter.detach()
             for chunk in model.chunks
             for parameter in chunk.parameters()
             if getattr(parameter, "allreduce", True) != of_experts
         ]
-        content = torch.stack(hashes).view(torch.int64).cpu().numpy().tobytes() if hashes else b""
-        digests.append(xxhash.xxh3_64_intdigest(content))
+        digest = xxhash.xxh3_64()
+        for weight in (weight for weight in weights if weight.is_cpu):  # a third of the time of the operator below
+            digest.update(weight.reshape(-1).view(torch.uint8).numpy().data)
+        if hashes := [torch.hash_tensor(weight) for weight in weights if not weight.is_cpu]:
+            digest.update(torch.stack(hashes).view(torch.int64).cpu().numpy().data)
+        digests.append(digest.intdigest())
     return digests[0], digests[1]
 
 
