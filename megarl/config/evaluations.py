@@ -58,7 +58,10 @@ class EvaluationConfig(Section):
 
 
 def check_rewards(field: str, rewards: Sequence[RewardConfig], *, of_steps: bool) -> None:
-    """Refuse bounds of failures where the first failure stops the run; `of_steps`: the sources judge training steps."""
+    """Refuse bounds of failures where the first failure stops the run, and of an evaluation what only steps read.
+
+    `of_steps`: the sources judge training steps.
+    """
     for index, reward in enumerate(rewards):
         if reward.ahead is not None and not of_steps:
             raise ConfigError.of(f"{field}[{index}].ahead", reward.ahead, "an evaluation does not read", allowed="null")

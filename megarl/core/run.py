@@ -452,14 +452,11 @@ class Run(ABC):
             with self.phases("export"):
                 self.roles.export(POLICY, str(model.resolve()))
         self.timeline.record(self.step, self.roles)
+        extra = {"template": template_of(self._settings.data), "guards": self.guards.totals()}
+        extra["gate_bounds"] = dict(self.gate_bounds())
+        before, after = self.evaluations["before"], self.evaluations["after"]
         summary = build_summary(
-            self._settings,
-            self.phases,
-            eval_before=self.evaluations["before"],
-            eval_after=self.evaluations["after"],
-            gates=self.gates(),
-            extra={"template": template_of(self._settings.data), "guards": self.guards.totals()}
-            | {"gate_bounds": dict(self.gate_bounds())},
+            self._settings, self.phases, eval_before=before, eval_after=after, gates=self.gates(), extra=extra
         )
         if self.leads:
             write_summary(path, summary)

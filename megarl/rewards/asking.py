@@ -71,7 +71,7 @@ def _late(label: str, samples: Sequence[Sample], deadline_s: float) -> str:
 
 
 class VerdictsAhead:
-    """What one source gave so far; it is asked in a thread, about all samples that have come since in one call.
+    """Verdicts of one source before a step asks for them; a thread asks it about all samples that have come, in one call.
 
     A failure is not kept: the source is asked again where the run decides what a failure does.
     """
@@ -108,8 +108,8 @@ class VerdictsAhead:
         with self._held(samples, until) as known:
             self._count += len(known)
             left = [sample for sample in samples if id(sample) not in known]
-            asked = dict(zip(map(id, left), ask(left) if left else (), strict=True))
-        return [known[id(sample)] if id(sample) in known else asked[id(sample)] for sample in samples]
+            outcomes = known | dict(zip(map(id, left), ask(left) if left else (), strict=True))
+        return [outcomes[id(sample)] for sample in samples]
 
     def take_count(self) -> int:
         """Count of the outcomes since the last call that were there before they were asked for."""
@@ -142,12 +142,11 @@ class VerdictsAhead:
         while True:
             with self._asking:
                 with self._state:
-                    samples = [*self._waiting.values()]
-                    self._waiting.clear()
-                    if self._is_held or not samples:
-                        self._waiting |= {id(sample): sample for sample in samples}
+                    if self._is_held or not self._waiting:
                         self._is_working = False
                         return
+                    samples = [*self._waiting.values()]
+                    self._waiting.clear()
                 with suppress(Exception):
                     outcomes = self._scorer(samples, time.monotonic() + self._deadline_s)
                     self._keep(samples, outcomes)

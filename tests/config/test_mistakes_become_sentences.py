@@ -182,6 +182,10 @@ def test_a_wrong_field_is_named_with_what_it_may_be(override: str, parts: list[s
             ["evaluations[0].rewards[0].strict_steps is 2, which an evaluation does not read; it must be 1"],
         ),
         (
+            ["evaluations=[{name: a, rows: {name: chain_sum}, rewards: [{name: exact_number, ahead: true}]}]"],
+            ["evaluations[0].rewards[0].ahead is true, which an evaluation does not read; it must be null"],
+        ),
+        (
             ["data.eval=null", "run.eval_every=2"],
             ["run.eval_every needs an evaluation set: set data.eval or evaluations, or remove run.eval_every"],
         ),
