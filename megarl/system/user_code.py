@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,8 @@ from megarl.system.redaction import redacted
 GIVEN = "given:"
 """How the name of a function begins that a program handed over (`give`), which no other process has."""
 _given: dict[str, Callable[..., Any]] = {}
+_loading = threading.RLock()
+"""Held while a file is run, so that no other thread is given a module that is half made; a file may load another."""
 FORMS = "'package.module:function' or 'path/to/file.py:function'"
 """How a function is named, as sentences say it."""
 CLASS_FORMS = "'package.module:Class' or 'path/to/file.py:Class'"
@@ -122,16 +125,17 @@ def _load_file(path: Path, name: str, error: Error) -> ModuleType:
         raise error(f"'{name}': there is no file {path}{nearest(str(path), siblings)}")
     identity = hashlib.sha256(str(path.resolve()).encode() + b"\0" + path.read_bytes()).hexdigest()
     module_name = f"megarl_user_{path.stem}_{identity[:16]}"  # the same in every process, as pickling needs
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise error(f"'{name}': {path} cannot be imported as a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickling look their module up there
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[module_name]
-        raise
-    return module
+    with _loading:
+        if module_name in sys.modules:
+            return sys.modules[module_name]
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        if spec is None or spec.loader is None:
+            raise error(f"'{name}': {path} cannot be imported as a Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module  # dataclasses and pickling look their module up there
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[module_name]
+            raise
+        return module

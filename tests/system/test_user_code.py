@@ -1,7 +1,9 @@
-"""Functions of the user's that cannot be found: those that the file defines are named, not those that it imports."""
+"""Functions of the user's: a file is run once, whole, whoever asks; where one cannot be found, those of the file are named."""
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,3 +27,18 @@ def test_a_module_that_only_gathers_functions_of_others_names_these(tmp_path: Pa
     file.write_text("from math import sqrt\n")
     with pytest.raises(RewardError, match=r"it has sqrt$"):
         load_user_function(f"{file}:square", RewardError)
+
+
+def test_threads_that_ask_at_once_get_the_same_whole_module(tmp_path: Path) -> None:
+    file = tmp_path / "slow.py"
+    file.write_text("import time\n\ntime.sleep(0.3)\n\n\ndef score(sample):\n    return 1.0\n")
+    threads = 4
+    ready = threading.Barrier(threads)
+
+    def load() -> object:
+        ready.wait()
+        return load_user_function(f"{file}:score", RewardError)
+
+    with ThreadPoolExecutor(threads) as pool:
+        loaded = [pool.submit(load) for _ in range(threads)]
+    assert len({id(one.result()) for one in loaded}) == 1
