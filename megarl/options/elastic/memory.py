@@ -52,15 +52,13 @@ class WholeInMemory:
     asked: Mapping[str, Any] = field(default_factory=dict)
     """By node that has a buddy the answer when that has its files, too."""
 
-    def files_of(self, node: str) -> dict[str, int]:
-        """Files that ranks of a node wrote, by their paths in the slot, with their bytes."""
-        return {
-            f"{role}/{name}": record.bytes
-            for role, nodes in self.layout_of.items()
-            for at, written in zip(nodes, self.written[role], strict=True)
-            if at == node
-            for name, record in written.files.items()
-        }
+    def files(self) -> dict[str, dict[str, int]]:
+        """By node the files that its ranks wrote, by their paths in the slot, with their bytes."""
+        files: dict[str, dict[str, int]] = {node: {} for node in self.buddies}
+        for role, nodes in self.layout_of.items():
+            for node, written in zip(nodes, self.written[role], strict=True):
+                files[node] |= {f"{role}/{name}": record.bytes for name, record in written.files.items()}
+        return files
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ class Memory:
         groups = {role: self._roles.group_of(role) for role in self._roles.changing()}
         layout_of = {role: list(self._node_of[group.name]) for role, group in groups.items()}
         buddies = _buddies(used)
-        names = {node: _names_of(node, layout_of) for node in used}
+        names = _names(used, layout_of)
         others = {buddy: names[node] for node, buddy in buddies.items() if buddy is not None}
         self._wait([self._nodes[node].actor.begin.remote(slot, names[node], others.get(node, ())) for node in used])
         submitted = {
@@ -144,8 +142,9 @@ class Memory:
         self.cost = CopyCost(sum(part.copied_bytes for part in every), 0, sum(part.cpu_s for part in every))
         written = {role: [part.written for part in of_role] for role, of_role in parts.items()}
         whole = WholeInMemory(moment, slot, layout_of, buddies, written)
+        files = whole.files()
         asked = {
-            node: self._nodes[node].actor.complete.remote(slot, whole.files_of(node), self._nodes[buddy].actor)
+            node: self._nodes[node].actor.complete.remote(slot, files[node], self._nodes[buddy].actor)
             for node, buddy in buddies.items()
             if buddy is not None
         }
@@ -177,7 +176,7 @@ class Memory:
         buddy = whole.buddies[node]
         assert buddy is not None, "it was asked"
         try:
-            [has_all] = self._wait([self._nodes[buddy].actor.has.remote(whole.slot, [*whole.files_of(node)])], LOOK_S)
+            [has_all] = self._wait([self._nodes[buddy].actor.has.remote(whole.slot, [*whole.files()[node]])], LOOK_S)
         except (WorkerError, DeadlineError):
             return False
         return bool(has_all)
@@ -259,15 +258,13 @@ def _buddies(nodes: Sequence[str]) -> dict[str, str | None]:
     return dict(zip(nodes, [*nodes[1:], nodes[0]], strict=True)) if len(nodes) > 1 else dict.fromkeys(nodes)
 
 
-def _names_of(node: str, layout_of: Mapping[str, Sequence[str]]) -> set[str]:
-    """Names of the files that ranks on a node write, in a slot."""
-    return {
-        name
-        for role, nodes in layout_of.items()
-        for rank, at in enumerate(nodes)
-        if at == node
-        for name in (f"{role}/__{rank}_0.distcp", *((f"{role}/{COMMON}",) if rank == 0 else ()))
-    }
+def _names(used: Sequence[str], layout_of: Mapping[str, Sequence[str]]) -> dict[str, set[str]]:
+    """By node the names of the files that its ranks write, in a slot."""
+    names: dict[str, set[str]] = {node: set() for node in used}
+    for role, nodes in layout_of.items():
+        for rank, node in enumerate(nodes):
+            names[node] |= {f"{role}/__{rank}_0.distcp", *((f"{role}/{COMMON}",) if rank == 0 else ())}
+    return names
 
 
 def _gib(size: int) -> str:
