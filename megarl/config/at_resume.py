@@ -136,7 +136,7 @@ OF_CORE = answers(
     ("rollout.servers", APPLIED, "urls port model_path"),
     ("rollout.schedule", APPLIED, "mode max_staleness over_sample partial_responses mask_older_tokens"),
     ("rollout.episode", APPLIED, "kind tools max_turns tool_timeout_s tool_max_tokens turn_cache_bytes"),
-    ("rollout.deadlines", APPLIED, "generate_s update_s"),
+    ("rollout.deadlines", APPLIED, "generate_s update_s reward_s"),
     ("", APPLIED, "rewards"),
     ("resources", APPLIED, "placement ray_address gpu"),
     ("resources.deadlines", APPLIED, "start_s step_s save_s"),

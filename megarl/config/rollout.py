@@ -62,12 +62,14 @@ class EpisodeConfig(Section):
 
 
 class RolloutDeadlines(Section):
-    """Time limits of the driver for a running engine."""
+    """Time limits of the driver for running engines and for rewards."""
 
     generate_s: Seconds = 1800.0
     """Time limit in seconds for the responses of a step."""
     update_s: Seconds = 300.0
     """Time limit in seconds for a weight update and its check."""
+    reward_s: Seconds = 600.0
+    """Time limit in seconds for all rewards together to judge the responses of a step, or of an evaluation."""
 
 
 class ServersConfig(Section):
@@ -140,7 +142,7 @@ class RolloutConfig(Section):
     episode: EpisodeConfig = EpisodeConfig()
     """How a response is produced."""
     deadlines: RolloutDeadlines = RolloutDeadlines()
-    """How long the driver waits for a running engine."""
+    """How long the driver waits for running engines and for rewards."""
 
     @property
     def places(self) -> int:

@@ -3,9 +3,9 @@
 An option declares its column once, as `COLUMN` of its `column.py`. What holds responses (`Generation.extra`, `Sample.extra`, a
 batch's, a share's and a stream's) has values by name, calls the functions below, and knows no option.
 
-A token column is an array of integers `[tokens, ...]` of prompt and response, whose type's largest value stands where nothing
-is known. It is of the sequence alone: a response whose tokens change loses it, and tokens that have it are not shared between
-responses.
+A token column is an array `[tokens, ...]` of prompt and response. Where nothing is known it has the largest value of its type, or
+NaN if it has floats. It is of the sequence alone: a response whose tokens change loses it, and tokens that have it are not
+shared between responses.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ def concatenated(name: str, pieces: Sequence[TokenValues]) -> TokenValues:
     return np.concatenate(rules.alike(pieces))
 
 
-def unknown(dtype: npt.DTypeLike) -> int:
+def unknown(dtype: npt.DTypeLike) -> float:
     """The number that stands in a token column of this type where nothing is known."""
-    return int(np.iinfo(dtype).max)
+    return int(np.iinfo(dtype).max) if np.issubdtype(dtype, np.integer) else np.nan
 
 
 def padded(values: TokenValues, tokens: int) -> TokenValues:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megarl.data.answers import Answers
+from megarl.data.columns import unknown
 from megarl.data.media import Media
 from megarl.data.prefix_tree import Node, common_prefixes, prefix_tree
 from megarl.option_list import part
@@ -277,7 +278,7 @@ class _StreamBuilder:
         columns: dict[str, Tensor] = {}
         for name, pieces in self._extra.items():
             some = pieces[0][1]
-            laid = columns[name] = some.new_full((self.length, *some.shape[1:]), torch.iinfo(some.dtype).max)
+            laid = columns[name] = some.new_full((self.length, *some.shape[1:]), unknown(some[:0].numpy().dtype))
             for start, values in pieces:
                 laid[start : start + len(values)] = values
         return columns

@@ -59,6 +59,11 @@ class Job:
     step: StepTime | None = None
 
     @property
+    def outlives_nodes(self) -> bool:
+        """Whether the run goes on where a node is lost: others, or spare ones, take over what it did."""
+        return self.launcher == "ray" and spare_places(self.config) is not None
+
+    @property
     def run_folders(self) -> tuple[Path, ...]:
         """The folder of each run."""
         if not self.seeds:

@@ -67,7 +67,10 @@ def verdicts_within(
 
 
 def _late(label: str, samples: Sequence[Sample], deadline_s: float) -> str:
-    return f"reward '{label}' did not score {len(samples)} samples before the deadline of {deadline_s:g} s for all rewards"
+    return (
+        f"reward '{label}' did not score {len(samples)} samples before the deadline of {deadline_s:g} s for all rewards "
+        "(of runs: rollout.deadlines.reward_s)"
+    )
 
 
 class VerdictsAhead:

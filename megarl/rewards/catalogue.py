@@ -24,7 +24,7 @@ from megarl.rewards.builtin.multiple_choice import MultipleChoice
 from megarl.rewards.builtin.reasoning_gym import ReasoningGymTask
 from megarl.rewards.foreign_forms import RowKeys
 from megarl.rewards.scorer import Scorer
-from megarl.rewards.sources import RewardSources
+from megarl.rewards.sources import SCORED_S, RewardSources
 from megarl.rewards.user_reward import UserReward
 from megarl.system.user_code import FORMS
 
@@ -47,14 +47,15 @@ BUILT_IN: dict[str, type[Any]] = {
 """Each is made with the key of the gold answer in a row, `ReasoningGymTask` with the sources of rows instead."""
 
 
-def build_rewards(configs: Sequence[RewardConfig], data: DataConfig) -> RewardSources:
-    """The sources that `configs` name.
+def build_rewards(configs: Sequence[RewardConfig], data: DataConfig, deadline_s: float = SCORED_S) -> RewardSources:
+    """The sources that `configs` name, which have `deadline_s` for the samples of a step.
 
     Raises:
         RewardError: a name is neither built in nor a function that can be imported, or it does not take its arguments.
     """
     labels = reward_labels([config.name for config in configs])
-    return RewardSources([(label, config.weight, _scorer(config, data)) for label, config in zip(labels, configs, strict=True)])
+    built = [(label, config.weight, _scorer(config, data)) for label, config in zip(labels, configs, strict=True)]
+    return RewardSources(built, deadline_s)
 
 
 def _scorer(config: RewardConfig, data: DataConfig) -> Scorer:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megarl.rewards.tolerance import Tolerance
 
 SCORED_S = 600.0
-"""For the samples of a step, by all sources together."""
+"""For the samples of a step, by all sources together, if nothing else is said (`rollout.deadlines.reward_s`)."""
 
 
 class RewardSources:
@@ -28,9 +28,9 @@ class RewardSources:
     raises, unless there is a `tolerance`.
     """
 
-    def __init__(self, sources: Sequence[tuple[str, float, Scorer]]) -> None:
-        """`sources`: label, weight and scorer of each."""
-        self.sources = list(sources)
+    def __init__(self, sources: Sequence[tuple[str, float, Scorer]], deadline_s: float = SCORED_S) -> None:
+        """`sources`: label, weight and scorer of each. `deadline_s`: for the samples of a step, by all sources together."""
+        self.sources, self.deadline_s = list(sources), deadline_s
         self._ahead: dict[str, VerdictsAhead] = {}
         self.failures: dict[str, int] = {}
         self.tolerance: Tolerance | None = None
@@ -69,21 +69,22 @@ class RewardSources:
         for label, _, scorer in self.sources:
             if scorer.judges_apart:
                 if label not in self._ahead:
-                    self._ahead[label] = VerdictsAhead(label, scorer, SCORED_S)
+                    self._ahead[label] = VerdictsAhead(label, scorer, self.deadline_s)
                 self._ahead[label].begin(judged)
 
-    def score(self, samples: list[Sample], deadline_s: float = SCORED_S) -> list[float]:
+    def score(self, samples: list[Sample], deadline_s: float | None = None) -> list[float]:
         """One reward per sample, in order; what each source gave is left in `sample.rewards` under its label.
 
         Args:
             samples: finished samples.
-            deadline_s: seconds for all sources together. Verifiers stop a little before: what they have not judged by then
-                counts as not judged.
+            deadline_s: seconds for all sources together; None: `self.deadline_s`. Verifiers stop a little before: what they
+                have not judged by then counts as not judged.
 
         Raises:
             RewardError: a source failed, gave no finite numbers, or the deadline passed while it worked, and its `on_error`
                 does not say to go on.
         """
+        deadline_s = self.deadline_s if deadline_s is None else deadline_s
         until = time.monotonic() + deadline_s
         totals = [0.0] * len(samples)
         if not samples:

@@ -15,7 +15,7 @@ from functools import wraps
 from typing import Any
 
 from megarl.data.sample import Prompt, Sample
-from megarl.errors import RewardError
+from megarl.errors import RewardError, RewardServerError
 from megarl.rewards.foreign_forms import RowKeys, asks_apart, columns_missing, foreign_form, numbers_of
 from megarl.rewards.scorer import Outcome
 from megarl.system.user_code import describe, load_user_function, why_not_called
@@ -98,7 +98,8 @@ class UserReward:
     def _raised(self, error: BaseException, samples: Sequence[Sample]) -> RewardError:
         asks_a_sample = isinstance(error, AttributeError) and isinstance(error.obj, Sample)
         has = f"; a Sample has {SAMPLE_HAS}" if asks_a_sample else _of_row(error, samples)
-        return RewardError(f"reward function '{self.name}' raised {describe(error)}{has}")
+        kind = RewardServerError if isinstance(error, RewardServerError) else RewardError  # runs restart for a server
+        return kind(f"reward function '{self.name}' raised {describe(error)}{has}")
 
     def _outcome(self, value: Any, sample: Sample) -> Outcome:
         try:

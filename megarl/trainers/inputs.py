@@ -56,7 +56,7 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
         evaluations = [_evaluation_set(config, evaluation, builder) for evaluation in config.evaluations]
         all_held_out = [*held_out, *(prompt for evaluation in evaluations for prompt in evaluation.prompts)]
         kept = [drop_eval_overlap(prompts, all_held_out) for prompts in parts]
-        rewards = build_rewards(config.rewards, data)
+        rewards = build_rewards(config.rewards, data, config.rollout.deadlines.reward_s)
         rewards.check([*(prompt for part in kept for prompt in part), *held_out])
         if not is_restart():  # they judged before, and a server that is lost may be a while in coming back
             is_single = kind.kind == "single"
@@ -94,7 +94,7 @@ def _evaluation_set(config: Config, one: EvaluationConfig, builder: PromptBuilde
         rows_of(one.rows), prefix="eval", origin=Origin(f"evaluations[{index}].rows", one.rows)
     )
     configs = config.rewards if one.rewards is None else one.rewards
-    rewards = build_rewards(configs, data)
+    rewards = build_rewards(configs, data, config.rollout.deadlines.reward_s)
     rewards.check(prompts)
     rewards.tolerate(configs)
     return EvaluationSet(one, prompts, rewards)

@@ -95,3 +95,14 @@ def test_the_split_gives_no_rank_more_attention_work_than_the_others(cp: int) ->
     runs = [pairs[start:end].view(cp, -1).sum(1) for start, end in pairwise(stream.boundaries)]
     in_order = torch.stack(runs).sum(0)
     assert float(in_order.max() / in_order.mean()) > 1.2, "this case would be balanced without a zig-zag"
+
+
+@pytest.mark.parametrize("values", [torch.tensor([3, 4, 5], dtype=torch.int16), torch.tensor([0.5, 1.5, 2.5])])
+def test_a_token_column_has_what_was_laid_and_is_unknown_elsewhere(values: Tensor) -> None:
+    response = Response(0, torch.tensor([3, 4]), torch.tensor([True, True]), extra={"mine": values[2:]})
+    laid = pack([Unit(torch.tensor([1, 2]), [response], extra={"mine": values[:2]})], pad_to_multiple=8).extra["mine"]
+    assert laid.dtype == values.dtype
+    assert laid[:3].tolist() == values.tolist()
+    unknown = laid[3:].isnan() if laid.is_floating_point() else laid[3:] == torch.iinfo(laid.dtype).max
+    assert unknown.all()
+    assert len(unknown) == 5

@@ -13,7 +13,7 @@ from aiohttp import web
 from megarl.config.sections import DataConfig, RewardConfig
 from megarl.config.sources import SourceConfig
 from megarl.data.sample import Prompt, Sample
-from megarl.errors import RewardError
+from megarl.errors import RewardError, RewardServerError
 from megarl.rewards import RewardSources, build_rewards
 from megarl.rewards.trial import try_sources
 from tests.rewards.local_server import running
@@ -253,14 +253,28 @@ def test_servers_of_rewards_are_asked_once_before_a_run_and_judges_are_not(funct
     try_sources(build_rewards([RewardConfig(name="llm_judge", args=judge)], DATA), [prompt])
 
 
-def test_deadline_names_the_source_that_missed_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_run", [True, False])
+def test_deadline_names_the_source_that_missed_it(tmp_path: Path, of_run: bool) -> None:
     release = threading.Event()
     rewards = _function(tmp_path, "def f(samples, release):\n    release.wait(60)\n    return [0.0]", release=release)
+    if of_run:
+        rewards.deadline_s = 0.2
     started = time.monotonic()
-    with pytest.raises(RewardError, match=r"mine\.py:f' did not score 2 samples before the deadline of 0\.2 s"):
-        rewards.score(_samples(2), deadline_s=0.2)
+    late = r"mine\.py:f' did not score 2 samples before the deadline of 0\.2 s .*rollout\.deadlines\.reward_s"
+    with pytest.raises(RewardError, match=late):
+        rewards.score(_samples(2), None if of_run else 0.2)
     assert time.monotonic() - started < 10
     release.set()
+
+
+def test_a_function_that_cannot_reach_its_server_may_say_so(tmp_path: Path) -> None:
+    """Runs are restarted then; any other error ends them."""
+    body = "from megarl.errors import RewardServerError\ndef f(sample): raise RewardServerError('no answer from judge:8000')"
+    with pytest.raises(RewardServerError, match=r"mine\.py:f' raised RewardServerError: no answer from judge:8000"):
+        _function(tmp_path, body).score(_samples(1))
+    with pytest.raises(RewardError) as other:
+        _function(tmp_path, "def f(sample): raise ConnectionError('gone')").score(_samples(1))
+    assert not isinstance(other.value, RewardServerError)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megarl.errors import DeadlineError, EngineError
-from megarl.rollout.engines.protocol import Engine, EngineRequest, SamplingParams
+from megarl.rollout.engines.protocol import Engine, EngineRequest, Generation, SamplingParams
 from tests.rollout.tiny import PROMPTS, halves, largest_difference, load, sync, weights_of, weights_that_never_end
 
 TOLERANCE = 1e-5
@@ -204,3 +204,10 @@ def test_updates_out_of_order_are_refused(engine: Engine, tiny_path: Path) -> No
 def test_requests_that_cannot_be_answered_are_named(prompts: list[list[int]], arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(EngineError, match=message):
         EngineRequest(prompts, SamplingParams(max_new_tokens=2), **arguments)
+
+
+def test_an_answer_with_a_column_that_no_option_declares_is_refused() -> None:
+    known = Generation([7], [-0.5], [1], "stop", {"routes": None})
+    assert known.extra == {"routes": None}
+    with pytest.raises(EngineError, match=r"the engine answered the column 'mine'; those of options are .*routes"):
+        Generation([7], [-0.5], [1], "stop", {"mine": [0.25]})

@@ -209,7 +209,7 @@ def errors_page() -> str:
     for name, kind in vars(errors).items():
         if inspect.isclass(kind) and issubclass(kind, errors.MegarlError):
             meaning = " ".join((inspect.getdoc(kind) or "").split())
-            lines.append(f"| `{name}` | {_text(meaning)} | {_exit_code(kind)} | {_restarted(name)} |")
+            lines.append(f"| `{name}` | {_text(meaning)} | {_exit_code(kind)} | {_restarted(kind)} |")
     lines += [
         "",
         "*Restarted*: `megarl train` and its kind start the run again from the newest checkpoint, at most"
@@ -229,10 +229,11 @@ def _exit_code(kind: type[errors.MegarlError]) -> int:
         return commands.reported(fail)
 
 
-def _restarted(name: str) -> str:
-    if name in restarts.ENVIRONMENT:
+def _restarted(kind: type[errors.MegarlError]) -> str:
+    names = {base.__name__ for base in kind.__mro__}
+    if names & {*restarts.ENVIRONMENT}:
         return "yes"
-    return "once the run has done a step" if name in restarts.ONCE_IT_RAN else "no"
+    return "once the run has done a step" if names & {*restarts.ONCE_IT_RAN} else "no"
 
 
 def _text(words: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from megarl.config import Config
 from megarl.config.engine_kinds import EngineCapabilities
-from megarl.data.columns import joined
+from megarl.data.columns import columns, joined
 from megarl.data.media import Media
 from megarl.data.prefills import NO_PREFILLS, PrefillCounts
 from megarl.errors import EngineError
@@ -90,6 +90,8 @@ class Generation:
         lengths = {len(self.response_ids), len(self.log_probs), len(self.weight_versions)}
         if len(lengths) != 1:
             raise EngineError(f"the engine answered ids, log-probs and versions of different lengths: {sorted(lengths)}")
+        if self.extra and (strange := sorted(self.extra.keys() - columns().keys())):
+            raise EngineError(f"the engine answered the column '{strange[0]}'; those of options are {', '.join(columns())}")
 
     @property
     def tokens(self) -> int:

@@ -18,10 +18,10 @@ from tests.themes.slurm.cluster import Slurm
 MEGARL = str(Path(sys.executable).with_name("megarl"))
 
 
-def submit(slurm: Slurm, config: Path, *words: str) -> str:
+def submit(slurm: Slurm, config: Path, *words: str, nodes: int = 2) -> str:
     """Submit from the login node; returns the job's number."""
     said = slurm.run(MEGARL, "submit", "slurm", str(config), *CPU_NODES, *words)
-    found = re.match(r"job (\d+): 2 nodes; the script is ", said)
+    found = re.match(rf"job (\d+): {nodes} nodes; the script is ", said)
     assert found is not None, said
     return found[1]
 
