@@ -1,6 +1,6 @@
 """The reinforcement-learning loop: generate, reward, estimate advantages, update; as the papers write it.
 
-Everything with a flag is behind a verb of `RlRun`. GRPO, PPO and REINFORCE++ are this same loop under different names in the
+Everything with a flag is behind a method of `RlRun`. GRPO, PPO and REINFORCE++ are this same loop under different names in the
 config. So are its schedules: where generation does not wait for training, `generate` finds its responses made or under way.
 """
 

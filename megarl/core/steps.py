@@ -1,4 +1,4 @@
-"""The verbs of the reinforcement-learning loop: everything that `rl.train` says, with its config and processes."""
+"""The methods of the reinforcement-learning loop: everything that `core.loop.train` calls, with its config and processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TRAINING = ("log_probs", "update", "sync")
 
 
 class RlRun(Run):
-    """A reinforcement-learning run; `rl.train` is written in its methods."""
+    """A reinforcement-learning run; `core.loop.train` is written in its methods."""
 
     shown: ClassVar = SHOWN
     # made by `start`, with the processes

@@ -17,6 +17,7 @@ OPTIONS = {
     "plain": [],
     "array": ["--seeds", "3,5,8"],
     "shared": ["--no-exclusive", "--cpus-per-node", "12"],
+    "spares": ["resources.spares=1"],
     "full": [
         "--partition", "gpu", "--account", "lab", "--qos", "high", "--time", "1-06:30:00", "--warn-s", "600",
         "--interface", "ib0",
@@ -48,6 +49,8 @@ def test_scripts_are_clean_shell(
     system: str, kind: str, rl_yaml: Path, sft_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for config in (rl_yaml, sft_yaml):
+        if kind == "spares" and config == sft_yaml:
+            continue  # refused: they are of runs that sample
         script = rendered(capsys, system, str(config), "policy.layout.dp=16", *OPTIONS[kind])
         assert shellcheck(tmp_path / "job.sh", script) == ""
         scripts = inner_scripts(script)
@@ -89,6 +92,17 @@ def test_what_is_asked_of_the_batch_system_is_in_its_directives(rl_yaml: Path, c
     lsf = rendered(capsys, "lsf", str(rl_yaml), "policy.layout.dp=16", *OPTIONS["full"])
     assert "#BSUB -n 128\n" in lsf
     assert "#BSUB -W 1830\n#BSUB -wa USR1 -wt 10\n" in lsf
+
+
+def test_a_job_with_spares_outlives_a_lost_node(rl_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Slurm ends jobs and steps that lose a node unless they say otherwise; what goes on from disk is better begun anew."""
+    script = rendered(capsys, "slurm", str(rl_yaml), "policy.layout.dp=16", "resources.spares=1")
+    assert "#SBATCH --no-kill\n" in script
+    assert "step=(srun --overlap --no-kill --kill-on-bad-exit=0 " in script
+    assert '[[ -n $(sinfo --noheader --states=down --nodes="$SLURM_JOB_NODELIST") ]]' in script
+    plain = rendered(capsys, "slurm", str(rl_yaml), "policy.layout.dp=16")
+    assert "no-kill" not in plain
+    assert "sinfo" not in plain
 
 
 def test_gpus_are_asked_for_by_gres_where_the_cluster_wants_that(rl_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
