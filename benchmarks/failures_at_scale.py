@@ -171,6 +171,7 @@ class Simulation:
         self.written: list[tuple[float, int]] = []
         self.why: dict[str, int] = {}
         self.restarts = self.replaced = self.shrunk_steps = 0
+        self._looked_at: set[tuple[str, int]] = set()
 
     def result(self) -> dict[str, Any]:
         """Simulate, and say what was lost."""
@@ -269,9 +270,10 @@ class Simulation:
             self._disturbed_step(recovery, group)
 
     def _next_growth_s(self, recovery: Any) -> float:
-        """When replicas may come back: at once where all of their ranks have nodes, else when a node is repaired."""
-        sought = [actor for actor, _ in recovery._places._sought.values()]
-        if sought and False not in [actor.has_node() for actor in sought]:
+        """When replicas may come back: at once where places that the last step did not have are there, else when a node is
+        repaired."""
+        there = {number for number, (actor, _) in recovery._places._sought.items() if actor.has_node()}
+        if there != self._looked_at:
             return self.cluster.now
         return self.cluster.repairs[0] if self.cluster.repairs else float("inf")
 
@@ -290,6 +292,7 @@ class Simulation:
         self.replaced += run.metrics["recovery/seconds"] > 0
         self.step += 1
         self.shrunk_steps += group.layout.dp < whole
+        self._looked_at = {number for number, (actor, _) in recovery._places._sought.items() if actor.has_node()}
         self._save_if_due()
 
 

@@ -297,7 +297,7 @@ class Group(WorkerGroup):
             RankLostError: a rank is gone; it is noticed some time after.
         """
         took = self.cluster.seconds.get(activity, 0.0) if isinstance(activity, str) else activity
-        self._check()
+        self.check()
         until = self.cluster.now + took
         while self.cluster.next_failure_s <= until:
             self.cluster.advance(self.cluster.next_failure_s)
@@ -307,15 +307,16 @@ class Group(WorkerGroup):
                 self.cluster.advance(until)
             self.notice(failure)
         self.cluster.advance(until)
-        self._check()
+        self.check()
 
     def notice(self, failure: Failure) -> None:
         """Let the time pass until a loss is noticed."""
         effect = {"pair": "node", "silent": "process"}.get(failure.effect, failure.effect)
         self.cluster.advance(self.cluster.now + self.cluster.seconds[f"notice {effect}"])
-        self._check()
+        self.check()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise RankLostError if a rank is gone."""
         if lost := [rank for rank, actor in enumerate(self.actors) if not actor.is_alive]:
             self.lost = lost
             error = RankLostError(f"ranks {lost[:3]} of policy are gone")
@@ -333,6 +334,8 @@ def wait_for(asked: Sequence[Any], *, phase: str, deadline_s: float, whose: Any,
         except ray.exceptions.GetTimeoutError:
             raise DeadlineError(f"phase '{phase}' was not done") from None
         except ray.exceptions.RayActorError:
+            if isinstance(whose, Group):
+                whose.check()
             raise WorkerError(f"a process of phase '{phase}' is gone") from None
     return answers
 

@@ -3,9 +3,9 @@
 An option declares its column once, as `COLUMN` of its `column.py`. What holds responses (`Generation.extra`, `Sample.extra`, a
 batch's, a share's and a stream's) has values by name, calls the functions below, and knows no option.
 
-A token column is an array `[tokens, ...]` of prompt and response. Where nothing is known it has the largest value of its type, or
-NaN if it has floats. It is of the sequence alone: a response whose tokens change loses it, and tokens that have it are not
-shared between responses.
+A token column is an array `[tokens, ...]` of prompt and response. Where nothing is known it has the largest value of its
+type, or NaN if it has floats. It is of the sequence alone: a response whose tokens change loses it, and tokens that have it are
+not shared between responses.
 """
 
 from __future__ import annotations

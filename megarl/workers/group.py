@@ -102,15 +102,16 @@ class WorkerGroup:
     ) -> None:
         """`nodes` call the ranks, each those on it; none: they are called one by one."""
         self.name, self.log_folder, self.platform = name, log_folder, platform
-        self.regroup(layout, actors, nodes)
         self.host_and_pid: list[tuple[str, int]] = []
         """(Node IP, process id) by rank, once they have started."""
+        self.regroup(layout, actors, nodes)
         self.lost: list[int] = []
         """Ranks whose processes were gone when a call was last looked into."""
 
     def regroup(self, layout: Layout, actors: Sequence[Any], nodes: Sequence[NodeHandle] = ()) -> None:
         """Have these actors be the ranks, in a world that is yet to be connected."""
         self.layout, self.actors, self.nodes, self._calls = layout, list(actors), list(nodes), 0
+        self.host_and_pid = []
         self._replicas = [layout.coords(rank).dp for rank in range(layout.world_size)]
         self.reporting: Sequence[int] = reporting_ranks(layout)
         of_nodes = [node.actor for node in self.nodes], [node.ranks for node in self.nodes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,7 @@ class Places:
         self._cluster, self._shared = cluster, shared
         self._spares: list[tuple[Any, Bundle]] = []
         self._sought: dict[tuple[str, int], tuple[Any, Any]] = {}
+        """By group and number of a place that was lost a process there, and its answer once it is."""
         self._reserved: PlacementGroup | None = None
         self._losses: Counter[Bundle] = Counter()
         self.put_aside: list[Bundle] = []
@@ -142,27 +143,32 @@ class Places:
         placement = self._cluster.placement
         self._cluster.placement = replace(placement, ranks={**placement.ranks, group: tuple(numbers)})
 
-    def found(self, group: WorkerGroup, layout: Layout, missing: Mapping[int, int]) -> dict[int, Any] | None:
-        """Processes of the `missing` ranks of a layout, by rank, at the places of these numbers.
+    def found(self, group: WorkerGroup, missing: Sequence[int]) -> dict[int, Any]:
+        """Processes for a group, by the numbers of `missing` places at which they are by now; nothing is waited for.
 
-        None: Ray has not found room for all, or they are not ready; nothing is waited for.
+        Those that are not there yet are sought on; `take` says which are used.
         """
         threads = self._cluster.threads_of(group.name)
-        for rank, number in missing.items():
-            if (group.name, rank) not in self._sought:
-                actor = self._start(group.name, rank, layout, threads, self._cluster.where(number, threads))
-                self._sought[group.name, rank] = actor, actor.__ray_call__.remote(_whereabouts)
-        asked = {rank: self._sought[group.name, rank][1] for rank in missing}
-        there = ray.wait([*asked.values()], num_returns=len(asked), timeout=0)[0]
-        for rank, answer in asked.items():
+        for number in missing:
+            if (group.name, number) not in self._sought:
+                actor = self._start("spare", number, Layout(), 1, self._cluster.where(number, threads))
+                self._sought[group.name, number] = actor, actor.__ray_call__.remote(_whereabouts)
+        asked = {number: self._sought[group.name, number][1] for number in missing}
+        there = ray.wait([*asked.values()], num_returns=len(asked), timeout=0)[0] if asked else []
+        processes = {}
+        for number, answer in asked.items():
             if answer in there:
                 try:
-                    self._move(missing[rank], ray.get(answer))
+                    self._move(number, ray.get(answer))
+                    processes[number] = self._sought[group.name, number][0]
                 except ray.exceptions.RayActorError:
-                    del self._sought[group.name, rank]
-        if len(there) < len(asked) or any((group.name, rank) not in self._sought for rank in missing):
-            return None
-        return {rank: self._sought.pop((group.name, rank))[0] for rank in missing}
+                    self.take(group, [number])
+        return processes
+
+    def take(self, group: WorkerGroup, numbers: Iterable[int]) -> None:
+        """Seek no processes for these places any more: they are used, or gone."""
+        for number in numbers:
+            del self._sought[group.name, number]
 
     def _move(self, number: int, at: Bundle) -> None:
         placement = self._cluster.placement

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
 from megarl.config import Config
-from megarl.config.layout import Layout
 from megarl.core.steps import RlRun
-from megarl.errors import LayoutError, RankLostError, WorkerError, counted
+from megarl.errors import DeadlineError, RankLostError, WorkerError, counted
 from megarl.options.elastic.comparison import begin_watch, differing, end_watch
 from megarl.options.elastic.memory import LOOK_S, Memory, Moment
 from megarl.options.elastic.places import FAULTY_AFTER, Places
 from megarl.options.elastic.rank_process import Become, interrupt, leave
+from megarl.options.elastic.replicas import Replicas, with_fewer
 from megarl.options.elastic.section import compared_every, shrinks, spares_of
 from megarl.supervise.child_run import is_restart
 from megarl.weights.machines import Machines
@@ -51,9 +51,11 @@ class RankReplacement:
         self._compare_every = compared_every(config.resources)
         self._damaged: dict[str, set[int]] = {}
         """By group the ranks that differed from other replicas, until they are replaced."""
+        self._late: dict[str, set[int]] = {}
+        """By group the ranks whose new processes did not come, as their node was lost, until they are replaced elsewhere."""
         self._shrinks = shrinks(config.resources)
-        self._whole: dict[str, tuple[Layout, tuple[int, ...]]] = {}
-        """By group that has fewer replicas its own layout, and the places of its ranks."""
+        self._whole: dict[str, Replicas] = {}
+        """By group that has fewer replicas those of its own layout."""
         self._memory = Memory(roles, self._deadlines.save_s)
         self._memory.find_nodes()
         self._memory.check_room()
@@ -164,8 +166,15 @@ class RankReplacement:
                 actor.__ray_call__.remote(Become(group.log_folder, group.name, rank, group.layout, threads))
                 for rank, actor in enumerate(group.actors)
             ]
-            names = [f"rank {rank} of {group.name}" for rank in range(len(group.actors))]
-            wait_for(become, phase="replacement", deadline_s=self._deadlines.start_s, whose=names)
+            try:
+                wait_for(become, phase="replacement", deadline_s=self._deadlines.start_s, whose=group)
+            except DeadlineError as error:
+                answered = ray.wait(become, num_returns=len(become), timeout=0)[0]
+                group.lost = [rank for rank, asked in enumerate(become) if asked not in answered]
+                self._late[group.name] = {*group.lost}
+                lost = RankLostError(str(error))
+                lost.who = error.who
+                raise lost from error
             group.connect(seed=self._seed, deadline_s=self._deadlines.start_s)
         for role in self._roles.loaded:
             if self._roles.group_of(role) in groups:
@@ -179,8 +188,8 @@ class RankReplacement:
         """Have a process for every rank of the group, none of which is in a world."""
         lost = {*group.lost}
         lost |= _stuck({rank: actor for rank, actor in enumerate(group.actors) if rank not in lost})
-        there = {rank: self._memory.is_there(group.name, rank) for rank in sorted(lost)}
-        damaged = self._damaged.pop(group.name, set())
+        late, damaged = self._late.pop(group.name, set()), self._damaged.pop(group.name, set())
+        there = {rank: rank not in late and self._memory.is_there(group.name, rank) for rank in sorted(lost)}
         before = len(self._places.put_aside)
         homeless = self._places.replace(group, there, damaged, SHRINK_S if self._shrinks else self._deadlines.start_s)
         for at in self._places.put_aside[before:]:
@@ -194,40 +203,55 @@ class RankReplacement:
         """Have the group be the replicas that have all of their ranks, or as many of them as its layout can do with."""
         layout, broken = group.layout, {group.layout.coords(rank).dp for rank in homeless}
         whole = [replica for replica in range(layout.dp) if replica not in broken]
-        fits = next((smaller for dp in range(len(whole), 0, -1) if (smaller := _with_dp(layout, dp)) is not None), None)
+        fits = with_fewer(layout, len(whole))
         if fits is None:
             raise WorkerError(f"of {group.name} no replica is left that has all of its ranks")
         kept = [rank for rank in range(layout.world_size) if layout.coords(rank).dp in whole[: fits.dp]]
         for rank in {*range(layout.world_size)} - {*kept} - {*homeless}:
             ray.kill(group.actors[rank], no_restart=True)
-        self._whole.setdefault(group.name, (layout, self._cluster.placement.ranks[group.name]))
-        self._places.assign(group.name, [self._cluster.placement.ranks[group.name][rank] for rank in kept])
+        placement = self._cluster.placement
+        if group.name not in self._whole:
+            self._whole[group.name] = Replicas.of(layout, placement.ranks[group.name], lambda at: placement.bundles[at].node)
+        self._places.assign(group.name, [placement.ranks[group.name][rank] for rank in kept])
         group.regroup(fits, [group.actors[rank] for rank in kept])
         self._memory.renumber(group.name, kept)
 
     def _grow(self, run: RlRun) -> None:
-        """Have groups that lost replicas be whole again, once there are places for all of their ranks."""
+        """Have groups that lost replicas have as many again as there are places for."""
         grown = []
-        for name, (layout, places) in self._whole.items():
+        for name, replicas in [*self._whole.items()]:
             group = self._groups()[name]
             own = dict(zip(self._cluster.placement.ranks[name], group.actors, strict=True))
-            missing = {rank: number for rank, number in enumerate(places) if number not in own}
-            if not _answer(own.values()):
+            if _answering(own) != own:
                 continue  # some are lost, which this attempt finds
-            found = self._places.found(group, layout, missing)
-            if found is None:
+            found = self._places.found(group, [number for number in replicas.places if number not in own])
+            ready = _answering(found)
+            self._places.take(group, found.keys() - ready.keys())
+            there = own | ready
+            replicas.put_together(there)
+            largest = replicas.largest(there)
+            if largest is None or largest[0].dp <= group.layout.dp:
                 continue
-            if _stuck(own):
-                raise WorkerError(f"ranks of {name} did not leave the world of fewer replicas within {LEAVE_S:.0f} s")
             before = {number: rank for rank, number in enumerate(own)}
+            if stuck := _stuck(own):
+                group.lost = [before[number] for number in stuck]
+                error = RankLostError(f"ranks {group.lost} of {name} did not leave their world within {LEAVE_S:.0f} s")
+                error.who = f"ranks {group.lost} of {name}, which did not leave the world of fewer replicas"
+                raise error
+            layout, places = largest
+            for number in own.keys() - {*places}:
+                ray.kill(own[number], no_restart=True)
+            self._places.take(group, [number for number in places if number in ready])
             self._memory.renumber(name, [before.get(number) for number in places])
             self._places.assign(name, places)
-            group.regroup(layout, [found[rank] if rank in found else own[number] for rank, number in enumerate(places)])
+            group.regroup(layout, [there[number] for number in places])
             grown.append(group)
+            if layout == replicas.layout:
+                del self._whole[name]
+                run.progress.say(f"all ranks of {name} have places again")
+            else:
+                run.progress.say(f"{layout.dp} of {replicas.layout.dp} replicas of {name} have places again")
         if grown:
-            for group in grown:
-                del self._whole[group.name]
-            run.progress.say(f"all ranks of {', '.join(group.name for group in grown)} have places again")
             self._bring_up(run, grown)
             self._reconnect()
 
@@ -247,26 +271,21 @@ def _stuck(actors: Mapping[int, Any]) -> set[int]:
     return stuck
 
 
-def _answer(actors: Iterable[Any]) -> bool:
-    """Return whether all of these processes, which do nothing, are there."""
-    asked = [actor.__ray_call__.remote(_nothing) for actor in actors]
-    ray.wait(asked, num_returns=len(asked), timeout=LOOK_S)
-    try:
-        ray.get(asked, timeout=0)
-    except (ray.exceptions.RayError, TimeoutError):
-        return False
-    return True
+def _answering(actors: Mapping[int, Any]) -> dict[int, Any]:
+    """Restrict to processes that are there; they do nothing else."""
+    asked = {number: actor.__ray_call__.remote(_nothing) for number, actor in actors.items()}
+    if asked:
+        ray.wait([*asked.values()], num_returns=len(asked), timeout=LOOK_S)
+    there = {}
+    for number, answer in asked.items():
+        with suppress(ray.exceptions.RayError, TimeoutError):
+            ray.get(answer, timeout=0)
+            there[number] = actors[number]
+    return there
 
 
 def _nothing(process: object) -> None:
     """Do nothing."""
-
-
-def _with_dp(layout: Layout, dp: int) -> Layout | None:
-    try:
-        return replace(layout, dp=dp)
-    except LayoutError:
-        return None
 
 
 @contextmanager

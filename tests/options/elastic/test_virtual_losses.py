@@ -112,6 +112,44 @@ def test_without_a_spare_a_replica_is_given_up_and_comes_back(played: Callable[.
     assert group.layout == LAYOUT
 
 
+def test_replicas_come_back_one_by_one_while_other_nodes_are_repaired(played: Callable[..., Played]) -> None:
+    """Two replicas lack a node each: what is left of both makes one, at once."""
+    recovery, group, cluster = begun(played(Failure(130.0, "node", "node", 0.3), Failure(300.0, "node", "node", 0.9), spares=0))
+    fewest, number = LAYOUT.dp, 0
+    while (len(cluster.repairs) < 2 or group.layout.dp < 3) and number < 8:
+        step((recovery, group, cluster), number := number + 1)
+        fewest = min(fewest, group.layout.dp)
+    assert fewest == 2
+    assert group.layout == Layout(pp=2, dp=3)
+    assert len(cluster.repairs) == 2, "no node is back"
+    cluster.advance(cluster.now + SECONDS["repair"])
+    for later in range(number + 1, number + 4):
+        step((recovery, group, cluster), later)
+    assert group.layout == LAYOUT
+    assert len({actor.node for actor in group.actors}) == LAYOUT.world_size
+
+
+@pytest.mark.parametrize("effect", ["node", "process"])
+@pytest.mark.parametrize("where", [0.05, 0.5, 0.95])
+def test_no_second_of_a_replicas_return_is_one_in_which_a_loss_ends_the_run(
+    played: Callable[..., Played], effect: str, where: float
+) -> None:
+    for second in range(1200, 1320, 3):
+        run = begun(played(Failure(130.0, "node", "node", 0.3), Failure(float(second), "bug", effect, where), spares=0))
+        _, group, cluster = run
+        cluster.buddies_have_all = True  # what nobody has in memory is another matter
+        step(run, 1)
+        cluster.advance(1190.0)
+        number = 1
+        while cluster.now < 1400.0:
+            step(run, number := number + 1, generate_s=0.0)
+        assert cluster.counts == {"node": 1, "bug": 1}
+        cluster.advance(cluster.now + SECONDS["repair"])
+        for later in range(number + 1, number + 5):
+            step(run, later)
+        assert group.layout == LAYOUT
+
+
 def test_a_rank_lost_before_a_replica_comes_back_does_not_end_the_run(played: Callable[..., Played]) -> None:
     """Replicas are taken back at a step's border; what was lost while engines generated is replaced first."""
     recovery, group, cluster = begun(
