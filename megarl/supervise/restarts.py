@@ -5,6 +5,7 @@ valid checkpoint, a bounded number of times, each failure in the run folder's `f
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -94,6 +95,8 @@ class _Supervision:
                 self.has_begun |= outcome.phase != INPUTS
                 self.has_run |= bool(outcome.steps)
                 if outcome.failure is None or not self._is_worth_another(outcome.failure["kinds"]):
+                    if outcome.code < 0:  # it did not come to say itself why it ended
+                        raise WorkerError(_killed(outcome))
                     return outcome.code
                 failed_in_a_row = 1 if outcome.steps else failed_in_a_row + 1
                 wait_s = min(FIRST_WAIT_S * 2 ** (failed_in_a_row - 1), LONGEST_WAIT_S)
@@ -185,6 +188,12 @@ class _Supervision:
 
     def _how_to_go_on(self) -> str:
         return f"run.resume=auto continues from the newest checkpoint in {self.checkpoints.folder}, if there is one"
+
+
+def _killed(outcome: ExitStatus) -> str:
+    """Say why a run ended that was killed on its way out."""
+    why = outcome.failure["what"] if outcome.failure is not None else "the run was told to leave"
+    return f"{why}; its processes did not end by themselves after that, and were killed by {signal.Signals(-outcome.code).name}"
 
 
 def _ordinal(number: int) -> str:

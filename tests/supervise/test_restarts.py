@@ -68,12 +68,10 @@ def fail(number, step):
     if what == "sleep":
         (folder / "sleeps").touch()
         time.sleep(600)
-    if what == "hang":  # fails, and then its world does not let it go
-        try:
-            raise errors.WorkerError("rank 3 of policy died")
-        finally:
-            child_run.report_end(errors.WorkerError("rank 3 of policy died"))
-            time.sleep(600)
+    if what in ("hang", "mistake"):  # fails, and then its world does not let it go
+        kind = errors.WorkerError if what == "hang" else errors.RewardError
+        child_run.report_end(kind("rank 3 of policy died"))
+        time.sleep(600)
     error = getattr(errors, what)("something happened")
     error.who = "rank 1 of policy"
     raise error
@@ -182,6 +180,15 @@ def test_what_the_user_did_wrong_is_never_begun_again(tmp_path: Path, error: str
     assert (code, resumes, faults) == (2, ["never"], [])
     assert said == f"{error}: something happened\n"
     assert not (tmp_path / "runs").exists()
+    assert nothing_is_left(tmp_path)
+
+
+def test_a_mistake_is_said_though_the_run_is_killed_as_it_does_not_end(tmp_path: Path) -> None:
+    code, resumes, faults, said = run(tmp_path, "mistake@1,1")
+    assert (code, resumes, faults) == (2, ["never"], [])
+    assert said == (
+        "WorkerError: rank 3 of policy died; its processes did not end by themselves after that, and were killed by SIGKILL\n"
+    )
     assert nothing_is_left(tmp_path)
 
 
