@@ -366,6 +366,8 @@ class ServedSamplers:
         session.waiting -= 1
         self._release(adapter)
         self._end_single(session)
+        if session.id and not session.waiting and session.id not in self.sessions:
+            self._promises.drop_target(session.id)
 
     def _end_single(self, session: SamplingSession) -> None:
         """Let go of what a request without a sampling session samples with."""

@@ -154,6 +154,7 @@ def test_requests_that_wait_while_their_session_ends_are_refused(tmp_path: Path,
         assert len(server.engines.asked) == 1
         await server.settled()
         assert nothing_is_kept(server)
+        assert not server.promises._queues, "nobody polls for what it has completed"
         assert not [*(tmp_path / "scratch").iterdir()] if kind in ("passed", "inflight") else True
 
     run(tmp_path, scenario)
