@@ -52,8 +52,16 @@ class CustomLosses:
             raise RequestError(f"the loss {identity!r:.200} does not exist; create_custom_loss makes one")
         return made.graph
 
-    async def create(self, tenant: Tenant, asked: types.CreateCustomLossRequest) -> dict[str, Any]:
-        """Answer `create_custom_loss` with a future: the graph is read, and nothing of it evaluated."""
+    async def create(
+        self, tenant: Tenant, asked: types.CreateCustomLossRequest, check_open: Callable[[], object]
+    ) -> dict[str, Any]:
+        """Answer `create_custom_loss` with a future: the graph is read, and nothing of it evaluated.
+
+        `check_open` raises RequestError where the session is over.
+
+        Raises:
+            RequestError: with status 503, the loss cannot be written: the client asks again.
+        """
         identity, digest = f"{asked.session_id}:loss:{asked.custom_loss_seq_id}", digest_of_json(asked)
         known = self._promises.known(identity)
         if known is not None and known.digest == digest:
@@ -63,21 +71,37 @@ class CustomLosses:
         self._promises.check_room(tenant.name)
         promise = self._promises.make(identity, tenant.name, digest)
         try:
-            if sum(made.session == asked.session_id for made in self._made.values()) >= MOST_CUSTOM_LOSSES:
-                raise RequestError(f"the session has {MOST_CUSTOM_LOSSES} losses already, as many as it may have")
-            loss = f"loss-{secrets.token_hex(8)}"
-            await self._make(loss, tenant.name, asked)
+            self._check_room(asked.session_id)
+            loss = await self._make(tenant.name, asked, check_open)
             self._promises.keep(promise, {"loss_id": loss, "type": "create_custom_loss"})
         except RequestError as error:
             self._promises.fail(promise, str(error))
+        except OSError as error:
+            self._promises.take_back(promise)
+            self._say(f"the loss {identity} cannot be written: {error}")
+            raise RequestError("the server cannot write down the loss now; ask again", status=503) from None
         return {"request_id": identity}
 
-    async def _make(self, loss: str, tenant: str, asked: types.CreateCustomLossRequest) -> None:
+    async def _make(self, tenant: str, asked: types.CreateCustomLossRequest, check_open: Callable[[], object]) -> str:
+        loss = f"loss-{secrets.token_hex(8)}"
         graph = await asyncio.to_thread(self._read, asked)
+        check_open()
+        self._check_room(asked.session_id)  # others may have been read meanwhile
         file = self._folder / f"{folder_of(asked.session_id)}={loss}.json"
-        note = {"loss": loss, "tenant": tenant, "asked": asked.model_dump(mode="json")}
-        await asyncio.to_thread(_write, file, note)
         self._made[loss] = _Made(asked.session_id, graph, file)
+        note = {"loss": loss, "tenant": tenant, "asked": asked.model_dump(mode="json")}
+        try:
+            await asyncio.to_thread(_write, file, note)
+            check_open()
+        except BaseException:
+            self._made.pop(loss, None)
+            file.unlink(missing_ok=True)
+            raise
+        return loss
+
+    def _check_room(self, session: str) -> None:
+        if sum(made.session == session for made in self._made.values()) >= MOST_CUSTOM_LOSSES:
+            raise RequestError(f"the session has {MOST_CUSTOM_LOSSES} losses already, as many as it may have")
 
     def _read(self, asked: types.CreateCustomLossRequest) -> Any:
         if self._read_graph is None:

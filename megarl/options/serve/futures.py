@@ -194,6 +194,7 @@ class Promises:
         promise = self.find(tenant, identity)
         if promise.settled is None:  # clients ask again at once, also a server that ends
             await (asyncio.sleep(STOPPED_S) if self._stopped else _wait(promise.moved, self._poll_s))
+            promise = self.find(tenant, identity)  # it may have been forgotten meanwhile
         if promise.settled is None:
             again = {"type": "try_again", "request_id": identity, "queue_state": "active"}
             return Reply(json.dumps(again).encode(), 408)

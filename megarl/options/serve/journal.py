@@ -227,13 +227,13 @@ class RequestJournal:
 
     def drop(self, model: str) -> None:
         """Forget a model."""
+        folder = self._folder(model)
         with self._lock:
             log = self._logs.pop(model, None)
+            (folder / "facts.json").unlink(missing_ok=True)  # without it nobody opens the file of requests again
         if log is not None:
             with log.lock:
                 log.file.close()
-        folder = self._folder(model)
-        (folder / "facts.json").unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
@@ -264,7 +264,7 @@ class RequestJournal:
             if log is None:
                 folder = self._folder(model)
                 whole = [n for n in _numbers(folder, "requests-") if n == 0 or (folder / _snapshot_name(n)).exists()]
-                if not whole:
+                if not whole or not (folder / "facts.json").exists():
                     raise CheckpointError(f"model {model} has no journal")
                 log = self._logs[model] = _open(folder / _log_name(max(whole)))
             return log

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse, StreamingResponse
 from pydantic import ValidationError
-from starlette.background import BackgroundTask
+from starlette.types import Receive, Scope, Send
 from tinker import types
 from tinker._models import BaseModel
 
@@ -30,6 +30,22 @@ MOST_BODY_BYTES = 2**18
 """Bytes of a body of these routes, at most."""
 RUN = "/api/v1/training_runs/{run}"
 CHECKPOINT = RUN + "/checkpoints/{kind}/{name}"
+
+
+class _Reading(Response):
+    """An answer that reads what is pinned. The pin ends with it, also where it is refused (a range behind the end) or breaks
+    off, after which background tasks are not run."""
+
+    def __init__(self, answer: Response, pinned: ExitStack) -> None:
+        super().__init__()
+        self._answer, self._pinned = answer, pinned
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, then unpin."""
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            await run_in_threadpool(self._pinned.close)
 
 
 def management_router(store: CheckpointStore, tenants: Tenants, who: Callable[..., Any]) -> APIRouter:
@@ -149,14 +165,12 @@ def _add_downloads(router: APIRouter, store: CheckpointStore, tenants: Tenants, 
                     "Content-Length": str(tar_bytes(inside, created)),
                     "Content-Disposition": f'attachment; filename="{path.name}.tar"',
                 }
-                end = BackgroundTask(pinned.pop_all().close)
-                return StreamingResponse(
-                    tar_of(inside, created), media_type="application/x-tar", headers=headers, background=end
-                )
+                tar = StreamingResponse(tar_of(inside, created), media_type="application/x-tar", headers=headers)
+                return _Reading(tar, pinned.pop_all())
             if file not in files:
                 raise RequestError(f"{path} has no file of that name", status=404)
-            found = _plain_file(folder, file)
-            return FileResponse(found, media_type="application/octet-stream", background=BackgroundTask(pinned.pop_all().close))
+            content = FileResponse(_plain_file(folder, file), media_type="application/octet-stream")
+            return _Reading(content, pinned.pop_all())
 
 
 def _add_sessions(router: APIRouter, store: CheckpointStore, caller: Any) -> None:

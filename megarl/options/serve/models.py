@@ -31,7 +31,8 @@ from megarl.options.serve.worker import REFUSED, REFUSED_PASS, ClientModel, Kept
 
 if TYPE_CHECKING:
     from megarl.options.serve.journal import Content, RequestJournal
-    from megarl.options.serve.sampling import PassedWeights, ServedSamplers
+    from megarl.options.serve.sampling import ServedSamplers
+    from megarl.options.serve.sampling_sessions import PassedWeights
 
 ExternalRequest = external.SaveWeightsExternalRequest
 OfModel = Callable[[ClientModel], None]
@@ -297,6 +298,9 @@ class ServedModels:
         async def finish(passed: PassedWeights) -> Settled:
             if not passed.is_there:
                 await self._samplers.add_passed(passed)
+                model = self.models.get(passed.model)
+                if model is None or model.lost:  # it was dropped while engines loaded them
+                    self._samplers.drop_model(passed.model)
             return answer_of(passed)
 
         return Work(kind, export, finish, answer_of)

@@ -82,7 +82,7 @@ class Records(Generic[R]):
 
     def __init__(self, folder: Path, kind: type[R], word: str, say: Callable[[str], None] = print) -> None:
         """Read `folder`. `word` is what sentences call a record; `say` is told of files that cannot be read."""
-        self._folder, self._word, self._lock = folder, word, threading.Lock()
+        self._folder, self._word, self._lock, self._writing = folder, word, threading.Lock(), threading.Lock()
         self._records: dict[str, R] = {}
         self._unwritten: set[str] = set()
         folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ class Records(Generic[R]):
             if record.id in self._records:
                 raise RequestError(f"{self._word} {record.id} exists already", status=400)
             self._records[record.id] = record
-        self._write(record)
+        self._write(record.id)
         return record
 
     def get(self, tenant: str, identity: str) -> R:
@@ -148,7 +148,7 @@ class Records(Generic[R]):
         with self._lock:
             record = replace(self.get(tenant, identity), **changes)
             self._records[identity] = record
-        self._write(record)
+        self._write(identity)
         return record
 
     def touch(self, tenant: str, identity: str, now: float) -> None:
@@ -166,18 +166,23 @@ class Records(Generic[R]):
         with self._lock:
             touched, self._unwritten = self._unwritten, set()
         for identity in touched:
-            if (record := self._records.get(identity)) is not None:
-                self._write(record)
+            self._write(identity)
 
     def remove(self, identity: str) -> None:
         """Forget a record, on disk too; nothing is done if there is none."""
         with self._lock:
             self._records.pop(identity, None)
             self._unwritten.discard(identity)
-        self._path(identity).unlink(missing_ok=True)
+        self._write(identity)
 
-    def _write(self, record: R) -> None:
-        write_text_atomically(self._path(record.id), json.dumps(asdict(record)))
+    def _write(self, identity: str) -> None:
+        """Have the file be what the record is now, whichever thread comes last; where there is no record, no file."""
+        with self._writing:
+            record = self._records.get(identity)
+            if record is None:
+                self._path(identity).unlink(missing_ok=True)
+            else:
+                write_text_atomically(self._path(identity), json.dumps(asdict(record)))
 
     def _path(self, identity: str) -> Path:
         return self._folder / f"{folder_of(identity)}.json"

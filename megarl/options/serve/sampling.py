@@ -6,12 +6,12 @@ Weights that a model passes on lie in a scratch folder until nobody samples with
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import shutil
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,19 @@ from megarl.options.serve.old_records import KEPT_S
 from megarl.options.serve.places import CheckpointPath
 from megarl.options.serve.registry import SamplerRecord
 from megarl.options.serve.request_order import FairSlots
+from megarl.options.serve.sampling_sessions import (
+    NOTE,
+    PassedWeights,
+    SamplingSession,
+    ServedAdapter,
+    folder_of_note,
+    remove_passed,
+)
 from megarl.options.serve.settings import ServiceOptions
 from megarl.options.serve.store import CheckpointStore
 from megarl.options.serve.tenants import Tenant, Tenants
 from megarl.options.serve.values import RequestError, Sampler
 from megarl.options.serve.wire import AskedSamples, digest_of_json, read_sample, sampled_bytes
-from megarl.system.atomic_files import write_text_atomically
 
 if TYPE_CHECKING:
     from megarl.options.serve.worker import ClientModel
@@ -37,80 +44,8 @@ CLONE = 1_000_000_000
 """Numbers of a clone's requests begin with its own number times this."""
 DAY_S = 86_400.0
 _ADAPTER_FILE, _MODEL_FILE = "adapter_config.json", "config.json"
-_NOTE = ".json"
 PASSED = ""
 """The path of samplers whose weights a model passed on, which no checkpoint has."""
-
-
-@dataclass
-class ServedAdapter:
-    """Adapters that engines have. `path`: the checkpoint that they are of, pinned; None: they lie in scratch.
-
-    `model`: what clients call it, a checkpoint's path or the model that passed it on.
-    """
-
-    name: str
-    folder: Path
-    model: str
-    path: CheckpointPath | None = None
-    users: int = 0
-    """Sampling sessions that sample with it, or would."""
-    used: float = 0.0
-    ready: asyncio.Task[None] | None = None
-
-
-@dataclass
-class SamplingSession:
-    """Something that a client samples from. `adapter` None: the base model; `inflight`: always the newest of this model."""
-
-    id: str
-    tenant: str
-    session: str
-    base_model: str
-    digest: bytes
-    adapter: ServedAdapter | None = None
-    inflight: str = ""
-    path: str = ""
-    """Of a session that was there before a restart: the checkpoint that is loaded when it samples first."""
-    clones: int = 0
-    used: float = 0.0
-    over: str = ""
-    """Why it cannot be sampled from any more."""
-
-
-@dataclass(frozen=True)
-class PassedWeights:
-    """Weights that a model passes on by a folder in scratch, for a sampling session of that id."""
-
-    id: str
-    tenant: str
-    session: str
-    base_model: str
-    model: str
-    inflight: str
-    folder: Path
-    request: str = ""
-    """The digest of the request for it, in hex."""
-    is_there: bool = False
-    """Whether it was passed on already, before a crash."""
-
-    def write(self) -> None:
-        """Write it beside the folder, which is whole, for the server after a crash."""
-        note = {name: getattr(self, name) for name in ("id", "tenant", "session", "base_model", "model", "inflight", "request")}
-        write_text_atomically(self.folder.with_name(f"{self.folder.name}{_NOTE}"), json.dumps(note))
-
-    def remove(self) -> None:
-        """Remove the folder."""
-        _remove(self.folder)
-
-
-def _folder_of(note: Path) -> Path:
-    return note.with_name(note.name[: -len(_NOTE)])
-
-
-def _remove(folder: Path) -> None:
-    folder.with_name(f"{folder.name}{_NOTE}").unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 class ServedSamplers:
@@ -137,19 +72,29 @@ class ServedSamplers:
         Raises:
             RequestError: there is no such model or checkpoint, or the number was used for another one.
         """
-        self._store.registry.open_session(tenant.name, asked.session_id)
-        identity = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
-        digest = digest_of_json(asked)
-        there = self.sessions.get(identity)
-        if there is not None:
-            if there.digest not in (b"", digest) or there.tenant != tenant.name:
-                number = asked.sampling_session_seq_id
-                raise RequestError(f"sampling_session_seq_id is {number}, which came before with other content")
-            return {"sampling_session_id": identity, "type": "create_sampling_session"}
-        base_model, adapter = await self._source(tenant, asked.base_model, asked.model_path)
-        made = SamplingSession(identity, tenant.name, asked.session_id, base_model, digest, adapter, used=time.monotonic())
-        self._add(made, asked.model_path)
+        identity, digest = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}", digest_of_json(asked)
+        if not self._is_made(tenant, asked, identity, digest):
+            base_model, adapter = await self._source(tenant, asked.base_model, asked.model_path)
+            try:
+                if not self._is_made(tenant, asked, identity, digest):  # engines may have loaded it for minutes
+                    made = SamplingSession(identity, tenant.name, asked.session_id, base_model, digest, adapter)
+                    self._add(made, asked.model_path)
+            finally:
+                self._release(adapter)
         return {"sampling_session_id": identity, "type": "create_sampling_session"}
+
+    def _is_made(self, tenant: Tenant, asked: types.CreateSamplingSessionRequest, identity: str, digest: bytes) -> bool:
+        """Return whether a sampling session is there already.
+
+        Raises:
+            RequestError: its client's session is over, or its number was used for another one.
+        """
+        self._store.registry.open_session(tenant.name, asked.session_id)
+        there = self.sessions.get(identity)
+        if there is not None and (there.digest not in (b"", digest) or there.tenant != tenant.name):
+            number = asked.sampling_session_seq_id
+            raise RequestError(f"sampling_session_seq_id is {number}, which came before with other content")
+        return there is not None
 
     def join(self, tenant: Tenant, asked: types.JoinSamplingSessionRequest) -> dict[str, Any]:
         """Answer `join_sampling_session` with a number that no other clone has."""
@@ -171,7 +116,7 @@ class ServedSamplers:
         identity = f"{model.session}:sample:{seq}"
         there = self.sessions.get(identity)
         if there is not None and (there.digest != digest or there.tenant != model.tenant):
-            raise RequestError(f"sampling_session_seq_id is {seq}, which was used before")
+            raise _used_before(identity)
         inflight, is_there = f"{model.id} inflight" if is_inflight else "", there is not None
         names = identity, model.tenant, model.session, model.base_model, model.id, inflight
         return PassedWeights(*names, folder, digest.hex(), is_there)
@@ -180,17 +125,21 @@ class ServedSamplers:
         """Have engines sample with what a model has written, and make its sampling session.
 
         Raises:
-            RequestError: engines do not take it.
+            RequestError: engines do not take it, or meanwhile its client's session is over, or has such a sampling session.
         """
-        adapter = ServedAdapter(passed.folder.name, passed.folder, passed.model, used=time.monotonic())
+        adapter = ServedAdapter(passed.folder.name, passed.folder, passed.model, users=1, used=time.monotonic())
         self._adapters[adapter.name] = adapter
         try:
             await self._ready(adapter)
+            self._store.registry.open_session(passed.tenant, passed.session)
+            if passed.id in self.sessions:
+                raise _used_before(passed.id)
+            self._add_session(passed, adapter)
         except BaseException:
-            del self._adapters[adapter.name]
             passed.remove()
             raise
-        self._add_session(passed, adapter)
+        finally:
+            self._release(adapter)
 
     def _add_session(self, passed: PassedWeights, adapter: ServedAdapter) -> SamplingSession:
         own = None if passed.inflight else adapter
@@ -200,25 +149,24 @@ class ServedSamplers:
             before = self._newest.get(key)
             self._newest[key] = adapter
             adapter.users += 1
-            if before is not None:
-                self._release(before)
+            self._release(before)
         self._add(made, PASSED)
         return made
 
     def restore(self) -> None:
         """Take up what was passed on before the server was started again; engines load it when it is sampled with."""
         scratch = self._options.scratch
-        notes = sorted(scratch.glob(f"*{_NOTE}"), key=lambda note: note.stat().st_mtime_ns)
-        for folder in {*scratch.glob("passed-*")} - {*notes} - {_folder_of(note) for note in notes}:
+        notes = sorted(scratch.glob(f"*{NOTE}"), key=lambda note: note.stat().st_mtime_ns)
+        for folder in {*scratch.glob("passed-*")} - {*notes} - {folder_of_note(note) for note in notes}:
             shutil.rmtree(folder, ignore_errors=True)
         for note in notes:
             try:
-                passed = PassedWeights(**object_line(note.read_bytes()), folder=_folder_of(note))
+                passed = PassedWeights(**object_line(note.read_bytes()), folder=folder_of_note(note))
                 kept = ServedAdapter(passed.folder.name, passed.folder, passed.model)
                 adapter = self._adapters.setdefault(kept.name, kept)
                 self._add_session(passed, adapter).clones = _clones_after_a_restart()
             except (OSError, ValueError, TypeError, RequestError) as error:
-                self._options.say(f"weights in '{_folder_of(note)}' cannot be served again: {error}")
+                self._options.say(f"weights in '{folder_of_note(note)}' cannot be served again: {error}")
                 note.unlink(missing_ok=True)
         now, registry = time.monotonic(), self._store.registry
         for tenant in self._tenants.names:
@@ -231,6 +179,7 @@ class ServedSamplers:
                     self.sessions[made.id] = made
 
     async def _source(self, tenant: Tenant, base_model: str | None, model_path: str | None) -> tuple[str, ServedAdapter | None]:
+        """The base model and the adapters that are asked for; the caller releases them."""
         served = self._options.models
         if model_path is None:
             if base_model not in served:
@@ -245,7 +194,7 @@ class ServedSamplers:
         return made, await self._of_checkpoint(tenant, path)
 
     async def _of_checkpoint(self, tenant: Tenant, path: CheckpointPath) -> ServedAdapter:
-        """The adapters of a checkpoint, loaded if they were not."""
+        """The adapters of a checkpoint, loaded if they were not, which stay until the caller releases them."""
         info = self._store.find(tenant.name, path)
         name = f"{path.text} {info.created}"
         adapter = self._adapters.get(name)
@@ -254,11 +203,11 @@ class ServedSamplers:
             adapter = self._adapters.setdefault(name, ServedAdapter(name, folder, path.text, path))
             if adapter.folder is not folder:  # another request was quicker
                 self._store.unpin(path)
+        adapter.users += 1
         try:
             await self._ready(adapter)
         except BaseException:
-            if self._adapters.pop(name, None) is not None:
-                self._store.unpin(path)
+            self._release(adapter)
             raise
         return adapter
 
@@ -292,7 +241,7 @@ class ServedSamplers:
         session = self.sessions.get(identity)
         if session is None or session.tenant != tenant.name:
             self._store.registry.check_not_idle(tenant.name, identity)
-            raise RequestError(f"sampler {identity:.200} does not exist, or has expired", status=404)
+            raise _gone(identity)
         return session
 
     # samples -----------------------------------------------------------------------------------------------------------
@@ -310,11 +259,8 @@ class ServedSamplers:
                 return self._refused(tenant, "seq_id must be given with sampling_session_id, 0 or more")
             identity = f"{asked.sampling_session_id}:{asked.seq_id}"
             target = (asked.sampling_session_id, asked.seq_id // CLONE)
-            known = self._promises.known(identity)
-            if known is not None and known.tenant == tenant.name:
-                if known.digest != digest:
-                    return self._refused(tenant, f"seq_id is {asked.seq_id}, which came before with other content")
-                return _future(identity, asked.num_samples)
+            if (known := self._known(tenant, identity, asked, digest)) is not None:
+                return known
         else:
             identity = f"sample:{secrets.token_hex(12)}:0"
         try:
@@ -325,8 +271,8 @@ class ServedSamplers:
             if error.status in (410, 429):
                 raise
             return self._refused(tenant, str(error))
-        if (known := self._promises.known(identity)) is not None and known.tenant == tenant.name and known.digest == digest:
-            return _future(identity, asked.num_samples)
+        if (known := self._known(tenant, identity, asked, digest)) is not None:  # it came again meanwhile
+            return known
         try:
             self._tenants.usage.begin(tenant)
         except RequestError:
@@ -334,10 +280,23 @@ class ServedSamplers:
             raise
         promise = self._promises.make(identity, tenant.name, digest, target=target)
         promise.at_end.append(lambda: self._tenants.usage.end(tenant))
-        task = asyncio.create_task(self._run(session, request, promise), name=identity)
+        adapter = session.adapter
+        if adapter is not None:
+            adapter.users += 1  # until the request is answered, whatever becomes of the sampling session
+        session.waiting += 1
+        task = asyncio.create_task(self._run(session, adapter, request, promise), name=identity)
         promise.cancel = task.cancel
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(partial(self._ended, session, adapter))
+        return _future(identity, asked.num_samples)
+
+    def _known(self, tenant: Tenant, identity: str, asked: types.SampleRequest, digest: bytes) -> dict[str, Any] | None:
+        """The future of a request that came before; a refusal where another one came with its number."""
+        known = self._promises.known(identity)
+        if known is None or known.tenant != tenant.name:
+            return None
+        if known.digest != digest:
+            return self._refused(tenant, f"seq_id is {asked.seq_id}, which came before with other content")
         return _future(identity, asked.num_samples)
 
     async def _session_of(self, tenant: Tenant, asked: types.SampleRequest) -> SamplingSession:
@@ -347,21 +306,34 @@ class ServedSamplers:
                 raise RequestError(session.over)
             if session.path and session.adapter is None:
                 loaded = await self._of_checkpoint(tenant, CheckpointPath.parse(session.path))
-                if session.adapter is None:
-                    session.adapter = loaded
-                    loaded.users += 1
+                try:
+                    self._check_there(session)
+                    if session.adapter is None:
+                        session.adapter = loaded
+                        loaded.users += 1
+                finally:
+                    self._release(loaded)
             if session.adapter is not None and session.adapter.path is not None:
                 self._store.find(tenant.name, session.adapter.path)  # deleted or expired since
             return session
         base_model, adapter = await self._source(tenant, asked.base_model, asked.model_path)
-        if adapter is not None:
-            adapter.users += 1  # until the request is answered
         return SamplingSession("", tenant.name, tenant.name, base_model, b"", adapter)
 
-    async def _run(self, session: SamplingSession, asked: AskedSamples, promise: Any) -> None:
+    def _check_there(self, session: SamplingSession) -> None:
+        """Refuse what is asked of a sampling session that was ended meanwhile.
+
+        Raises:
+            RequestError: it was.
+        """
+        if session.id and self.sessions.get(session.id) is not session:
+            raise _gone(session.id)
+
+    async def _run(self, session: SamplingSession, adapter: ServedAdapter | None, asked: AskedSamples, promise: Any) -> None:
+        """Answer a request by `adapter`, or the newest of the model's if the session is of these; None: by the base model."""
         try:
             async with self._slots.slot(session.tenant, session.session):
-                adapter = self._newest[session.inflight] if session.inflight else session.adapter
+                self._check_there(session)
+                adapter = self._newest[session.inflight] if session.inflight else adapter
                 session.used = time.monotonic()
                 if adapter is None:
                     sampled = await self._sampler.sample(asked.request)
@@ -387,8 +359,15 @@ class ServedSamplers:
         except Exception as error:  # noqa: BLE001 - whatever engines raise, the promise is settled
             self._options.say(f"sample {promise.id} failed: {type(error).__name__}: {error}")
             self._promises.fail(promise, f"the server could not sample: {type(error).__name__}", "server")
-        finally:
-            self._end_single(session)
+
+    def _ended(self, session: SamplingSession, adapter: ServedAdapter | None, task: asyncio.Task[Any]) -> None:
+        """Let go of what a request has kept."""
+        self._tasks.discard(task)
+        session.waiting -= 1
+        self._release(adapter)
+        self._end_single(session)
+        if session.id and not session.waiting and session.id not in self.sessions:
+            self._promises.drop_target(session.id)
 
     def _end_single(self, session: SamplingSession) -> None:
         """Let go of what a request without a sampling session samples with."""
@@ -412,9 +391,7 @@ class ServedSamplers:
 
     def drop_model(self, model: str) -> None:
         """Let go of what a model passed on, as it is gone; its sampling sessions go on."""
-        newest = self._newest.pop(model, None)
-        if newest is not None:
-            self._release(newest)
+        self._release(self._newest.pop(model, None))
 
     def expire(self) -> None:
         """End sampling sessions that were passed weights which were replaced since, and that nobody has used for long.
@@ -436,7 +413,7 @@ class ServedSamplers:
             adapter = made.adapter
             is_passed = adapter is not None and adapter.path is None
             idle_s = self._options.sampler_idle_s
-            if is_passed and id(adapter) not in newest and now - made.used > idle_s:
+            if is_passed and id(adapter) not in newest and not made.waiting and now - made.used > idle_s:
                 self._end(made)
                 made.over = f"sampler {made.id} has expired: it was not used for {idle_s:.0f} s; save weights again"
             if adapter is not None and adapter.path is not None and not self._store.is_there(made.tenant, adapter.path):
@@ -450,10 +427,12 @@ class ServedSamplers:
 
     def _end(self, made: SamplingSession) -> None:
         adapter, made.adapter = made.adapter, None
-        if adapter is not None:
-            self._release(adapter)
+        self._release(adapter)
 
-    def _release(self, adapter: ServedAdapter) -> None:
+    def _release(self, adapter: ServedAdapter | None) -> None:
+        """End one use of adapters, if there are any; engines forget those that nobody uses any more."""
+        if adapter is None:
+            return
         adapter.users -= 1
         if adapter.users > 0 or self._adapters.get(adapter.name) is not adapter:
             return
@@ -468,7 +447,7 @@ class ServedSamplers:
         if adapter.path is not None:
             self._store.unpin(adapter.path)
             return
-        await asyncio.to_thread(_remove, adapter.folder)
+        await asyncio.to_thread(remove_passed, adapter.folder)
 
     async def stop(self) -> None:
         """End all requests, which clients send again to the next server."""
@@ -476,6 +455,14 @@ class ServedSamplers:
         for task in [*self._tasks]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _gone(identity: str) -> RequestError:
+    return RequestError(f"sampler {identity:.200} does not exist, or has expired", status=404)
+
+
+def _used_before(identity: str) -> RequestError:
+    return RequestError(f"sampling_session_seq_id is {identity.rpartition(':')[2]}, which was used before")
 
 
 def _future(identity: str, samples: int) -> dict[str, Any]:

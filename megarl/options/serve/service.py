@@ -327,8 +327,9 @@ class Service:
 
     async def create_custom_loss(self, tenant: Tenant, asked: types.CreateCustomLossRequest) -> dict[str, Any]:
         """Answer `create_custom_loss`."""
-        self.store.registry.open_session(tenant.name, asked.session_id)
-        return await self.losses.create(tenant, asked)
+        check_open = partial(self.store.registry.open_session, tenant.name, asked.session_id)
+        check_open()
+        return await self.losses.create(tenant, asked, check_open)
 
     # copies ------------------------------------------------------------------------------------------------------------
 

@@ -36,6 +36,21 @@ def test_a_poll_ends_when_the_answer_is_there_and_else_asks_to_come_again() -> N
     run(work)
 
 
+def test_an_answer_that_is_forgotten_before_who_waits_for_it_reads_it_is_not_an_empty_one() -> None:
+    async def work() -> None:
+        promises = Promises(keep_bytes=0)
+        promise = promises.make("a", "anna", b"")
+        waiting = asyncio.create_task(promises.answer("anna", "a", allow_metadata=False))
+        await asyncio.sleep(0)
+        promises.keep(promise, {"x": 1})
+        promises.expire()
+        with pytest.raises(RequestError, match="its answer has expired") as raised:
+            await waiting
+        assert raised.value.status == 410
+
+    run(work)
+
+
 def test_large_answers_are_announced_with_their_size_first() -> None:
     async def work() -> None:
         promises = Promises()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -258,3 +259,24 @@ def test_a_model_is_begun_once_and_forgotten_whole(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no journal"):
         journal.replay(MODEL)
     journal.begin(MODEL, FACTS)
+
+
+def test_a_model_that_is_forgotten_takes_no_request_meanwhile_and_may_be_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = RequestJournal(tmp_path)
+    journal.begin(MODEL, FACTS)
+    remove = module.shutil.rmtree
+
+    def later(folder: Path, **options: Any) -> None:
+        with pytest.raises(CheckpointError, match="has no journal"):
+            journal.append(MODEL, 1, "late", b"x")
+        remove(folder, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.shutil, "rmtree", later)
+        journal.drop(MODEL)
+    journal.begin(MODEL, FACTS)
+    journal.append(MODEL, 1, "new", b"y")
+    journal.flush()
+    assert [entry.kind for entry in RequestJournal(tmp_path).replay(MODEL).entries] == ["new"]

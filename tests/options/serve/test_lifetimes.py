@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from pathlib import Path
 
@@ -110,6 +112,28 @@ def test_a_tenant_s_forgotten_models_make_room_for_new_ones_and_no_others_do(tmp
         await_checkpoint(fourth, kept)
         for http, model in ((fourth, made), (third, alive), (first, idle), (other, of_ben)):
             assert http.answer(http.step(model, 1))["type"] == "optim_step"
+
+
+def test_weights_of_a_model_that_is_unloaded_while_engines_load_them_are_dropped_in_time(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        http, samplers = Http(served), served.service.samplers
+        model = http.model()
+        loading, may_load, add = threading.Event(), threading.Event(), served.sampler.add
+
+        async def late(adapter: str, folder: Path) -> None:
+            loading.set()
+            await asyncio.to_thread(may_load.wait, 60)
+            await add(adapter, folder)
+
+        served.sampler.add = late  # type: ignore[method-assign]
+        passed = http.post("save_weights_for_sampler", model_id=model, seq_id=1, sampling_session_seq_id=0)
+        assert loading.wait(60)
+        http.answer(http.post("unload_model", model_id=model))
+        may_load.set()
+        session = samplers.sessions[http.answer(passed)["sampling_session_id"]]
+        session.used -= 10_000
+        served.call(samplers.expire)
+        assert "has expired" in session.over
 
 
 def test_answers_that_nobody_polls_for_in_bulk_are_nowhere_once_they_are_forgotten() -> None:

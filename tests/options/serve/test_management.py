@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import tarfile
 import urllib.error
@@ -16,9 +17,11 @@ import pytest
 import tinker
 from tinker import types
 
+from megarl.options.serve import management
+from megarl.options.serve.downloads import ARCHIVE, DownloadLinks
 from megarl.options.serve.places import CheckpointPath
 from megarl.options.serve.tenants import Tenant
-from tests.options.serve.management_server import ADAPTERS, CLOCK_START, ManagementServer, quick_hashes, running
+from tests.options.serve.management_server import ADAPTERS, CLOCK_START, ManagementServer, make_app, quick_hashes, running
 
 RUN = "00000000-aaaa:train:0"
 FINAL = f"tinker://{RUN}/weights/final"
@@ -156,6 +159,40 @@ def test_adapters_are_downloaded_as_a_tar_file(server: ManagementServer) -> None
     refused = server.plain.get(url.replace("sampler_weights", "weights"), headers={"X-API-Key": server.keys["anna"]})
     assert refused.status_code == 400
     assert "has no adapters to download; save them with save_weights_external" in refused.json()["detail"]
+
+
+def downloaded(server: ManagementServer, path: CheckpointPath, file: str, **headers: str) -> int:
+    """The status of a download that has ended on the server's side too."""
+    link = DownloadLinks(server.tenants.secret, server.clock).link(server.url, "anna", path, file, int(server.clock()) + 60)
+    app = httpx.ASGITransport(make_app(server.store, server.tenants), raise_app_exceptions=False)
+
+    async def ask() -> int:
+        async with httpx.AsyncClient(transport=app) as plain:
+            return (await plain.get(link, headers=headers)).status_code
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("asked", "status"), [("bytes=0-9", 206), ("bytes=76800-", 416), ("bytes=5-3", 400), ("items=0-1", 400)]
+)
+def test_a_checkpoint_is_kept_for_no_download_that_has_ended(server: ManagementServer, asked: str, status: int) -> None:
+    path = CheckpointPath.parse(EXTERNAL)
+    assert downloaded(server, path, "adapter_model.safetensors", Range=asked) == status
+    server.store.delete("anna", path)
+    assert not [*server.store.root.glob("checkpoints/00000000*/external_weights/final")]
+
+
+def test_a_checkpoint_is_kept_for_no_archive_that_broke_off(server: ManagementServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(files: object, created: object) -> Iterator[bytes]:
+        yield b"x" * 512
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(management, "tar_of", broken)
+    path = CheckpointPath(RUN, "sampler_weights", "final")
+    assert downloaded(server, path, ARCHIVE) == 200
+    server.store.delete("anna", path)
+    assert not [*server.store.root.glob("checkpoints/00000000*/sampler_weights/final")]
 
 
 def test_a_damaged_checkpoint_gets_no_link(server: ManagementServer, client: tinker.RestClient) -> None:

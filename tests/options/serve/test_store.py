@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megarl.options.serve import registry
 from megarl.options.serve.places import CheckpointPath
-from megarl.options.serve.registry import ServedRun
+from megarl.options.serve.registry import ServedRun, SessionRecord
 from megarl.options.serve.store import CheckpointStore
 from megarl.options.serve.tenants import Quotas, Tenant
 from megarl.options.serve.values import RequestError
@@ -416,3 +421,33 @@ def test_records_survive_a_restart_and_a_broken_file_is_left_out(tmp_path: Path)
         runs.get("anna", "z:train:0")
     with pytest.raises(RequestError, match="does not exist"):
         runs.get("ben", RUN)
+
+
+@pytest.mark.parametrize("then", ["changed", "removed"])
+def test_a_record_that_is_changed_while_an_older_one_of_it_is_written_is_so_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    sessions = CheckpointStore(tmp_path).registry.sessions
+    sessions.add(SessionRecord("s", "anna", 5.0))
+    sessions.touch("anna", "s", 6.0)
+    writing, may_write, write = threading.Event(), threading.Event(), registry.write_text_atomically
+
+    def late(path: Path, text: str) -> None:
+        if not writing.is_set():
+            writing.set()
+            assert may_write.wait(30)
+        write(path, text)
+
+    monkeypatch.setattr(registry, "write_text_atomically", late)
+    finished: dict[str, Any] = {"status": {"type": "client_finished"}}
+    with ThreadPoolExecutor(2) as threads:
+        older = threads.submit(sessions.write_touched)
+        assert writing.wait(30)
+        call = partial(sessions.change, "anna", "s", **finished) if then == "changed" else partial(sessions.remove, "s")
+        newer = threads.submit(call)
+        wait([newer], 0.2)  # where nothing holds it up, it is written before the older one
+        may_write.set()
+        older.result(30)
+        newer.result(30)
+    kept = CheckpointStore(tmp_path).registry.sessions.all()
+    assert [record.status for record in kept] == ([finished["status"]] if then == "changed" else [])
