@@ -19,7 +19,10 @@ class EndedError(Exception):
 
 
 class LineProcess:
-    """One process, in a session of its own; it must end by itself when its input closes."""
+    """One process, in a session of its own; it must end by itself when its input closes.
+
+    One thread asks it at a time; another one may end it meanwhile, which raises `EndedError` in the first.
+    """
 
     def __init__(self, argv: Sequence[str]) -> None:
         self._argv = list(argv)
@@ -67,49 +70,54 @@ class LineProcess:
         try:
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
+        except (BrokenPipeError, ValueError):  # ValueError: it was closed by `end`
             raise EndedError from None
 
     def _read(self, timeout_s: float) -> Any:
         """The next line of the process, read as JSON."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        until = time.monotonic() + timeout_s
+        if self._process is None:
+            raise EndedError
+        stdout, until = self._process.stdout, time.monotonic() + timeout_s
+        assert stdout is not None
         with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._left:
-                if not selector.select(max(until - time.monotonic(), 0)):
-                    raise TimeoutError
-                chunk = os.read(self._process.stdout.fileno(), 1 << 16)
-                if not chunk:
-                    raise EndedError
-                self._left += chunk
+            try:
+                selector.register(stdout, selectors.EVENT_READ)
+                while b"\n" not in self._left:
+                    if not selector.select(max(until - time.monotonic(), 0)):
+                        raise TimeoutError
+                    chunk = os.read(stdout.fileno(), 1 << 16)
+                    if not chunk:
+                        raise EndedError
+                    self._left += chunk
+            except ValueError:  # it was closed by `end`
+                raise EndedError from None
         line, _, self._left = self._left.partition(b"\n")
         return json.loads(line)
 
     def end(self, timeout_s: float) -> bool:
         """Close its input and wait for it to end; kill it after `timeout_s`. Whether it ended by itself."""
-        if self._process is None:
+        process = self._process
+        if process is None:
             return True
-        _close(self._process)
+        _close(process)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
-        ended = self._process.returncode == 0
+            process.wait(timeout_s)
+        ended = process.returncode == 0
         self.kill()
         return ended
 
     def kill(self) -> None:
         """End the process and what it started."""
-        if self._process is None:
+        process, self._process = self._process, None
+        if process is None:
             return
         with contextlib.suppress(ProcessLookupError):  # its own group, made by start_new_session
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-        self._process = None
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
+from typing import Any
 
 import psutil
 import pytest
@@ -34,3 +36,30 @@ def test_it_ends_with_the_last_holder() -> None:
     gc.collect()
     psutil.wait_procs([child], timeout=WAIT_S)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_ending_it_while_another_thread_asks() -> None:
+    """Its end is heard first by the one, then by the other."""
+    process = LineProcess([sys.executable, "-c", "import sys\nprint(input(), flush=True)\nsys.stdin.read()"])
+    process.start("[1]", WAIT_S)
+    popen, heard = process._process, []
+    assert popen is not None
+    wait = popen.wait
+
+    def ask() -> None:
+        with pytest.raises(EndedError) as raised:
+            process.ask("[2]", WAIT_S)
+        heard.append(raised)
+
+    asking = threading.Thread(target=ask)
+
+    def wait_for_the_other(timeout: float | None = None) -> Any:
+        if threading.current_thread() is not asking:
+            asking.join(WAIT_S)
+        return wait(timeout)
+
+    popen.wait = wait_for_the_other  # type: ignore[method-assign]
+    asking.start()
+    assert process.end(WAIT_S)
+    assert len(heard) == 1
+    assert process.pid is None

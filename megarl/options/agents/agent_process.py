@@ -1,8 +1,8 @@
 """The program of a process in which a user's agent acts, in several episodes at once if it is an `async def`. Run by path.
 
 In: lines of JSON, first `{"path": sys.path, or null for its own, "megarl": where megarl lies, "function": import path}`, then
-`{"number", "task"}` or `{"cancel": number}`. Out: `{"number": -1}` when it is ready, and for each number once `{"number",
-"reward", "failed", "why"}`.
+`{"number", "task"}` or `{"cancel": number}`. Out: `{"number": -1}` when it is ready, and for each number `{"number", "reward",
+"failed", "why"}` when its function has ended, and once more if it is cancelled after that.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import json
 import math
 import os
 import sys
+from functools import partial
 from typing import Any
+
+ENDED = {"reward": None, "failed": True, "why": "it was ended"}
 
 
 async def main() -> None:
@@ -32,8 +35,8 @@ async def main() -> None:
 
     function = load_user_function(setting["function"], EpisodeError)
 
-    async def serve(number: int, task: dict[str, Any]) -> None:
-        answer: dict[str, Any] = {"number": number, "reward": None, "failed": False, "why": "it ended without an error"}
+    async def serve(task: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = {"reward": None, "failed": False, "why": "it ended without an error"}
         try:
             agent_task = AgentTask(**task)
             returned = await (
@@ -43,23 +46,29 @@ async def main() -> None:
                 answer["reward"] = float(returned)
                 if not math.isfinite(answer["reward"]):
                     raise ValueError(f"it returned {returned}; a reward must be a finite number, or None")
-        except asyncio.CancelledError:
-            answer |= {"failed": True, "why": "it was ended"}
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whoever asked is told
             answer |= {"reward": None, "failed": True, "why": describe(error)}
-        print(json.dumps(answer), file=answers, flush=True)
+        return answer
 
-    print(json.dumps({"number": -1}), file=answers, flush=True)
-    running: dict[int, asyncio.Task[None]] = {}
+    def tell(number: int, answer: dict[str, Any]) -> None:
+        print(json.dumps({"number": number, **answer}), file=answers, flush=True)
+
+    def end(number: int, task: asyncio.Task[dict[str, Any]]) -> None:
+        del running[number]
+        tell(number, ENDED if task.cancelled() else task.result())
+
+    tell(-1, {})
+    running: dict[int, asyncio.Task[dict[str, Any]]] = {}
     while line := await lines.readline():
         request = json.loads(line)
-        if "cancel" in request:
-            if request["cancel"] in running:
-                running[request["cancel"]].cancel()
-            continue
-        number = request["number"]
-        running[number] = asyncio.create_task(serve(number, request["task"]))
-        running[number].add_done_callback(lambda _, done=number: running.pop(done, None))  # type: ignore[misc]
+        if "cancel" not in request:
+            number = request["number"]
+            running[number] = asyncio.create_task(serve(request["task"]))
+            running[number].add_done_callback(partial(end, number))  # also of one that is cancelled before its first step
+        elif request["cancel"] in running:
+            running[request["cancel"]].cancel()
+        else:  # its answer and this have crossed
+            tell(request["cancel"], ENDED)
 
 
 async def _input() -> asyncio.StreamReader:

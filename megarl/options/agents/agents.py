@@ -21,18 +21,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
 from megarl.data.sample import Prompt
 from megarl.errors import EpisodeError
+from megarl.options.agents.function_process import FunctionProcess
 from megarl.options.agents.server import SessionServer
 from megarl.options.agents.session import AgentSession, History
 from megarl.options.agents.task import AgentTask
 from megarl.rollout.episodes.commands import CommandFolders
 from megarl.rollout.episodes.turns import TurnTemplate
-from megarl.system.process_tree import descendants, end_tree
 
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ")
 """Variables of the run's environment that a command has; everything else must be named."""
@@ -313,7 +313,7 @@ class _Waiting(NamedTuple):
 
     loop: asyncio.AbstractEventLoop
     answered: asyncio.Future[dict[str, Any]]
-    process: subprocess.Popen[bytes] | None
+    process: FunctionProcess
 
 
 class _AgentProcess:
@@ -321,78 +321,62 @@ class _AgentProcess:
 
     def __init__(self, path: str, other: OtherPython | None = None) -> None:
         self._path, self._other = path, other
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: FunctionProcess | None = None
         self.waiting: dict[int, _Waiting] = {}
         self._numbers = count()
-        self._is_ready = threading.Event()
 
     async def get_ready(self) -> None:
         """Start the process, unless it runs, and wait until it has read the user's function."""
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        if not await asyncio.to_thread(self._is_ready.wait, START_S):
-            self.kill()
+        if self._process is None or self._process.popen.poll() is not None:
+            self._process = self._started()
+        process = self._process
+        if not await asyncio.to_thread(process.is_ready.wait, START_S):
+            process.kill()
             raise EpisodeError(f"the process of the agent {self._path} did not start within {START_S:.0f} s")
 
     async def run(self, task: AgentTask) -> AgentEnd:
-        number, loop = next(self._numbers), asyncio.get_running_loop()
-        answered: asyncio.Future[dict[str, Any]] = loop.create_future()
-        self.waiting[number] = _Waiting(loop, answered, self._process)
+        number, process = next(self._numbers), self._process
+        assert process is not None
         try:
-            self._write({"number": number, "task": asdict(task)})
-            answer = await answered
+            answer = await self._asked(process, number, {"number": number, "task": asdict(task)})
         except asyncio.CancelledError:
-            await self._cancel(number, loop)
+            await self._cancel(process, number)
             raise
         finally:
             self.waiting.pop(number, None)
         return AgentEnd(answer["reward"], answer["failed"], "with_process" in answer, why=answer["why"])
 
-    async def _cancel(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
+    def _asked(self, process: FunctionProcess, number: int, line: dict[str, Any]) -> asyncio.Future[dict[str, Any]]:
+        """Write `line`; gives the next answer about `number`, or that the process has ended."""
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[dict[str, Any]] = loop.create_future()
+        self.waiting[number] = _Waiting(loop, answered, process)
+        process.write(line)
+        if process.has_ended:  # nobody reads its answers any more
+            self._settle(number, _died(process))
+        return answered
+
+    async def _cancel(self, process: FunctionProcess, number: int) -> None:
         """Have the function cancelled; one that goes on all the same is ended with its process, and with all that it serves."""
-        answered = loop.create_future()
-        self.waiting[number] = _Waiting(loop, answered, self._process)
-        self._write({"cancel": number})
-        _, late = await asyncio.wait([answered], timeout=GRACE_S)
+        _, late = await asyncio.wait([self._asked(process, number, {"cancel": number})], timeout=GRACE_S)
         if late:
-            self.kill()
+            process.kill()
 
-    def _start(self) -> None:
-        program = Path(__file__).with_name("agent_process.py")
-        other = self._other or OtherPython(sys.executable, {})
-        self._is_ready.clear()
-        self._process = process = subprocess.Popen(
-            [other.program, "-P", str(program)],  # -P: this folder must not become an import path
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **other.environment},
-            start_new_session=True,
-        )
-        threading.Thread(target=_pass_on, args=(process.stderr,), name="agent-output", daemon=True).start()
+    def _started(self) -> FunctionProcess:
+        file, other = Path(__file__).with_name("agent_process.py"), self._other or OtherPython(sys.executable, {})
+        argv = [other.program, "-P", str(file)]  # -P: this folder must not become an import path
+        process = FunctionProcess(argv, other.environment)
         path = sys.path if self._other is None else None
-        self._write({"path": path, "megarl": str(Path(__file__).parents[3]), "function": self._path})
+        process.write({"path": path, "megarl": str(Path(__file__).parents[3]), "function": self._path})
         threading.Thread(target=self._read, args=(process,), name="agent-process", daemon=True).start()
+        return process
 
-    def _write(self, line: dict[str, Any]) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError, ValueError):  # its end is noticed where its answers are read
-            self._process.stdin.write(json.dumps(line).encode() + b"\n")
-            self._process.stdin.flush()
-
-    def _read(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            answer = json.loads(line)
-            self._is_ready.set()
+    def _read(self, process: FunctionProcess) -> None:
+        for answer in process.answers():
             self._settle(answer["number"], answer)
-        died = {"reward": None, "failed": True, "with_process": True, "why": f"its process ended with {process.wait()}"}
-        if self._process is process:
-            self._is_ready.set()
         for number, waiting in list(self.waiting.items()):  # a new process may have been started since
             if waiting.process is process:
-                self._settle(number, died)
+                self._settle(number, _died(process))
 
     def _settle(self, number: int, answer: dict[str, Any]) -> None:
         waiting = self.waiting.get(number)
@@ -403,18 +387,12 @@ class _AgentProcess:
     def kill(self) -> None:
         """End the process, and what it started."""
         if self._process is not None:
-            left = descendants(self._process.pid)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            for process in left:
-                end_tree(process.pid)
-            self._process.wait()
+            self._process.kill()
 
 
-def _pass_on(output: IO[bytes]) -> None:
-    """Print what an agent's process prints: by this process, whose texts steer no terminal (`system/terminal.py`)."""
-    for line in output:
-        sys.stderr.write(line.decode(errors="replace"))
+def _died(process: FunctionProcess) -> dict[str, Any]:
+    why = f"its process ended with {process.popen.returncode}"
+    return {"reward": None, "failed": True, "with_process": True, "why": why}
 
 
 def _give(answered: asyncio.Future[dict[str, Any]], answer: dict[str, Any]) -> None:

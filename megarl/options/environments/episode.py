@@ -13,7 +13,7 @@ import inspect
 import json
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,6 +32,8 @@ from megarl.system.user_code import CLASS_FORMS, describe, load_user_function
 
 STATE_KEY_CHARACTERS = 64
 """A longer name of a state is kept as its hash."""
+LEFT_S = 10.0
+"""For a method of an environment to return once its episode is cancelled, before the environment is closed."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,7 @@ async def _episode(prompt: Prompt, number: int, sample: SampleTokens, context: E
     finally:
         close = getattr(environment, "close", None)
         if close is not None:
-            with contextlib.suppress(EpisodeError):  # nothing depends on it, and it may follow another error
-                await asyncio.shield(_ask(close, context.tool_timeout_s))
+            await _seen_through(_ask(close, context.tool_timeout_s))
 
 
 async def _state_key(environment: Any, context: EpisodeContext) -> str | None:
@@ -186,14 +187,36 @@ def _checked(answer: Any) -> tuple[Any, float, bool]:
     return observation, float(reward), bool(done)
 
 
+async def _seen_through(closing: Coroutine[Any, Any, Any]) -> None:
+    """Wait for `closing`, also where that is cancelled: whoever has a place for another environment must not give it away
+    before. Its failure is none: nothing depends on it, and it may follow another error."""
+    work = asyncio.ensure_future(closing)
+    work.add_done_callback(lambda done: done.cancelled() or done.exception())
+    try:
+        await asyncio.wait([work])
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
+
+
 async def _ask(function: Callable[..., Any], timeout_s: float, *arguments: Any) -> Any:
-    """Call `function` where it cannot stop the event loop: what is no `async def` in a thread, left behind if it hangs."""
+    """Call `function` where it cannot stop the event loop: what is no `async def` in a thread, left behind if it hangs.
+
+    A caller that is cancelled waits for that thread for `LEFT_S`: two threads in one environment are more than its author
+    thought of.
+    """
     name = getattr(function, "__qualname__", type(function).__name__)
     try:
         async with asyncio.timeout(timeout_s) as deadline:
             if inspect.iscoroutinefunction(function):
                 return await function(*arguments)
-            return await _in_thread(function, *arguments)
+            outcome = _in_thread(function, *arguments)
+            try:
+                return await asyncio.shield(outcome)
+            except asyncio.CancelledError:
+                if not deadline.expired():
+                    await asyncio.wait([outcome], timeout=LEFT_S)
+                raise
     except (Exception, SystemExit) as error:
         if isinstance(error, TimeoutError) and deadline.expired():
             raise EpisodeError(
@@ -206,10 +229,9 @@ def _in_thread(function: Callable[..., Any], *arguments: Any) -> asyncio.Future[
     """`function(*arguments)` in a daemon thread of its own, which keeps nobody from ending."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Any] = loop.create_future()
+    outcome.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever waited may have gone away
 
     def settle(result: Any, error: BaseException | None) -> None:
-        if outcome.done():  # nobody waits any more
-            return
         if error is None:
             outcome.set_result(result)
         else:

@@ -11,11 +11,11 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 from megarl.errors import EpisodeError
 from megarl.options.sandboxes.containers import Container, found_container
@@ -31,8 +31,6 @@ KEEPER_S = 150.0
 """Given to a keeper, on top of a command's own seconds, to end it and look at the folder."""
 SHELL = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$0"; else exec sh -c "$0"; fi'
 
-T = TypeVar("T")
-
 
 class Sandbox:
     """The folder of one episode. Commands run one after the other."""
@@ -42,6 +40,8 @@ class Sandbox:
         self.folder = folder
         self._process, self._settings, self._threads = process, settings, threads
         self._turn = asyncio.Lock()
+        self._asking: Future[dict[str, Any]] | None = None
+        """What the keeper was asked last. It goes on, and is answered, though its caller may have gone away."""
         self._session, self._is_gone = process.pid, False
 
     async def run(
@@ -62,7 +62,10 @@ class Sandbox:
             return CommandResult(127, "", "it did not start: a zero byte is in the command")
         line = json.dumps({"command": argv, "stdin": stdin, "timeout_s": limit_s, "environment": dict(environment or {})})
         async with self._turn:
-            answer = await _in_thread(self._threads, lambda: self._ask(line, limit_s))
+            if self._asking is not None and not self._asking.done():
+                await asyncio.gather(asyncio.wrap_future(self._asking), return_exceptions=True)
+            self._asking = self._threads.submit(self._ask, line, limit_s)
+            answer = await asyncio.wrap_future(self._asking)
         if answer.pop("is_lost"):
             raise EpisodeError("what a command started in its container (rollout.episode.sandbox) cannot be ended")
         problem = answer.pop("problem")
@@ -147,9 +150,9 @@ class Sandboxes:
         """
         setting = json.dumps({**self._setting, "files": self.files_of(row)})
         process = LineProcess([sys.executable, "-I", "-B", str(Path(__file__).with_name("keeper.py"))])
-        starting = asyncio.ensure_future(_in_thread(self._threads, lambda: self._started(process, setting)))
+        starting = self._threads.submit(self._started, process, setting)
         try:
-            folder = await asyncio.shield(starting)
+            folder = await asyncio.wrap_future(starting)
         except asyncio.CancelledError:  # the thread goes on: what it starts must not be forgotten
             starting.add_done_callback(lambda done: done.cancelled() or done.exception() or process.end(KEEPER_S))
             raise
@@ -220,7 +223,3 @@ def open_sandboxes(settings: SandboxConfig, choices: list[str], port: int | None
     if settings.kind == "auto":
         choices.append(f"sandboxes: {sandboxes.kind} (rollout.episode.sandbox.kind is 'auto')")
     return sandboxes
-
-
-async def _in_thread(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(threads, work)

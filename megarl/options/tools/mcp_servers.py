@@ -55,7 +55,7 @@ class McpTools:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"mcp-{name}", daemon=True)
         self._thread.start()
-        self._open: set[_Connection] = set()
+        self._open: set[_Server] = set()
         try:
             self._shared = _Connection(settings, self._open)
             listed = asyncio.run_coroutine_threadsafe(self._shared.tools(), self._loop).result(START_S + END_S)
@@ -106,23 +106,22 @@ class McpTools:
 
     async def _call(self, connection: _Connection, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         lost = ToolAnswer.whole(f"error: the MCP server of {name} ended; it is started again for the next call", "tool_errors")
+        server = connection.server()
         try:
-            client = await connection.client()
+            client = await server.client()
         except _LostError as error:
             return ToolAnswer.whole(f"error: the MCP server of {name} cannot be reached: {error}", "tool_errors")
         try:
             async with asyncio.timeout(self._timeout_s):
-                result = await connection.until_lost(client.call_tool(name, dict(arguments)))
+                result = await server.until_lost(client.call_tool(name, dict(arguments)))
         except TimeoutError:
-            if not await connection.is_alive(client):
-                await connection.close()
+            await server.close_unless_alive()
             return late(name, self._timeout_s)
         except _LostError:
             return lost
         except Exception as error:  # noqa: BLE001 - what the package raises for an error of the protocol, or a broken pipe
-            if await connection.is_alive(client):
+            if await server.close_unless_alive():
                 return ToolAnswer.whole(f"error: {name}: {error}", "tool_errors")
-            await connection.close()
             return lost
         return await asyncio.to_thread(self._told, name, result)
 
@@ -151,7 +150,7 @@ class McpTools:
             return
 
         async def close_all() -> None:
-            await asyncio.gather(*(connection.close() for connection in list(self._open)), return_exceptions=True)
+            await asyncio.gather(*(server.close() for server in list(self._open)), return_exceptions=True)
 
         with contextlib.suppress(Exception):
             asyncio.run_coroutine_threadsafe(close_all(), self._loop).result(END_S)
@@ -162,74 +161,18 @@ class McpTools:
 
 
 class _Connection:
-    """A server that is started when needed. All of it runs in one event loop."""
+    """What starts a server when it is needed. It, and its servers, run in one event loop."""
 
-    def __init__(self, settings: McpServerConfig, open_ones: set[_Connection]) -> None:
-        """`open_ones` has this connection while its server runs."""
+    def __init__(self, settings: McpServerConfig, open_ones: set[_Server]) -> None:
+        """`open_ones` has the servers while they run."""
         self._settings, self._open_ones = settings, open_ones
-        self._starting = asyncio.Lock()
-        self._client: Any = None
-        self._keeping: asyncio.Task[None] | None = None
-        self._stop = asyncio.Event()
+        self._server: _Server | None = None
 
-    async def client(self) -> Any:
-        """The client of the server, which is started unless it runs.
-
-        Raises:
-            _LostError: it does not start.
-        """
-        async with self._starting:
-            if self._keeping is not None and not self._keeping.done() and self._client is not None:
-                return self._client
-            ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            self._stop = asyncio.Event()
-            # the package's contexts must be left by the task that entered them
-            self._keeping = asyncio.create_task(self._keep(ready, self._stop))
-            self._open_ones.add(self)
-            try:
-                async with asyncio.timeout(START_S):
-                    self._client = await asyncio.shield(ready)
-            except TimeoutError:
-                await self.close()
-                raise _LostError(f"it did not answer within {START_S:g} s") from None
-            return self._client
-
-    async def _keep(self, ready: asyncio.Future[Any], stop: asyncio.Event) -> None:
-        try:
-            async with _entered(self._settings) as client:
-                ready.set_result(client)
-                await stop.wait()
-        except BaseException as error:
-            if not ready.done():
-                ready.set_exception(_LostError(_reason(error)))
-            if isinstance(error, asyncio.CancelledError):
-                raise
-        finally:
-            self._open_ones.discard(self)
-
-    async def until_lost(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns, unless the connection ends first.
-
-        Raises:
-            _LostError: it did.
-        """
-        assert self._keeping is not None
-        working = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait([working, self._keeping], return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise _LostError
-            return working.result()
-        finally:
-            working.cancel()
-
-    async def is_alive(self, client: Any) -> bool:
-        try:
-            async with asyncio.timeout(SIGN_OF_LIFE_S):
-                await client.session.list_tools()
-        except Exception:  # noqa: BLE001 - whatever it is, there is no answer
-            return False
-        return True
+    def server(self) -> _Server:
+        """The server that runs or starts, else a new one."""
+        if self._server is None or self._server.is_over:
+            self._server = _Server(self._settings, self._open_ones)
+        return self._server
 
     async def tools(self) -> list[Any]:
         """The tools that the server has.
@@ -237,7 +180,7 @@ class _Connection:
         Raises:
             _LostError: it does not say.
         """
-        client, tools, cursor = await self.client(), [], None
+        client, tools, cursor = await self.server().client(), [], None
         while True:
             try:
                 async with asyncio.timeout(START_S):
@@ -250,12 +193,89 @@ class _Connection:
                 return tools
 
     async def close(self) -> None:
+        if self._server is not None:
+            await self._server.close()
+
+
+class _Server:
+    """A server from its start to its end. Calls that were made to it, and may close it, have it in hand."""
+
+    def __init__(self, settings: McpServerConfig, open_ones: set[_Server]) -> None:
+        """Begin to start it. `open_ones` has it until it has ended."""
+        self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._client.add_done_callback(lambda client: client.exception())  # whoever waited may have gone away
+        self._stop = asyncio.Event()
+        # the package's contexts must be left by the task that entered them
+        self._keeping = asyncio.create_task(self._keep(settings, open_ones))
+        open_ones.add(self)
+
+    @property
+    def is_over(self) -> bool:
+        return self._stop.is_set() or self._keeping.done()
+
+    async def _keep(self, settings: McpServerConfig, open_ones: set[_Server]) -> None:
+        try:
+            async with _entered(settings) as client:
+                if not self._client.done():
+                    self._client.set_result(client)
+                await self._stop.wait()
+        except BaseException as error:
+            self._fail(_reason(error))
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        finally:
+            open_ones.discard(self)
+
+    def _fail(self, why: str) -> None:
+        """Tell those who wait for its start that it does not."""
+        if not self._client.done():
+            self._client.set_exception(_LostError(why))
+
+    async def client(self) -> Any:
+        """Its client, when it has started.
+
+        Raises:
+            _LostError: it does not start.
+        """
+        try:
+            async with asyncio.timeout(START_S):
+                return await asyncio.shield(self._client)
+        except TimeoutError:
+            self._fail(f"it did not answer within {START_S:g} s")
+            await self.close()
+            return self._client.result()
+
+    async def until_lost(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns, unless the connection ends first.
+
+        Raises:
+            _LostError: it did.
+        """
+        working = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([working, self._keeping], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise _LostError
+            return working.result()
+        finally:
+            working.cancel()
+
+    async def close_unless_alive(self) -> bool:
+        """Whether it answers; one that does not is closed."""
+        try:
+            async with asyncio.timeout(SIGN_OF_LIFE_S):
+                await self._client.result().session.list_tools()
+        except Exception:  # noqa: BLE001 - whatever it is, there is no answer
+            await self.close()
+            return False
+        return True
+
+    async def close(self) -> None:
         self._stop.set()
-        self._client = None
-        if self._keeping is not None:
-            _, late_ones = await asyncio.wait([self._keeping], timeout=END_S / 2)
-            for task in late_ones:
-                task.cancel()
+        self._fail("it was ended before it answered")
+        _, late_ones = await asyncio.wait([self._keeping], timeout=END_S / 2)
+        for task in late_ones:
+            task.cancel()
 
 
 @contextlib.asynccontextmanager

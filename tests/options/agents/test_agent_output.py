@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megarl.options.agents.agents import _pass_on
+from megarl.options.agents.function_process import _pass_on
 from megarl.system.terminal import SafeStream
 
 

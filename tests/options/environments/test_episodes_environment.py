@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from megarl.config.sources import SourceConfig
 from megarl.data.media import Media
 from megarl.data.sample import Sample, read_record
 from megarl.errors import EpisodeError, RewardError
+from megarl.options.environments.episode import Environments
 from megarl.rewards import build_rewards
 from tests.data.chat_tokenizers import byte_tokenizer, ids_of
 from tests.rollout import episode_parts
@@ -175,3 +177,60 @@ def test_a_cancelled_episode_closes_its_environment() -> None:
     with pytest.raises(TimeoutError):
         asyncio.run(asyncio.wait_for(episode(PROMPT, 0, endless, context), 0.3))
     assert episode_parts.Counting.log == ["made", "reset train-7", "closed"]
+
+
+async def cycles(number: int = 10) -> None:
+    """Let tasks go on as far as they can."""
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+def test_an_environment_of_a_cancelled_episode_is_closed_when_its_step_has_returned() -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Slow(episode_parts.Counting):
+        def step(self, text: str) -> tuple[Any, float, bool]:
+            begun.set()
+            goes_on.wait(30)
+            return super().step(text)
+
+    async def scenario() -> None:
+        episode, context = opened(byte_tokenizer(), settings("Counting"))
+        context.shared = Environments(Slow, "Slow")
+        running = asyncio.create_task(episode(PROMPT, 0, Script(ONE_TWO_THREE), context))
+        assert await asyncio.to_thread(begun.wait, 30)
+        threads = {*threading.enumerate()}
+        running.cancel()
+        await cycles()
+        assert {*threading.enumerate()} <= threads, "nothing else is called meanwhile"
+        assert Slow.log[-1] == "reset train-7"
+        goes_on.set()
+        await asyncio.wait([running])
+        assert running.cancelled()
+
+    asyncio.run(scenario())
+    assert Slow.log == ["made", "reset train-7", "step one", "closed"]
+
+
+def test_an_environment_keeps_its_place_until_it_is_closed() -> None:
+    async def scenario() -> None:
+        closing, may_close, at_once = asyncio.Event(), asyncio.Event(), asyncio.Semaphore(1)
+
+        class Closing(episode_parts.CountingAwaited):
+            async def close(self) -> None:  # type: ignore[override]
+                closing.set()
+                await may_close.wait()
+
+        episode, context = opened(byte_tokenizer(), settings("Counting"))
+        context.shared = Environments(Closing, "Closing", at_once)
+        running = asyncio.create_task(episode(PROMPT, 0, Script(ONE_TWO_THREE), context))
+        await closing.wait()
+        running.cancel()
+        await cycles()
+        assert at_once.locked(), "a server may have no room for one more"
+        may_close.set()
+        await asyncio.wait([running])
+        assert running.cancelled()
+        assert not at_once.locked()
+
+    asyncio.run(scenario())
