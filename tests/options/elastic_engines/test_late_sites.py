@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
+from typing import Any
 
 import pytest
 
-from megarl.options.elastic_engines.sites import gate
+from megarl.options.elastic_engines.sites import gate, joining
 from megarl.options.elastic_engines.sites.far_engine import FarEngine
 from megarl.options.elastic_engines.sites.far_members import FarMembers
+from megarl.options.elastic_engines.sites.wire import Joined, Joining, Orders, Poll
+from megarl.version import __version__
 from tests.options.elastic_engines.test_members import WAIT_S
 from tests.options.elastic_engines.test_members import site as site  # a fixture
-from tests.options.elastic_engines.test_sites import FarSite, TwoSites
+from tests.options.elastic_engines.test_sites import TOKEN, FarSite, TwoSites
 from tests.options.elastic_engines.test_sites import two as two  # a fixture
 
 pytest.importorskip("zstandard")
@@ -44,3 +49,36 @@ def test_a_site_that_was_told_to_try_again_is_not_admitted_later(two: TwoSites, 
     two.site.update(0)
     two.come()
     assert two.site.running._error is None
+
+
+def test_a_poll_that_the_site_gave_up_does_not_take_back_what_it_has_said_since(
+    two: TwoSites, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server goes on with it: it ends later, when there was nothing to tell."""
+    versions: list[int | None] = []
+    hear, joined = FarEngine.hear, list[Joined]()
+
+    def heard(self: FarEngine, poll: Poll) -> Any:
+        orders = hear(self, poll)
+        versions.append(self.version)
+        return orders
+
+    async def asks_anew() -> None:
+        run = joining.RunAnswers(two.url, TOKEN, 1.0)
+        try:
+            joined.append(await run.ask("/join", Joined, Joining(__version__, two.far.facts().model, "site-b")))
+            before = asyncio.create_task(run.ask("/orders", Orders, Poll(joined[0].key, 1, 0, None, None, 0, 0)))
+            while not versions:
+                await asyncio.sleep(0.005)
+            before.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await before
+            await run.ask("/orders", Orders, Poll(joined[0].key, 2, 0, 0, None, 0, 0))
+        finally:
+            await run.close()
+
+    monkeypatch.setattr(FarEngine, "hear", heard)
+    monkeypatch.setattr(FarMembers, "_write_if_needed", lambda self: None)  # so that there is nothing to tell
+    asyncio.run(asks_anew())
+    two.wait_until(lambda: len(versions) >= 4)
+    assert versions == [None, 0, 0, 0]

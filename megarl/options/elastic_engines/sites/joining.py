@@ -215,7 +215,7 @@ class SiteEngine:
         self._run, self._engine, self._facts, self._settings = run, engine, facts, settings
         self._texts, self._held = ModelTexts(model), HeldWeights(None, {})
         self._joined: Joined | None = None
-        self._seen = 0
+        self._seen = self._polls = 0
         self._newest: int | None = None
         self._is_new, self._is_open, self._has_news = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._at_work: dict[int, asyncio.Task[None]] = {}
@@ -279,11 +279,8 @@ class SiteEngine:
 
     async def _follow_orders(self) -> str | None:
         while True:
-            assert self._joined is not None, "it has joined"
-            version = self._held.version if self._is_open.is_set() else None
-            full, difference = self._bytes["full"], self._bytes["difference"]
             try:
-                orders = await self._poll(Poll(self._joined.key, self._seen, version, self._newest, full, difference))
+                orders = await self._poll(self._told(self._held.version if self._is_open.is_set() else None))
             except NotThereError:
                 self._settings.say("the run has given it up, as it was not heard of; it joins again")
                 await self._join()
@@ -297,11 +294,16 @@ class SiteEngine:
                 if order.number > self._seen:
                     self._seen = order.number
                     if order.what == "end":
-                        last = Poll(self._joined.key, self._seen, None, self._newest, full, difference)
                         with contextlib.suppress(MegarlError):  # so that the run knows that it was told
-                            await self._run.ask("/orders", Orders, last, once=True)
+                            await self._run.ask("/orders", Orders, self._told(None), once=True)
                         return " ".join(order.words) or "the run ended it"
                     self._follow(order)
+
+    def _told(self, version: int | None) -> Poll:
+        assert self._joined is not None, "it has joined"
+        self._polls += 1
+        full, difference = self._bytes["full"], self._bytes["difference"]
+        return Poll(self._joined.key, self._polls, self._seen, version, self._newest, full, difference)
 
     async def _poll(self, poll: Poll) -> Orders | None:
         """The run's orders; None: there is something to tell it, for which it is asked anew."""
