@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import pytest
 from megarl.options.elastic_engines.sites import gate, joining
 from megarl.options.elastic_engines.sites.far_engine import FarEngine
 from megarl.options.elastic_engines.sites.far_members import FarMembers
-from megarl.options.elastic_engines.sites.wire import Joined, Joining, Orders, Poll
+from megarl.options.elastic_engines.sites.joining import SiteEngine, SiteSettings
+from megarl.options.elastic_engines.sites.wire import Joined, Joining, ModelFacts, Order, Orders, Poll, sent_request
+from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from megarl.version import __version__
 from tests.options.elastic_engines.test_members import WAIT_S
 from tests.options.elastic_engines.test_members import site as site  # a fixture
@@ -82,3 +85,49 @@ def test_a_poll_that_the_site_gave_up_does_not_take_back_what_it_has_said_since(
     asyncio.run(asks_anew())
     two.wait_until(lambda: len(versions) >= 4)
     assert versions == [None, 0, 0, 0]
+
+
+def test_work_of_before_a_site_joined_again_is_not_taken_for_the_new_order_of_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Numbers of orders begin anew; an engine may be slow to end what was cancelled."""
+
+    class Run:
+        async def ask(self, path: str, *_: Any) -> Joined:
+            return Joined(1, "key", "life")
+
+    class Slow:
+        def __init__(self) -> None:
+            self.begun, self.ended, self.may_end = 0, 0, asyncio.Event()
+
+        async def generate(self, request: EngineRequest) -> Any:
+            self.begun += 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await self.may_end.wait()
+                self.ended += 1
+
+    async def until(there: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not there():
+                await asyncio.sleep(0)
+
+    async def joins_again() -> None:
+        slow = Slow()
+        settings = SiteSettings("http://run", TOKEN, "site-b", 1.0, lambda line: None)
+        site = SiteEngine(Run(), slow, "model", ModelFacts("", "", ""), settings)  # type: ignore[arg-type]
+        site._is_open.set()
+        order = Order(1, "generate", request=sent_request(EngineRequest([[1]], SamplingParams(4))))
+        for begun in (1, 2):
+            await site._join()
+            site._follow(order)
+            await until(lambda begun=begun: slow.begun == begun)  # type: ignore[misc]
+        slow.may_end.set()
+        await until(lambda: slow.ended == 1)
+        await asyncio.sleep(0)  # who waits for the task's end hears of it
+        site._follow(Order(2, "stop", stop=1))
+        await until(lambda: slow.ended == 2)
+
+    monkeypatch.setattr(joining, "ModelTexts", lambda _: None)
+    asyncio.run(joins_again())

@@ -11,7 +11,7 @@ import contextlib
 import ssl
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -218,7 +218,9 @@ class SiteEngine:
         self._seen = self._polls = 0
         self._newest: int | None = None
         self._is_new, self._is_open, self._has_news = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._at_work: dict[int, asyncio.Task[None]] = {}
+        self._at_work: set[asyncio.Task[None]] = set()
+        self._generating: dict[int, asyncio.Task[None]] = {}
+        """By the order's number; another one whenever it has joined, as numbers begin anew."""
         self._others: set[asyncio.Task[Any]] = set()
         self._bytes = {"full": 0, "difference": 0}
         self._answered = 0
@@ -244,9 +246,9 @@ class SiteEngine:
                 await self._run.ask("/leave", dict[str, Any], Leaving(self._joined.key, _sent(error)), once=True)
             raise
         finally:
-            for task in [*tasks, *self._at_work.values(), *self._others]:
+            for task in [*tasks, *self._at_work, *self._others]:
                 task.cancel()
-            await asyncio.gather(*tasks, *self._at_work.values(), *self._others, return_exceptions=True)
+            await asyncio.gather(*tasks, *self._at_work, *self._others, return_exceptions=True)
 
     def leave(self) -> None:
         """Have the run take back what is under way here, which ends `work`; asked again, end it at once."""
@@ -268,8 +270,9 @@ class SiteEngine:
     async def _join(self) -> None:
         joining = Joining(__version__, self._facts, self._settings.name)
         joined: Joined = await self._run.ask("/join", Joined, joining)
-        for task in self._at_work.values():
+        for task in self._at_work:
             task.cancel()
+        self._generating = {}
         if self._joined is not None and self._joined.life != joined.life:  # a version's number says nothing there
             self._held.version = None
         self._joined, self._seen, self._newest = joined, 0, None
@@ -321,10 +324,11 @@ class SiteEngine:
     def _follow(self, order: Order) -> None:
         key = self._joined.key if self._joined is not None else ""
         if order.what == "generate":
-            self._at_work[order.number] = task = asyncio.create_task(self._generate(order, key))
-            task.add_done_callback(lambda _: self._at_work.pop(order.number, None))
-        elif order.what == "stop" and order.stop in self._at_work:
-            self._at_work[order.stop].cancel()
+            generating = self._generating
+            generating[order.number] = task = self._begin(self._generate(order, key))
+            task.add_done_callback(lambda _: generating.pop(order.number))
+        elif order.what == "stop" and order.stop in self._generating:
+            self._generating[order.stop].cancel()
         elif order.what == "cut":
             self._do(self._engine.cut(order.words))
         elif order.what == "end_conversations":
@@ -335,9 +339,13 @@ class SiteEngine:
             with contextlib.suppress(EngineError):
                 await work
 
-        task = asyncio.create_task(do())
-        self._at_work[-id(task)] = task
-        task.add_done_callback(lambda _: self._at_work.pop(-id(task), None))
+        self._begin(do())
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._at_work.add(task)
+        task.add_done_callback(self._at_work.discard)
+        return task
 
     async def _generate(self, order: Order, key: str) -> None:
         assert order.request is not None, "it is to generate"
