@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from megarl.options.elastic_engines.sites import gate, joining
 from megarl.options.elastic_engines.sites.far_engine import FarEngine
 from megarl.options.elastic_engines.sites.far_members import FarMembers
-from megarl.options.elastic_engines.sites.joining import SiteEngine, SiteSettings
+from megarl.options.elastic_engines.sites.joining import NotThereError, SiteEngine, SiteSettings
 from megarl.options.elastic_engines.sites.wire import Joined, Joining, ModelFacts, Order, Orders, Poll, sent_request
 from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from megarl.version import __version__
@@ -85,6 +87,29 @@ def test_a_poll_that_the_site_gave_up_does_not_take_back_what_it_has_said_since(
     asyncio.run(asks_anew())
     two.wait_until(lambda: len(versions) >= 4)
     assert versions == [None, 0, 0, 0]
+
+
+def test_a_version_that_is_removed_while_a_site_asks_for_it_is_not_there(two: TwoSites) -> None:
+    two.site.update(0)
+    two.come()
+    path = two.far.store.path
+
+    def removed(version: int, part: str) -> Path | None:
+        found = path(version, part)
+        assert found is not None
+        shutil.rmtree(found.parent)
+        return found
+
+    async def fetched() -> None:
+        run = joining.RunAnswers(two.url, TOKEN, 1.0)
+        try:
+            await run.index(0)
+        finally:
+            await run.close()
+
+    two.far.store.path = removed  # type: ignore[method-assign]
+    with pytest.raises(NotThereError):
+        asyncio.run(fetched())
 
 
 def test_work_of_before_a_site_joined_again_is_not_taken_for_the_new_order_of_its_number(
