@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from queue import SimpleQueue
 from typing import TypeVar
 
 import psutil
 
 T = TypeVar("T")
 POLL_S = 0.05
+SOON_S = 0.001
 
 
 class BoundReachedError(Exception):
@@ -35,41 +37,59 @@ class _Work:
     ends_at: float
     most_bytes: int
     bound: str = ""
-    """Limit that ended it."""
+    """Limit that ended it. The watch alone sets it, and `is_told`."""
+    is_over: bool = False
+    """Set by the work's thread alone: the watch raises nothing in it any more."""
+    is_told: bool = False
+    """Whether the watch, which has set `bound`, is through with it."""
+
+    def end(self) -> None:
+        """Nothing is raised in the work's thread from here on.
+
+        The exception may come anywhere in here, once, so that this takes no lock. The watch sets `bound` and then looks at
+        `is_over`, the work does both the other way round: one of them sees what the other has set.
+        """
+        self.is_over = True
+        while self.bound and not self.is_told:
+            time.sleep(SOON_S)
+        if self.bound:
+            _raise_in(self.thread, None)
 
 
 class _Watch:
     """The thread that looks on, started with the first work; it sleeps while there is none."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._works: list[_Work] = []
+        self._begun: SimpleQueue[_Work] = SimpleQueue()
+        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def begin(self, work: _Work) -> None:
-        with self._changed:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._look_on, name="bounded-work", daemon=True)
-                self._thread.start()
-            self._works.append(work)
-            self._changed.notify()
+    def start(self) -> None:
+        """Start the thread if there is none."""
+        if self._thread is None:
+            with self._starting:
+                if self._thread is None:
+                    thread = threading.Thread(target=self._look_on, name="bounded-work", daemon=True)
+                    thread.start()
+                    self._thread = thread
 
-    def end(self, work: _Work) -> None:
-        """Nothing is raised in the work's thread from here on."""
-        with self._changed:
-            self._works = [other for other in self._works if other is not work]
-            if work.bound:
-                _raise_in(work.thread, None)
+    def begin(self, work: _Work) -> None:
+        self._begun.put(work)
 
     def _look_on(self) -> None:
+        works: list[_Work] = []
         while True:
-            with self._changed:
-                while not self._works:
-                    self._changed.wait()
-                for work in self._works:
-                    if not work.bound and (bound := _reached(work)):
-                        work.bound = bound
+            if not works:
+                works.append(self._begun.get())
+            while not self._begun.empty():
+                works.append(self._begun.get())
+            for work in works:
+                if not work.is_over and not work.bound and (bound := _reached(work)):
+                    work.bound = bound
+                    if not work.is_over:
                         _raise_in(work.thread, _Ended)
+                    work.is_told = True
+            works = [work for work in works if not work.is_over]
             time.sleep(POLL_S)
 
 
@@ -84,14 +104,15 @@ def bounded(work: Callable[[], T], *, time_s: float, more_bytes: int) -> T:
         BoundReachedError: it took more than `time_s` seconds, or this process grew by more than `more_bytes` meanwhile.
     """
     watched = _Work(threading.get_ident(), time.monotonic() + time_s, _resident_bytes() + more_bytes)
+    _WATCH.start()
     try:
         _WATCH.begin(watched)
         try:
             return work()
         finally:
-            _WATCH.end(watched)
+            watched.end()
     except _Ended:
-        _WATCH.end(watched)
+        watched.end()
         unit = f"{time_s:g} s" if watched.bound == "time" else f"{more_bytes >> 20} MiB of memory"
         raise BoundReachedError(f"took more than {unit}") from None
 

@@ -33,13 +33,22 @@ class RankIntake:
         )
         self._lock = threading.Lock()
         self._errors: list[str] = []
+        self._has_ended = False
 
     def take_all(self, take: Callable[[Any], Future[None] | None], give_up: Callable[[], None]) -> None:
         """Take every message and answer it; then leave, saying whether all were taken.
 
         `take(payload)` is called in one of `THREADS` threads. If it returns a future, the message is answered when that is
-        done. `give_up` is called when nothing more will come: it ends such futures.
+        done. `give_up` is called when nothing more will come, and behind each `take` that returns later than that: it ends such
+        futures.
         """
+
+        def take_one(payload: Any) -> Future[None] | None:
+            later = take(payload)
+            if self._has_ended:
+                give_up()
+            return later
+
         taken: list[Future[None]] = []
         index = 0
         # who can't reach the store can't be told anything, and the server must go on
@@ -48,7 +57,8 @@ class RankIntake:
                 index += 1
                 if message is not None:
                     taken.append(Future())
-                    _pool.submit(self._work, *message, take, taken[-1])
+                    _pool.submit(self._work, *message, take_one, taken[-1])
+        self._has_ended = True
         give_up()
         for done in taken:
             done.result()

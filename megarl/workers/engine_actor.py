@@ -116,12 +116,17 @@ class EngineActor:
         if nodes:
             self.options = {**options, "nodes": [RemoteNode(name) for name in nodes]}
         self.engine: Engine | None = None
+        self._starting = asyncio.Lock()
 
     async def start(self, initial_version: int | None) -> None:
-        """Start the engine; `initial_version` is that of the weights in the model folder (None: others will be sent)."""
+        """Start the engine; `initial_version` is that of the weights in the model folder (None: others will be sent).
+
+        A start that was cancelled is waited for: it ends what it has begun.
+        """
         kind = load_engine(self.path)
         try:
-            self.engine = await kind.start(self.model_path, initial_version=initial_version, **self.options)
+            async with self._starting:
+                self.engine = await kind.start(self.model_path, initial_version=initial_version, **self.options)
         except MegarlError:
             raise
         except Exception as cause:  # whatever a class of the user's own may raise

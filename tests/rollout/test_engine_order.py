@@ -18,7 +18,7 @@ from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingP
 from megarl.rollout.engines.sglang.external import ExternalServer
 from megarl.rollout.episodes import EpisodeContext, Episodes
 from megarl.rollout.scheduling.engine_order import CLUTTER, EngineOrder
-from megarl.rollout.scheduling.engine_state import EngineState, PromptRequest
+from megarl.rollout.scheduling.engine_state import EngineState, PromptRequest, prompt_key
 from megarl.rollout.scheduling.episode_requests import episode_groups
 from megarl.rollout.scheduling.loop_thread import LoopThread
 from megarl.rollout.scheduling.scheduler import AT_ONCE, Scheduler
@@ -175,6 +175,38 @@ def test_a_group_makes_room_as_its_responses_end(open_scheduler: Any) -> None:
     scheduler.thread.loop.call_soon_threadsafe(engine.lets_go.set)
     assert len(finish(scheduler, [engine])) == 8
     assert (scheduler.engines[0].load, scheduler.engines[0].prompt_tokens, scheduler.order._keyed) == (0, 0, {})
+
+
+class Reports:
+    """The calls to an engine that says once that a response has ended."""
+
+    def __init__(self, key: str) -> None:
+        self.ended, self.is_counted = [key], asyncio.Event()
+
+    async def take_ended(self, *, deadline_s: float) -> list[str]:
+        if not self.ended:
+            self.is_counted.set()
+            await asyncio.Event().wait()
+        return [self.ended.pop()]
+
+
+def test_what_an_engine_reports_late_of_a_group_that_went_to_another_one_is_not_counted_there() -> None:
+    async def loads() -> list[int]:
+        asked, said, tasks = request(), list[int](), [object(), object()]
+        handles: list[Any] = [Reports(prompt_key(asked.prompts[0])) for _ in range(2)]
+        engines = [EngineState(number, handle) for number, handle in enumerate(handles)]
+        order = EngineOrder(engines, lambda: None, 6, 4, reports=True)
+        order.take(engines[0], tasks[0], asked)  # type: ignore[arg-type]
+        order.drop(engines[0], tasks[0])  # type: ignore[arg-type]
+        order.take(engines[1], tasks[1], asked)  # type: ignore[arg-type]
+        for engine, handle in zip(engines, handles, strict=True):
+            engine.version = 0
+            order.watch(engine)
+            await asyncio.wait_for(handle.is_counted.wait(), 30)
+            said.append(engines[1].load)
+        return said
+
+    assert asyncio.run(loads()) == [4, 3]
 
 
 def test_an_engine_that_comes_back_is_asked_anew_which_responses_have_ended(open_scheduler: Any) -> None:

@@ -51,6 +51,45 @@ def test_work_that_grows_is_ended() -> None:
         bounded(lambda: [kept.append(b"x" * (1 << 20)) for _ in range(100_000)], time_s=120, more_bytes=64 << 20)
 
 
+def test_work_that_ends_while_its_bound_is_looked_at_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, is_back = threading.Event(), threading.Event()
+
+    def reached(work: bounded_work._Work) -> str:
+        if time.monotonic() <= work.ends_at or looks.is_set():
+            return ""
+        looks.set()
+        is_back.wait(1)  # the work is to end meanwhile, and waits for nothing that the watch holds
+        return "time"
+
+    monkeypatch.setattr(bounded_work, "_reached", reached)
+    with contextlib.suppress(BoundReachedError):
+        bounded(lambda: looks.wait(60), time_s=0.0, more_bytes=1 << 34)
+    is_back.set()
+    others: list[int] = []
+    other = threading.Thread(target=lambda: others.append(bounded(lambda: 7, time_s=60, more_bytes=1 << 34)), daemon=True)
+    other.start()
+    other.join(10)
+    assert others == [7]
+
+
+def test_work_that_ends_while_it_is_being_ended_waits_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exception must not come when the work's thread is at something else."""
+    works: list[bounded_work._Work] = []
+    raises, raise_in, reached = threading.Event(), bounded_work._raise_in, bounded_work._reached
+    monkeypatch.setattr(bounded_work, "_reached", lambda work: works.append(work) or reached(work))
+
+    def raise_late(thread: int, error: type[BaseException] | None) -> None:
+        if error is not None:
+            raises.set()
+            while not works[0].is_over:
+                time.sleep(0.01)
+        raise_in(thread, error)
+
+    monkeypatch.setattr(bounded_work, "_raise_in", raise_late)
+    with pytest.raises(BoundReachedError, match="took more than 0 s"):
+        bounded(lambda: raises.wait(60), time_s=0.0, more_bytes=1 << 34)
+
+
 def test_an_end_that_comes_behind_the_work_is_taken_back() -> None:
     """The exception that ends work waits for the thread's next operation, and by then the work may have ended by itself."""
     told: list[bytes] = []
@@ -60,9 +99,9 @@ def test_an_end_that_comes_behind_the_work_is_taken_back() -> None:
     assert thread.ident is not None
     while not Path(f"/proc/self/task/{thread.native_id}/syscall").read_text().startswith(("0 ", "63 ")):  # it reads
         time.sleep(0.01)
-    work = bounded_work._Work(thread.ident, 0.0, 0, bound="time")
+    work = bounded_work._Work(thread.ident, 0.0, 0, bound="time", is_told=True)
     bounded_work._raise_in(thread.ident, bounded_work._Ended)
-    bounded_work._WATCH.end(work)
+    work.end()
     os.write(writer, b"x")
     thread.join(60)
     for end in (reader, writer):

@@ -23,17 +23,21 @@ TOKEN = "the server's"
 class Engine:
     """An engine of one rank, in a thread, that takes payloads by a function."""
 
-    def __init__(self, take: Callable[[Any], Future[None] | None]) -> None:
+    def __init__(self, take: Callable[[Any], Future[None] | None], give_up: Callable[[], None] = lambda: None) -> None:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.where = ("127.0.0.1", self.store.port)
         self.intake = Intake(1, self.where, TOKEN, 20)
         self.given_up = threading.Event()
         self.store.set(OPEN, "1")
-        self.rank = threading.Thread(target=self._run, args=(take,), daemon=True)
+        self.rank = threading.Thread(target=self._run, args=(take, give_up), daemon=True)
         self.rank.start()
 
-    def _run(self, take: Callable[[Any], Future[None] | None]) -> None:
-        RankIntake(self.intake, 0, torch.device("cpu")).take_all(take, self.given_up.set)
+    def _run(self, take: Callable[[Any], Future[None] | None], give_up: Callable[[], None]) -> None:
+        def note() -> None:
+            give_up()
+            self.given_up.set()
+
+        RankIntake(self.intake, 0, torch.device("cpu")).take_all(take, note)
 
     def put(self, content: Any, timeout_s: float = 20, token: str = TOKEN) -> PutBefore:
         return PutBefore("http://engine", self.where, token, [serialize(content)], timeout_s)
@@ -86,6 +90,26 @@ def test_a_message_that_cannot_be_taken_is_an_error_of_its_sender_alone(pool: Th
         engine.put(1).result()
     engine.put(2).result()
     assert engine.ends() == "x has 3 rows here, which have no place"
+
+
+def test_who_announces_something_after_the_rank_was_told_to_leave_is_not_waited_for() -> None:
+    """The message was still in the rank's queue when another sender died and the update was abandoned."""
+    announced = list[Future[None]]()
+
+    def take(number: int) -> Future[None]:
+        assert engine.given_up.wait(20)
+        announced.append(Future())
+        return announced[-1]
+
+    def give_up() -> None:
+        while announced:
+            announced.pop().set_exception(RuntimeError("the update was given up"))
+
+    engine = Engine(take, give_up)
+    waits = engine.put(0)
+    assert engine.ends() == "the update was given up"
+    with pytest.raises(EngineError, match="the update was given up"):
+        waits.result()
 
 
 def test_nothing_is_unpickled_that_was_put_there_without_the_servers_token() -> None:

@@ -128,8 +128,9 @@ class EngineMembers:
         if self._far is not None:
             self._far.close()
         for member in [*self._members.values()]:
-            if member.stage == "starting" and member.actor is not None:
-                ray.kill(member.actor, no_restart=True)  # whoever waits for it hears of it
+            if member.stage == "starting":
+                self._kill(member)
+                self._places.give_back(member.place)  # whoever waits for what is there hears of it
         self._pool.shutdown(cancel_futures=True)
 
     # who is there -------------------------------------------------------------------------------------------------
@@ -299,6 +300,8 @@ class EngineMembers:
         actor = EngineActor.options(**self._places.where(at, threads))
         path, model_path = engine_path(self._config.rollout), str(Path(self._config.model.path).resolve())
         member.actor = actor.remote(path, model_path, options, cluster.architecture, [], reachable=True)
+        if self._closing.is_set():  # `close` may have looked for it before
+            raise EngineError("the run ends")
         version = 0 if self._rollouts.version == 0 and not self._config.other_weights else None
         ray.get(member.actor.start.remote(version), timeout=self._config.resources.deadlines.start_s + GRACE_S)
         return version

@@ -195,7 +195,8 @@ class EngineOrder:
             while True:
                 with contextlib.suppress(DeadlineError):
                     for key in await engine.handle.take_ended(deadline_s=REPORT_S):
-                        if (of_key := self._keyed.get(key)) is not None:
+                        of_key = self._keyed.get(key)
+                        if of_key is not None and of_key[0] is engine:  # else its group has gone to another one meanwhile
                             self._end_some(*of_key, 1)
                 await asyncio.sleep(len(self._engines) / REPORTS_PER_S)
         except (EngineError, WorkerError):

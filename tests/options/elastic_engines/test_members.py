@@ -3,6 +3,7 @@ trained once, and what an engine that leaves has said is trained, too."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.rollout.test_partial_groups import Book, ContinuingEngine, asking, ch
 
 LEAST, MOST, TIMES = 1, 2, 10
 WAIT_S = 60.0
+START = EngineMembers._start
 
 
 class Site:
@@ -231,3 +233,56 @@ def test_below_the_minimum_the_run_waits_and_goes_on_when_an_engine_comes(site: 
     assert len(site.batch()) == 6
     waits = f"0 engines are there, of the {LEAST} that rollout.engines asks for: the run waits"
     assert [line for line in site.said if "there" in line] == [waits, "1 engine is there: the run goes on"]
+
+
+@pytest.mark.parametrize("under_way", ["download", "with_gpus"])
+def test_an_engine_that_starts_while_the_run_ends_is_not_waited_for(
+    site: Site, monkeypatch: pytest.MonkeyPatch, under_way: str
+) -> None:
+    """Its actor is not there yet when the run looks for engines that start."""
+    running, made, waited = site.running, list[Any](), list[Any]()
+    begun, is_given_back, shuts_down = (threading.Event() for _ in range(3))
+    give_back, shut_down = running._places.give_back, running._pool.shutdown
+
+    def download(*_: Any) -> None:
+        begun.set()
+        if is_given_back.wait(WAIT_S / 4):
+            raise ray.exceptions.WorkerCrashedError
+
+    def with_gpus(at: EnginePlaceFound) -> EnginePlaceFound:
+        begun.set()
+        shuts_down.wait(WAIT_S)
+        return at
+
+    def make(*_: Any, **__: Any) -> Any:
+        made.append(SimpleNamespace(start=SimpleNamespace(remote=lambda version: None), is_dead=False))
+        return made[-1]
+
+    def now_given_back(at: EnginePlaceFound) -> None:
+        give_back(at)
+        is_given_back.set()
+
+    def now_shut_down(**how: bool) -> None:
+        shuts_down.set()
+        shut_down(**how)
+
+    monkeypatch.setattr(EngineMembers, "_start", START)
+    monkeypatch.setattr(members, "download_on_nodes", download)
+    monkeypatch.setattr(members, "EngineActor", SimpleNamespace(options=lambda **_: SimpleNamespace(remote=make)))
+    monkeypatch.setattr(members.ray, "get", lambda *_, timeout: waited.append(timeout))
+    models = ["m"] if under_way == "download" else []
+    running._cluster = SimpleNamespace(
+        models=models, address="a", platform=SimpleNamespace(name="cpu"), log_folder="logs", architecture=None
+    )
+    running._kind = SimpleNamespace(give_weights=None, options=lambda *_: {})
+    for name, value in {
+        "where": lambda *_: {}, "bundles": lambda at: [], "with_gpus": with_gpus, "give_back": now_given_back,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(running._places, name, value, raising=False)
+    monkeypatch.setattr(running._pool, "shutdown", now_shut_down)
+    site.add()
+    assert begun.wait(WAIT_S)
+    running.close()
+    assert is_given_back.is_set()
+    assert waited == []
+    assert [actor.is_dead for actor in made] == ([] if under_way == "download" else [True])

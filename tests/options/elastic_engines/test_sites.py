@@ -566,7 +566,7 @@ def test_orders_that_a_site_may_not_have_are_told_again_and_each_is_dropped_once
     engine = FarEngine(Joining(__version__, ModelFacts("", "", ""), "site-b"))
     engine.give("cut", words=["a"])
     number, answer = engine.ask(EngineRequest([[1]], SamplingParams(4)))
-    poll = Poll(engine.key, 0, None, None, 0, 0)
+    poll = Poll(engine.key, 1, 0, None, None, 0, 0)
     assert [order.what for order in engine.hear(poll)] == ["cut", "generate"]
     assert [order.what for order in engine.hear(poll)] == ["cut", "generate"]
     assert engine.hear(joining.msgspec.structs.replace(poll, seen=1)) == [Order(2, "generate", sent_request_of(engine))]

@@ -62,7 +62,7 @@ class FarEngine:
         """Set, in the server's loop, when there is something to tell the site."""
         self._lock = threading.Lock()
         self._orders: list[Order] = []
-        self._given = 0
+        self._given = self._polls = 0
         self._answers: dict[int, Future[Responses]] = {}
         self._wake: Callable[[], None] = lambda: None
 
@@ -118,7 +118,10 @@ class FarEngine:
         self._wake()
 
     def hear(self, poll: Poll) -> list[Order]:
-        """Take in a poll; returns the orders that it may not have."""
+        """Take in a poll; returns the orders that the site may not have. One that it has given up for another is nothing."""
+        if poll.count < self._polls:
+            return []
+        self._polls = poll.count
         self.heard_at = time.monotonic()
         self.version = poll.version
         self.full_bytes, self.difference_bytes = poll.full_bytes, poll.difference_bytes

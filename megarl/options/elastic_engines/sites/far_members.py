@@ -173,6 +173,8 @@ class FarMembers:
     # ----------------------------------------------------------------------------------------------------------------
 
     def _admit(self, engine: FarEngine) -> None:
+        if not engine.admitted.set_running_or_notify_cancel():  # the site was told meanwhile to try again
+            return
         free = {*range(self._most)} - {*self._taken()} - self.numbers
         if not free:
             engine.admitted.set_exception(WorkerError("the run has as many engines as rollout.max_engines allows"))

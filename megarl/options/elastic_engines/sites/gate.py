@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
 from collections.abc import Callable
@@ -152,9 +153,10 @@ class Gate:
 
     async def _weights(self, request: Request) -> Response:
         path = self._members.store.path(request.path_params["version"], request.path_params["part"])
-        if path is None:
-            raise HTTPException(404, "the run does not hold this version (any more)")
-        return FileResponse(path, media_type="application/octet-stream")
+        if path is not None:
+            with contextlib.suppress(FileNotFoundError):  # it is removed by another thread
+                return FileResponse(path, media_type="application/octet-stream", stat_result=path.stat())
+        raise HTTPException(404, "the run does not hold this version (any more)")
 
     def _of(self, key: str) -> FarEngine:
         engine = self._members.of(key)

@@ -11,7 +11,7 @@ import contextlib
 import ssl
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -215,10 +215,12 @@ class SiteEngine:
         self._run, self._engine, self._facts, self._settings = run, engine, facts, settings
         self._texts, self._held = ModelTexts(model), HeldWeights(None, {})
         self._joined: Joined | None = None
-        self._seen = 0
+        self._seen = self._polls = 0
         self._newest: int | None = None
         self._is_new, self._is_open, self._has_news = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._at_work: dict[int, asyncio.Task[None]] = {}
+        self._at_work: set[asyncio.Task[None]] = set()
+        self._generating: dict[int, asyncio.Task[None]] = {}
+        """By the order's number; another one whenever it has joined, as numbers begin anew."""
         self._others: set[asyncio.Task[Any]] = set()
         self._bytes = {"full": 0, "difference": 0}
         self._answered = 0
@@ -244,9 +246,9 @@ class SiteEngine:
                 await self._run.ask("/leave", dict[str, Any], Leaving(self._joined.key, _sent(error)), once=True)
             raise
         finally:
-            for task in [*tasks, *self._at_work.values(), *self._others]:
+            for task in [*tasks, *self._at_work, *self._others]:
                 task.cancel()
-            await asyncio.gather(*tasks, *self._at_work.values(), *self._others, return_exceptions=True)
+            await asyncio.gather(*tasks, *self._at_work, *self._others, return_exceptions=True)
 
     def leave(self) -> None:
         """Have the run take back what is under way here, which ends `work`; asked again, end it at once."""
@@ -268,8 +270,9 @@ class SiteEngine:
     async def _join(self) -> None:
         joining = Joining(__version__, self._facts, self._settings.name)
         joined: Joined = await self._run.ask("/join", Joined, joining)
-        for task in self._at_work.values():
+        for task in self._at_work:
             task.cancel()
+        self._generating = {}
         if self._joined is not None and self._joined.life != joined.life:  # a version's number says nothing there
             self._held.version = None
         self._joined, self._seen, self._newest = joined, 0, None
@@ -279,11 +282,8 @@ class SiteEngine:
 
     async def _follow_orders(self) -> str | None:
         while True:
-            assert self._joined is not None, "it has joined"
-            version = self._held.version if self._is_open.is_set() else None
-            full, difference = self._bytes["full"], self._bytes["difference"]
             try:
-                orders = await self._poll(Poll(self._joined.key, self._seen, version, self._newest, full, difference))
+                orders = await self._poll(self._told(self._held.version if self._is_open.is_set() else None))
             except NotThereError:
                 self._settings.say("the run has given it up, as it was not heard of; it joins again")
                 await self._join()
@@ -297,11 +297,16 @@ class SiteEngine:
                 if order.number > self._seen:
                     self._seen = order.number
                     if order.what == "end":
-                        last = Poll(self._joined.key, self._seen, None, self._newest, full, difference)
                         with contextlib.suppress(MegarlError):  # so that the run knows that it was told
-                            await self._run.ask("/orders", Orders, last, once=True)
+                            await self._run.ask("/orders", Orders, self._told(None), once=True)
                         return " ".join(order.words) or "the run ended it"
                     self._follow(order)
+
+    def _told(self, version: int | None) -> Poll:
+        assert self._joined is not None, "it has joined"
+        self._polls += 1
+        full, difference = self._bytes["full"], self._bytes["difference"]
+        return Poll(self._joined.key, self._polls, self._seen, version, self._newest, full, difference)
 
     async def _poll(self, poll: Poll) -> Orders | None:
         """The run's orders; None: there is something to tell it, for which it is asked anew."""
@@ -319,10 +324,11 @@ class SiteEngine:
     def _follow(self, order: Order) -> None:
         key = self._joined.key if self._joined is not None else ""
         if order.what == "generate":
-            self._at_work[order.number] = task = asyncio.create_task(self._generate(order, key))
-            task.add_done_callback(lambda _: self._at_work.pop(order.number, None))
-        elif order.what == "stop" and order.stop in self._at_work:
-            self._at_work[order.stop].cancel()
+            generating = self._generating
+            generating[order.number] = task = self._begin(self._generate(order, key))
+            task.add_done_callback(lambda _: generating.pop(order.number))
+        elif order.what == "stop" and order.stop in self._generating:
+            self._generating[order.stop].cancel()
         elif order.what == "cut":
             self._do(self._engine.cut(order.words))
         elif order.what == "end_conversations":
@@ -333,9 +339,13 @@ class SiteEngine:
             with contextlib.suppress(EngineError):
                 await work
 
-        task = asyncio.create_task(do())
-        self._at_work[-id(task)] = task
-        task.add_done_callback(lambda _: self._at_work.pop(-id(task), None))
+        self._begin(do())
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._at_work.add(task)
+        task.add_done_callback(self._at_work.discard)
+        return task
 
     async def _generate(self, order: Order, key: str) -> None:
         assert order.request is not None, "it is to generate"

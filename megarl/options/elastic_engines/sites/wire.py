@@ -99,10 +99,11 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Poll(msgspec.Struct, frozen=True):
-    """An engine asks for orders: the last one that it has, its weights' version, the newest that it knows of, and the bytes of
-    full weights and of differences that it has fetched."""
+    """An engine asks for orders, for the `count`-th time: the last one that it has, its weights' version, the newest that it
+    knows of, and the bytes of full weights and of differences that it has fetched."""
 
     key: Digest
+    count: int
     seen: int
     version: int | None
     newest: int | None

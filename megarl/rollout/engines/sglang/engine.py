@@ -41,6 +41,7 @@ from megarl.weights.staging import NamedTensors, serialize
 MORE_TOKENS = 1024
 """Room in a CPU server's cache beside that for the responses of a step."""
 FEWEST_REQUESTS = 64
+LOOK_S = 0.2
 IDLE_S = 3600.0
 """After so many seconds without a message a rank leaves an update that its owner has not ended."""
 
@@ -52,6 +53,24 @@ def _few_bits_served() -> ModuleType:
 def _refuse_uncovered(rank: int, uncovered: Sequence[str]) -> None:
     if uncovered:
         raise EngineError(f"weight update failed its check: nothing fills {', '.join(uncovered[:3])} of rank {rank}")
+
+
+async def _start(server: SglangServer) -> None:
+    """Start a server; it is ended if this is cancelled, as the thread in which it is started goes on."""
+    starting = asyncio.get_running_loop().run_in_executor(None, server.start)
+    try:
+        await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await asyncio.shield(_end_start(server, starting))
+        raise
+
+
+async def _end_start(server: SglangServer, starting: asyncio.Future[None]) -> None:
+    while not starting.done():
+        await asyncio.to_thread(server.stop)  # has its start fail, unless that has no process so far
+        await asyncio.wait([starting], timeout=LOOK_S)
+    await asyncio.gather(starting, return_exceptions=True)
+    await asyncio.to_thread(server.stop)
 
 
 class SglangEngine(ServedEngine):
@@ -137,7 +156,7 @@ class SglangEngine(ServedEngine):
             here = compute_capability()
             _few_bits_served().check_weight_layout(format, options.extra, here, has_experts=layout.model.has_experts)
         server = SglangServer(replace(options, extra={**layout.server_arguments, **of_adapters, **options.extra}), nodes)
-        await asyncio.to_thread(server.start)
+        await _start(server)
         try:
             # the engine's ranks and its senders may be on other machines
             engine = cls(server, layout, initial_version, TCPStore(host(), 0, is_master=True, wait_for_workers=False))

@@ -209,10 +209,11 @@ class SglangServer:
                 for node, other in enumerate(self.others, 1):
                     other.start(self.options.on_node(node, str(options.leader)))
             arguments = options.arguments(port, self._start_id)
-            self._process = ServerProcess(arguments, options.environment(os.environ), options.log_file, self.token)
+            process = ServerProcess(arguments, options.environment(os.environ), options.log_file, self.token)
+            self._process = process
             for node, other in enumerate(self.others, 1):
-                threading.Thread(target=self._end_with, args=(self._process, node, other), daemon=True).start()
-            self._wait_until_it_answers(self._process)
+                threading.Thread(target=self._end_with, args=(process, node, other), daemon=True).start()
+            self._wait_until_it_answers(process)
             self._freeze_gc()
         except BaseException:
             self.stop()
@@ -285,7 +286,10 @@ class SglangServer:
         return log_tail(self.options.log_file)
 
     def stop(self) -> None:
-        """End the server on all its nodes; returns when every process is gone. There is no state to save."""
+        """End the server on all its nodes; returns when every process is gone. There is no state to save.
+
+        A start that waits for the server in another thread raises EngineError then.
+        """
         process, self._process = self._process, None
         for other in self.others:
             other.stop()
