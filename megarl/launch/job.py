@@ -60,7 +60,7 @@ class Job:
 
     @property
     def outlives_nodes(self) -> bool:
-        """Whether the run goes on where a node is lost: others, or spare ones, take over what it did."""
+        """True if the run goes on where a node is lost: others, or spare ones, take over what it did."""
         return self.launcher == "ray" and spare_places(self.config) is not None
 
     @property

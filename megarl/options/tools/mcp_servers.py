@@ -161,7 +161,7 @@ class McpTools:
 
 
 class _Connection:
-    """What starts a server when it is needed. It, and its servers, run in one event loop."""
+    """A server that is started when it is needed; it runs, with all of its starts, in one event loop."""
 
     def __init__(self, settings: McpServerConfig, open_ones: set[_Server]) -> None:
         """`open_ones` has the servers while they run."""
@@ -232,7 +232,7 @@ class _Server:
             self._client.set_exception(_LostError(why))
 
     async def client(self) -> Any:
-        """Its client, when it has started.
+        """The client, once the server has started.
 
         Raises:
             _LostError: it does not start.
@@ -261,7 +261,7 @@ class _Server:
             working.cancel()
 
     async def close_unless_alive(self) -> bool:
-        """Whether it answers; one that does not is closed."""
+        """Return whether it answers; one that does not is closed."""
         try:
             async with asyncio.timeout(SIGN_OF_LIFE_S):
                 await self._client.result().session.list_tools()
