@@ -82,6 +82,8 @@ class Slurm:
         try:
             self._stack.enter_context(self.network)
             self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="mslurm-", dir="/tmp")))
+            self.local = self.folder / "l"
+            """A folder of which each node has its own, as on a disk of its own: two that join a Ray would share its sockets."""
             self.environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "SLURM_"))}
             self.environment |= {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
             self._configure()
@@ -135,8 +137,11 @@ class Slurm:
         self._daemon(["munged", "--foreground", "--force", *options])
         self._wait_until((self.folder / "munge.socket").exists, 10, "munged")
         self._daemon(self.login.command("slurmctld", "-i", "-D"))
+        self.local.mkdir()
         for node in self.nodes:
-            self._daemon(node.command("slurmd", "-D", "-N", node.name))
+            (own := self.folder / node.name).mkdir()
+            shell = f"mount --bind {own} {self.local} && exec slurmd -D -N {node.name}"
+            self._daemon(node.command("unshare", "--mount", "sh", "-c", shell))
         ask = ("sinfo", "--noheader", "--Node", "--partition=tiny", "--format=%t")
         self._wait_until(lambda: self.run(*ask, check=False).split() == ["idle"] * len(self.nodes), 30, "idle nodes")
 

@@ -48,11 +48,11 @@ def test_a_job_with_spares_outlives_a_lost_node(tiny_model: Path, tmp_path: Path
     tree = yaml.safe_load(config.read_text())
     config.write_text(yaml.safe_dump(tree | {"resources": {"spares": 1}}))
     with Slurm(3) as slurm:
-        job = submit(slurm, config, nodes=3)
-        wait(lambda: len(steps_of(run)) >= 2 or is_over(slurm, job), run, 300)
-        [other] = [node for node in slurm.nodes[1:] if any("ray::RankProcess" in line for line in processes(node).values())]
+        job = submit(slurm, config, "--local-folder", str(slurm.local), nodes=3)
+        wait(lambda: len(steps_of(run)) >= 2 or is_over(slurm, job), run, 400)
+        other, *_ = [node for node in slurm.nodes[1:] if any("ray::RankProcess" in line for line in processes(node).values())]
         lose(slurm, other)
-        wait(lambda: is_over(slurm, job), run, 300)
+        wait(lambda: is_over(slurm, job), run, 400)
         ends = [line for line in slurm.finished() if line["JobId"] == job]
     assert [end["JobState"] for end in ends] == ["COMPLETED"]
     said = (run / "jobs" / f"{job}.txt").read_text()
