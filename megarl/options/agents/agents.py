@@ -286,9 +286,9 @@ class OtherPython(NamedTuple):
 
 
 class FunctionAgent(Agent):
-    """A function of the user's, `agent(task)`, in processes of their own that serve one episode after the other.
+    """A function of the user's, `agent(task)`, in processes of their own: a `def` in threads, an `async def` in one.
 
-    An `async def` serves many at once. It returns None, or the reward of its episode.
+    It returns None, or the reward of its episode.
     """
 
     def __init__(self, path: str, processes: int, other: OtherPython | None = None) -> None:

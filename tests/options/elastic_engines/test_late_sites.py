@@ -29,7 +29,13 @@ pytest.importorskip("zstandard")
 
 def test_a_site_that_was_told_to_try_again_is_not_admitted_later(two: TwoSites, monkeypatch: pytest.MonkeyPatch) -> None:
     admit, is_told, is_seen_to = FarMembers._admit, threading.Event(), threading.Event()
+    ask_to_join = FarMembers.ask_to_join
     errors: list[Exception] = []
+    asked: list[FarEngine] = []
+
+    def noted(self: FarMembers, engine: FarEngine) -> None:
+        asked.append(engine)
+        ask_to_join(self, engine)
 
     def busy(self: FarMembers, engine: FarEngine) -> None:
         is_told.wait(WAIT_S)
@@ -44,15 +50,21 @@ def test_a_site_that_was_told_to_try_again_is_not_admitted_later(two: TwoSites, 
     with monkeypatch.context() as while_busy:
         while_busy.setattr(gate, "ADMITTED_S", 0.05)
         while_busy.setattr(FarMembers, "_admit", busy)
-        one = FarSite(two.url, two.model)
-        one.wait()
-        assert str(one.error).endswith("the run is busy; try again")
+        while_busy.setattr(FarMembers, "ask_to_join", noted)
+        hasty = FarSite(two.url, two.model, patience_s=0.0)
+        hasty.wait()
+        assert str(hasty.error).endswith("the run is busy; try again")
+        assert two.far.numbers == set()
+        patient = FarSite(two.url, two.model, patience_s=WAIT_S)
+        two.wait_until(lambda: len(asked) >= 3)
         is_told.set()
         assert is_seen_to.wait(WAIT_S)
+        while_busy.undo()
+        two.sites.append(patient)
+        two.wait_until(lambda: len(two.far.numbers) == 1)
     assert errors == []
-    assert two.far.numbers == set()
     two.site.update(0)
-    two.come()
+    two.wait_until(lambda: len(two.site.there) == 2)
     assert two.site.running._error is None
 
 

@@ -23,6 +23,7 @@ from megarl.options.elastic_engines.sites.far_engine import FarEngine
 from megarl.options.elastic_engines.sites.model_facts import refusal
 from megarl.options.elastic_engines.sites.weight_store import WeightStore
 from megarl.options.elastic_engines.sites.wire import (
+    BUSY,
     LONGEST_POLL_S,
     Joined,
     Joining,
@@ -117,8 +118,10 @@ class Gate:
         try:
             async with asyncio.timeout(ADMITTED_S):
                 number = await asyncio.wrap_future(engine.admitted)
-        except (MegarlError, TimeoutError) as error:
-            return json_answer({"error": str(error) or "the run is busy; try again"}, 409)
+        except MegarlError as error:
+            return json_answer({"error": str(error)}, 409)
+        except TimeoutError:
+            return json_answer({"error": "the run is busy; try again"}, BUSY)
         return _answer(Joined(number, engine.key, self._members.life))
 
     async def _orders(self, request: Request) -> Response:

@@ -34,6 +34,7 @@ from megarl.options.elastic_engines.sites.weight_store import (
     zstandard,
 )
 from megarl.options.elastic_engines.sites.wire import (
+    BUSY,
     LONGEST_POLL_S,
     MOST_ERROR,
     SENT_OPTIONS,
@@ -93,7 +94,7 @@ class RunAnswers:
         await self._session.close()
 
     async def ask(self, path: str, kind: Any, body: msgspec.Struct | None = None, *, once: bool = False) -> Any:
-        """The run's answer, read as `kind`. Tried again while it cannot be reached, unless it is asked `once`.
+        """The run's answer, read as `kind`. Tried again while it is busy or cannot be reached, unless it is asked `once`.
 
         Raises:
             ConfigError: the token is wrong, or the run refuses; or it could not be reached.
@@ -104,11 +105,12 @@ class RunAnswers:
         while True:
             try:
                 status, answer = await self._talk(path, content)
-                break
+                if status != BUSY or time.monotonic() > ends_at:
+                    break
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 if time.monotonic() > ends_at:
                     raise ConfigError(f"no run answers at {self._url}: {_said(error)}") from None
-                await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(RETRY_S)
         if status != 200:
             self._refuse(status, answer)
         try:

@@ -21,6 +21,8 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 """The form of a site's name, which is printed, and stands for a node in `engines.json`."""
 LONGEST_POLL_S = 10.0
 """For which the run keeps a site waiting for orders; a site is heard of at least as often."""
+BUSY = 503
+"""The status of an answer that says: ask again."""
 MOST_ERROR = 2000
 SENT_OPTIONS = ("dtype", "seed", "turn_cache_bytes")
 """Arguments of an engine's start that a run sends; it may name no file, and no code."""
