@@ -272,8 +272,7 @@ class Simulation:
     def _next_growth_s(self, recovery: Any) -> float:
         """When replicas may come back: at once where places that the last step did not have are there, else when a node is
         repaired."""
-        there = {number for number, (actor, _) in recovery._places._sought.items() if actor.has_node()}
-        if there != self._looked_at:
+        if _there(recovery) != self._looked_at:
             return self.cluster.now
         return self.cluster.repairs[0] if self.cluster.repairs else float("inf")
 
@@ -292,8 +291,13 @@ class Simulation:
         self.replaced += run.metrics["recovery/seconds"] > 0
         self.step += 1
         self.shrunk_steps += group.layout.dp < whole
-        self._looked_at = {number for number, (actor, _) in recovery._places._sought.items() if actor.has_node()}
+        self._looked_at = _there(recovery)
         self._save_if_due()
+
+
+def _there(recovery: Any) -> set[tuple[str, int]]:
+    """Lost places that have a node again, by group and number."""
+    return {place for place, (actor, _) in recovery._places._sought.items() if actor.has_node()}
 
 
 def table(found: dict[str, Any]) -> str:

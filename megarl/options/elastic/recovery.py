@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ray
 
 from megarl.config import Config
+from megarl.config.layout import Layout
 from megarl.core.steps import RlRun
 from megarl.errors import DeadlineError, RankLostError, WorkerError, counted
 from megarl.options.elastic.comparison import begin_watch, differing, end_watch
 from megarl.options.elastic.memory import LOOK_S, Memory, Moment
 from megarl.options.elastic.places import FAULTY_AFTER, Places
 from megarl.options.elastic.rank_process import Become, interrupt, leave
-from megarl.options.elastic.replicas import Replicas, with_fewer
+from megarl.options.elastic.replicas import Replicas
 from megarl.options.elastic.section import compared_every, shrinks, spares_of
 from megarl.supervise.child_run import is_restart
 from megarl.weights.machines import Machines
@@ -137,9 +138,8 @@ class RankReplacement:
                 group.lost = found
                 self._damaged[group.name] = {*found}
                 where = ", ".join(f"rank {rank} on {group.host_and_pid[rank][0]}" for rank in found)
-                error = RankLostError(f"weights of {role} differ between replicas at step {run.step + 1}: {where}")
-                error.who = f"{where}: weights of {role} that differ from other replicas'"
-                raise error
+                said = f"weights of {role} differ between replicas at step {run.step + 1}: {where}"
+                raise _lost(said, f"{where}: weights of {role} that differ from other replicas'")
 
     def _reconnect(self) -> None:
         """Have engines connected anew at the next update; one that was under way is given up."""
@@ -172,9 +172,7 @@ class RankReplacement:
                 answered = ray.wait(become, num_returns=len(become), timeout=0)[0]
                 group.lost = [rank for rank, asked in enumerate(become) if asked not in answered]
                 self._late[group.name] = {*group.lost}
-                lost = RankLostError(str(error))
-                lost.who = error.who
-                raise lost from error
+                raise _lost(str(error), error.who) from error
             group.connect(seed=self._seed, deadline_s=self._deadlines.start_s)
         for role in self._roles.loaded:
             if self._roles.group_of(role) in groups:
@@ -201,20 +199,23 @@ class RankReplacement:
 
     def _shrink(self, group: WorkerGroup, homeless: Sequence[int]) -> None:
         """Have the group be the replicas that have all of their ranks, or as many of them as its layout can do with."""
-        layout, broken = group.layout, {group.layout.coords(rank).dp for rank in homeless}
-        whole = [replica for replica in range(layout.dp) if replica not in broken]
-        fits = with_fewer(layout, len(whole))
-        if fits is None:
-            raise WorkerError(f"of {group.name} no replica is left that has all of its ranks")
-        kept = [rank for rank in range(layout.world_size) if layout.coords(rank).dp in whole[: fits.dp]]
-        for rank in {*range(layout.world_size)} - {*kept} - {*homeless}:
-            ray.kill(group.actors[rank], no_restart=True)
         placement = self._cluster.placement
-        if group.name not in self._whole:
-            self._whole[group.name] = Replicas.of(layout, placement.ranks[group.name], lambda at: placement.bundles[at].node)
-        self._places.assign(group.name, [placement.ranks[group.name][rank] for rank in kept])
-        group.regroup(fits, [group.actors[rank] for rank in kept])
-        self._memory.renumber(group.name, kept)
+        own = dict(zip(placement.ranks[group.name], group.actors, strict=True))
+        replicas = Replicas.of(group.layout, [*own], lambda at: placement.bundles[at].node)
+        largest = replicas.largest({number for rank, number in enumerate(own) if rank not in homeless})
+        if largest is None:
+            raise WorkerError(f"of {group.name} no replica is left that has all of its ranks")
+        self._whole.setdefault(group.name, replicas)
+        self._arrange(group, *largest, own)
+
+    def _arrange(self, group: WorkerGroup, layout: Layout, places: Sequence[int], processes: Mapping[int, Any]) -> None:
+        """Have the processes at these places, by number, be the ranks of a layout; ranks at other places are ended."""
+        before = {number: rank for rank, number in enumerate(self._cluster.placement.ranks[group.name])}
+        for number in before.keys() - {*places}:
+            ray.kill(group.actors[before[number]], no_restart=True)
+        self._memory.renumber(group.name, [before.get(number) for number in places])
+        self._places.assign(group.name, places)
+        group.regroup(layout, [processes[number] for number in places])
 
     def _grow(self, run: RlRun) -> None:
         """Have groups that lost replicas have as many again as there are places for."""
@@ -232,19 +233,13 @@ class RankReplacement:
             largest = replicas.largest(there)
             if largest is None or largest[0].dp <= group.layout.dp:
                 continue
-            before = {number: rank for rank, number in enumerate(own)}
             if stuck := _stuck(own):
-                group.lost = [before[number] for number in stuck]
-                error = RankLostError(f"ranks {group.lost} of {name} did not leave their world within {LEAVE_S:.0f} s")
-                error.who = f"ranks {group.lost} of {name}, which did not leave the world of fewer replicas"
-                raise error
+                group.lost = [rank for rank, number in enumerate(own) if number in stuck]
+                said = f"ranks {group.lost} of {name} did not leave their world within {LEAVE_S:.0f} s"
+                raise _lost(said, f"ranks {group.lost} of {name}, which did not leave the world of fewer replicas")
             layout, places = largest
-            for number in own.keys() - {*places}:
-                ray.kill(own[number], no_restart=True)
             self._places.take(group, [number for number in places if number in ready])
-            self._memory.renumber(name, [before.get(number) for number in places])
-            self._places.assign(name, places)
-            group.regroup(layout, [there[number] for number in places])
+            self._arrange(group, layout, places, there)
             grown.append(group)
             if layout == replicas.layout:
                 del self._whole[name]
@@ -254,6 +249,12 @@ class RankReplacement:
         if grown:
             self._bring_up(run, grown)
             self._reconnect()
+
+
+def _lost(said: str, who: str) -> RankLostError:
+    error = RankLostError(said)
+    error.who = who
+    return error
 
 
 def _stuck(actors: Mapping[int, Any]) -> set[int]:
