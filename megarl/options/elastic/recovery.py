@@ -172,7 +172,9 @@ class RankReplacement:
                 answered = ray.wait(become, num_returns=len(become), timeout=0)[0]
                 group.lost = [rank for rank, asked in enumerate(become) if asked not in answered]
                 self._late[group.name] = {*group.lost}
-                raise _lost(str(error), error.who) from error
+                ours = RankLostError(str(error))
+                ours.who = error.who
+                raise ours from error
             group.connect(seed=self._seed, deadline_s=self._deadlines.start_s)
         for role in self._roles.loaded:
             if self._roles.group_of(role) in groups:
