@@ -3,7 +3,8 @@
     python benchmarks/planner.py [--leave-one-out] [--page docs/evidence/plans.md] [--json FILE]
     python benchmarks/planner.py --ready [--page docs/evidence/plans.md]
 
-`--ready`: of the ready plans in examples/plans, step, tokens per second, memory by turn, and what bounds each.
+`--ready`: of the ready plans in examples/plans, step, tokens per second, memory by turn, and what bounds each; and of the
+seconds in which models answer and the policy is trained, the share in which GPUs wait for links.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megarl.config import load_any
 from megarl.planning.efficiencies import Efficiencies
 from megarl.planning.gpus import GpuSpec, gpu_named
 from megarl.planning.measured import STEP, Compared, Measured, compare, fit_constants, held_bytes, read_table
-from megarl.planning.plan import make_plan
+from megarl.planning.plan import CapacityPlan, make_plan
 from megarl.planning.roles import RunShape
 
 TABLE = Path(__file__).with_name("published") / "measurements.json"
@@ -36,6 +37,12 @@ READY = (
     "plan", "layout", "s of a step", "tokens/s of each GPU", "GB by turn", "bound by", "published tokens/s of each GPU",
 )  # fmt: skip
 """Columns of the table of ready plans."""
+
+LINKS = {
+    "tensor parallel": "tp", "expert parallel": "ep", "context parallel": "cp", "pipeline": "pp",
+    "pipeline bubble": "bubble of pp", "data parallel": "gradients and weights of dp", "launches": "launches",
+}  # fmt: skip
+"""By part of a phase, its column in the table of what is waited for."""
 
 
 def compared(row: Measured, constants: Efficiencies | None = None) -> list[Compared]:
@@ -96,19 +103,31 @@ def summary(rows: Sequence[Measured]) -> str:
     return f"{len(errors)} steps, typical factor {exp(sqrt(sum(e * e for e in errors) / len(errors))):.2f}"
 
 
-def ready(path: Path, published: list[Measured]) -> str:
-    """The row of a ready plan."""
+def kind_of(path: Path) -> str:
+    """The kind of GPU in the name of a ready plan."""
     kind = re.search(r"x([a-z]+\d+)", path.stem)
     assert kind is not None, f"{path} has no kind of GPU in its name"
-    config = load_any(path, [])
-    plan = make_plan(config, gpu_named(kind[1]))
-    times, worst = plan.times, plan.memory.worst
+    return kind[1]
+
+
+def waits(path: Path, plan: CapacityPlan) -> str:
+    """The row of a ready plan in the table of what is waited for: shares of the seconds of scoring and training."""
+    phases = [phase for phase in plan.times.phases if phase.name in ("log_probs", "update")]
+    seconds = sum(phase.seconds for phase in phases)
+    shares = [sum(phase.parts.get(part, 0.0) for phase in phases) / seconds for part in LINKS]
+    cells = [f"{share:.1%}" if share else "" for share in shares]
+    return f"| `{path.stem}` | {seconds / plan.times.step_seconds:.0%} | {' | '.join(cells)} |"
+
+
+def ready(path: Path, plan: CapacityPlan, published: list[Measured]) -> str:
+    """The row of a ready plan."""
+    config, times, worst = plan.run.config, plan.times, plan.memory.worst
     longest = max(times.phases, key=lambda phase: phase.seconds)
     turns = ", ".join(f"{turn} {sum(parts.values()) / 1e9:.0f}" for turn, parts in worst.turns.items())
     speed = times.tokens / times.step_seconds / plan.run.gpus
     near = [row for row in published if STEP in row.phases and row.config.model.path == config.model.path]
     near = [row for row in near if row.config.sampling is not None] if config.sampling is not None else near
-    figures = ", ".join(f"[{_tokens_per_s(row):,.0f}]({row.url}) on {_gpus(row)}" for row in near if row.gpu == kind[1])
+    figures = ", ".join(f"[{_tokens_per_s(row):,.0f}]({row.url}) on {_gpus(row)}" for row in near if row.gpu == kind_of(path))
     refused = ", which a run refuses" if plan.engine_refusal is not None else ""
     cells = [_layout(plan.run) + refused, f"{times.step_seconds:,.0f}", f"{speed:,.0f}", turns]
     cells += [f"{longest.name}: {longest.bound}", figures]
@@ -132,10 +151,17 @@ def _tokens_per_s(row: Measured) -> float:
     return tokens / row.phases[STEP] / _gpus(row)
 
 
-def ready_lines(published: list[Measured]) -> list[str]:
-    """The table of ready plans in Markdown."""
-    rows = [ready(path, published) for path in sorted(PLANS.glob("*.yaml"))]
-    return [f"| {' | '.join(READY)} |", "|---" * len(READY) + "|", *rows]
+def ready_tables(published: list[Measured]) -> dict[str, str]:
+    """The tables of ready plans in Markdown, by their marks."""
+    plans = {path: make_plan(load_any(path, []), gpu_named(kind_of(path))) for path in sorted(PLANS.glob("*.yaml"))}
+    columns = {"ready": READY, "waits": ("plan", "of the step", *LINKS.values())}
+    rows = {
+        "ready": [ready(path, plan, published) for path, plan in plans.items()],
+        "waits": [waits(path, plan) for path, plan in plans.items()],
+    }
+    return {
+        name: "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *rows[name]]) for name, heads in columns.items()
+    }
 
 
 def report(rows: list[Measured], *, leave_one_out: bool) -> str:
@@ -156,10 +182,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = read_table(TABLE)
-    text = "\n".join(ready_lines(rows)) if arguments.ready else report(rows, leave_one_out=arguments.leave_one_out)
-    print(text)
+    tables = ready_tables(rows) if arguments.ready else {"published": report(rows, leave_one_out=arguments.leave_one_out)}
+    print(*tables.values(), sep="\n\n")
     if arguments.page:
-        put_into(arguments.page, "ready" if arguments.ready else "published", text)
+        for name, text in tables.items():
+            put_into(arguments.page, name, text)
     if arguments.json:
         found = {row.name: {one.phase: one.ratio for one in compared(row)} for row in rows}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -68,13 +68,14 @@ def test_planner(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_ready_plans(measured: Measured, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- ready: begin -->\nold\n<!-- ready: end -->\nafter\n")
+    marks = "".join(f"before\n<!-- {name}: begin -->\nold\n<!-- {name}: end -->\n" for name in ("ready", "waits"))
+    page.write_text(f"{marks}after\n")
     plans = tmp_path / "plans"
     plans.mkdir()
     plan = "llama-3.1-8b-grpo-8xh100"
     (plans / f"{plan}.yaml").write_text((ROOT / f"examples/plans/{plan}.yaml").read_text())
     measured("planner", "--ready", "--page", str(page), out="--json", PLANS=plans)
-    assert f"| `{plan}` |" in page.read_text()
+    assert page.read_text().count(f"| `{plan}` |") == 2
     assert "old" not in page.read_text()
 
 
