@@ -37,6 +37,7 @@ from megarl.options.elastic.copies_plan import copies_of  # noqa: E402
 from megarl.planning.gpus import GPUS_PER_NODE, gpu_named  # noqa: E402
 from megarl.planning.plan import make_plan  # noqa: E402
 from megarl.supervise.restarts import FIRST_WAIT_S, LONGEST_WAIT_S  # noqa: E402
+from megarl.workers.cluster import FEWER_S  # noqa: E402
 
 DAY_S = 86_400.0
 GONE = "state in nobody's memory"
@@ -73,7 +74,7 @@ NOTES = (
     "checkpoints on disk cost steps nothing",
     "a loss while engines generate is noticed when ranks work next, and the other engines lose no time by it",
     "silent damage is found at the end of its step, as by resources.compare_replicas: 1, and nobody knows it before",
-    "a run that restarts takes as many spares as there are, where megarl insists on resources.spares",
+    "a run that restarts with all of its replicas takes as many spares as there are",
     "nodes that wait do not fail; the rate is that of the nodes in use",
     "with fewer replicas log-probs and updates take longer in proportion; generation does not",
 )
@@ -168,6 +169,8 @@ class Simulation:
         of_run = failures(scenario, seed, PUBLISHED["kinds"])
         self.cluster = Cluster(layout.world_size, spare_nodes, self.seconds, of_run)
         self.step, self.saved = 0, 0
+        self.starts_with = layout
+        """The layout of the attempt, which has fewer replicas where there were not places for all."""
         self.written: list[tuple[float, int]] = []
         self.why: dict[str, int] = {}
         self.restarts = self.replaced = self.shrunk_steps = 0
@@ -205,7 +208,7 @@ class Simulation:
         self._restart(has_run=self.step > began)
 
     def _restart(self, *, has_run: bool) -> None:
-        """From the newest whole checkpoint, once there are nodes for all places."""
+        """From the newest whole checkpoint, once there are nodes: for all places, or, with spares, for some replicas."""
         cluster, seconds = self.cluster, self.seconds
         self.restarts += 1
         if cluster.last is not None and self.scenario.spares is None:
@@ -218,6 +221,10 @@ class Simulation:
         of_trainer = sum(seconds[name] for name in ("start process", "connect", "load weights", "load checkpoint"))
         while True:
             cluster.advance(cluster.now + wait_s + seconds["start driver"])
+            self.starts_with = self.layout
+            if not self._has_places() and self.scenario.spares is not None:
+                cluster.advance(cluster.now + FEWER_S)
+                self.starts_with = cluster.settle(self.layout)
             if self._has_places():
                 failed = sum(cluster.counts.values())
                 cluster.advance(cluster.now + max(of_trainer, seconds["start engines"]))
@@ -226,8 +233,9 @@ class Simulation:
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     def _has_places(self) -> bool:
-        """Whether Ray finds a node for each place; of as many as there are."""
-        lost = [number for number, node in enumerate(self.cluster.node_of) if node in self.cluster.lost_nodes]
+        """Whether Ray finds a node for each place of the layout that the run starts with."""
+        of_run = self.cluster.node_of[: self.starts_with.world_size]
+        lost = [number for number, node in enumerate(of_run) if node in self.cluster.lost_nodes]
         return None not in [self.cluster.place_again(number) for number in lost]
 
     def _save_if_due(self) -> None:
@@ -256,7 +264,8 @@ class Simulation:
     def _with_spares(self, spares: int) -> None:
         cluster, plan = self.cluster, self.plan
         try:
-            recovery, group = replacement(cluster, self.layout, min(spares, len(cluster.free)), shrink=True)
+            at, spare_nodes = self.starts_with, min(spares, len(cluster.free)) if self.starts_with == self.layout else 0
+            recovery, group = replacement(cluster, at, spare_nodes, shrink=True, whole=self.layout)
         except ClusterError:  # as of any failed start
             return
         whole = self.layout.dp

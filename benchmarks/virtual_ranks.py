@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,6 +136,17 @@ class Cluster:
             self.node_of[number] = self.free.pop(0)
         node = self.node_of[number]
         return None if node in self.lost_nodes else node
+
+    def settle(self, layout: Layout) -> Layout:
+        """Have a run that starts again on the nodes that are there, with as many replicas as these make; places of others have
+        no node until some are repaired."""
+        of_replica = layout.world_size // layout.dp
+        nodes = [node for node in self.node_of if node not in self.lost_nodes] + self.free
+        fits = replace(layout, dp=min(layout.dp, len(nodes) // of_replica))
+        gone = [f"no {self._name()}" for _ in range(layout.world_size - fits.world_size)]
+        self.lost_nodes |= {*gone}
+        self.node_of, self.free = nodes[: fits.world_size] + gone, nodes[fits.world_size :]
+        return fits
 
     def release(self) -> None:
         """Give up the reservation of spares."""
@@ -340,17 +351,19 @@ def wait_for(asked: Sequence[Any], *, phase: str, deadline_s: float, whose: Any,
     return answers
 
 
+@dataclass(frozen=True)
 class Spares:
-    """Ray's reservation of spare places."""
+    """Ray's reservation of places; those of lost replicas are not waited for, and have nodes one by one."""
 
-    def __init__(self, cluster: Cluster, number: int) -> None:
-        self.fits = len(cluster.free) >= number
-        if self.fits:
-            cluster.reserved, cluster.free = cluster.free[:number], cluster.free[number:]
+    cluster: Cluster
+    number: int
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Return whether there was room."""
-        return self.fits
+        """Reserve spare nodes; return whether there was room."""
+        cluster, number = self.cluster, self.number
+        if fits := len(cluster.free) >= number:
+            cluster.reserved, cluster.free = cluster.free[:number], cluster.free[number:]
+        return fits
 
 
 @contextlib.contextmanager
@@ -381,8 +394,12 @@ def in_place_of_ray(cluster: Cluster) -> Iterator[None]:
         yield
 
 
-def replacement(cluster: Cluster, layout: Layout, spares: int, *, shrink: bool) -> tuple[recovery.RankReplacement, Group]:
+def replacement(
+    cluster: Cluster, layout: Layout, spares: int, *, shrink: bool, whole: Layout | None = None
+) -> tuple[recovery.RankReplacement, Group]:
     """megarl's own recovery of a run whose ranks have every place. Engines share them, so spares have no processes.
+
+    `whole`: the layout of the run's config, where it started again with fewer replicas than that has.
 
     Raises:
         ClusterError: there is no room for so many spares.
@@ -393,8 +410,8 @@ def replacement(cluster: Cluster, layout: Layout, spares: int, *, shrink: bool) 
     tree = {"run": {"folder": "."}, "model": {"path": "m"}, "rewards": [{"name": "exact_number"}], "resources": resources}
     tree |= {
         "data": {"train": {"source": "jsonl", "path": "rows.jsonl"}},
-        "policy": {"layout": {"dp": layout.dp}},
-        "rollout": {"prompts_per_step": layout.dp},
+        "policy": {"layout": asdict(whole or layout)},
+        "rollout": {"prompts_per_step": (whole or layout).dp},
     }
     actors = [Actor(cluster, number) for number in range(layout.world_size)]
     for actor in actors:
@@ -405,7 +422,8 @@ def replacement(cluster: Cluster, layout: Layout, spares: int, *, shrink: bool) 
         placement=Placement(bundles, {"policy": tuple(range(layout.world_size))}, ()),
         platform=SimpleNamespace(name="cuda"),
         threads_of=lambda name: 1,
-        where=lambda number, threads: {"place": number},
+        where=lambda number, threads: {"place": number, "num_cpus": 1, "num_gpus": 1},
+        reservations=[],
         log_folder="",
         architecture=None,
         start_deadline_s=300.0,

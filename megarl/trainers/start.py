@@ -12,6 +12,7 @@ from megarl.errors import ModelError
 from megarl.megatron.options import choose_layer_spec
 from megarl.models.flops import FlopsModel
 from megarl.models.registry import architecture_for, load_hf_config, use_architecture
+from megarl.option_list import functions
 from megarl.planning.roles import role_shape
 from megarl.runs.training_side import POLICY
 from megarl.supervise.child_run import is_watched
@@ -68,6 +69,7 @@ def open_cluster(config: AnyConfig, requests: Sequence[GroupRequest], log_folder
         start_deadline_s=config.resources.deadlines.start_s,
         architecture=own_architecture(config),
         models=[model for folder in folders if (model := CachedModel.at(folder)) is not None],
+        fewer=next(filter(None, (of_run(config) for of_run in functions("recovery", "placed_fewer"))), None),
     )
 
 

@@ -12,7 +12,7 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +39,8 @@ from megarl.workers.rank_actor import RankActor
 EngineActor: Any = engine_actor.EngineActor
 EngineNodeActor: Any = engine_actor.EngineNodeActor
 SHUTDOWN_S = 180.0
+FEWER_S = 60.0
+"""For Ray to find room for all of a run that may go on with less: what an attempt before it had is given back by then."""
 _TOKEN_HINT = "; one that wants a token answers only if RAY_AUTH_MODE=token is set here too"
 
 
@@ -74,17 +76,19 @@ class Cluster:
         start_deadline_s: float,
         architecture: str | None = None,
         models: Sequence[CachedModel] = (),
+        fewer: Callable[[PlacementRequest, int], PlacementRequest | None] | None = None,
     ) -> None:
         """`over_nodes`: whether an engine may be on several nodes. `lent`: further engines, on GPUs of ranks. `room`: places
         that a Ray of its own has for engines that come later. `architecture`: the import path of the user's own, which every
-        process of the run must know. `models`: those of the hub, which every node of a cluster must have."""
+        process of the run must know. `models`: those of the hub, which every node of a cluster must have. `fewer`: what is
+        placed where there is room for so many places alone; None: all of it is, or nothing."""
         self.requests = list(requests)
         layouts = {request.name: request.layout for request in requests}
-        self.wanted = PlacementRequest(layouts, engines, engine_tp, colocated, over_nodes, lent)
+        self.asked = self.wanted = PlacementRequest(layouts, engines, engine_tp, colocated, over_nodes, lent)
         self.address = ray_address or os.environ.get("RAY_ADDRESS")
         self.log_folder = os.path.abspath(log_folder)
         self.start_deadline_s = start_deadline_s
-        self.architecture, self.models, self._room = architecture, models, room
+        self.architecture, self.models, self._room, self._fewer = architecture, models, room, fewer
         self.groups: dict[str, WorkerGroup] = {}
         self.engines: list[Any] = []
         self.engine_nodes: list[Any] = []
@@ -129,18 +133,16 @@ class Cluster:
 
     def start_groups(self, seed: int) -> Mapping[str, WorkerGroup]:
         """Start every group's ranks and bring their worlds up."""
-        for request in self.requests:
-            threads = self.threads_of(request.name)
+        for name, layout in self.wanted.groups.items():
+            threads = self.threads_of(name)
             actors = [
                 RankActor.options(**self.where(bundle, threads)).remote(
-                    self.log_folder, request.name, rank, request.layout, threads, self.architecture
+                    self.log_folder, name, rank, layout, threads, self.architecture
                 )
-                for rank, bundle in enumerate(self.placement.ranks[request.name])
+                for rank, bundle in enumerate(self.placement.ranks[name])
             ]
-            nodes = self._nodes_of(request.name, actors) if len(actors) > DIRECT_RANKS else []
-            self.groups[request.name] = WorkerGroup(
-                request.name, request.layout, actors, self.log_folder, self.platform.name, nodes
-            )
+            nodes = self._nodes_of(name, actors) if len(actors) > DIRECT_RANKS else []
+            self.groups[name] = WorkerGroup(name, layout, actors, self.log_folder, self.platform.name, nodes)
         for group in self.groups.values():
             group.connect(seed=seed, deadline_s=self.start_deadline_s)
         return self.groups
@@ -263,8 +265,15 @@ class Cluster:
         self.platform, self._have_gpus = megarl.platform.of_cluster(have_gpus=have_gpus), have_gpus
         bundle = {"CPU": 1.0} | ({"GPU": 1.0} if have_gpus else {})
         self._reserved = placement_group([bundle] * self.wanted.bundles, strategy="PACK")
-        if not self._reserved.wait(timeout_seconds=self.start_deadline_s):
+        while not self._reserved.wait(timeout_seconds=self.start_deadline_s if self._fewer is None else FEWER_S):
             have = ray.cluster_resources()
+            if self._fewer is not None:
+                remove_placement_group(self._reserved)
+                free = ray.available_resources()
+                room = min(self.wanted.bundles - 1, *(int(free.get(kind, 0)) for kind in bundle))
+                if fits := self._fewer(self.wanted, room):
+                    self.wanted, self._reserved = fits, placement_group([bundle] * fits.bundles, strategy="PACK")
+                    continue
             raise ClusterError(
                 f"the layouts need {self.wanted.bundles} places with {bundle} each, but the Ray cluster has "
                 f"{have.get('CPU', 0):.0f} CPUs and {have.get('GPU', 0):.0f} GPUs; use smaller layouts or "

@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config.layout import Layout
 from megarl.errors import ClusterError
+from megarl.options.elastic.replicas import Replicas
 from megarl.weights.placement import Bundle
 from megarl.workers.bundles import find_bundles
 from megarl.workers.cluster import Cluster
@@ -46,6 +47,8 @@ class Places:
         self._sought: dict[tuple[str, int], tuple[Any, Any]] = {}
         """By group and number of a place that was lost a process there, and its answer once it is."""
         self._reserved: PlacementGroup | None = None
+        self._reserved_for: dict[int, tuple[PlacementGroup, int]] = {}
+        """By number of a place that is not the run's own reservation's, the one that it is in, and its number there."""
         self._losses: Counter[Bundle] = Counter()
         self.put_aside: list[Bundle] = []
         """GPUs that have lost so many ranks that they are not used again where there are spares."""
@@ -99,7 +102,7 @@ class Places:
                 group.actors[rank], at = self._spares.pop(0)
                 self._move(number, at)
                 if is_there and rank not in damaged and not self._is_faulty(before):
-                    self._spares.append((self._start("spare", number, Layout(), 1, self._cluster.where(number, 1)), before))
+                    self._spares.append((self._start("spare", number, Layout(), 1, self._where(number, 1)), before))
                 continue
             if not is_there and self._reserved is not None:
                 remove_placement_group(self._reserved)  # Ray moves the lost places of ranks and engines there
@@ -120,7 +123,13 @@ class Places:
 
     def _start_rank(self, group: WorkerGroup, rank: int, number: int) -> Any:
         threads = self._cluster.threads_of(group.name)
-        return self._start(group.name, rank, group.layout, threads, self._cluster.where(number, threads))
+        return self._start(group.name, rank, group.layout, threads, self._where(number, threads))
+
+    def _where(self, number: int, threads: int) -> dict[str, Any]:
+        where = self._cluster.where(number, threads)
+        if number in self._reserved_for:
+            where["scheduling_strategy"] = PlacementGroupSchedulingStrategy(*self._reserved_for[number])
+        return where
 
     def _find(self, group: WorkerGroup, rank: int, number: int, wait_s: float) -> bool:
         """Start a rank wherever Ray moves its place to; Ray itself may take a while to notice that the node is lost."""
@@ -151,7 +160,7 @@ class Places:
         threads = self._cluster.threads_of(group.name)
         for number in missing:
             if (group.name, number) not in self._sought:
-                actor = self._start("spare", number, Layout(), 1, self._cluster.where(number, threads))
+                actor = self._start("spare", number, Layout(), 1, self._where(number, threads))
                 self._sought[group.name, number] = actor, actor.__ray_call__.remote(_whereabouts)
         asked = {number: self._sought[group.name, number][1] for number in missing}
         there = ray.wait([*asked.values()], num_returns=len(asked), timeout=0)[0] if asked else []
@@ -164,6 +173,26 @@ class Places:
                 except ray.exceptions.RayActorError:
                     self.take(group, [number])
         return processes
+
+    def seek_replicas(self, group: WorkerGroup, layout: Layout) -> Replicas:
+        """Have Ray look for places for the replicas that `layout` has and the group has not, for each by itself.
+
+        Returns the places of all replicas, those of the group first.
+        """
+        placement = self._cluster.placement
+        own = Replicas.of(group.layout, placement.ranks[group.name], lambda at: placement.bundles[at].node)
+        where, of_replica = self._cluster.where(0, 1), layout.world_size // layout.dp
+        bundle = {"CPU": where["num_cpus"]} | ({"GPU": where["num_gpus"]} if where["num_gpus"] else {})
+        bundles, missing = list(placement.bundles), layout.dp - group.layout.dp
+        for _ in range(missing):
+            reserved = placement_group([bundle] * of_replica, strategy="PACK")
+            self._cluster.reservations.append(reserved)
+            numbers = range(len(bundles), len(bundles) + of_replica)
+            self._reserved_for |= {number: (reserved, index) for index, number in enumerate(numbers)}
+            bundles += [Bundle(bundles[0].node, None)] * of_replica  # where they are is known when they are found
+            own.blocks.append([tuple(numbers)])
+        self._cluster.placement = replace(placement, bundles=tuple(bundles))
+        return Replicas(layout, own.blocks)
 
     def take(self, group: WorkerGroup, numbers: Iterable[int]) -> None:
         """Seek no processes for these places any more: they are used, or gone."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from megarl.config import Config
+from megarl.config import AnyConfig, Config
 from megarl.config.layout import Layout
 from megarl.core.steps import RlRun
 from megarl.errors import DeadlineError, RankLostError, WorkerError, counted
@@ -20,10 +20,11 @@ from megarl.options.elastic.comparison import begin_watch, differing, end_watch
 from megarl.options.elastic.memory import LOOK_S, Memory, Moment
 from megarl.options.elastic.places import FAULTY_AFTER, Places
 from megarl.options.elastic.rank_process import Become, interrupt, leave
-from megarl.options.elastic.replicas import Replicas
+from megarl.options.elastic.replicas import Replicas, fitting, what_lacks
 from megarl.options.elastic.section import compared_every, shrinks, spares_of
 from megarl.supervise.child_run import is_restart
 from megarl.weights.machines import Machines
+from megarl.weights.placement import PlacementRequest
 from megarl.workers.cluster import Cluster
 from megarl.workers.group import WorkerGroup, wait_for
 from megarl.workers.roles import Roles
@@ -57,6 +58,9 @@ class RankReplacement:
         self._shrinks = shrinks(config.resources)
         self._whole: dict[str, Replicas] = {}
         """By group that has fewer replicas those of its own layout."""
+        for name, layout in config.layouts.items():
+            if roles.groups[name].layout.dp < layout.dp:  # the run has started again, with places for fewer
+                self._whole[name] = places.seek_replicas(self._groups()[name], layout)
         self._memory = Memory(roles, self._deadlines.save_s)
         self._memory.find_nodes()
         self._memory.check_room()
@@ -321,14 +325,25 @@ def _moment(run: RlRun) -> Moment:
     return run.step, run.guards.rollbacks
 
 
-def start_spares(config: Config, cluster: Cluster) -> Callable[[Roles, Rollouts], RankReplacement] | None:
+def placed_fewer(config: AnyConfig) -> Callable[[PlacementRequest, int], PlacementRequest | None] | None:
+    """The function by which a run that starts again goes on with less than all of it; None where it does not."""
+    return fitting if shrinks(config.resources) and is_restart() else None
+
+
+def start_spares(
+    config: Config, cluster: Cluster, say: Callable[[str], None] | None
+) -> Callable[[Roles, Rollouts], RankReplacement] | None:
     """Reserve what `resources.spares` asks for, and start it; answers the function that makes the run's `RankReplacement`.
 
-    None where lost ranks are not replaced.
+    None where lost ranks are not replaced. What has no place, of a run that starts again, comes before spares.
     """
     number = spares_of(config.resources)
     if number is None:
         return None
     shared, may_be_fewer = config.resources.placement == "colocated", shrinks(config.resources) and is_restart()
+    if lacking := what_lacks(cluster.asked, cluster.wanted):
+        number = 0
+        if say is not None:
+            say(f"the Ray cluster has places for {lacking}; the run goes on with these")
     places = Places(cluster, number, shared=shared, may_be_fewer=may_be_fewer)
     return partial(RankReplacement, config, cluster, places)

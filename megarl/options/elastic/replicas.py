@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from megarl.config.layout import Layout
-from megarl.errors import LayoutError
+from megarl.errors import LayoutError, counted
+from megarl.weights.placement import PlacementRequest
 
+ENGINES = ""
+"""The name of the engines among those of groups."""
 Block = tuple[int, ...]
 """Numbers of places of one replica's ranks that have a machine together; they stay together, as tensor parallelism needs it."""
 
@@ -73,6 +76,46 @@ class Replicas:
 def with_fewer(layout: Layout, most: int) -> Layout | None:
     """The layout with at most so many data-parallel replicas; None: it can do with none of these numbers."""
     return next((fits for dp in range(most, 0, -1) if (fits := _with_dp(layout, dp)) is not None), None)
+
+
+def fitting(wanted: PlacementRequest, room: int) -> PlacementRequest | None:
+    """What is placed where there are so many places: of all groups and engines about the same share; None: not one of each.
+
+    What has the largest share of what was wanted, and takes places that something else could have, gives up a replica or an
+    engine, one after the other.
+    """
+    fits = wanted
+    while fits.bundles > room:
+        sizes = {name: layout.world_size for name, layout in fits.groups.items()} | {ENGINES: fits.engines * fits.engine_tp}
+        largest = max(sizes.values())
+        shares = {
+            name: (smaller, (fits.groups[name].dp / wanted.groups[name].dp if name else fits.engines / wanted.engines))
+            for name, size in sizes.items()
+            if (size == largest or not fits.colocated) and (smaller := _without_one(fits, name)) is not None
+        }
+        if not shares:
+            return None
+        fits = max(shares.values(), key=lambda one: one[1])[0]
+    return fits
+
+
+def _without_one(wanted: PlacementRequest, name: str) -> PlacementRequest | None:
+    if name == ENGINES:
+        return replace(wanted, engines=wanted.engines - 1) if wanted.engines > 1 and wanted.engine_tp else None
+    fewer = with_fewer(wanted.groups[name], wanted.groups[name].dp - 1)
+    return None if fewer is None else replace(wanted, groups={**wanted.groups, name: fewer})
+
+
+def what_lacks(wanted: PlacementRequest, fits: PlacementRequest) -> str:
+    """Describe what has no place, for people."""
+    lacking = [
+        f"{fits.groups[name].dp} of {counted(layout.dp, 'replica')} of {name}"
+        for name, layout in wanted.groups.items()
+        if fits.groups[name] != layout
+    ]
+    if fits.engines != wanted.engines:
+        lacking.append(f"{fits.engines} of {counted(wanted.engines, 'engine')}")
+    return " and ".join(lacking)
 
 
 def _with_dp(layout: Layout, dp: int) -> Layout | None:

@@ -19,7 +19,8 @@ SHRINK: AddedField[bool] = AddedField(
     "shrink",
     bool,
     False,
-    "Go on with fewer data-parallel replicas where there is no place for lost ranks, until there is one. Needs `spares`.",
+    "Go on with fewer data-parallel replicas where there is no place for lost ranks, until there is one; restarts too. "
+    "Needs `spares`.",
 )
 COMPARE: AddedField[int] = AddedField(
     "ResourcesConfig",

@@ -57,13 +57,14 @@ def start_processes(
     doing("Ray")
     cluster = stack.enter_context(begun or open_cluster(config, group_requests(config), logs))
     placed(cluster.placement)
-    check_transport(config, cluster.placement, cluster.platform.name)
+    if cluster.wanted is cluster.asked:  # a run that goes on with less had all of it before
+        check_transport(config, cluster.placement, cluster.platform.name)
     judge_ahead = partial(inputs.rewards.begin, by_branch=config.rewards_by_branch)
     rollouts = Rollouts(config, cluster, inputs.tokenizer, inputs.episodes, say, judge_ahead)
     stack.callback(rollouts.close)
     doing("ranks")
     starting = rollouts.begin_start()
-    recovery = next(filter(None, (start(config, cluster) for start in functions("recovery", "start_spares"))), None)
+    recovery = next(filter(None, (start(config, cluster, say) for start in functions("recovery", "start_spares"))), None)
     coming = next(filter(None, (start(config, cluster, rollouts, say, stack) for start in functions("members", "start"))), None)
     roles = open_roles(config, cluster.start_groups(config.run.seed))
     if rollouts.takes_turns:  # engines size their caches by what is free, and sleep before anything is loaded

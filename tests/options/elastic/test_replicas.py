@@ -7,7 +7,8 @@ import random
 import pytest
 
 from megarl.config.layout import Layout
-from megarl.options.elastic.replicas import Replicas, with_fewer
+from megarl.options.elastic.replicas import Replicas, fitting, what_lacks, with_fewer
+from megarl.weights.placement import PlacementRequest
 
 LAYOUT = Layout(tp=2, pp=2, dp=3)
 """Ranks 0 to 11; a replica's are two of each stage, which share a machine."""
@@ -71,3 +72,48 @@ def test_as_many_replicas_as_machines_are_there_for(seed: int) -> None:
 def test_a_layout_that_cannot_do_with_so_many_has_fewer() -> None:
     assert with_fewer(Layout(dp=4, ep=2), 3) == Layout(dp=2, ep=2)
     assert with_fewer(LAYOUT, 0) is None
+
+
+def request(*, colocated: bool, engines: int = 4, engine_tp: int = 2, **groups: Layout) -> PlacementRequest:
+    return PlacementRequest(groups, engines, engine_tp, colocated)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "room", "dp", "engines", "lacking"),
+    [
+        (
+            request(colocated=True, policy=LAYOUT, engines=3, engine_tp=4),
+            11,
+            2,
+            2,
+            "2 of 3 replicas of policy and 2 of 3 engines",
+        ),
+        (request(colocated=True, policy=LAYOUT, engines=1), 4, 1, 1, "1 of 3 replicas of policy"),
+        (request(colocated=True, policy=LAYOUT, engines=3, engine_tp=4), 3, None, None, ""),
+        (request(colocated=False, policy=LAYOUT), 18, 2, 4, "2 of 3 replicas of policy"),
+        (request(colocated=False, policy=LAYOUT), 12, 2, 2, "2 of 3 replicas of policy and 2 of 4 engines"),
+        (request(colocated=False, policy=LAYOUT), 6, 1, 1, "1 of 3 replicas of policy and 1 of 4 engines"),
+        (request(colocated=False, policy=LAYOUT), 5, None, None, ""),
+        (request(colocated=False, policy=LAYOUT, engines=4, engine_tp=0), 9, 2, 4, "2 of 3 replicas of policy"),
+        (request(colocated=True, policy=Layout(dp=4, ep=2), engines=1), 3, 2, 1, "2 of 4 replicas of policy"),
+        (request(colocated=True, policy=LAYOUT, engines=1), 12, 3, 1, ""),
+    ],
+)
+def test_what_is_placed_where_there_is_room_for_less(
+    wanted: PlacementRequest, room: int, dp: int | None, engines: int, lacking: str
+) -> None:
+    fits = fitting(wanted, room)
+    if dp is None:
+        assert fits is None
+        return
+    assert fits is not None
+    assert (fits.groups["policy"].dp, fits.engines) == (dp, engines)
+    assert fits.bundles <= room
+    assert what_lacks(wanted, fits) == lacking
+
+
+def test_groups_of_their_own_lose_about_the_same_share() -> None:
+    wanted = request(colocated=False, policy=Layout(dp=8, tp=2), critic=Layout(dp=4), engines=8, engine_tp=1)
+    fits = fitting(wanted, 14)
+    assert fits is not None
+    assert (fits.groups["policy"].dp, fits.groups["critic"].dp, fits.engines) == (4, 2, 4)

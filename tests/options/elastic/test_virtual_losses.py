@@ -36,6 +36,28 @@ def played() -> Iterator[Callable[..., Played]]:
         yield start
 
 
+def test_a_run_that_started_again_with_fewer_replicas_has_them_back_one_by_one() -> None:
+    cluster = Cluster(
+        LAYOUT.world_size, 0, SECONDS, [Failure(at_s, "node", "node", where) for at_s, where in ((1.0, 0.0), (500.0, 0.4))]
+    )
+    cluster.advance(510.0)
+    fits = cluster.settle(LAYOUT)
+    assert fits == Layout(pp=2, dp=3), "six nodes of eight"
+    with in_place_of_ray(cluster):
+        recovery, group = replacement(cluster, fits, 0, shrink=True, whole=LAYOUT)
+        run = begun((recovery, group, cluster))
+        step(run, 1)
+        assert group.layout.dp == 3
+        cluster.advance(1000.0 + 5.0)  # the first node is repaired
+        step(run, 2)
+        step(run, 3)
+        assert group.layout.dp == 3
+        cluster.advance(1500.0 + 5.0)
+        for number in range(4, 7):
+            step(run, number)
+        assert group.layout.dp == 4
+
+
 def step(played: Played, number: int, generate_s: float = GENERATE_S) -> dict[str, float]:
     """A step as the loop does it; its metrics."""
     recovery, group, cluster = played

@@ -17,6 +17,7 @@ import torch
 from ray.cluster_utils import Cluster
 
 from megarl.config import Config
+from megarl.errors import ClusterError
 from megarl.observe import read_metrics
 from megarl.trainers.rl.train import train
 from megarl.workers.group import WorkerGroup
@@ -200,6 +201,45 @@ def test_a_rank_whose_node_is_lost_goes_on_elsewhere_from_what_another_node_has_
         same, said = resources.get("shrink") is None, " ".join(capsys.readouterr().out.split())
         assert ("all ranks of policy have places again" in said) != same
         assert np.allclose(curve(config), curve(whole), rtol=0 if same else 1e-4, atol=0 if same else 1e-6)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.mark.parametrize("placement", ["separate", pytest.param("colocated", marks=pytest.mark.exhaustive)])
+def test_a_run_that_starts_again_goes_on_with_the_replicas_that_there_is_room_for(
+    tiny_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], placement: str
+) -> None:
+    """They are as many as before when nodes are back; a first start is refused instead."""
+    settings: dict[str, Any] = {"policy.layout": {"dp": 2}, "data.eval": None, "rollout.threads": 1, "run.save_every": 2}
+    whole = tiny_config(**settings, **{"run.name": "whole", "run.steps": 5, "resources.placement": placement})
+    train(whole)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 10**8})
+    try:
+        for _ in range(2 if placement == "separate" else 1):
+            cluster.add_node(num_cpus=1, object_store_memory=10**8)
+        start_update, calls = Roles.start_update, count(1)
+
+        def start(roles: Roles, *arguments: Any, **named: Any) -> Any:
+            if next(calls) == 2:
+                cluster.add_node(num_cpus=1, object_store_memory=10**8)
+                time.sleep(START_S)
+            return start_update(roles, *arguments, **named)
+
+        resources = {"spares": 1, "shrink": True, "placement": placement, "ray_address": cluster.address}
+        deadlines = {"deadlines": {"start_s": 5.0}}
+        config = tiny_config(**settings, **{"run.name": "first", "run.steps": 5, "resources": resources | deadlines})
+        with pytest.raises(ClusterError, match="the layouts need"):
+            train(config)
+        monkeypatch.setattr(Roles, "start_update", start)
+        monkeypatch.setattr("megarl.supervise.child_run._restarts", 1)
+        monkeypatch.setattr("megarl.workers.cluster.FEWER_S", 3.0)
+        config = tiny_config(**settings, **{"run.name": "again", "run.steps": 5, "resources": resources})
+        train(config)
+        said = " ".join(capsys.readouterr().out.split())
+        assert "the Ray cluster has places for 1 of 2 replicas of policy; the run goes on with these" in said
+        assert "all ranks of policy have places again" in said
+        assert np.allclose(curve(config), curve(whole), rtol=1e-4, atol=1e-6)
     finally:
         ray.shutdown()
         cluster.shutdown()
