@@ -28,7 +28,8 @@ import psutil
 from megarl.data.sample import Prompt
 from megarl.errors import EpisodeError
 from megarl.options.agents.function_process import FunctionProcess
-from megarl.options.agents.server import SessionServer
+from megarl.options.agents.own_time import OwnTime
+from megarl.options.agents.server import LONGEST_S, SessionServer
 from megarl.options.agents.session import AgentSession, History
 from megarl.options.agents.task import AgentTask
 from megarl.rollout.episodes.commands import CommandFolders
@@ -42,6 +43,8 @@ START_S = 120.0
 """For a process of functions to start."""
 GRACE_S = 5.0
 """For a function to end once it is cancelled."""
+LOOK_S = 0.2
+"""The least between two looks at the time that an agent has spent."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +132,10 @@ class Agents:
         task = AgentTask(f"{self._server.url}/v1", key, self._server.models[0], self._question(prompt), prompt.row)
         acting: asyncio.Future[AgentEnd] = asyncio.ensure_future(self._agent.run(task))
         awaited: list[asyncio.Future[Any]] = [acting, session.failure]
+        spent = session.own_time = OwnTime()
         try:
-            await asyncio.wait(awaited, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            while not any(one.done() for one in awaited) and (left_s := self._timeout_s - spent.spent_s) > 0:
+                await asyncio.wait(awaited, timeout=max(left_s, LOOK_S), return_when=asyncio.FIRST_COMPLETED)
             if acting.done():
                 return acting.result()
             if session.failure.done():
@@ -418,21 +423,15 @@ def open_agent(
 class SandboxedAgent(Agent):
     """A command line as `CommandAgent` has it; its folder, and what it may reach, are the sandbox's."""
 
-    def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], sandboxes: CommandFolders, timeout_s: float
-    ) -> None:
-        """`timeout_s`: of a whole episode."""
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], sandboxes: CommandFolders) -> None:
         self.name = f"the agent {command[0]}"
-        self._command, self._environment = list(command), dict(environment)
-        self._sandboxes, self._timeout_s = sandboxes, timeout_s
+        self._command, self._environment, self._sandboxes = list(command), dict(environment), sandboxes
 
     async def run(self, task: AgentTask) -> AgentEnd:
         environment = {**endpoint_variables(task), **self._environment}
         question = json.dumps(asdict(task))
         async with self._sandboxes.opened(task.row) as sandbox:
-            result = await sandbox.run(filled(self._command, task), question, self._timeout_s, environment)
-        if result.ended_by == "time":
-            return AgentEnd(was_ended=True, why=f"it did not end within {self._timeout_s:g} s")
+            result = await sandbox.run(filled(self._command, task), question, LONGEST_S, environment)
         if result.ended_by or result.exit_code:
             return AgentEnd(failed=True, why=f"it failed in its sandbox: {result.told()[-LAST_WORDS:]}")
         return AgentEnd()

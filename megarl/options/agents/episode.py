@@ -174,7 +174,7 @@ def open_part(opening: EpisodeOpening) -> None:
         elif sandboxes is not None and settings.command:
             passed = {name: os.environ[name] for name in settings.pass_environment if name in os.environ}
             environment = {**passed, **settings.environment}
-            agent = SandboxedAgent(settings.command, environment, sandboxes, settings.timeout_s)
+            agent = SandboxedAgent(settings.command, environment, sandboxes)
         else:
             agent = open_agent(settings.command, function, settings.processes, settings.environment, settings.pass_environment)
     except BaseException:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from megarl.data.told import MediaKeeper
 from megarl.errors import DataError, EpisodeError, MegarlError
 from megarl.options.agents.messages import ChatRequest, RequestError, SaidCall, SessionMessage, as_json
+from megarl.options.agents.own_time import OwnTime
 from megarl.options.agents.stops import stopped
 from megarl.options.agents.tree import Turn, TurnTree
 from megarl.rollout.episodes.base import SampleTokens
@@ -76,6 +77,8 @@ class AgentSession:
         """Messages up to each response that a later request may name, without instructions, by its id."""
         self.is_cut = False
         """Whether the last that it asked for was beyond its limits."""
+        self.own_time = OwnTime()
+        """Of the agent, from when it is begun."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises what ends the episode: a failed engine, or an agent that floods."""
         self.loop = asyncio.get_running_loop()
@@ -224,7 +227,8 @@ class AgentSession:
         shown += (picture.moved(len(before)) for picture in tokens.media)
         ends: dict[str, Any] = {"stops": request.stops} if request.stops else {}
         try:
-            generation = await self._sample(before + tokens.ids, most, shown, **ends)
+            with self.own_time.standing():
+                generation = await self._sample(before + tokens.ids, most, shown, **ends)
         except MegarlError as error:
             if not self.failure.done():
                 self.failure.set_exception(error)

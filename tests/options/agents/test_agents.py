@@ -21,6 +21,7 @@ from megarl.config.sections import DataConfig
 from megarl.config.sources import SourceConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError, EpisodeError
+from megarl.options.agents.own_time import OwnTime
 from megarl.options.agents.section import AgentConfig
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from megarl.rollout.episodes import Episodes, open_episodes
@@ -122,6 +123,32 @@ def test_an_agent_that_never_ends_is_ended_and_its_turns_are_kept_as_truncated()
     assert sample.finish_reason == "length"
     assert len(sample.turns) == 3
     assert episodes.take_counts()["agent_timeouts"] == 1
+
+
+def test_what_an_agent_waits_for_the_policy_is_not_its_own_time() -> None:
+    """As where an engine hangs and is started anew meanwhile."""
+
+    async def slow_hello(ids: list[int], most: int, media: Any = None, /) -> Generation:
+        await asyncio.sleep(4)
+        return await hello(ids, most)
+
+    [[sample]] = acted(opened(AgentConfig(function=f"{HERE}:two_turns", processes=1, timeout_s=3)), slow_hello)
+    assert (sample.finish_reason, len(sample.turns)) == ("stop", 3)
+
+
+def test_own_time_stands_while_one_of_several_turns_is_sampled() -> None:
+    now = 0.0
+    own = OwnTime(lambda: now)
+    now = 2.0
+    with own.standing():
+        now = 5.0
+        assert own.spent_s == 2.0
+        with own.standing():
+            now = 7.0
+        now = 9.0
+        assert own.spent_s == 2.0
+    now = 10.0
+    assert own.spent_s == 3.0
 
 
 def test_an_agent_that_floods_is_ended() -> None:
