@@ -28,6 +28,7 @@ from megarl.planning.turns import (
     ASLEEP_BYTES,
     RESIDENT,
     Kept,
+    OfEngine,
     lends,
     reserve_bytes,
     static_bytes,
@@ -337,7 +338,7 @@ def plan_memory(run: RunShape, gpu: GpuSpec, lengths: Lengths) -> MemoryPlan:
     length, caches = run.config.longest_parts[0] + lengths.response, [(0, 0)]
     for name in ENGINES:  # those that are lent last
         of_these = [kind for occupants, kind in of_kinds.items() if (name, 0) in occupants]
-        awake = [parts for kind in of_these for parts in kind.turns.values() if ("engine", "parameters") in parts]
+        awake = [parts for kind in of_these for turn, parts in kind.turns.items() if RESIDENT[turn].engine == "all"]
         if not awake:
             continue
         room = min(gpu.usable_bytes - sum(parts.values()) for parts in awake)
@@ -397,13 +398,15 @@ def _gpu(
     if run.engines is not None and has_policy:
         of_policy = sum(memory.unpacked for memory in memories if memory.role == "policy")
         staging = staged_bytes(run, run.engines, gpu.platform) if run.engines.stages_weights else of_policy
-    trainer, engine, sent = _trainer(groups, memories), dict[tuple[str, str], float](), {("policy", "staging"): staging}
+    trainer, sent = _trainer(groups, memories), {("policy", "staging"): staging}
+    engine, of_weights = dict[tuple[str, str], float](), dict[tuple[str, str], float]()
     if has_engine:
         assert run.engines is not None
-        reserve = reserve_bytes(gpu, staging) if _is_sized(run, gpu, held[-1][0]) else 0.0
+        reserve = reserve_bytes(gpu) if _is_sized(run, gpu, held[-1][0]) else 0.0
         working = max(engine_working_bytes(run.engines, lengths), reserve)
-        engine = {("engine", "parameters"): float(run.engines.weight_bytes), ("engine", "working"): working}
-        engine[("engine", "adapters")] = float(run.engines.adapter_bytes)
+        of_weights = {("engine", "parameters"): float(run.engines.weight_bytes)}
+        of_weights[("engine", "adapters")] = float(run.engines.adapter_bytes)
+        engine = of_weights | {("engine", "working"): working}
     contexts = {("process", "contexts"): (processes + has_engine) * PROCESS_BYTES}
     host = sum(memory.host for memory in memories)
     host += run.engines.kept_bytes if run.engines is not None and has_engine else 0
@@ -413,8 +416,13 @@ def _gpu(
     policy = {("policy", "parameters"): sum(memory.weights for memory in memories if memory.role == "policy")}
     kept: Mapping[Kept, dict[tuple[str, str], float]] = {"all": trainer, "policy": policy, "none": {}}
     asleep = {("process", "contexts"): processes * PROCESS_BYTES, ("engine", "asleep"): has_engine * ASLEEP_BYTES}
+    of_engine: Mapping[OfEngine, dict[tuple[str, str], float]] = {
+        "all": engine | contexts,
+        "weights": of_weights | asleep,
+        "none": asleep,
+    }
     turns = {
-        turn: kept[there.trainer] | (engine | contexts if there.engines_awake else asleep) | (sent if there.sends else {})
+        turn: kept[there.trainer] | of_engine[there.engine] | (sent if there.sends else {})
         for turn, there in RESIDENT.items()
         if (turn == ALL_AT_ONCE) != takes_some
     }

@@ -1,7 +1,8 @@
 """The turns of trainer and engines on a GPU that they share: everything at once, or in turns, the fullest of which must fit.
 
 Where they take turns (workers/gpu_sharing.py), engines sleep while the trainer works. While they are given weights the
-trainer keeps the policy's weights alone; while they generate, nothing but its processes: `RESIDENT` says so for plans and runs.
+trainer keeps the policy's weights alone, and engines have theirs alone, without a KV cache; while they generate, the trainer
+has nothing but its processes: `RESIDENT` says so for plans and runs.
 """
 
 from __future__ import annotations
@@ -11,12 +12,7 @@ from typing import Literal, NamedTuple
 
 from megarl.config import AnyConfig
 from megarl.config.engine_kinds import capabilities_of
-from megarl.models.shape import ModelShape
 from megarl.planning.gpus import PROCESS_BYTES, GpuSpec
-from megarl.planning.parameters import stage_parameters
-from megarl.weights.cost import STAGED_LOADS
-from megarl.weights.plan import LOAD_BYTES
-from megarl.weights.run_plan import ITEMSIZE
 
 ALL_AT_ONCE = "all at once"
 TRAINING, UPDATING, GENERATING = "training", "updating", "generating"
@@ -29,28 +25,28 @@ STATED = {
 """A turn as the end of a sentence."""
 Kept = Literal["all", "policy", "none"]
 """Parts of the trainer on the device: everything, the policy's weights alone, or nothing."""
+OfEngine = Literal["all", "weights", "none"]
+"""Parts of an engine on the device: everything, weights alone, or what a sleeping one keeps."""
 
 
 class Resident(NamedTuple):
-    """Things on a GPU in a turn: parts of the trainer, whether engines are awake, and whether weights are sent to them."""
+    """Things on a GPU in a turn: parts of the trainer and of engines, and whether weights are sent to these."""
 
     trainer: Kept
-    engines_awake: bool
+    engine: OfEngine
     sends: bool
 
 
 RESIDENT: Mapping[str, Resident] = {
-    ALL_AT_ONCE: Resident("all", engines_awake=True, sends=True),
-    TRAINING: Resident("all", engines_awake=False, sends=False),
-    UPDATING: Resident("policy", engines_awake=True, sends=True),
-    GENERATING: Resident("none", engines_awake=True, sends=False),
+    ALL_AT_ONCE: Resident("all", "all", sends=True),
+    TRAINING: Resident("all", "none", sends=False),
+    UPDATING: Resident("policy", "weights", sends=True),
+    GENERATING: Resident("none", "all", sends=False),
 }
 """The one list that plans count by and that runs keep to (`workers/gpu_sharing.py`). `all` is every role of the config
 (`config.roles`), which are those that a run loads (`workers/roles.py`: `role_specs`)."""
 ASLEEP_BYTES = 1.9e9
 """Bytes that a sleeping server keeps of a GPU, its context included: measured on an H100 (docs/gpu.md)."""
-STAGING_BYTES = STAGED_LOADS * LOAD_BYTES["cuda"]
-"""Buffers that a training rank sends weights in."""
 RESERVE_BYTES = 10 * 2**30
 """Bytes left to a server beside weights, KV cache and trainer (rollout/engines/sglang/server.py: `WORKING_BYTES`)."""
 
@@ -75,13 +71,8 @@ def lends(config: AnyConfig, platform: str) -> bool:
 
 
 def bytes_beside_engines(config: AnyConfig) -> int:
-    """What the trainer keeps on a GPU while engines that take turns with it are given weights.
-
-    These, its processes, and the buffers that weights are sent in.
-    """
-    stages = stage_parameters(ModelShape.read(config.model.path), config.policy.layout)
-    weights = max((stage.dense + stage.expert) * ITEMSIZE[config.model.dtype] + 4 * stage.buffers for stage in stages)
-    return int(weights + len(config.layouts) * PROCESS_BYTES + STAGING_BYTES)
+    """What the trainer keeps on a GPU while engines that take turns with it generate: its processes."""
+    return int(len(config.layouts) * PROCESS_BYTES)
 
 
 def static_bytes(config: AnyConfig, gpu: GpuSpec) -> float:
@@ -89,10 +80,9 @@ def static_bytes(config: AnyConfig, gpu: GpuSpec) -> float:
     return gpu.memory_gb * 1e9 - bytes_beside_engines(config) - RESERVE_BYTES
 
 
-def reserve_bytes(gpu: GpuSpec, staging: float) -> float:
+def reserve_bytes(gpu: GpuSpec) -> float:
     """What is left of a server's reserve for its own work.
 
-    Its process and what allocators hold unused are in the plan already, as is what is staged beside `STAGING_BYTES`.
+    Its process and what allocators hold unused are in the plan already.
     """
-    more = max(0.0, staging - STAGING_BYTES)
-    return max(0.0, RESERVE_BYTES - PROCESS_BYTES - more - (gpu.memory_gb * 1e9 - gpu.usable_bytes))
+    return max(0.0, RESERVE_BYTES - PROCESS_BYTES - (gpu.memory_gb * 1e9 - gpu.usable_bytes))

@@ -120,6 +120,9 @@ class EngineCalls:
     async def wake(self, *, deadline_s: float) -> None:
         await self._answer(submit(self.actor, Engine.wake), "wake", deadline_s + GRACE_S)
 
+    async def wake_cache(self, *, deadline_s: float) -> None:
+        await self._answer(submit(self.actor, Engine.wake_cache), "wake_cache", deadline_s + GRACE_S)
+
     async def restart(self, deadline_s: float) -> None:
         """Start the engine anew, without weights: in its process or, if that is gone, in the one that Ray makes instead.
 

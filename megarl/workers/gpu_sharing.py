@@ -3,9 +3,11 @@ updates.
 
                     update                       generate
     TRAINING ───────────────────▶ UPDATING ───────────────────▶ GENERATING
-     ▲  ▲ ▲    shed, then wake     │    ▲    the weights leave    │    │
+     ▲  ▲ ▲   shed, then wake for  │    ▲   the policy's weights  │    │
+     │  │ │   weights alone        │    │   leave, then caches    │    │
      │  │ └────────────────────────┘    └─────────────────────────┘    │
-     │  │       sleep, then all back       the weights come back       │
+     │  │    sleep, then all back       sleep, the policy's weights    │
+     │  │                               come back, wake for weights    │
      │  └──────────────────────────────────────────────────────────────┘
      │ sleep                          sleep, then all back
     SHARED: everything is there, as when a run starts
@@ -45,10 +47,16 @@ class Owner(Enum):
 class GpuSharing:
     """The state machine. A move that fails in the middle leaves it without a state: every further one is refused."""
 
-    def __init__(self, sleep: Callable[[], None], wake: Callable[[], None], keep: Callable[[Kept], None]) -> None:
+    def __init__(
+        self,
+        sleep: Callable[[], None],
+        wake: Callable[[], None],
+        wake_caches: Callable[[], None],
+        keep: Callable[[Kept], None],
+    ) -> None:
         """`sleep` has the engines give up their memory, and their weights with it; `wake` has those that sleep take memory
-        again, without weights; `keep` has the trainer have exactly so much on the device."""
-        self._sleep, self._wake, self._keep = sleep, wake, keep
+        for weights again, `wake_caches` the rest; `keep` has the trainer have exactly so much on the device."""
+        self._sleep, self._wake, self._wake_caches, self._keep = sleep, wake, wake_caches, keep
         self.now: Owner | None = Owner.SHARED
 
     def train(self) -> None:
@@ -57,7 +65,7 @@ class GpuSharing:
             self._move(Owner.TRAINING, (Owner.SHARED, Owner.UPDATING, Owner.GENERATING))
 
     def update(self) -> None:
-        """Before engines are given weights, all of them or one that came back while the others generate."""
+        """Before engines are given weights, all of them: if one came back while the others generate, these begin anew."""
         if self.now is not Owner.UPDATING:
             self._move(Owner.UPDATING, (Owner.SHARED, Owner.TRAINING, Owner.GENERATING))
 
@@ -82,11 +90,13 @@ class GpuSharing:
             if before is not Owner.SHARED:
                 self._keep(RESIDENT[TRAINING].trainer)
         elif to is Owner.UPDATING:
+            if before is not Owner.TRAINING:
+                self._sleep()
             self._keep(RESIDENT[UPDATING].trainer)
-            if before is Owner.TRAINING:
-                self._wake()
+            self._wake()
         else:
             self._keep(RESIDENT[GENERATING].trainer)
+            self._wake_caches()
         self.now = to
 
 
@@ -104,6 +114,14 @@ def put_to_sleep(scheduler: Scheduler, deadline_s: float) -> None:
 def wake_up(scheduler: Scheduler, deadline_s: float) -> None:
     """Wake all engines that have no weights; one that was restarted meanwhile does not sleep, which is as good."""
     _failures(scheduler, scheduler.without_weights, lambda _, engine: engine.wake(deadline_s=deadline_s), deadline_s)
+
+
+def wake_caches(scheduler: Scheduler, deadline_s: float) -> None:
+    """Have all engines take the memory that they generate with besides weights; one that cannot is started anew."""
+    up = [engine.number for engine in scheduler.engines if engine.is_up]
+    failed = failures(scheduler.on_each(up, lambda _, engine: engine.wake_cache(deadline_s=deadline_s), deadline_s))
+    for engine, error in failed.items():
+        scheduler.fail(engine, error)
 
 
 def _failures(
@@ -149,6 +167,6 @@ def turns_of(
     if not takes_turns(config, roles.groups[POLICY].platform):
         return None
     deadline_s = config.rollout.deadlines.update_s
-    sleep, wake = partial(put_to_sleep, scheduler, deadline_s), partial(wake_up, scheduler, deadline_s)
-    sharing = GpuSharing(sleep, wake, roles.keep_on_device)
+    sleep, wake, caches = (partial(do, scheduler, deadline_s) for do in (put_to_sleep, wake_up, wake_caches))
+    sharing = GpuSharing(sleep, wake, caches, roles.keep_on_device)
     return GpuTurns(sharing, range(len(scheduler.engines)), sharing.train)

@@ -59,10 +59,11 @@ class WeightUpdates:
             EngineError: an engine is well, and yet its weights are not those that were sent.
         """
         scheduler, deadline_s = self.scheduler, self.rollout.deadlines.update_s
-        sharing = self.turns.sharing if self.turns is not None and self.turns.moves(engines) else None
-        if sharing is not None:
-            sharing.update()
-            engines = [engine for engine in engines if scheduler.engines[engine].is_up]
+        turns = self.turns if self.turns is not None and self.turns.moves(engines) else None
+        if turns is not None:
+            turns.sharing.update()  # those that generated until now have no weights any more
+            bare = [number for number in turns.engines if scheduler.engines[number].version is None]
+            engines = [number for number in sorted({*engines, *bare}) if scheduler.engines[number].is_up]
         self.under_way = engines
         for engine in engines:
             if scheduler.engines[engine].version is None:  # it may be another process than before
@@ -95,8 +96,8 @@ class WeightUpdates:
         complete = [engine for engine in going if engine not in failed]
         self._confirmed |= dict.fromkeys(complete, version)
         self.under_way = ()
-        if sharing is not None:
-            sharing.generate()
+        if turns is not None:
+            turns.sharing.generate()
         scheduler.resume(complete, version)
 
     def take_sent_bytes(self) -> int:

@@ -73,12 +73,13 @@ def test_trainer_and_engines_that_take_turns_need_room_for_the_fullest_turn() ->
     turns = plan.memory.worst.turns
     assert list(turns) == [TRAINING, UPDATING, GENERATING]
     training, updating, generating = (sum(turns[turn].values()) for turn in turns)
-    assert plan.memory.worst.total == max(training, updating) > generating
+    assert plan.memory.worst.total == max(training, generating) > updating
     engine = {name: size for name, size in turns[GENERATING].items() if name[0] == "engine"}
     assert engine["engine", "parameters"] == pytest.approx(2 * OF_8B, rel=1e-3)
     assert turns[GENERATING] == engine | {("process", "contexts"): 2e9}
     sent = {("policy", "parameters"): 2 * OF_8B, ("policy", "staging"): 2 * 2**30}
-    assert turns[UPDATING] == sent | turns[GENERATING]
+    asleep = {("process", "contexts"): 1e9, ("engine", "asleep"): 1.9e9}
+    assert turns[UPDATING] == sent | asleep | {("engine", "parameters"): engine["engine", "parameters"]}
     kept = {("engine", "asleep"): ASLEEP_BYTES, ("process", "contexts"): 1e9}
     assert turns[TRAINING].items() >= kept.items()
     assert {name: size for name, size in turns[TRAINING].items() if name[1] in ("parameters", "gradients", "optimizer")} == {
@@ -107,7 +108,8 @@ def test_what_is_counted_in_each_turn_is_what_the_run_keeps_then(kl: float) -> N
         there = RESIDENT[turn]
         held = {owner for owner, part in parts if part == "parameters" and owner != "engine"}
         assert held == {"all": trainer, "policy": {"policy"}, "none": set()}[there.trainer]
-        assert (("engine", "parameters") in parts) == there.engines_awake != (("engine", "asleep") in parts)
+        assert (("engine", "parameters") in parts) == (there.engine != "none")
+        assert (("engine", "KV cache") in parts) == (there.engine == "all") != (("engine", "asleep") in parts)
         assert (("policy", "staging") in parts) == there.sends
 
 

@@ -186,7 +186,8 @@ class Wire:
     """SGLang's side as far as this client can see it: it answers control requests, and refuses what a server refuses."""
 
     def __init__(self) -> None:
-        self.paused = self.session = self.asleep = False
+        self.paused = self.session = False
+        self.held = {"weights", "kv_cache", "cuda_graph"}
         self.version = ""
 
     async def post(self, session: Any, endpoint: str, body: dict[str, Any]) -> Any:
@@ -198,14 +199,18 @@ class Wire:
         elif endpoint in ("begin_weight_update", "end_weight_update"):
             if self.session == (endpoint == "begin_weight_update"):
                 raise EngineError(f"{endpoint} answered 400")
+            assert "weights" in self.held
             self.session = not self.session
         elif endpoint == "update_weight_version":
             self.version = body["new_version"]
-        elif endpoint in ("release_memory_occupation", "resume_memory_occupation"):
-            assert self.asleep == endpoint.startswith("resume"), "a server fails at the second in a row"
-            self.asleep = not self.asleep
+        elif endpoint == "release_memory_occupation":
+            assert {*body["tags"]} <= self.held, "a server fails at the second in a row"
+            self.held -= {*body["tags"]}
+        elif endpoint == "resume_memory_occupation":
+            assert not {*body["tags"]} & self.held, "a server fails at the second in a row"
+            self.held |= {*body["tags"]}
         elif endpoint == "generate":
-            assert (self.paused, self.session, self.asleep) == (False, False, False), "sampling may not go on"
+            assert (self.paused, self.session, len(self.held)) == (False, False, 3), "sampling may not go on"
             info = {"output_token_logprobs": [(0.0, 1)], "finish_reason": {"type": "length"}}
             span = {"start": 0, "end": 1, "version": self.version}
             return {"output_ids": [1], "meta_info": info | {"weight_versions": [span]}}

@@ -14,7 +14,7 @@ from megarl.config import Config, parse_config
 from megarl.core.session import Session
 from megarl.errors import EngineError
 from megarl.planning.gpus import PROCESS_BYTES
-from megarl.planning.turns import GENERATING, RESIDENT, TRAINING, UPDATING, Kept, bytes_beside_engines, takes_turns
+from megarl.planning.turns import GENERATING, RESIDENT, TRAINING, UPDATING, Kept, OfEngine, bytes_beside_engines, takes_turns
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
 from megarl.trainers.rl import train as train_module
@@ -23,27 +23,37 @@ from tests.rollout.tiny import TINY, load, save_tiny, sync, weights_of
 
 CALLS = ("train", "update", "generate")
 MEMORY = {"all": 10, "policy": 2, "none": 0}
+OF_ENGINE = {"all": 11, "weights": 3, "none": 0}
 
 
 class Memory:
-    """A device of 12 units: engines take 9, of which their weights are no more than a promise until they are sent."""
+    """A device of 12 units: engines take 3 for weights, no more than a promise until they are sent, and 8 for their cache,
+    which leaves the policy no room."""
 
     def __init__(self) -> None:
         self.trainer: Kept = "all"
-        self.awake, self.has_weights, self.shared = True, True, True
+        self.engine: OfEngine = "all"
+        self.shared = True
         self.fails: str | None = None
 
     def sleep(self) -> None:
         """A second sleep in a row would be a server's end."""
         self._act("sleep")
-        assert self.awake
-        self.awake = self.has_weights = self.shared = False
+        assert self.engine != "none"
+        self.engine, self.shared = "none", False
 
     def wake(self) -> None:
         """So would a second wake."""
         self._act("wake")
-        assert not self.awake
-        self.awake = True
+        assert self.engine == "none"
+        self.engine = "weights"
+        self._fits()
+
+    def wake_caches(self) -> None:
+        """Take the rest; twice is as good as once."""
+        self._act("wake_caches")
+        assert self.engine != "none"
+        self.engine = "all"
         self._fits()
 
     def keep(self, what: Kept) -> None:
@@ -58,7 +68,7 @@ class Memory:
             raise EngineError(f"{name} failed")
 
     def _fits(self) -> None:
-        assert self.shared or MEMORY[self.trainer] + 9 * self.awake <= 12
+        assert self.shared or MEMORY[self.trainer] + OF_ENGINE[self.engine] <= 12
 
 
 WAYS = {
@@ -74,35 +84,43 @@ WAYS = {
 }
 COUNTED = {Owner.TRAINING: TRAINING, Owner.UPDATING: UPDATING, Owner.GENERATING: GENERATING}
 """The turn by whose `RESIDENT` a plan counts."""
-HAS = {owner: (RESIDENT[turn].trainer, RESIDENT[turn].engines_awake) for owner, turn in COUNTED.items()}
+HAS = {owner: (RESIDENT[turn].trainer, RESIDENT[turn].engine) for owner, turn in COUNTED.items()}
 
 
 def test_no_turn_has_both_of_trainer_and_engines() -> None:
     """And a plan counts by this table, as the next test holds the run to it."""
-    assert HAS == {Owner.TRAINING: ("all", False), Owner.UPDATING: ("policy", True), Owner.GENERATING: ("none", True)}
+    assert HAS == {Owner.TRAINING: ("all", "none"), Owner.UPDATING: ("policy", "weights"), Owner.GENERATING: ("none", "all")}
 
 
 def test_every_sequence_of_calls_leaves_the_memory_that_its_turn_needs_or_is_refused_and_changes_nothing() -> None:
     for calls in itertools.product(CALLS, repeat=6):
         memory, now = Memory(), Owner.SHARED
-        turns = GpuSharing(memory.sleep, memory.wake, memory.keep)
+        turns = GpuSharing(memory.sleep, memory.wake, memory.wake_caches, memory.keep)
         for call in calls:
-            before = (memory.trainer, memory.awake)
+            before = (memory.trainer, memory.engine)
             if (now, call) in WAYS:
                 getattr(turns, call)()
                 now = WAYS[now, call]
-                assert (memory.trainer, memory.awake) == HAS[now], calls
+                assert (memory.trainer, memory.engine) == HAS[now], calls
             else:
                 with pytest.raises(EngineError, match=r"the GPU cannot go from .* directly to"):
                     getattr(turns, call)()
-                assert (memory.trainer, memory.awake) == before, calls
+                assert (memory.trainer, memory.engine) == before, calls
             assert turns.now is now
 
 
-@pytest.mark.parametrize(("fails", "calls"), [("sleep", ["train"]), ("wake", ["train", "update"]), ("keep", ["update"])])
+@pytest.mark.parametrize(
+    ("fails", "calls"),
+    [
+        ("sleep", ["train"]),
+        ("wake", ["train", "update"]),
+        ("keep", ["update"]),
+        ("wake_caches", ["train", "update", "generate"]),
+    ],
+)
 def test_after_a_move_that_failed_in_the_middle_nobody_may_use_the_device(fails: str, calls: list[str]) -> None:
     memory = Memory()
-    memory.fails, turns = fails, GpuSharing(memory.sleep, memory.wake, memory.keep)
+    memory.fails, turns = fails, GpuSharing(memory.sleep, memory.wake, memory.wake_caches, memory.keep)
     for call in calls[:-1]:
         getattr(turns, call)()
     with pytest.raises(EngineError, match=f"{fails} failed"):
@@ -126,6 +144,10 @@ class OneEngine:
         """The engine's own."""
         asyncio.run(self.engine.wake())
 
+    def wake_caches(self) -> None:
+        """The engine's own."""
+        asyncio.run(self.engine.wake_cache())
+
     def keep(self, what: Kept) -> None:
         """Nothing is moved."""
 
@@ -133,7 +155,7 @@ class OneEngine:
 def test_an_engine_answers_in_no_turn_before_it_was_given_weights(tmp_path: Path) -> None:
     engine = EmbeddedEngine(save_tiny(tmp_path / "model", TINY), initial_version=0)
     one = OneEngine(engine)
-    turns, weights = GpuSharing(one.sleep, one.wake, one.keep), weights_of(load(tmp_path / "model", seed=1))
+    turns, weights = GpuSharing(one.sleep, one.wake, one.wake_caches, one.keep), weights_of(load(tmp_path / "model", seed=1))
 
     def answers() -> set[int]:
         (group,) = asyncio.run(engine.generate(EngineRequest([[5, 6]], SamplingParams(max_new_tokens=2))))
@@ -157,8 +179,8 @@ def test_an_engine_answers_in_no_turn_before_it_was_given_weights(tmp_path: Path
         asyncio.run(sync(engine, weights, version))
         turns.generate()
         assert answers() == {version}
-    turns.update()  # another engine came back
-    assert answers() == {2}
+    turns.update()  # another engine came back: all begin anew
+    assert refuses()
 
 
 @pytest.mark.parametrize(("platform", "first"), [("cuda", "engines"), ("cpu", "policy")])
@@ -213,10 +235,5 @@ def test_only_synchronous_runs_on_shared_gpus_take_turns() -> None:
     assert not takes_turns(config_of("colocated", "sync", weight_transport="process_group"), "cuda")
 
 
-def test_the_trainer_keeps_its_weights_and_its_process_beside_engines(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "model", TINY)
-    config = config_of("colocated", "sync")
-    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path / "model")})})
-    elements = sum(weight.numel() for _, weight in weights_of(load(tmp_path / "model")))
-    padding = bytes_beside_engines(config) - PROCESS_BYTES - 2 * 2**30 - 2 * elements
-    assert 0 <= padding < 2 * 128 * 2 * 1024, "rows of padding of the vocabulary"
+def test_the_trainer_keeps_nothing_but_its_processes_beside_engines_that_generate() -> None:
+    assert bytes_beside_engines(config_of("colocated", "sync")) == PROCESS_BYTES

@@ -72,6 +72,12 @@ class LentEngines:
         for number, error in failures(called).items():
             scheduler.fail(number, error)
 
+    def wake_caches(self) -> None:
+        """Have those that are up take the memory that they generate with."""
+        called = self.scheduler.on_each(self.awake, lambda _, engine: engine.wake_cache(deadline_s=self._call_s), self._call_s)
+        for number, error in failures(called).items():
+            self.scheduler.fail(number, error)
+
     async def _let_work(self) -> None:
         for number in self.numbers:
             state = self.scheduler.engines[number]
@@ -180,6 +186,6 @@ def take_turns(
         return None
     restart_s = (FAILURES + 1) * scheduler.restarts.deadline_s
     engines = LentEngines(scheduler, numbers, restart_s=restart_s, call_s=rollout.deadlines.update_s)
-    sharing = GpuSharing(engines.rest, engines.wake, roles.keep_on_device)
+    sharing = GpuSharing(engines.rest, engines.wake, engines.wake_caches, roles.keep_on_device)
     lending = Lending(engines, sharing, update)
     return GpuTurns(sharing, engines.numbers, lending.take_back, lending.wait, lending.take_figures)

@@ -346,8 +346,12 @@ class Engine(ABC):
         raise EngineError(f"{type(self).__name__} does not give up its memory")
 
     async def wake(self) -> None:
-        """Take device memory again; weights must be sent before `generate`."""
+        """Take device memory again, at least that of the weights, which must be sent before `generate`."""
         raise EngineError(f"{type(self).__name__} has not given up its memory")
+
+    async def wake_cache(self) -> None:
+        """Take what `wake` left out of the memory, once weights are there and before `generate`; by default that is none."""
+        return
 
 
 def check_version(version: int | None) -> int:

@@ -21,12 +21,12 @@ class Times:
         self.now, self.wake_s, self.rest_s, self.work, self.sampled_tokens = 100.0, 4.0, 2.0, 5, 0
         self.given: list[tuple[Sequence[int], int]] = []
         self.memory = Memory()
-        self.sharing = GpuSharing(self.memory.sleep, self.memory.wake, self.memory.keep)
+        self.sharing = GpuSharing(self.memory.sleep, self.memory.wake, self.memory.wake_caches, self.memory.keep)
         self.lending = Lending(self, self.sharing, self.update, lambda: self.now)  # type: ignore[arg-type]
         train = self.sharing.train
 
         def timed_train() -> None:
-            self.now += self.rest_s if self.memory.awake else 0.0
+            self.now += self.rest_s if self.memory.engine != "none" else 0.0
             train()
 
         self.sharing.train = timed_train  # type: ignore[method-assign]
@@ -49,7 +49,7 @@ class Times:
         self.now = max(self.now, begun + wait_s)
         self.sampled_tokens += tokens
         self.lending.take_back()
-        assert not self.memory.awake
+        assert self.memory.engine == "none"
         self.now += 50.0  # training
         self.lending.take_back()
         return self.lending.take_figures()

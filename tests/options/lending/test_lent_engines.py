@@ -55,6 +55,10 @@ class SleepingEngine(ContinuingEngine):
             raise EngineError("the engine does not sleep")
         self.sleeps = False
 
+    async def wake_cache(self, *, deadline_s: float) -> None:
+        self._check()
+        assert not self.sleeps
+
     async def restart(self, deadline_s: float) -> None:
         await super().restart(deadline_s)
         self.sleeps = False

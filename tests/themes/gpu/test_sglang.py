@@ -126,14 +126,18 @@ def test_weights_arrive_bit_for_bit_and_a_sleeping_engine_gives_its_memory_back(
             await engine.wake()
             free.append(torch.cuda.mem_get_info()[0])
             await sync(engine, 2)
+            await engine.wake_cache()
+            free.append(torch.cuda.mem_get_info()[0])
             return [*off, root_mean_square(differences(role, await sampled(engine)))], free
         finally:
             await engine.stop()
 
-    (as_loaded, before, after, awake), (at_work, asleep, woken) = asyncio.run(run())
+    (as_loaded, before, after, awake), (at_work, asleep, has_weights, woken) = asyncio.run(run())
     assert before > 4 * max(as_loaded, after, awake), "the moved weights are others"
     assert max(as_loaded, after, awake) < 0.05
-    assert asleep - at_work > 8192 * 4 * 2 * 2 * 64 * 2, "the KV cache alone is so many bytes"
+    cache_bytes = 8192 * 4 * 2 * 2 * 64 * 2
+    assert asleep - at_work > cache_bytes
+    assert has_weights - woken > 0.9 * cache_bytes, "it has its weights alone while it is given others"
     assert asleep - woken > 0.8 * (asleep - at_work)
 
 

@@ -231,6 +231,9 @@ class FarCalls:
         """Refuse."""
         raise EngineError("an engine of another site has its own memory")
 
+    async def wake_cache(self, *, deadline_s: float) -> None:
+        """Not asked for: such an engine shares no GPU with a trainer."""
+
     async def wake(self, *, deadline_s: float) -> None:
         """Refuse."""
         raise EngineError("an engine of another site does not sleep")

@@ -21,7 +21,7 @@ from megarl.models.adapters import adapter_part
 from megarl.models.registry import load_hf_config
 from megarl.models.weight_formats import engine_format
 from megarl.option_list import functions, part
-from megarl.rollout.engines.protocol import EnginePlace
+from megarl.rollout.engines.protocol import EnginePlace, EngineRequest, Generation
 from megarl.rollout.engines.sglang.answered import answered_columns
 from megarl.rollout.engines.sglang.arguments import check_engine_args
 from megarl.rollout.engines.sglang.served import ServedEngine
@@ -44,6 +44,8 @@ FEWEST_REQUESTS = 64
 LOOK_S = 0.2
 IDLE_S = 3600.0
 """After so many seconds without a message a rank leaves an update that its owner has not ended."""
+OF_WEIGHTS, OF_CACHE = "weights", ["kv_cache", "cuda_graph"]
+"""SGLang's names of the memory that a sleeping server gives up, and takes again in this order."""
 
 
 def _few_bits_served() -> ModuleType:
@@ -193,7 +195,8 @@ class SglangEngine(ServedEngine):
         self._store = store
         where = (host(), store.port if store is not None else 0)
         self._endpoint = ServerEndpoint(server.url, layout, server.token, where)
-        self._update_open = False
+        self._update_open = self._cache_is_away = False
+        self._waking = asyncio.Lock()
         self._in_doubt: Collection[int] | None = None
         """The ranks whose boxes are looked at one by one (None: all)."""
         self._coverage: dict[bool, dict[int, int]] = {}
@@ -384,11 +387,24 @@ class SglangEngine(ServedEngine):
         self._weights.sleep()
         await self._client.abort_all()
         await self._client.wait_until_idle()  # a server ends if it is asked to give up memory that it works with
-        await self._client.control("release_memory_occupation", {})
+        held = [OF_WEIGHTS] if self._cache_is_away else [OF_WEIGHTS, *OF_CACHE]
+        await self._client.control("release_memory_occupation", {"tags": held})
+        self._cache_is_away = True
 
     async def wake(self) -> None:
         self._weights.wake()
-        await self._client.control("resume_memory_occupation", {})
+        await self._client.control("resume_memory_occupation", {"tags": [OF_WEIGHTS]})
+
+    async def wake_cache(self) -> None:
+        async with self._waking:
+            if self._cache_is_away:
+                await self._client.control("resume_memory_occupation", {"tags": OF_CACHE})
+                self._cache_is_away = False
+
+    async def generate(self, request: EngineRequest) -> list[list[Generation]]:
+        if self._weights.version is not None:  # a server ends if it computes without its cache
+            await self.wake_cache()
+        return await super().generate(request)
 
     # the process --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,91 @@
+"""A run whose trainer and engines take turns, as they do on GPUs that they share, here with engines that have no GPU: one that
+is killed while the others generate has all of them begin anew, and the numbers are the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from megarl.config import Config
+from megarl.observe import read_metrics
+from megarl.trainers.rl.train import train
+from megarl.workers.gpu_sharing import GpuSharing, Owner
+from megarl.workers.rollouts import Rollouts
+from tests.themes.e2e import slow_lent_engine
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+SETTINGS: dict[str, Any] = {
+    "data.eval": None,
+    "run.steps": 3,
+    "resources.placement": "colocated",
+    "policy.layout": {"dp": 2},
+    "rollout.engines": 2,
+    "rollout.engine": f"{slow_lent_engine.__file__}:SlowEngine",
+    "rollout.max_new_tokens": 8,
+    "rollout.ignore_eos": True,
+    "rollout.threads": 1,
+}
+EXACT = ("policy/grad_norm", "policy/loss", "reward/mean", "mismatch/log_prob_max")
+
+
+def curve(config: Config) -> list[list[float]]:
+    return [[row[name] for name in EXACT] for row in read_metrics(Path(config.run_folder) / "metrics.jsonl")]
+
+
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Owner | None, Owner]]:
+    """Moves of the turns, which runs on CPUs take too."""
+    found: list[tuple[Owner | None, Owner]] = []
+    move = GpuSharing._move
+
+    def moved(sharing: GpuSharing, to: Owner, ways: tuple[Owner, ...]) -> None:
+        found.append((sharing.now, to))
+        move(sharing, to, ways)
+
+    monkeypatch.setattr(GpuSharing, "_move", moved)
+    for module in ("rollouts", "gpu_sharing"):
+        monkeypatch.setattr(f"megarl.workers.{module}.takes_turns", lambda config, platform: True)
+    return found
+
+
+def test_an_engine_that_is_killed_while_others_generate_has_all_begin_anew(
+    tiny_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, moves: list[tuple[Owner | None, Owner]]
+) -> None:
+    config = tiny_config(**SETTINGS, **{"run.name": "calm"})
+    train(config)
+    calm, expected = moves.copy(), curve(config)
+    assert calm[:4] == [
+        (Owner.SHARED, Owner.TRAINING),
+        (Owner.TRAINING, Owner.UPDATING),
+        (Owner.UPDATING, Owner.GENERATING),
+        (Owner.GENERATING, Owner.TRAINING),
+    ]
+    assert (Owner.GENERATING, Owner.UPDATING) not in calm
+    moves.clear()
+    next_batch, calls, killed = Rollouts.next_batch, count(1), list[int]()
+
+    def kill(engine: Any) -> None:
+        killed.append(ray.get(engine.__ray_call__.remote(lambda actor: os.getpid())))
+        with suppress(ProcessLookupError):
+            os.kill(killed[0], signal.SIGKILL)
+
+    def next_and_kill(rollouts: Rollouts, *arguments: Any, **named: Any) -> Any:
+        if next(calls) == 2:
+            threading.Timer(0.3, kill, [rollouts.engines[1]]).start()
+        return next_batch(rollouts, *arguments, **named)
+
+    monkeypatch.setattr(Rollouts, "next_batch", next_and_kill)
+    config = tiny_config(**SETTINGS, **{"run.name": "killed"})
+    train(config)
+    assert killed
+    assert (Owner.GENERATING, Owner.UPDATING) in moves
+    assert curve(config) == expected
