@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,12 +23,12 @@ from tests.themes.e2e import slow_lent_engine
 pytestmark = pytest.mark.usefixtures("local_ray")
 SETTINGS: dict[str, Any] = {
     "data.eval": None,
-    "run.steps": 3,
+    "run.steps": 2,
     "resources.placement": "colocated",
     "policy.layout": {"dp": 2},
     "rollout.engines": 2,
     "rollout.engine": f"{slow_lent_engine.__file__}:SlowEngine",
-    "rollout.max_new_tokens": 8,
+    "rollout.max_new_tokens": 6,
     "rollout.ignore_eos": True,
     "rollout.threads": 1,
 }
@@ -57,6 +55,12 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Owner | None, Owner]]:
     return found
 
 
+def pid_of(engine: Any) -> int:
+    """The process of an engine."""
+    pid: int = ray.get(engine.__ray_call__.remote(lambda actor: os.getpid()))
+    return pid
+
+
 def test_an_engine_that_is_killed_while_others_generate_has_all_begin_anew(
     tiny_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, moves: list[tuple[Owner | None, Owner]]
 ) -> None:
@@ -71,21 +75,24 @@ def test_an_engine_that_is_killed_while_others_generate_has_all_begin_anew(
     ]
     assert (Owner.GENERATING, Owner.UPDATING) not in calm
     moves.clear()
-    next_batch, calls, killed = Rollouts.next_batch, count(1), list[int]()
-
-    def kill(engine: Any) -> None:
-        killed.append(ray.get(engine.__ray_call__.remote(lambda actor: os.getpid())))
-        with suppress(ProcessLookupError):
-            os.kill(killed[0], signal.SIGKILL)
+    next_batch, update, calls, held = Rollouts.next_batch, GpuSharing.update, count(1), list[int]()
 
     def next_and_kill(rollouts: Rollouts, *arguments: Any, **named: Any) -> Any:
+        """One engine is held back until the other, which is killed, is there again: the step still needs both."""
         if next(calls) == 2:
-            threading.Timer(0.3, kill, [rollouts.engines[1]]).start()
+            held[:], lost = [pid_of(rollouts.engines[0])], pid_of(rollouts.engines[1])
+            os.kill(held[0], signal.SIGSTOP)
+            os.kill(lost, signal.SIGKILL)
         return next_batch(rollouts, *arguments, **named)
 
+    def release_and_update(sharing: GpuSharing) -> None:
+        for pid in held:
+            os.kill(pid, signal.SIGCONT)
+        update(sharing)
+
     monkeypatch.setattr(Rollouts, "next_batch", next_and_kill)
+    monkeypatch.setattr(GpuSharing, "update", release_and_update)
     config = tiny_config(**SETTINGS, **{"run.name": "killed"})
     train(config)
-    assert killed
     assert (Owner.GENERATING, Owner.UPDATING) in moves
     assert curve(config) == expected
