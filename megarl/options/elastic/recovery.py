@@ -326,8 +326,10 @@ def _moment(run: RlRun) -> Moment:
 
 
 def placed_fewer(config: AnyConfig) -> Callable[[PlacementRequest, int], PlacementRequest | None] | None:
-    """The function by which a run that starts again goes on with less than all of it; None where it does not."""
-    return fitting if shrinks(config.resources) and is_restart() else None
+    """The function by which a run that starts again goes on with less than all of it; None where it does not, as where engines
+    are lent GPUs that might be none of its any more."""
+    lends = config.sampling is not None and config.sampling.lent_engines
+    return fitting if shrinks(config.resources) and is_restart() and not lends else None
 
 
 def start_spares(

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -113,10 +114,15 @@ class EngineMembers:
         ends_at = time.monotonic() + deadline_s
         while self._rollouts.scheduler.is_short:
             if time.monotonic() > ends_at or self._error is not None:
-                there = sum(member.stage == "there" for member in self._members.values())
+                stages = Counter(member.stage for member in self._members.values())
+                placed = stages["there"] + stages["starting"]
+                after = f"rollout.engines is {self._least}, but after {deadline_s:.0f} s"
                 raise self._error or ClusterError(
-                    f"rollout.engines is {self._least}, but after {deadline_s:.0f} s the Ray cluster has had room for "
-                    f"{counted(there, 'engine')} beside the ranks; use a cluster with more nodes, or a smaller number"
+                    f"{after} the Ray cluster has had room for {counted(placed, 'engine')} beside the ranks; use a cluster "
+                    "with more nodes, or a smaller number"
+                    if placed < self._least
+                    else f"{after} {counted(stages['starting'], 'engine')} had not started; look at their logs, or set a "
+                    "longer resources.deadlines.start_s"
                 )
             time.sleep(POLL_S)
         self._has_begun = True

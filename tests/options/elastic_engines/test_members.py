@@ -15,12 +15,13 @@ import ray
 
 from megarl.config import Config, parse_config
 from megarl.core.staleness_manager import StalenessManager
-from megarl.errors import EngineError
+from megarl.errors import ClusterError, EngineError
 from megarl.options.elastic_engines import members, peers, requests
 from megarl.options.elastic_engines.members import EngineMembers, Member
 from megarl.options.elastic_engines.places import EnginePlaceFound, Nodes
 from megarl.rollout.scheduling.engine_state import EngineState
 from megarl.rollout.scheduling.scheduler import Scheduler
+from megarl.workers.rollouts import GRACE_S
 from tests.options.lending.test_lent_engines import told_and_kept
 from tests.rollout.fake_engines import Source, check_prompts
 from tests.rollout.test_partial_groups import Book, ContinuingEngine, asking, check_sample
@@ -286,3 +287,21 @@ def test_an_engine_that_starts_while_the_run_ends_is_not_waited_for(
     assert is_given_back.is_set()
     assert waited == []
     assert [actor.is_dead for actor in made] == ([] if under_way == "download" else [True])
+
+
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [
+        (["there"], "the Ray cluster has had room for 1 engine beside the ranks"),
+        (["there", "starting"], "1 engine had not started; look at their logs"),
+        (["starting", "starting", "gone"], "2 engines had not started"),
+    ],
+)
+def test_a_run_that_does_not_start_says_whether_engines_have_no_place_or_take_too_long(stages: list[str], said: str) -> None:
+    members = object.__new__(EngineMembers)
+    members._least, members._error = 2, None
+    members._config = SimpleNamespace(resources=SimpleNamespace(deadlines=SimpleNamespace(start_s=-GRACE_S)))  # type: ignore[assignment]
+    members._rollouts = SimpleNamespace(scheduler=SimpleNamespace(is_short=True))  # type: ignore[assignment]
+    members._members = {number: SimpleNamespace(stage=stage) for number, stage in enumerate(stages)}  # type: ignore[misc]
+    with pytest.raises(ClusterError, match=f"rollout.engines is 2, but after 0 s {said}"):
+        members.wait_for_first()
