@@ -3,7 +3,8 @@
     python benchmarks/gpu_colocated.py --out benchmarks/results/gpu_colocated.json [--steps 5] [key=value …]
 
 The model has the shape of Llama-3.2-1B and random weights; every response has exactly `NEW_TOKENS` tokens. `key=value`
-overrides fields of the run's config. NVML is asked ten times a second what the GPU holds.
+overrides fields of the run's config. NVML is asked ten times a second what the GPU holds. Beside what was measured stands
+`megarl plan`'s prediction of each phase, and of the memory of each turn.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from gpu import WORKS, write_models  # noqa: E402
 
 from benchmarks.measured_code import code_of  # noqa: E402
 from megarl.observe.summary import machine, versions  # noqa: E402
+from megarl.planning.gpus import gpu_called  # noqa: E402
 
 WORK = "1b, short"
 """Whose model it is, of `gpu.WORKS`."""
@@ -157,6 +159,20 @@ def plain_copy_s(nbytes: int) -> float:
     return statistics.median(seconds[1:])
 
 
+def planned(config: Path, run: Path, overrides: list[str]) -> dict[str, Any]:
+    """What `megarl plan` says of the run's steps: seconds by phase beside those measured, and bytes by turn."""
+    import torch
+
+    gpu = gpu_called(torch.cuda.get_device_name() if torch.cuda.is_available() else None)
+    words = [sys.executable, "-m", "megarl", "plan", str(config), "--gpu", gpu.name if gpu is not None else "h100"]
+    said = subprocess.run([*words, "--against", str(run), "--json", *overrides], capture_output=True, text=True, check=False)
+    if said.returncode:
+        return {"error": said.stderr.strip()}
+    plan = json.loads(said.stdout)
+    turns = {turn: sum(parts.values()) for turn, parts in plan["memory"]["turns"].items()}
+    return {"gpu": plan["gpu"], "against": plan["against"], "bytes_by_turn": turns}
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run, and write the JSON file also where the run failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -205,12 +221,16 @@ def main(arguments: list[str] | None = None) -> None:
             "metrics": [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else [],
             "memory_curve": [[round(at - began, 2), *held.values()] for at, held in curve.points],
         }
+        if code == 0:
+            record["plan"] = planned(work / "config.yaml", run, given.overrides)
     if code == 0:
         record["plain_copy_s"] = plain_copy_s(weight_bytes)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(record, indent=2) + "\n")
     for span, figures in record["spans"].items():
         print(span, {key: round(value, 3) for key, value in sorted(figures.items())})
+    for name, figures in record.get("plan", {}).items():
+        print(name, figures)
     print({key: record.get(key) for key in ("exit_code", "seconds", "plain_copy_s")}, f"{weight_bytes / 1e9:.2f} GB of weights")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megarl.planning.turns import ALL_AT_ONCE
 from tests.benchmarks.conftest import BENCHMARKS
 from tests.warm_workers import WarmWorkers
 
@@ -215,6 +216,9 @@ def test_gpu_colocated(measured: Measured, warm: None, monkeypatch: pytest.Monke
     assert {*SETUP, "work", "gpu_bytes", "plain_copy_s"} <= found.keys()
     assert found["spans"]["driver: update"]["seconds"] > 0
     assert found["metrics"][-1]["step"] == 3
+    assert found["plan"]["gpu"] == "h100"
+    assert {"update", "generate", "step"} <= found["plan"]["against"]["phases"].keys()
+    assert found["plan"]["bytes_by_turn"].keys() == {ALL_AT_ONCE}, "the embedded engine does not sleep"
 
 
 @pytest.mark.exhaustive
