@@ -28,7 +28,6 @@ import psutil
 from megarl.data.sample import Prompt
 from megarl.errors import EpisodeError
 from megarl.options.agents.function_process import FunctionProcess
-from megarl.options.agents.own_time import OwnTime
 from megarl.options.agents.server import LONGEST_S, SessionServer
 from megarl.options.agents.session import AgentSession, History
 from megarl.options.agents.task import AgentTask
@@ -43,8 +42,6 @@ START_S = 120.0
 """For a process of functions to start."""
 GRACE_S = 5.0
 """For a function to end once it is cancelled."""
-LOOK_S = 0.2
-"""The least between two looks at the time that an agent has spent."""
 
 
 @dataclass(frozen=True)
@@ -132,10 +129,10 @@ class Agents:
         task = AgentTask(f"{self._server.url}/v1", key, self._server.models[0], self._question(prompt), prompt.row)
         acting: asyncio.Future[AgentEnd] = asyncio.ensure_future(self._agent.run(task))
         awaited: list[asyncio.Future[Any]] = [acting, session.failure]
-        spent = session.own_time = OwnTime()
         try:
-            while not any(one.done() for one in awaited) and (left_s := self._timeout_s - spent.spent_s) > 0:
-                await asyncio.wait(awaited, timeout=max(left_s, LOOK_S), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(awaited, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not any(one.done() for one in awaited):
+                await session.settle()
             if acting.done():
                 return acting.result()
             if session.failure.done():

@@ -37,7 +37,7 @@ class AgentConfig(Section):
     at_once: Positive = 64
     """Maximum number of agents that act at the same time."""
     timeout_s: Seconds = 600.0
-    """Time limit in seconds for one episode, without what it waits for the policy; what was said until then is kept, as
+    """Time limit in seconds for one episode; what was said until then, and the turn that is being sampled, is kept, as
     truncated."""
     rewards: Literal["episode", "branch"] = "episode"
     """What is rewarded: the whole `episode`, by the branch of its last turn, or each `branch` by itself."""

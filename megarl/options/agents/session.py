@@ -17,7 +17,6 @@ from typing import Any, Literal
 from megarl.data.told import MediaKeeper
 from megarl.errors import DataError, EpisodeError, MegarlError
 from megarl.options.agents.messages import ChatRequest, RequestError, SaidCall, SessionMessage, as_json
-from megarl.options.agents.own_time import OwnTime
 from megarl.options.agents.stops import stopped
 from megarl.options.agents.tree import Turn, TurnTree
 from megarl.rollout.episodes.base import SampleTokens
@@ -77,8 +76,6 @@ class AgentSession:
         """Messages up to each response that a later request may name, without instructions, by its id."""
         self.is_cut = False
         """Whether the last that it asked for was beyond its limits."""
-        self.own_time = OwnTime()
-        """Of the agent, from when it is begun."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises what ends the episode: a failed engine, or an agent that floods."""
         self.loop = asyncio.get_running_loop()
@@ -147,6 +144,11 @@ class AgentSession:
             check_args(self._renderer(request.tools).tokenizer, request.template_args, "chat_template_kwargs")
         except DataError as error:
             raise RequestError(f"{error}") from None
+
+    async def settle(self) -> None:
+        """Wait for the turns that are being sampled: an engine that hangs is found out, which `failure` tells."""
+        if pending := [entry.task for entry in self._pending]:
+            await asyncio.wait(pending)
 
     def close(self) -> None:
         """Refuse whatever comes from now on, and stop what is being sampled."""
@@ -227,8 +229,7 @@ class AgentSession:
         shown += (picture.moved(len(before)) for picture in tokens.media)
         ends: dict[str, Any] = {"stops": request.stops} if request.stops else {}
         try:
-            with self.own_time.standing():
-                generation = await self._sample(before + tokens.ids, most, shown, **ends)
+            generation = await self._sample(before + tokens.ids, most, shown, **ends)
         except MegarlError as error:
             if not self.failure.done():
                 self.failure.set_exception(error)

@@ -21,7 +21,6 @@ from megarl.config.sections import DataConfig
 from megarl.config.sources import SourceConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError, EpisodeError
-from megarl.options.agents.own_time import OwnTime
 from megarl.options.agents.section import AgentConfig
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from megarl.rollout.episodes import Episodes, open_episodes
@@ -125,30 +124,22 @@ def test_an_agent_that_never_ends_is_ended_and_its_turns_are_kept_as_truncated()
     assert episodes.take_counts()["agent_timeouts"] == 1
 
 
-def test_what_an_agent_waits_for_the_policy_is_not_its_own_time() -> None:
-    """As where an engine hangs and is started anew meanwhile."""
-
+def test_an_agent_that_is_out_of_time_is_ended_when_the_turn_that_it_waits_for_is_there() -> None:
     async def slow_hello(ids: list[int], most: int, media: Any = None, /) -> Generation:
-        await asyncio.sleep(4)
+        await asyncio.sleep(5)
         return await hello(ids, most)
 
     [[sample]] = acted(opened(AgentConfig(function=f"{HERE}:two_turns", processes=1, timeout_s=3)), slow_hello)
-    assert (sample.finish_reason, len(sample.turns)) == ("stop", 3)
+    assert (sample.finish_reason, sample.response_text) == ("length", "hi")
 
 
-def test_own_time_stands_while_one_of_several_turns_is_sampled() -> None:
-    now = 0.0
-    own = OwnTime(lambda: now)
-    now = 2.0
-    with own.standing():
-        now = 5.0
-        assert own.spent_s == 2.0
-        with own.standing():
-            now = 7.0
-        now = 9.0
-        assert own.spent_s == 2.0
-    now = 10.0
-    assert own.spent_s == 3.0
+def test_an_episode_that_is_out_of_time_as_an_engine_hangs_is_begun_anew() -> None:
+    async def hangs(ids: list[int], most: int, media: Any = None, /) -> Generation:
+        await asyncio.sleep(5)
+        raise EngineError("it did not answer")
+
+    with pytest.raises(EngineError, match="it did not answer"):
+        acted(opened(AgentConfig(function=f"{HERE}:two_turns", processes=1, timeout_s=3)), hangs)
 
 
 def test_an_agent_that_floods_is_ended() -> None:
