@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import megarl.platform
 from megarl.config.layout import Layout
-from megarl.errors import ClusterError, WorkerError
+from megarl.errors import ClusterError, LayoutError, WorkerError
 from megarl.platform import Platform
 from megarl.system.hub import CachedModel
 from megarl.system.own_temporary import OwnTemporary, current
@@ -264,23 +265,34 @@ class Cluster:
         have_gpus = ray.cluster_resources().get("GPU", 0) > 0
         self.platform, self._have_gpus = megarl.platform.of_cluster(have_gpus=have_gpus), have_gpus
         bundle = {"CPU": 1.0} | ({"GPU": 1.0} if have_gpus else {})
+        ends_at = time.monotonic() + self.start_deadline_s
+        while not self._is_placed(bundle, left_s := max(0.0, ends_at - time.monotonic())):
+            if self._fewer is None or not left_s:
+                have = ray.cluster_resources()
+                raise ClusterError(
+                    f"the layouts need {self.asked.bundles} places with {bundle} each, but the Ray cluster has "
+                    f"{have.get('CPU', 0):.0f} CPUs and {have.get('GPU', 0):.0f} GPUs; use smaller layouts or "
+                    "resources.placement=colocated"
+                )
+            free = ray.available_resources()
+            room = min(self.wanted.bundles - 1, *(int(free.get(kind, 0)) for kind in bundle))
+            self.wanted = self._fewer(self.asked, room) or self.asked
+
+    def _is_placed(self, bundle: dict[str, float], left_s: float) -> bool:
+        """Reserve what is wanted, and find where everything is; what has no place, and may be less, is given back."""
         self._reserved = placement_group([bundle] * self.wanted.bundles, strategy="PACK")
-        while not self._reserved.wait(timeout_seconds=self.start_deadline_s if self._fewer is None else FEWER_S):
-            have = ray.cluster_resources()
-            if self._fewer is not None:
-                remove_placement_group(self._reserved)
-                free = ray.available_resources()
-                room = min(self.wanted.bundles - 1, *(int(free.get(kind, 0)) for kind in bundle))
-                if fits := self._fewer(self.wanted, room):
-                    self.wanted, self._reserved = fits, placement_group([bundle] * fits.bundles, strategy="PACK")
-                    continue
-            raise ClusterError(
-                f"the layouts need {self.wanted.bundles} places with {bundle} each, but the Ray cluster has "
-                f"{have.get('CPU', 0):.0f} CPUs and {have.get('GPU', 0):.0f} GPUs; use smaller layouts or "
-                "resources.placement=colocated"
-            )
-        bundles = find_bundles(self._reserved, have_gpus=have_gpus, deadline_s=self.start_deadline_s)
-        self.placement = place(self.wanted, bundles)
+        if self._reserved.wait(timeout_seconds=left_s if self._fewer is None else min(FEWER_S, left_s)):
+            bundles = find_bundles(self._reserved, have_gpus=self._have_gpus, deadline_s=self.start_deadline_s)
+            try:
+                self.placement = place(self.wanted, bundles)
+            except (ClusterError, LayoutError):  # as where an engine, or tensor parallelism, does not fit into what nodes have
+                if self.wanted is self.asked:
+                    raise
+            else:
+                return True
+        if self._fewer is not None:
+            remove_placement_group(self._reserved)
+        return False
 
     def where(self, bundle: int | None, threads: int) -> dict[str, Any]:
         """Ray's options for an actor in `bundle`; with None it works elsewhere, and takes no room in the first one."""

@@ -18,17 +18,15 @@ itself, too (`weights/weight_state.py`). Memory is always given up before other 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 
 from megarl.config import Config
-from megarl.errors import EngineError
+from megarl.errors import EngineError, WorkerError
 from megarl.option_list import functions
 from megarl.planning.turns import GENERATING, RESIDENT, TRAINING, UPDATING, Kept, takes_turns
-from megarl.rollout.scheduling.engine_handle import EngineHandle
-from megarl.rollout.scheduling.engine_state import PendingResult
+from megarl.rollout.scheduling.engine_state import FAILURES, PendingResult
 from megarl.rollout.scheduling.scheduler import Scheduler
 from megarl.rollout.scheduling.several_engines import failures
 from megarl.runs.training_side import POLICY
@@ -100,39 +98,69 @@ class GpuSharing:
         self.now = to
 
 
-def put_to_sleep(scheduler: Scheduler, deadline_s: float) -> None:
-    """Put all engines to sleep: requests under way are begun anew after the next update; engines that fail are restarted
-    as ever."""
-    scheduler.stop_all()
-    scheduler.empty()
-    up = [engine.number for engine in scheduler.engines if engine.restarting is None]
-    failed = _failures(scheduler, up, lambda _, engine: engine.sleep(deadline_s=deadline_s), deadline_s)
-    for engine, error in failed.items():
-        raise EngineError(f"engine {engine} did not give up its memory: {error}")
+REST_S = 120.0
+"""For what engines work on to be cut, and kept."""
 
 
-def wake_up(scheduler: Scheduler, deadline_s: float) -> None:
-    """Wake all engines that have no weights; one that was restarted meanwhile does not sleep, which is as good."""
-    _failures(scheduler, scheduler.without_weights, lambda _, engine: engine.wake(deadline_s=deadline_s), deadline_s)
+class EnginesInTurns:
+    """`numbers` of `scheduler`. None of them is lost sight of: one that fails is told, and started anew when it is to work.
 
+    One that fails again and again is left out, and the run goes on, if it is dispensable.
+    """
 
-def wake_caches(scheduler: Scheduler, deadline_s: float) -> None:
-    """Have all engines take the memory that they generate with besides weights; one that cannot is started anew."""
-    up = [engine.number for engine in scheduler.engines if engine.is_up]
-    failed = failures(scheduler.on_each(up, lambda _, engine: engine.wake_cache(deadline_s=deadline_s), deadline_s))
-    for engine, error in failed.items():
-        scheduler.fail(engine, error)
+    def __init__(
+        self, scheduler: Scheduler, numbers: Sequence[int], *, restart_s: float, call_s: float, alone: bool = False
+    ) -> None:
+        """`restart_s`: for an engine that is being started anew. `call_s`: for one to give up memory, or to take it again.
+        `alone`: there are no others, so that an update is always one of these, too, and wakes them."""
+        self.scheduler, self.numbers, self._alone = scheduler, tuple(numbers), alone
+        self._rest_s, self._call_s = REST_S + restart_s, call_s
 
+    @property
+    def awake(self) -> list[int]:
+        """Engines that may be given weights."""
+        return [number for number in self.numbers if self.scheduler.engines[number].is_up]
 
-def _failures(
-    scheduler: Scheduler, engines: list[int], call: Callable[[int, EngineHandle], Awaitable[None]], deadline_s: float
-) -> dict[int, Exception]:
-    """The engines that are well and yet did not do it, and why; the scheduler sees to those that are not well."""
-    failed = failures(scheduler.on_each(engines, call, deadline_s))
-    unwell = scheduler.failing(failed)
-    for engine, error in unwell.items():
-        scheduler.fail(engine, error)
-    return {engine: error for engine, error in failed.items() if engine not in unwell}
+    def rest(self) -> None:
+        """Have all of them give up their memory; what they work on goes on elsewhere, from the tokens that it has.
+
+        One that does not is told, and its process ended: the memory is the trainer's in any case.
+        """
+        scheduler = self.scheduler
+        states = [scheduler.engines[number] for number in self.numbers if not scheduler.engines[number].rests]
+        scheduler.thread.run(scheduler.vacate(states), self._rest_s)
+        up = [state.number for state in states if not state.is_left_out]
+        asleep = scheduler.on_each(up, lambda _, engine: engine.sleep(deadline_s=self._call_s), self._call_s)
+        for number, error in failures(asleep).items():
+            scheduler.thread.run(self._end(number, error), self._call_s)
+        if self._alone:
+            scheduler.thread.run(self._let_work())
+
+    async def _end(self, number: int, error: Exception) -> None:
+        state = self.scheduler.engines[number]
+        self.scheduler.restarts.note(state, error)
+        state.fell_behind = True  # it is known to be gone when it is woken
+        if not isinstance(error, WorkerError):  # else its process is gone, and its memory with it
+            await state.handle.end()
+
+    def wake(self) -> None:
+        """Have all of them take memory again; they have no weights then. Those that are gone are being started anew."""
+        scheduler = self.scheduler
+        scheduler.thread.run(self._let_work())
+        called = scheduler.on_each(self.awake, lambda _, engine: engine.wake(deadline_s=self._call_s), self._call_s)
+        for number, error in failures(called).items():
+            scheduler.fail(number, error)
+
+    def wake_caches(self) -> None:
+        """Have those that are up take the memory that they generate with."""
+        called = self.scheduler.on_each(self.awake, lambda _, engine: engine.wake_cache(deadline_s=self._call_s), self._call_s)
+        for number, error in failures(called).items():
+            self.scheduler.fail(number, error)
+
+    async def _let_work(self) -> None:
+        for number in self.numbers:
+            state = self.scheduler.engines[number]
+            state.rests = state.is_left_out
 
 
 @dataclass(frozen=True)
@@ -166,7 +194,12 @@ def turns_of(
             return turns
     if not takes_turns(config, roles.groups[POLICY].platform):
         return None
-    deadline_s = config.rollout.deadlines.update_s
-    sleep, wake, caches = (partial(do, scheduler, deadline_s) for do in (put_to_sleep, wake_up, wake_caches))
-    sharing = GpuSharing(sleep, wake, caches, roles.keep_on_device)
-    return GpuTurns(sharing, range(len(scheduler.engines)), sharing.train)
+    engines = EnginesInTurns(
+        scheduler,
+        range(len(scheduler.engines)),
+        restart_s=(FAILURES + 1) * scheduler.restarts.deadline_s,
+        call_s=config.rollout.deadlines.update_s,
+        alone=True,
+    )
+    sharing = GpuSharing(engines.rest, engines.wake, engines.wake_caches, roles.keep_on_device)
+    return GpuTurns(sharing, engines.numbers, sharing.train)

@@ -58,6 +58,8 @@ class WeightUpdates:
         Raises:
             EngineError: an engine is well, and yet its weights are not those that were sent.
         """
+        if not engines:
+            return
         scheduler, deadline_s = self.scheduler, self.rollout.deadlines.update_s
         turns = self.turns if self.turns is not None and self.turns.moves(engines) else None
         if turns is not None:

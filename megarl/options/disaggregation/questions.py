@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from megarl.config.schema import Config
+from megarl.options.disaggregation.section import disaggregation_of
+
+
+def needs_all_places(config: Config) -> bool:
+    """Return whether a run cannot do with fewer engines: the first ones prefill, the last ones decode."""
+    return disaggregation_of(config.rollout) is not None
 
 
 def without_training(config: Config) -> Config:

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config.layout import Layout
 from megarl.errors import ClusterError
-from megarl.options.elastic.replicas import Replicas
+from megarl.options.elastic.replicas import Block, Replicas
 from megarl.weights.placement import Bundle
 from megarl.workers.bundles import find_bundles
 from megarl.workers.cluster import Cluster
@@ -49,6 +49,8 @@ class Places:
         self._reserved: PlacementGroup | None = None
         self._reserved_for: dict[int, tuple[PlacementGroup, int]] = {}
         """By number of a place that is not the run's own reservation's, the one that it is in, and its number there."""
+        self._sought_blocks: dict[tuple[int, ...], list[Block]] = {}
+        """Places of replicas that the run started without: by number of the replica, and the sizes of its blocks."""
         self._losses: Counter[Bundle] = Counter()
         self.put_aside: list[Bundle] = []
         """GPUs that have lost so many ranks that they are not used again where there are spares."""
@@ -175,24 +177,32 @@ class Places:
         return processes
 
     def seek_replicas(self, group: WorkerGroup, layout: Layout) -> Replicas:
-        """Have Ray look for places for the replicas that `layout` has and the group has not, for each by itself.
+        """Have Ray look for places for the replicas that `layout` has and the group has not: for each by itself, and by blocks
+        on one machine like those of the group's first replica.
 
         Returns the places of all replicas, those of the group first.
         """
         placement = self._cluster.placement
         own = Replicas.of(group.layout, placement.ranks[group.name], lambda at: placement.bundles[at].node)
-        where, of_replica = self._cluster.where(0, 1), layout.world_size // layout.dp
-        bundle = {"CPU": where["num_cpus"]} | ({"GPU": where["num_gpus"]} if where["num_gpus"] else {})
-        bundles, missing = list(placement.bundles), layout.dp - group.layout.dp
-        for _ in range(missing):
-            reserved = placement_group([bundle] * of_replica, strategy="PACK")
-            self._cluster.reservations.append(reserved)
-            numbers = range(len(bundles), len(bundles) + of_replica)
-            self._reserved_for |= {number: (reserved, index) for index, number in enumerate(numbers)}
-            bundles += [Bundle(bundles[0].node, None)] * of_replica  # where they are is known when they are found
-            own.blocks.append([tuple(numbers)])
-        self._cluster.placement = replace(placement, bundles=tuple(bundles))
+        sizes = [len(block) for block in own.blocks[0]]
+        for missing in range(layout.dp - group.layout.dp):
+            # where groups share GPUs, so do their new replicas
+            shared = self._sought_blocks.get((missing, *sizes)) if self._shared else None
+            blocks = shared or [self._seek_block(size) for size in sizes]
+            self._sought_blocks[missing, *sizes] = blocks
+            own.blocks.append([*blocks])
         return Replicas(layout, own.blocks)
+
+    def _seek_block(self, size: int) -> Block:
+        have_gpus = self._cluster.platform.name == "cuda"
+        reserved = placement_group([{"CPU": 1.0} | ({"GPU": 1.0} if have_gpus else {})] * size, strategy="STRICT_PACK")
+        self._cluster.reservations.append(reserved)
+        placement = self._cluster.placement
+        numbers = range(len(placement.bundles), len(placement.bundles) + size)
+        self._reserved_for |= {number: (reserved, index) for index, number in enumerate(numbers)}
+        unknown = Bundle(placement.bundles[0].node, None)  # until they are found
+        self._cluster.placement = replace(placement, bundles=(*placement.bundles, *[unknown] * size))
+        return tuple(numbers)
 
     def take(self, group: WorkerGroup, numbers: Iterable[int]) -> None:
         """Seek no processes for these places any more: they are used, or gone."""

@@ -16,6 +16,7 @@ from megarl.config import AnyConfig, Config
 from megarl.config.layout import Layout
 from megarl.core.steps import RlRun
 from megarl.errors import DeadlineError, RankLostError, WorkerError, counted
+from megarl.option_list import functions
 from megarl.options.elastic.comparison import begin_watch, differing, end_watch
 from megarl.options.elastic.memory import LOOK_S, Memory, Moment
 from megarl.options.elastic.places import FAULTY_AFTER, Places
@@ -326,10 +327,10 @@ def _moment(run: RlRun) -> Moment:
 
 
 def placed_fewer(config: AnyConfig) -> Callable[[PlacementRequest, int], PlacementRequest | None] | None:
-    """The function by which a run that starts again goes on with less than all of it; None where it does not, as where engines
-    are lent GPUs that might be none of its any more."""
-    lends = config.sampling is not None and config.sampling.lent_engines
-    return fitting if shrinks(config.resources) and is_restart() and not lends else None
+    """The function by which a run that starts again goes on with less than all of it; None where it does not."""
+    if not (shrinks(config.resources) and is_restart()):
+        return None
+    return None if any(needs(config) for needs in functions("questions", "needs_all_places")) else fitting
 
 
 def start_spares(

@@ -114,7 +114,7 @@ class EngineMembers:
         ends_at = time.monotonic() + deadline_s
         while self._rollouts.scheduler.is_short:
             if time.monotonic() > ends_at or self._error is not None:
-                stages = Counter(member.stage for member in self._members.values())
+                stages = Counter(member.stage for member in [*self._members.values()])
                 placed = stages["there"] + stages["starting"]
                 after = f"rollout.engines is {self._least}, but after {deadline_s:.0f} s"
                 raise self._error or ClusterError(

@@ -12,6 +12,11 @@ def lent_engines(schedule: ScheduleConfig) -> int:
     return lent_engines_of(schedule)
 
 
+def needs_all_places(config: Config) -> bool:
+    """Return whether engines are lent GPUs, which might be none of the run's with fewer replicas."""
+    return lent_engines(config.rollout.schedule) > 0
+
+
 def without_training(config: Config) -> Config:
     """The config of a run in which nothing trains that could lend GPUs."""
     return with_lent(config, 0)

@@ -22,7 +22,6 @@ from tests.themes.e2e import slow_lent_engine
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 SETTINGS: dict[str, Any] = {
-    "data.eval": None,
     "run.steps": 2,
     "resources.placement": "colocated",
     "policy.layout": {"dp": 2},
@@ -36,7 +35,13 @@ EXACT = ("policy/grad_norm", "policy/loss", "reward/mean", "mismatch/log_prob_ma
 
 
 def curve(config: Config) -> list[list[float]]:
-    return [[row[name] for name in EXACT] for row in read_metrics(Path(config.run_folder) / "metrics.jsonl")]
+    return [[row[name] for name in EXACT if name in row] for row in read_metrics(Path(config.run_folder) / "metrics.jsonl")]
+
+
+def evaluated(config: Config) -> list[Any]:
+    """Rewards of every evaluation."""
+    rows = read_metrics(Path(config.run_folder) / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if name.startswith("eval/")} for row in rows]
 
 
 @pytest.fixture
@@ -61,12 +66,14 @@ def pid_of(engine: Any) -> int:
     return pid
 
 
+@pytest.mark.parametrize("asked", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["samples", "evaluation"])
 def test_an_engine_that_is_killed_while_others_generate_has_all_begin_anew(
-    tiny_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, moves: list[tuple[Owner | None, Owner]]
+    tiny_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, moves: list[tuple[Owner | None, Owner]], asked: bool
 ) -> None:
-    config = tiny_config(**SETTINGS, **{"run.name": "calm"})
+    settings = SETTINGS | ({"run.eval_every": 1} if asked else {"data.eval": None})
+    config = tiny_config(**settings, **{"run.name": "calm"})
     train(config)
-    calm, expected = moves.copy(), curve(config)
+    calm, expected = moves.copy(), (curve(config), evaluated(config))
     assert calm[:4] == [
         (Owner.SHARED, Owner.TRAINING),
         (Owner.TRAINING, Owner.UPDATING),
@@ -75,24 +82,24 @@ def test_an_engine_that_is_killed_while_others_generate_has_all_begin_anew(
     ]
     assert (Owner.GENERATING, Owner.UPDATING) not in calm
     moves.clear()
-    next_batch, update, calls, held = Rollouts.next_batch, GpuSharing.update, count(1), list[int]()
+    wait, update, calls, held = Rollouts._wait, GpuSharing.update, count(1), list[int]()
 
-    def next_and_kill(rollouts: Rollouts, *arguments: Any, **named: Any) -> Any:
-        """One engine is held back until the other, which is killed, is there again: the step still needs both."""
-        if next(calls) == 2:
+    def kill_and_wait(rollouts: Rollouts, answers: Any = None, version: int | None = None) -> None:
+        """One engine is held back until the other, which is killed, is there again: what is waited for needs both."""
+        if (answers is not None) == asked and next(calls) == 2:
             held[:], lost = [pid_of(rollouts.engines[0])], pid_of(rollouts.engines[1])
             os.kill(held[0], signal.SIGSTOP)
             os.kill(lost, signal.SIGKILL)
-        return next_batch(rollouts, *arguments, **named)
+        wait(rollouts, answers, version)
 
     def release_and_update(sharing: GpuSharing) -> None:
         for pid in held:
             os.kill(pid, signal.SIGCONT)
         update(sharing)
 
-    monkeypatch.setattr(Rollouts, "next_batch", next_and_kill)
+    monkeypatch.setattr(Rollouts, "_wait", kill_and_wait)
     monkeypatch.setattr(GpuSharing, "update", release_and_update)
-    config = tiny_config(**SETTINGS, **{"run.name": "killed"})
+    config = tiny_config(**settings, **{"run.name": "killed"})
     train(config)
     assert (Owner.GENERATING, Owner.UPDATING) in moves
-    assert curve(config) == expected
+    assert (curve(config), evaluated(config)) == expected

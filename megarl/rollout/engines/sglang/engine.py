@@ -397,9 +397,20 @@ class SglangEngine(ServedEngine):
 
     async def wake_cache(self) -> None:
         async with self._waking:
-            if self._cache_is_away:
+            if not self._cache_is_away:
+                return
+            try:
                 await self._client.control("resume_memory_occupation", {"tags": OF_CACHE})
-                self._cache_is_away = False
+            except BaseException:  # nobody knows what the server holds
+                await self.stop()
+                raise
+            self._cache_is_away = False
+
+    async def health(self) -> None:
+        if not self._cache_is_away:  # the server samples a token for its answer
+            await super().health()
+        elif not self.server.alive:
+            raise EngineError(self.server.exit_report())
 
     async def generate(self, request: EngineRequest) -> list[list[Generation]]:
         if self._weights.version is not None:  # a server ends if it computes without its cache
