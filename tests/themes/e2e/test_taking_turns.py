@@ -41,7 +41,7 @@ def curve(config: Config) -> list[list[float]]:
 def evaluated(config: Config) -> list[Any]:
     """Rewards of every evaluation."""
     rows = read_metrics(Path(config.run_folder) / "metrics.jsonl")
-    return [{name: value for name, value in row.items() if name.startswith("eval/")} for row in rows]
+    return [{name: value for name, value in row.items() if name.startswith("eval/") and name != "eval/seconds"} for row in rows]
 
 
 @pytest.fixture
