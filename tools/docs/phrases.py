@@ -98,7 +98,7 @@ def of_faults() -> list[str]:
     restarted = [one["recovered_s"] for one in plain["trial"] if one["restarts"]]
     past, through = writing["past the page cache"], writing["through the page cache"]
     return [
-        f"**{mixed['good']} of {mixed['trials']} trials are good**, in 40 minutes",
+        f"**{mixed['good']} of {mixed['trials']} trials are good**, in each of the {len(mixed['families'])} families",
         f"Prompts lost {mixed['prompts_lost']}, trained on twice {mixed['prompts_duplicated']}, processes left behind"
         f" {mixed['left_processes_behind']}",
         f"A lost node (`kill node`) cost {of_nodes['kill node']:.0f} s",
