@@ -25,7 +25,7 @@ from megarl.workers.rollouts import Rollouts
 from tests.themes.e2e import slow_lent_engine
 from tests.themes.e2e.test_async import drawn, groups, results
 
-pytestmark = pytest.mark.needs_option("elastic_engines")
+pytestmark = [pytest.mark.needs_option("elastic_engines"), pytest.mark.slow]
 PROMPTS, STALENESS, COME_S = 4, 1, 120.0
 LONG = 80
 """Tokens of responses that are still under way when an engine is asked to leave."""
@@ -251,7 +251,6 @@ def test_a_run_goes_on_without_lost_engines_and_waits_where_too_few_are_left(
 
 
 @pytest.mark.exhaustive  # the tests above have each way once
-@pytest.mark.slow
 def test_prompts_are_trained_once_each_while_an_engine_comes_and_goes_ten_times(
     cluster: Cluster, tiny_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:

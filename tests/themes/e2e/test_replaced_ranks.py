@@ -24,7 +24,7 @@ from megarl.workers.group import WorkerGroup
 from megarl.workers.roles import Roles
 from megarl.workers.rollouts import Rollouts
 
-pytestmark = pytest.mark.needs_option("elastic")
+pytestmark = [pytest.mark.needs_option("elastic"), pytest.mark.slow]
 EXACT = ("policy/grad_norm", "policy/loss", "reward/mean", "mismatch/log_prob_max", "response/tokens_mean")
 
 

@@ -24,7 +24,7 @@ from megarl.planning.plan import make_plan
 from megarl.trainers.rl.train import train
 from megarl.workers.roles import Roles
 
-pytestmark = pytest.mark.needs_option("elastic")
+pytestmark = [pytest.mark.needs_option("elastic"), pytest.mark.slow]
 SLEEP_S = 0.3
 HEAD_BYTES = 2048
 """At most, of a tensor's head in a file."""
