@@ -71,7 +71,7 @@ def lends(config: AnyConfig, platform: str) -> bool:
 
 
 def bytes_beside_engines(config: AnyConfig) -> int:
-    """What the trainer keeps on a GPU while engines that take turns with it generate: its processes."""
+    """Count what the trainer's processes keep on a GPU while engines that take turns with it generate."""
     return int(len(config.layouts) * PROCESS_BYTES)
 
 

@@ -20,7 +20,7 @@ from megarl.config.layout import Layout, divisors
 from megarl.errors import ClusterError, LayoutError, either
 from megarl.weights.engine_line import replica_shares
 
-_ENGINES = ""
+ENGINES = ""
 """The engines' name among those of groups."""
 
 
@@ -196,7 +196,7 @@ def place(request: PlacementRequest, bundles: Sequence[Bundle]) -> Placement:
 def _place(request: PlacementRequest, nodes: _Nodes, *, experts_together: bool) -> Placement:
     """Place large blocks first where nothing is shared: what is left on a node then has room for smaller ones."""
     blocks = [(name, nodes.block_of(layout, experts_together=experts_together)) for name, layout in request.groups.items()]
-    blocks += [(_ENGINES, nodes.shares_of_engine(request)[0])] if request.engines and request.engine_tp else []
+    blocks += [(ENGINES, nodes.shares_of_engine(request)[0])] if request.engines and request.engine_tp else []
     if not request.colocated:
         blocks.sort(key=lambda block: -block[1])
     ranks: dict[str, tuple[int, ...]] = {}
@@ -204,7 +204,7 @@ def _place(request: PlacementRequest, nodes: _Nodes, *, experts_together: bool) 
     left = nodes.all()
     for name, size in blocks:
         free = nodes.all() if request.colocated else left
-        if name == _ENGINES:
+        if name == ENGINES:
             engines = _place_engines(request, nodes, free, ranks)
         else:
             ranks[name] = _place_ranks(name, request.groups[name], size, free)

@@ -8,10 +8,8 @@ from itertools import groupby
 
 from megarl.config.layout import Layout
 from megarl.errors import LayoutError, counted
-from megarl.weights.placement import PlacementRequest
+from megarl.weights.placement import ENGINES, PlacementRequest
 
-ENGINES = ""
-"""The name of the engines among those of groups."""
 Block = tuple[int, ...]
 """Numbers of places of one replica's ranks that have a machine together; they stay together, as tensor parallelism needs it."""
 
@@ -79,7 +77,7 @@ def with_fewer(layout: Layout, most: int) -> Layout | None:
 
 
 def fitting(wanted: PlacementRequest, room: int) -> PlacementRequest | None:
-    """What is placed where there are so many places: of all groups and engines about the same share; None: not one of each.
+    """Reduce replicas and engines, by about the same share, until they have room in so many places; None: not one of each has.
 
     What has the largest share of what was wanted, and takes places that something else could have, gives up a replica or an
     engine, one after the other.
