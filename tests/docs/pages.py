@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 FENCE = re.compile(r"^```(\w*)[^\S\n]*([^\n]*)\n(.*?)^```[^\S\n]*$", re.DOTALL | re.MULTILINE)
+NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,27 @@ def blocks(page: Path) -> list[Block]:
         title = re.search(r'title="([^"]+)"', attributes)
         found.append(Block(language, title[1] if title else "", text))
     return found
+
+
+def pattern(line: str, numbers: bool) -> str:
+    """The regular expression of a line that a page shows; with `numbers` each number stands for any number."""
+    words = re.split(rf"({NUMBER}|…|\s+)", line.strip())
+    return "".join(
+        ".*"
+        if word == "…"
+        else r"\s+"
+        if word.isspace()
+        else NUMBER
+        if numbers and re.fullmatch(NUMBER, word)
+        else re.escape(word)
+        for word in words
+        if word
+    )
+
+
+def missing(shown: str, printed: str, numbers: bool) -> list[str]:
+    """The lines of `shown` that `printed` does not have (see `pattern`)."""
+    return [line for line in shown.splitlines() if line.strip() and not re.search(pattern(line, numbers), printed)]
 
 
 @cache
