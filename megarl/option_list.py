@@ -37,6 +37,7 @@ OPTIONS = (
     "elastic_engines",
     "disaggregation",
     "host_cache",
+    "fp8_cache",
     "transports",
     "distillation",
     "online_pairs",

@@ -246,6 +246,7 @@ IMPORTS_OF_OPTIONS: dict[str, int] = {
     "elastic_engines": 0,
     "disaggregation": 0,
     "host_cache": 0,
+    "fp8_cache": 0,
     "transports": 0,
     "distillation": 0,
     "online_pairs": 0,

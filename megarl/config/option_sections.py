@@ -24,6 +24,7 @@ OPTION_OF_FIELD = {
     "reward_model": "reward_model",
     "rollout.disaggregation": "disaggregation",
     "rollout.host_cache_gb": "host_cache",
+    "rollout.kv_cache_dtype": "fp8_cache",
     "rollout.max_engines": "elastic_engines",
     "rollout.episode.agent": "agents",
     "rollout.episode.mcp": "tools",
@@ -38,7 +39,7 @@ OPTION_OF_FIELD = {
 """The option that each added field belongs to, also where an installation lacks it: for the sentence that says so."""
 SINGLE_FIELDS = (
     "resources.compare_replicas", "resources.shrink", "resources.slow_ranks", "resources.spares", "rollout.host_cache_gb",
-    "rollout.max_engines", "rollout.schedule.lent_engines",
+    "rollout.kv_cache_dtype", "rollout.max_engines", "rollout.schedule.lent_engines",
 )  # fmt: skip
 """Those of `OPTION_OF_FIELD` that are no sections."""
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from math import sqrt
 
 from megarl.config import Config
+from megarl.option_list import functions
 
 KL_TO_ITSELF = 1e-4
 """Nats per token: more than rounding makes of the KL to a model that is the policy's copy."""
@@ -40,6 +41,7 @@ def bounds(config: Config, dense_layers: int | None = None) -> dict[str, float]:
     else:
         largest = round(BFLOAT16_DIFFERENCE * sqrt(dense_layers), 2) if dense_layers is not None else None
     serves_it = config.rollout.servers.model_path is None and not arguments.keys() & {"quantization", "dtype", "kv_cache_dtype"}
+    serves_it = serves_it and not any(rounds(config) for rounds in functions("questions", "engines_round"))
     same_weights = schedule.mode == "sync" and not schedule.continues and not schedule.over_sample
     if largest is not None and serves_it and same_weights:
         limits |= dict.fromkeys(("log_prob_max_difference_as_loaded", "log_prob_max_difference_after_sync"), largest)

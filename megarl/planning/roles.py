@@ -87,7 +87,8 @@ class Engines:
 
     `max_total_tokens` and `memory_fraction` are SGLang's arguments, where the config gives them. `transport`: as
     `rollout.weight_transport`. `lora`: the adapters that engines add themselves; None: none. `adapter_places`: on a rank's GPU.
-    `kept_models`: models whose adapters each rank keeps whole in main memory.
+    `kept_models`: models whose adapters each rank keeps whole in main memory. `cache_itemsize`: bytes of a number of keys and
+    values; None: `itemsize`.
     """
 
     target: EngineTarget
@@ -101,6 +102,7 @@ class Engines:
     lora: AdapterSpec | None = None
     adapter_places: int = ADAPTER_PLACES
     kept_models: int = 0
+    cache_itemsize: int | None = None
 
     @property
     def stages_weights(self) -> bool:
@@ -157,7 +159,7 @@ class Engines:
         on each."""
         shape = self.shape
         width = shape.attention_layers * shape.cached if shape.latent else shape.kv_width(self.target.tp)
-        return width * self.itemsize
+        return width * (self.cache_itemsize or self.itemsize)
 
     @property
     def state_bytes_per_sequence(self) -> float:
@@ -314,4 +316,5 @@ def _engines(config: AnyConfig) -> Engines:
         lora=lora,
         adapter_places=places,
         kept_models=kept,
+        cache_itemsize=next(filter(None, (size(config) for size in functions("plan", "cache_itemsize"))), None),
     )

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +70,8 @@ class EmbeddedEngine(Engine):
     `turn_cache_bytes`: room for the keys and values of conversations between their turns (0: none are kept); with drafts,
     pictures or layers with linear attention none are kept.
     `updates_draft`: the weights of the layer for multi-token prediction that it drafts with come with every update.
-    `lora`: updates are of these adapters alone, which are added to the weights of `model_path`.
+    `lora`: updates are of these adapters alone, which are added to the weights of `model_path`. `changes` are made to the model
+    when it has its first weights.
 
     With a `served_path` it begins with the weights of that folder, and takes weights as the folder stores them. If that is in
     few bits, it computes with the values that they stand for, in its own dtype: an engine's numbers, but for its kernels.
@@ -98,6 +99,7 @@ class EmbeddedEngine(Engine):
             "updates_draft": config.syncs_prediction,
             "turn_cache_bytes": config.rollout.episode.turn_cache_bytes,
             "lora": sent_adapters(config),
+            "changes": [of_run for change in functions("embedded", "model_change") if (of_run := change(config)) is not None],
         }
 
     def __init__(
@@ -115,6 +117,7 @@ class EmbeddedEngine(Engine):
         updates_draft: bool = False,
         turn_cache_bytes: int = 0,
         lora: AdapterSpec | None = None,
+        changes: Sequence[Callable[[Any], None]] = (),
     ) -> None:
         self._model = _load(model_path, dtype, device)
         self._sight = _sight(model_path, media_folder)
@@ -138,6 +141,8 @@ class EmbeddedEngine(Engine):
         self._dequantiser: Any = None
         if served_path is not None:
             self._begin_with(HFFolder(served_path), ServedModel(load_hf_config(model_path), dtype, predicts=updates_draft))
+        for change in changes:
+            change(self._model)
         self._seed, self._max_batch_samples, self._texts = seed, max_batch_samples, ModelTexts(model_path)
         self._weights = WeightState(initial_version)
         self._sent: dict[str, str] = {}
