@@ -36,6 +36,7 @@ from megarl.megatron.latent_attention import LatentSelfAttention, has_no_positio
 from megarl.megatron.latent_experts import latent_mixture
 from megarl.megatron.model_config import has_experts
 from megarl.megatron.norms import KeyNorm, LateNorm, QueryNorm, ReferenceRMSNorm, UnitNorm
+from megarl.megatron.own_mixtures import parts_of
 from megarl.megatron.rotary import RotarySetSelfAttention
 from megarl.megatron.routers import CorrectedSoftmaxRouter
 from megarl.megatron.value_heads import WideValueSelfAttention
@@ -133,8 +134,8 @@ def block_spec(
             attention = layer.submodules.self_attention.submodules
             scale = traits.query_scale if kind[3] else None
             attention.core_attention = with_score_traits(attention.core_attention, scale, traits.score_cap)
-            if traits.unit_heads and kind[4]:
-                attention.q_layernorm = attention.k_layernorm = UnitNorm
+            if traits.unit_heads:
+                attention.q_layernorm = attention.k_layernorm = UnitNorm if kind[4] else IdentityOp
         attends, has_mlp = kind[5]
         of_layer = traits if traits.of_variant is None or not kind[1] else traits.of_variant
         rotating = _with_rotary_set(_with_traits(layer, of_layer), kind[2], rope, traits)
@@ -237,8 +238,8 @@ def _with_traits(layer: ModuleSpec, traits: DecoderTraits) -> ModuleSpec:
     if traits.norms_behind_rotary:
         attention = parts.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = LateNorm
-    if traits.corrected_softmax is not None and hasattr(parts.mlp.submodules, "router"):
-        parts.mlp.submodules.router = partial(CorrectedSoftmaxRouter, least_sum=traits.corrected_softmax)
+    if traits.corrected_softmax is not None and hasattr(mixture := parts_of(parts.mlp), "router"):
+        mixture.router = partial(CorrectedSoftmaxRouter, least_sum=traits.corrected_softmax)
     if traits.post_norms or traits.residual_multiplier != 1.0:
         return replace(layer, module=BranchLayer, params={**layer.params, "traits": traits})
     return layer

@@ -42,12 +42,12 @@ def transformer_config_kwargs(hf_config: HFConfig, sizes: dense.DenseSizes) -> d
     """
     refuse_biases(hf_config)
     refuse(hf_config, "num_experts_per_tok", 1, "megatron-core multiplies an expert's inputs by its score for a single one")
-    traits(hf_config)
+    has_unit_heads = traits(hf_config).unit_heads
     experts, rotates = _experts(hf_config), rotating_layers(hf_config)
     window = {"sliding_window": hf_config["attention_chunk_size"], "layer_types": None}
     return (
         dense.transformer_config_kwargs(hf_config | window, sizes, _chunked(hf_config, rotates))
-        | {"rotary_interleaved": True, "no_rope_freq": [int(not here) for here in rotates]}
+        | {"rotary_interleaved": True, "no_rope_freq": [int(not here) for here in rotates], "qk_l2_norm": has_unit_heads}
         | moe.transformer_config_kwargs(experts, sizes.num_layers)
         | {"moe_router_score_function": "sigmoid", "moe_apply_probs_on_input": True}
     )

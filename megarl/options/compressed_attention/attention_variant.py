@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.data.stream import PackedStream, context_parallel_shard
 from megarl.errors import LayoutError
+from megarl.megatron.own_mixtures import parts_of
 from megarl.options.compressed_attention.attention import CompressedAttention, Projections
 from megarl.options.compressed_attention.layer import HyperLayer
 from megarl.options.compressed_attention.routers import RootRouter
@@ -34,7 +35,7 @@ def put_into(layer: ModuleSpec, layer_spec: str, sizes: Any) -> None:
     replaced = parts.self_attention.submodules
     projections = Projections(replaced.linear_qkv, replaced.linear_proj)
     parts.self_attention = ModuleSpec(module=CompressedAttention, submodules=projections, params={"sizes": sizes})
-    parts.mlp.submodules.router = RootRouter
+    parts_of(parts.mlp).router = RootRouter
     parts.sharded_state_dict_keys_map = {}
     layer.module, layer.params = HyperLayer, {**(layer.params or {}), "sizes": sizes}
 

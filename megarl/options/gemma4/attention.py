@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -28,7 +29,7 @@ class Gemma4Attention(RotarySetSelfAttention):
         missing = 2 if kind.takes is not None else int(kind.keys_are_values)
         submodules = replace(submodules, linear_qkv=with_more_rows(submodules.linear_qkv, -missing * groups * dim))
         if kind.takes is not None:
-            submodules = replace(submodules, k_layernorm=None)
+            submodules = replace(submodules, k_layernorm=IdentityOp)
         super().__init__(config, submodules, *args, **kwargs)
         self.kind, self.kept = kind, kept
         self.value_norm = UnitNorm(config, dim, config.layernorm_epsilon)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from megarl.megatron.attention import PackedSequences
 from megarl.megatron.latent_attention import LatentSelfAttention
+from megarl.megatron.own_mixtures import parts_of
 from megarl.options.shortcut_experts.sizes import ShortcutLayers
 
 
@@ -44,12 +46,12 @@ class ShortcutLayer(TransformerLayer):
         submodules: Any,
         layer_number: int = 1,
         *args: Any,
-        dense: ModuleSpec,
+        dense: Any,
         second: ModuleSpec,
         **kwargs: Any,
     ) -> None:
         super().__init__(config, submodules, layer_number, *args, **kwargs)
-        self.dense_mlp = build_module(dense, config=config, tp_group=self.tp_group)
+        self.dense_mlp = MLP(config, parts_of(dense), tp_group=self.tp_group)
         self.second = build_module(second, config=config, layer_number=layer_number, **kwargs)
 
     def forward(

@@ -42,6 +42,9 @@ class ZeroExpertMixture(OwnMixture):
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        # else it sends `moe_router_topk` copies of every token, which are fewer where a token chooses zero experts
+        self.token_dispatcher.config = copy.copy(self.token_dispatcher.config)
+        self.token_dispatcher.config.moe_expert_capacity_factor = float("inf")
         self._kept: Tensor | None = None
         """`[S, B, H]`: each token times its weights of zero experts, of the forward pass under way."""
 
