@@ -84,13 +84,9 @@ class Layout:
 
     @property
     def edp(self) -> int:
-        """Data-parallel replicas of the expert layers."""
+        """Data-parallel replicas of the expert layers, which share out the optimizer state of experts (in megatron-core 0.16,
+        where `ep` is 1: the dp * cp of a dense layer)."""
         return self.world_size // (self.etp * self.ep * self.pp)
-
-    @property
-    def expert_shards(self) -> int:
-        """Ranks that share out the optimizer state of an expert: with `ep` 1, megatron-core treats it like a dense layer."""
-        return self.edp if self.ep > 1 else self.dp * self.cp
 
     def coords(self, rank: int) -> Coords:
         """Coordinates of `rank` in 0..world_size-1."""

@@ -178,7 +178,7 @@ def checkpoint_bytes(role: PlannedRole, stage: int, itemsize: int) -> float:
     if role.trained.optimizer.name == "muon":
         nbytes -= 4 * _matrices(counts, role)
     if role.shape.lora is None:  # beside adapters, what is not trained is in no checkpoint
-        nbytes += (counts.frozen_dense / _replicas(role) + counts.frozen_expert / role.layout.expert_shards) * itemsize
+        nbytes += (counts.frozen_dense / _replicas(role) + counts.frozen_expert / role.layout.edp) * itemsize
     return nbytes
 
 
@@ -188,12 +188,12 @@ def _replicas(role: PlannedRole) -> int:
 
 def _shard(held: ParameterCounts, role: PlannedRole) -> float:
     """Elements whose optimizer state this rank has."""
-    return held.trained_dense / _replicas(role) + held.trained_expert / role.layout.expert_shards
+    return held.trained_dense / _replicas(role) + held.trained_expert / role.layout.edp
 
 
 def _matrices(held: ParameterCounts, role: PlannedRole) -> float:
     """The elements of `_shard` that Muon updates: elements of trained matrices of layers."""
-    return held.dense_matrices / _replicas(role) + held.expert_matrices / role.layout.expert_shards
+    return held.dense_matrices / _replicas(role) + held.expert_matrices / role.layout.edp
 
 
 def activation_bytes(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> float:

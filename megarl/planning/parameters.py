@@ -18,7 +18,7 @@ from megarl.models.weight_map import BoundRule, Rule
 @dataclass(frozen=True)
 class ParameterCounts:
     """What every rank of a pipeline stage holds. `dense` and `expert` are elements, whose optimizer state dp * cp and
-    `Layout.expert_shards` ranks share out.
+    `Layout.edp` ranks share out.
 
     `frozen_dense` and `frozen_expert` are those of them that are not trained, `tower` the dense ones that are the vision
     tower's, of which `frozen_tower` are not trained. `products` are those that are operands of the layers' matrix products,

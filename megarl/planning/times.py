@@ -148,7 +148,7 @@ def _update(
     times = Times(decoder, tower, prediction=decoder, anew=anew, trains=True)
     seconds = pass_seconds(run, role, gpu, lengths, sequences, updates=updates, times=times)
     fullest = max(role.parameters, key=lambda stage: stage.trained)
-    replicas, of_experts = role.layout.dp * role.layout.cp, role.layout.expert_shards
+    replicas, of_experts = role.layout.dp * role.layout.cp, role.layout.edp
     state = role.state_bytes(precision.itemsize, precision.recipe)
     shared = fullest.trained_dense * (replicas - 1) / replicas + fullest.trained_expert * (of_experts - 1) / of_experts
     shard = fullest.trained_dense / replicas + fullest.trained_expert / of_experts

@@ -263,6 +263,7 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float,
         weight_decay: float,
         adam_w_mode: bool,
+        capturable: bool = False,
         master_weights: bool = False,
         master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,

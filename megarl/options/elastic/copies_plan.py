@@ -104,4 +104,4 @@ def _part(role: PlannedRole, stage: int, itemsize: int, *, is_moved: bool) -> tu
     if not is_moved:
         return checkpoint_bytes(role, stage, itemsize), 0.0
     counts, nbytes = role.parameters[stage], itemsize + (REMAINDER_BYTES if role.averaged and itemsize == 2 else 0)
-    return counts.expert / role.layout.expert_shards * nbytes, float(counts.dense * nbytes)
+    return counts.expert / role.layout.edp * nbytes, float(counts.dense * nbytes)
