@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from megarl.config.layout import Layout
+from tests.planning.ranks import held
+from tests.planning.test_memory import COMMON, MODELS, SP
 from tests.world import World, WorldFailure
 
 
@@ -48,6 +52,21 @@ def test_ranks_start_with_what_they_all_import(world: World) -> None:
 
 def test_a_smaller_world_sees_its_own_size(world: World) -> None:
     assert [value.item() for value in world.call(_sum_of_ranks, 10.0, size=2)] == [10.0, 11.0]
+
+
+def _threads_of_groups(rank: int, world_size: int) -> int:
+    names = (Path(f"/proc/self/task/{thread}/comm").read_text() for thread in os.listdir("/proc/self/task"))
+    return sum("gloo_run" in name for name in names)
+
+
+def test_groups_of_a_model_with_experts_end_with_it(world: World) -> None:
+    """Each has a thread that wakes ten times a second; a session's ranks had thousands."""
+    sizes = (Layout(**SP), COMMON | MODELS["qwen3_moe"], {}, 64, 32, 1)
+    before = world.call(_threads_of_groups, size=2)
+    for _ in range(3):
+        world.call(held, *sizes, size=2)
+    after = world.call(_threads_of_groups, size=2)
+    assert max(late - early for early, late in zip(before, after, strict=True)) <= 3 * 3  # 100 if its groups stay
 
 
 @pytest.mark.slow

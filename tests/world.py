@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests import dispatchers
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 if str(REPOSITORY) not in sys.path:  # workers start with this path and import tests.world by name
     sys.path.insert(0, str(REPOSITORY))
@@ -236,6 +238,7 @@ def _process_group(rank: int, size: int, rendezvous: str, timeout_s: float) -> I
     finally:
         _forget_megatron_state()
         torch.distributed.destroy_process_group()
+        dispatchers.let_graphs_go()
         # Models are reference cycles that hold their groups, and each group has a thread that wakes ten times a second.
         gc.collect()
         with contextlib.suppress(OSError, AttributeError):  # glibc alone has it; other tests need the memory

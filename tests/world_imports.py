@@ -10,6 +10,8 @@ import torch._dynamo  # noqa: E402, F401  (the first optimizer of a process impo
 import transformers  # noqa: E402, F401
 
 import megarl.megatron.rank_model  # noqa: E402, F401
+from tests.dispatchers import keep_track  # noqa: E402
 
+keep_track()
 gc.collect()
 gc.freeze()  # what is shared with the ranks stays shared: their collections leave it alone
