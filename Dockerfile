@@ -4,7 +4,7 @@
 # mirrors keep no older versions to pin.
 
 # ---- cpu ------------------------------------------------------------------------------------------------------------
-FROM python:3.11-slim-bookworm AS cpu
+FROM python:3.12-slim-bookworm AS cpu
 # make for the README's commands, gcc for torch.compile's CPU code, libnuma for SGLang's thread binding
 # hadolint ignore=DL3008
 RUN apt-get update \

@@ -12,8 +12,8 @@
 #   make test        everything that a change must pass: linters, types, import contracts and tests, of each large matrix a part
 #   make tests       that without the linters
 #   make test-all    that, the rest of the matrices, and the three targets that follow
-#   make test-py312  the tests on Python 3.12 with megatron-core 0.19, in an environment of its own, .venv-py312
-#   make test-py312-reduced  what CI has time for of that
+#   make test-py311  the tests on Python 3.11 with megatron-core 0.16, in an environment of its own, .venv-py311
+#   make test-py311-reduced  what CI has time for of that
 #   make test-transformer-engine  Transformer Engine's layers, built without a GPU, in an environment of its own, .venv-te (6 GB)
 #   make cookbook    .venv-cookbook, an environment of its own with the client and the cookbook of recipes that `megarl serve` answers
 #   make test-cookbook  those recipes, as they are, against a server on this machine
@@ -30,13 +30,16 @@
 # TESTS="tests/platform tests/models" makes a test target run these alone. JOBS=1 runs one file at a time (default 2).
 # Each lists what was skipped and why, and the ten slowest tests. What is slow or exhaustive is marked so in tests/.
 
-PYTHON ?= python3
+# Python 3.12 where there is one, as it is the one of GPU machines; else what python3 is, 3.11 or newer.
+# pyenv keeps interpreters off the PATH, and has programs of their names that refuse.
+of_pyenv = $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1).*/bin/python$(1))
+PYTHON312 ?= $(lastword python3.12 $(call of_pyenv,3.12))
+PYTHON311 ?= $(lastword python3.11 $(call of_pyenv,3.11))
+PYTHON ?= $(shell $(PYTHON312) -c "print('$(PYTHON312)')" 2>/dev/null || echo python3)
 # The build of torch is the machine's business: on CUDA machines set TORCH to the one that SGLang pins.
 TORCH ?= torch==2.13.0
 VENV ?= .venv
-# pyenv keeps interpreters off the PATH
-PYTHON312 ?= $(lastword python3.12 $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12.*/bin/python3.12))
-VENV312 := .venv-py312
+VENV311 := .venv-py311
 VENV_TE := .venv-te
 # another path is the tests' and the benchmark's too if it is exported
 COOKBOOK_VENV ?= .venv-cookbook
@@ -55,7 +58,7 @@ TESTED := -c requirements/constraints.txt -c $(VENV)/.torch
 # uv, unlike pip, does not compile what it installs: the first import does. It must be allowed to keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: venv model tiny-model tiny-teacher tiny-calculator tiny-vision tiny-digits tiny-hearing quickstart test-quick test tests test-all venv-py312 test-py312 test-py312-reduced test-transformer-engine cookbook test-cookbook test-slurm test-multinode test-rehearsal system-packages locks advisories sbom docs lint clean help
+.PHONY: venv model tiny-model tiny-teacher tiny-calculator tiny-vision tiny-digits tiny-hearing quickstart test-quick test tests test-all venv-py311 test-py311 test-py311-reduced test-transformer-engine cookbook test-cookbook test-slurm test-multinode test-rehearsal system-packages locks advisories sbom docs lint clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -149,25 +152,25 @@ endif
 test-all: lint model tiny-model
 	$(BIN)/python $(PYTEST) $(TESTS)
 	$(MAKE) test-rehearsal
-	$(MAKE) test-py312
+	$(MAKE) test-py311
 	$(MAKE) test-slurm
 	$(MAKE) test-multinode
 
 # the recursive call, because every path below hangs on VENV
-venv-py312:
-	$(MAKE) $(VENV312)/.trainer VENV=$(VENV312) PYTHON=$(PYTHON312)
+venv-py311:
+	$(MAKE) $(VENV311)/.trainer VENV=$(VENV311) PYTHON=$(PYTHON311)
 
-test-py312:
-	$(MAKE) model VENV=$(VENV312) PYTHON=$(PYTHON312)
-	$(VENV312)/bin/python $(PYTEST) $(TESTS)
+test-py311:
+	$(MAKE) model VENV=$(VENV311) PYTHON=$(PYTHON311)
+	$(VENV311)/bin/python $(PYTEST) $(TESTS)
 
 # megatron-core's own training in every kind of layout, checkpoints, and of the parity matrix a cell for each parallelism, as it is,
 # with recomputation, and with attention by segments, which is megarl's own.
-PY312_REDUCED := tests/platform/test_megatron_under_gloo.py tests/themes/parallel/test_parity.py \
+PY311_REDUCED := tests/platform/test_megatron_under_gloo.py tests/themes/parallel/test_parity.py \
 	tests/megatron/test_checkpoint_layouts.py::test_the_same_layout_gives_every_rank_its_random_numbers_back
-PY312_CELLS := llama-tp2 and pp2 and not cp2 or qwen2-vpp2 or mixtral-ep2 and etp2 or deepseek and tp2 and cp2+sp
-test-py312-reduced: venv-py312
-	$(VENV312)/bin/python $(PYTEST) $(PY312_REDUCED) -k "not test_parity or ($(PY312_CELLS)) and not (segments and recomputed)"
+PY311_CELLS := llama-tp2 and pp2 and not cp2 or qwen2-vpp2 or mixtral-ep2 and etp2 or deepseek and tp2 and cp2+sp
+test-py311-reduced: venv-py311
+	$(VENV311)/bin/python $(PYTEST) $(PY311_REDUCED) -k "not test_parity or ($(PY311_CELLS)) and not (segments and recomputed)"
 
 TE_TESTS := tests/megatron/test_transformer_engine_on_cpu.py tests/megatron/test_options_on_real_layers.py \
 	tests/megatron/test_launches_of_transformer_engine.py
@@ -213,4 +216,4 @@ docs: venv
 	$(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) $(VENV312) $(VENV_TE) .venv-cookbook models build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV311) $(VENV_TE) .venv-cookbook models build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

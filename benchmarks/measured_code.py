@@ -25,6 +25,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "corruption": ("megarl/checkpoint", "megarl/runs"),
     "distillation": ("megarl/algorithms", "megarl/experience", "megarl/options/distillation"),
     "elastic_engines": ("megarl/options/elastic_engines", "megarl/rollout", "megarl/workers"),
+    "engine_precisions": ("megarl/options/few_bits", "megarl/options/fp8_cache", "megarl/rollout/engines/embedded.py"),
     "failures_at_scale": ("megarl/options/elastic", "megarl/planning", "megarl/supervise"),
     "faults": ("megarl/core", "megarl/rollout", "megarl/runs", "megarl/supervise", "megarl/workers"),
     "fuzz": (

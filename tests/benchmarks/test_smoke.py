@@ -25,6 +25,7 @@ import pytest
 from megarl.config import load_any
 from tests.benchmarks.conftest import BENCHMARKS, at, read_strictly
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer
+from tests.rollout.tiny import TINY, save_tiny
 from tests.world import World
 
 ROOT = BENCHMARKS.parent
@@ -58,6 +59,19 @@ def test_tokenising(measured: Measured, tmp_path: Path) -> None:
     assert {*SETUP, "code", "setup", "tokens", "rows_per_s", "over_transformers"} == found.keys()
     assert found["tokens"]["transformers"] - found["tokens"]["megarl"] == 3, "the line break behind each conversation"
     assert all(rate > 0 for rate in found["rows_per_s"].values())
+
+
+def test_engine_precisions(measured: Measured, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", TINY)
+    byte_tokenizer(CHATML).save_pretrained(tmp_path / "model")
+    names = ["float32", "bfloat16", "keys and values in FP8"]
+    sizes = ("--prompts", "2", "--n", "2", "--tokens", "4")
+    found = measured("engine_precisions", "--model", str(tmp_path / "model"), *sizes, "--precisions", *names)
+    assert {*SETUP, "setup", "precisions"} <= found.keys()
+    rows = found["precisions"]
+    assert list(rows) == names
+    assert rows["float32"]["max"] < 1e-4 < rows["keys and values in FP8"]["mean_abs"] < 1
+    assert all(row["tokens"] > 0 and row["k3"] >= 0 for row in rows.values())
 
 
 def test_planner(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
@@ -586,6 +600,7 @@ RUN_BY = {
     "speculative": f"{OF_RUNS}::test_speculative",
     "state_spaces": f"{HERE}::test_state_spaces",
     "step": f"{OF_RUNS}::test_step",
+    "engine_precisions": f"{HERE}::test_engine_precisions",
     "tokenising": f"{HERE}::test_tokenising",
     "update_checks": f"{HERE}::test_update_checks",
     "trl_reference": f"{HERE}::test_trl_reference",

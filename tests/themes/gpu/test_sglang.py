@@ -29,14 +29,14 @@ MOVED = 0.01
 needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 
 
-async def opened(folder: Path, log_file: Path, *, memory_saver: bool = False) -> Any:
-    """An engine with the model in `folder`, in BF16."""
+async def opened(folder: Path, log_file: Path, *, memory_saver: bool = False, **extra: Any) -> Any:
+    """An engine with the model in `folder`, in BF16; `extra` are further arguments of SGLang."""
     from megarl.rollout.engines.sglang.engine import SglangEngine
     from megarl.rollout.engines.sglang.server import ServerOptions
 
     options = ServerOptions(
         model_path=str(folder), log_file=log_file, device="cuda", dtype="bfloat16", memory_saver=memory_saver,
-        max_total_tokens=8192, extra={"mem_fraction_static": 0.3} | ENGINE_ARGS,
+        max_total_tokens=8192, extra={"mem_fraction_static": 0.3} | extra | ENGINE_ARGS,
     )  # fmt: skip
     return await SglangEngine.open(options, initial_version=0)
 
@@ -98,6 +98,39 @@ def test_the_engine_and_the_trainer_agree(rank: None, folder_of: Callable[[str],
 
     # The engine computes in BF16, the trainer here in float32: logits of size 1 to 4 are off by 2^-8 of themselves per layer.
     assert root_mean_square(differences(role_for(folder_of("llama"), trainable=False), asyncio.run(sample()))) < 0.05
+
+
+@needs_sglang
+def test_keys_and_values_in_fp8_are_scaled_both_ways(rank: None, tmp_path: Path) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = Qwen2Config(vocab_size=1024, num_key_value_heads=2, initializer_range=0.05, **sizes)
+    model = Qwen2ForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for layer in model.model.layers:  # a pair of each key is beyond the format, and no query looks at it
+            attention = layer.self_attn
+            attention.k_proj.bias.view(2, 64)[:, [3, 35]] = 2000.0
+            attention.q_proj.weight.view(4, 64, 256)[:, [3, 35]] = 0.0
+            attention.q_proj.bias.view(4, 64)[:, [3, 35]] = 0.0
+    model.save_pretrained(tmp_path / "model")
+
+    async def sample() -> list[list[Any]]:
+        engine = await opened(tmp_path / "model", tmp_path / "engine.log", kv_cache_dtype="fp8_e4m3")
+        try:
+            return await sampled(engine)
+        finally:
+            await engine.stop()
+
+    off = []
+    for prompt, group in zip(PROMPTS, asyncio.run(sample()), strict=True):
+        for answer in group:
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *answer.response_ids]])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(answer.response_ids)[:, None])[:, 0]
+            off.append(expected - torch.tensor(answer.log_probs))
+    assert root_mean_square(torch.cat(off)) < 0.12  # rounding is 0.04; keys that stay divided by 16 are off by 0.5
 
 
 @needs_sglang
