@@ -1,6 +1,6 @@
 # syntax=docker/dockerfile:1
 # Two images: `docker build --target cpu .` (slim, for laptops and CI) and `docker build --target gpu .` (clusters).
-# Python packages are held by requirements/constraints.txt (constraints-gpu.txt) and setup.py; Debian's by the release that the tag names, whose
+# Python packages are held by requirements/constraints.txt (and constraints-gpu.txt) and setup.py; Debian's by the release that the tag names, whose
 # mirrors keep no older versions to pin.
 
 # ---- cpu ------------------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ ENV PATH=/opt/megarl/bin:$PATH
 WORKDIR /app
 COPY setup.py pyproject.toml ./
 COPY megarl/__init__.py megarl/__init__.py
-COPY requirements/install-gpu.sh requirements/constraints-gpu.txt requirements/
+COPY requirements/install-gpu.sh requirements/constraints.txt requirements/constraints-gpu.txt requirements/
 ARG MAX_JOBS=8
 RUN bash requirements/install-gpu.sh && useradd --create-home --uid 10001 megarl && chown megarl /app
 COPY --chown=10001 . .

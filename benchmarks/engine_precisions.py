@@ -63,11 +63,14 @@ def in_format(model: str, format: str, folder: Path) -> Path:
 
 
 @torch.no_grad()
-def differences(trainer: Any, prompt: list[int], answer: Generation) -> torch.Tensor:
-    """Trainer's log-probs less the engine's, float64 `[T]`."""
-    logits = trainer(torch.tensor([[*prompt, *answer.response_ids]])).logits[0, len(prompt) - 1 : -1].double()
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(answer.response_ids)[:, None])[:, 0]
-    return expected - torch.tensor(answer.log_probs, dtype=torch.float64)
+def differences(trainer: Any, prompt: list[int], group: list[Generation]) -> torch.Tensor:
+    """Trainer's log-probs less the engine's, float64, of all tokens of the responses to a prompt."""
+    longest = max(len(one.response_ids) for one in group)
+    ids = torch.tensor([[*prompt, *one.response_ids, *[0] * (longest - len(one.response_ids))] for one in group])
+    log_probs = trainer(ids).logits[:, len(prompt) - 1 : -1].double().log_softmax(-1)
+    expected = log_probs.gather(2, ids[:, len(prompt) :, None])[..., 0]
+    found = [row[: len(one.log_probs)] - torch.tensor(one.log_probs) for row, one in zip(expected, group, strict=True)]
+    return torch.cat(found)
 
 
 def measure(model: str, trainer: Any, prompts: list[list[int]], n: int, tokens: int, name: str, folder: Path) -> dict[str, Any]:
@@ -79,8 +82,7 @@ def measure(model: str, trainer: Any, prompts: list[list[int]], n: int, tokens: 
     began = time.perf_counter()
     groups = asyncio.run(engine.generate(EngineRequest(prompts, SamplingParams(max_new_tokens=tokens), n=n)))
     sampled_s = time.perf_counter() - began
-    found = [differences(trainer, prompt, one) for prompt, group in zip(prompts, groups, strict=True) for one in group]
-    apart = torch.cat(found)
+    apart = torch.cat([differences(trainer, prompt, group) for prompt, group in zip(prompts, groups, strict=True)])
     return {
         "tokens": len(apart),
         "mean_abs": float(apart.abs().mean()),
@@ -95,9 +97,9 @@ def main() -> None:
     """Measure, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct", help="Hugging Face folder")
-    parser.add_argument("--prompts", type=int, default=64, help="prompts (default: 64)")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts (default: 32)")
     parser.add_argument("--n", type=int, default=4, help="responses to each (default: 4)")
-    parser.add_argument("--tokens", type=int, default=64, help="longest response (default: 64)")
+    parser.add_argument("--tokens", type=int, default=48, help="longest response (default: 48)")
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=list(PRECISIONS), help="default: all")
     parser.add_argument("--out", required=True, help="JSON file to write")
     arguments = parser.parse_args()

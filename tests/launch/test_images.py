@@ -39,7 +39,10 @@ def pins(text: str) -> dict[str, str]:
 
 
 def test_the_gpu_image_has_the_versions_that_the_package_pins() -> None:
-    constraints = pins((ROOT / "requirements" / "constraints-gpu.txt").read_text())
+    of_both = ((ROOT / "requirements" / name).read_text() for name in ("constraints.txt", "constraints-gpu.txt"))
+    common, of_gpus = map(pins, of_both)
+    assert not common.keys() & of_gpus.keys()
+    constraints = common | of_gpus
     setup = (ROOT / "setup.py").read_text().split("TEST = [")[0].replace("megatron-core==0.16.1; python_version < '3.12'", "")
     wanted = {name: version for name, version in pins(setup).items() if name != "setuptools"}
     assert {"megatron-core", "transformers", "sglang"} <= wanted.keys()
@@ -53,5 +56,5 @@ def test_the_gpu_image_has_the_versions_that_the_package_pins() -> None:
 def test_what_the_gpu_target_installs_from_is_copied_before() -> None:
     target = (ROOT / "Dockerfile").read_text().split(" AS gpu")[1]
     before = target.split("bash requirements/install-gpu.sh")[0]
-    for file in ("setup.py", "requirements/install-gpu.sh", "requirements/constraints-gpu.txt", "megarl/__init__.py"):
+    for file in ("setup.py", "requirements/install-gpu.sh", "requirements/constraints.txt", "requirements/constraints-gpu.txt", "megarl/__init__.py"):
         assert file in before
