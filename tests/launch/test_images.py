@@ -56,5 +56,6 @@ def test_the_gpu_image_has_the_versions_that_the_package_pins() -> None:
 def test_what_the_gpu_target_installs_from_is_copied_before() -> None:
     target = (ROOT / "Dockerfile").read_text().split(" AS gpu")[1]
     before = target.split("bash requirements/install-gpu.sh")[0]
-    for file in ("setup.py", "requirements/install-gpu.sh", "requirements/constraints.txt", "requirements/constraints-gpu.txt", "megarl/__init__.py"):
+    of_requirements = ("install-gpu.sh", "constraints.txt", "constraints-gpu.txt")
+    for file in ("setup.py", *(f"requirements/{name}" for name in of_requirements), "megarl/__init__.py"):
         assert file in before
