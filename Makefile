@@ -30,12 +30,12 @@
 # TESTS="tests/platform tests/models" makes a test target run these alone. JOBS=1 runs one file at a time (default 2).
 # Each lists what was skipped and why, and the ten slowest tests. What is slow or exhaustive is marked so in tests/.
 
-# Python 3.12 where there is one, as it is the one of GPU machines; else what python3 is, 3.11 or newer.
-# pyenv keeps interpreters off the PATH, and has programs of their names that refuse.
+# Python 3.12 where there is one, as it is the one of GPU machines; else 3.11; else python3, which is then said to be untested.
+# pyenv keeps interpreters off the PATH, and has programs of their names that refuse; Debian has some without venv.
 of_pyenv = $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1).*/bin/python$(1))
 PYTHON312 ?= $(lastword python3.12 $(call of_pyenv,3.12))
 PYTHON311 ?= $(lastword python3.11 $(call of_pyenv,3.11))
-PYTHON ?= $(shell $(PYTHON312) -c "print('$(PYTHON312)')" 2>/dev/null || echo python3)
+PYTHON ?= $(shell for python in $(PYTHON312) $(PYTHON311); do $$python -c 'import ensurepip' 2>/dev/null && echo $$python && exit; done; echo python3)
 # The build of torch is the machine's business: on CUDA machines set TORCH to the one that SGLang pins.
 TORCH ?= torch==2.13.0
 VENV ?= .venv
@@ -67,6 +67,7 @@ venv: $(VENV)/.installed
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "megarl needs Python 3.11 or newer; set PYTHON=python3.12, for example")'
+	@$(PYTHON) -c 'import sys; sys.version_info > (3, 13) and print("Python 3.11 and 3.12 are tested, and this is", sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
 
 # The stamp names the build that is there, and is a constraint on all that follows: nothing replaces it.
@@ -216,4 +217,4 @@ docs: venv
 	$(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) $(VENV311) $(VENV_TE) .venv-cookbook models build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV311) .venv-py312 $(VENV_TE) .venv-cookbook models build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,10 @@ def imported_options(file: Path) -> set[str]:
         waiting += modules - seen
         seen |= modules
     return options
+
+
+def pytest_report_header() -> str:
+    return f"megatron-core {version('megatron-core')}, torch {version('torch')}"
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

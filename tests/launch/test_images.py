@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).parents[2]
 TOOLS = Path(sys.executable).parent
 
@@ -51,6 +53,16 @@ def test_the_gpu_image_has_the_versions_that_the_package_pins() -> None:
     version = re.findall(r"^transformer_engine=(\S+)$", script, re.M)[0]
     assert constraints["transformer-engine"] == constraints["transformer-engine-cu13"] == version
     assert f"transformer-engine=={version}" in (ROOT / "requirements" / "transformer-engine.txt").read_text().replace("_", "-")
+
+
+def test_no_step_of_the_gpu_image_asks_for_what_its_constraints_forbid() -> None:
+    script = (ROOT / "requirements" / "install-gpu.sh").read_text()
+    left_out = re.findall(r"^grep .*'\^(\S+)=='", script, re.M)
+    files = (ROOT / "requirements" / name for name in ("constraints.txt", "constraints-gpu.txt"))
+    constraints = {name: version for file in files for name, version in pins(file.read_text()).items() if name not in left_out}
+    asked = [Requirement(text) for text in re.findall(r'"([a-z0-9-]+[<>=!~][^"$]*)"', script)]
+    assert [one.name for one in asked] == ["setuptools"]
+    assert [str(one) for one in asked if one.name in constraints and not one.specifier.contains(constraints[one.name])] == []
 
 
 def test_what_the_gpu_target_installs_from_is_copied_before() -> None:

@@ -194,6 +194,15 @@ def head_memory() -> list[str]:
     return _table(("hidden size 1,024", "MB", "of all float32 logits", "of all bfloat16 logits"), rows)
 
 
+def engine_precisions() -> list[str]:
+    rows = [
+        (name, f"{one['mean_abs']:.1e}" if one["mean_abs"] < 1e-3 else f"{one['mean_abs']:.3f}",
+         f"{one['p99']:.1e}" if one["p99"] < 1e-3 else f"{one['p99']:.2f}", f"{one['k3']:.1e}")
+        for name, one in result("engine_precisions")["precisions"].items()
+    ]  # fmt: skip
+    return _table(("engine", "mean difference", "of 99 % at most", "k3"), rows)
+
+
 def head_times() -> list[str]:
     at = {name: one["ratio"] for name, one in result("head_memory")["times"].items()}
     rows = [
@@ -475,6 +484,7 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "turn_cache": turn_cache,
         "partial_responses": partial_responses,
         "drafts": drafts,
+        "engine_precisions": engine_precisions,
     },
     "evidence/weight_updates.md": {"reshard_plan": reshard_plan, "reshard": reshard},
     "evidence/learning.md": {

@@ -12,6 +12,11 @@ from megarl.options.fp8_cache.section import FP8, kv_cache_dtype_of
 FIELD = "rollout.kv_cache_dtype"
 SET_BY_IT = ("kv_cache_dtype", "quantization_param_path")
 """SGLang's arguments of the same. SGLang 0.5.23 divides by the scales of such a file, and does not multiply by them again."""
+BACKENDS = ("flashinfer", "triton")
+"""SGLang's kernels that read keys and values by their scales, and leave queries as they are.
+
+Others round queries to FP8, too, and without a scale (fa3, trtllm_mha), or know of no scales (flex_attention, wave).
+"""
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """`model_type` of models whose keys and values are a linear layer of a norm's output, by the names that `scales.py` reads."""
 
@@ -21,9 +26,13 @@ def check_engines(config: Config, engine: EngineCapabilities) -> None:
     rollout = config.rollout
     if kv_cache_dtype_of(rollout) != FP8:
         return
+    arguments = rollout.engine_args
     for name in SET_BY_IT:
-        if name in rollout.engine_args:
+        if name in arguments:
             raise ConfigError(f"rollout.engine_args.{name} is set by {FIELD}; remove one of the two")
+    if (backend := arguments.get("attention_backend")) not in (None, *BACKENDS):
+        reason = f"rounds queries too, or knows of no scales ({FIELD} is '{FP8}')"
+        raise ConfigError.of("rollout.engine_args.attention_backend", backend, reason, allowed="'flashinfer' or 'triton'")
     why = ""
     if engine is not SGLANG and engine is not EMBEDDED:
         why = f"is for engines that megarl starts, and rollout.engine = '{rollout.engine}' here has none"
@@ -31,6 +40,12 @@ def check_engines(config: Config, engine: EngineCapabilities) -> None:
         why = "does not go with drafts (rollout.speculative)"
     elif getattr(rollout, "disaggregation", None) is not None:
         why = "does not go with keys and values that engines hand on (rollout.disaggregation)"
+    elif getattr(rollout, "sites", None) is not None:
+        why = "does not go with engines of other sites (rollout.sites)"
+    elif config.sends_adapters or getattr(config, "serve", None) is not None:
+        why = "does not go with adapters that engines add, whose keys and values no weights of theirs bound"
+    elif "load_format" in arguments:
+        why = "reads the weights that a server starts with, of which there are none under rollout.engine_args.load_format"
     if why:
         raise ConfigError.of(FIELD, FP8, why, allowed="'auto'", rule=why)
 

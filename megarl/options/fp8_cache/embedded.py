@@ -33,10 +33,11 @@ def round_keys_and_values(model: Any) -> None:
     already stays as it is."""
     AttentionInterface.register(ATTENTION, _attend)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    length = float(model.model.rotary_emb.attention_scaling)
     for layer in model.model.layers:
         attention, norm = layer.self_attn, layer.input_layernorm.weight
         keys, values, key_norm = attention.k_proj, attention.v_proj, getattr(attention, "k_norm", None)
-        of_keys = key_bound(keys.weight, norm, keys.bias, key_norm.weight if key_norm is not None else None)
+        of_keys = key_bound(keys.weight, norm, keys.bias, key_norm.weight if key_norm is not None else None, length)
         setattr(attention, SCALES, (scale_for(of_keys), scale_for(row_bound(values.weight, norm, values.bias))))
     model.set_attn_implementation(ATTENTION)
 

@@ -16,4 +16,4 @@ def cache_itemsize(config: AnyConfig) -> int | None:
     if not isinstance(config, Config) or kv_cache_dtype_of(config.rollout) != FP8:
         return None
     check_model(config)
-    return 1
+    return 1 if config.rollout.engine == "sglang" else None

@@ -24,11 +24,14 @@ def row_bound(weight: Tensor, norm: Tensor, bias: Tensor | None) -> float:
     return float((rows if bias is None else rows + bias.detach().float().abs()).max())
 
 
-def key_bound(weight: Tensor, norm: Tensor, bias: Tensor | None, key_norm: Tensor | None) -> float:
-    """The largest number of keys, after rotation; `key_norm` `[D]` are the weights of a norm of each head's keys, if any."""
+def key_bound(weight: Tensor, norm: Tensor, bias: Tensor | None, key_norm: Tensor | None, length: float = 1.0) -> float:
+    """The largest number of keys, after rotation; `key_norm` `[D]` are the weights of a norm of each head's keys, if any.
+
+    `length`: what rotation multiplies by (YaRN's and LongRoPE's attention factor).
+    """
     if key_norm is None:
-        return math.sqrt(2) * row_bound(weight, norm, bias)
-    return math.sqrt(len(key_norm)) * float(key_norm.detach().float().abs().max())
+        return length * math.sqrt(2) * row_bound(weight, norm, bias)
+    return length * math.sqrt(len(key_norm)) * float(key_norm.detach().float().abs().max())
 
 
 def scale_for(bound: float) -> float:

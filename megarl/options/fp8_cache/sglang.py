@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.config import Config
 from megarl.options.fp8_cache.checks import check_model
-from megarl.options.fp8_cache.section import FP8, kv_cache_dtype_of
+from megarl.options.fp8_cache.section import FP8, MARK, kv_cache_dtype_of
 
 
 def check_servers(config: Config, platform: str) -> None:
@@ -16,4 +16,4 @@ def check_servers(config: Config, platform: str) -> None:
 
 def server_arguments(config: Config, folder: str) -> dict[str, Any]:
     """Arguments for the model in `folder`; none with keys and values in the model's dtype."""
-    return {"kv_cache_dtype": FP8} if kv_cache_dtype_of(config.rollout) == FP8 else {}
+    return {"kv_cache_dtype": FP8, MARK: True} if kv_cache_dtype_of(config.rollout) == FP8 else {}

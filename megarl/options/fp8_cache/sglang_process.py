@@ -15,14 +15,22 @@ import torch
 from torch import Tensor
 
 from megarl.models.packings import FP8_BLOCK
+from megarl.options.fp8_cache.checks import BACKENDS
 from megarl.options.fp8_cache.scales import key_bound, row_bound, scale_for
-from megarl.options.fp8_cache.section import FP8
+from megarl.options.fp8_cache.section import MARK
 
 
 def install(arguments: list[str]) -> None:
-    """Give the model's attention its scales when it is loaded, if the server keeps keys and values in FP8."""
-    if FP8 not in arguments:
+    """Give the model's attention its scales when it is loaded, if the server is one of `rollout.kv_cache_dtype`.
+
+    SGLang's own choice of kernels rounds queries to FP8 on Hopper, without a scale: it is FlashInfer's here.
+    """
+    mark = f"--{MARK.replace('_', '-')}"
+    if mark not in arguments:
         return
+    arguments.remove(mark)
+    if "--attention-backend" not in arguments:
+        arguments += ["--attention-backend", BACKENDS[0]]
     from sglang.srt.model_executor import model_runner
 
     model_runner.load_kv_cache_scales = lambda *, model, kv_cache_dtype: set_scales(model)
@@ -75,6 +83,7 @@ def _bounds(attention: Any, norm: Tensor) -> tuple[float, float]:
             norm,
             bias[of_keys] if bias is not None else None,
             key_norm.weight if key_norm is not None else None,
+            float(getattr(attention.rotary_emb, "mscale", 1.0)),
         ),
         row_bound(weight[of_values], norm, bias[of_values] if bias is not None else None),
     )

@@ -81,6 +81,8 @@ class EmbeddedEngine(Engine):
 
     @classmethod
     def check(cls, config: Config, platform: str) -> None:
+        for model_change in functions("embedded", "model_change"):
+            model_change(config)
         if (drafts := config.rollout.drafts) is not None:
             part("prediction", "embedded", DRAFTS).check_drafts(drafts, config.model.path)
         if config.policy.has_adapters and not config.sends_adapters:

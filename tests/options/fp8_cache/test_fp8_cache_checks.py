@@ -16,8 +16,9 @@ from megarl.experience.parity_checks import bounds
 from megarl.options.fp8_cache.checks import SET_BY_IT
 from megarl.options.fp8_cache.embedded import model_change
 from megarl.options.fp8_cache.scales import key_bound, row_bound, scale_for
+from megarl.options.fp8_cache.section import MARK
 from megarl.options.fp8_cache.sglang import check_servers, server_arguments
-from megarl.options.fp8_cache.sglang_process import _bounds, set_scales
+from megarl.options.fp8_cache.sglang_process import _bounds, install, set_scales
 from megarl.rollout.engines.sglang.arguments import server_arguments as arguments_of_sglang
 from megarl.rollout.engines.sglang.repairs import clear_unsent
 from tests.planning.printed import planned
@@ -44,7 +45,7 @@ def config_of(rollout: dict[str, Any], path: str = "examples/models/llama-3.1-8b
 
 
 def test_engines_get_what_the_field_says_and_others_nothing() -> None:
-    assert server_arguments(config_of(FP8), "m") == FP8
+    assert server_arguments(config_of(FP8), "m") == FP8 | {MARK: True}
     assert server_arguments(config_of({}), "m") == {}
     assert model_change(config_of({"engine": "embedded"})) is None
     assert model_change(config_of(FP8 | {"engine": "embedded"})) is not None
@@ -60,11 +61,26 @@ def test_engines_get_what_the_field_says_and_others_nothing() -> None:
         (FP8 | {"engine": "replay", "replay_from": "r"}, "is for engines that megarl starts"),
         (FP8 | {"engine": "embedded", "speculative": {"algorithm": "ngram"}}, "does not go with drafts"),
         (FP8 | {"disaggregation": {"prefill": 1, "decode": 1}, "engines": 2}, "does not go with keys and values that engines"),
+        (FP8 | {"engine_args": {"attention_backend": "fa3"}}, "attention_backend is 'fa3', which rounds queries too"),
+        (FP8 | {"engine_args": {"load_format": "dummy"}}, "reads the weights that a server starts with"),
+        (FP8 | {"engine": "embedded", "engines": {"min": 1, "max": 2}, "sites": {}}, "does not go with engines of other sites"),
     ],
 )
 def test_what_it_does_not_go_with_is_one_sentence(rollout: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         config_of(rollout, resources={"placement": "separate"})
+
+
+def test_adapters_that_engines_add_are_refused() -> None:
+    with pytest.raises(ConfigError, match="does not go with adapters that engines add"):
+        config_of(FP8, policy={"lora": {"rank": 4, "sync": "adapters"}})
+
+
+def test_a_server_without_the_mark_is_left_alone() -> None:
+    """Whoever gives SGLang the argument has SGLang's scales."""
+    arguments = ["--kv-cache-dtype", "fp8_e4m3", "--speculative-draft-kv-cache-dtype", "fp8_e4m3"]
+    install(arguments)
+    assert arguments == ["--kv-cache-dtype", "fp8_e4m3", "--speculative-draft-kv-cache-dtype", "fp8_e4m3"]
 
 
 def test_models_without_such_a_bound_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,6 +124,7 @@ class Layer(torch.nn.Module):
         self.input_layernorm = torch.nn.RMSNorm(256)
         self.self_attn = torch.nn.Module()
         self.self_attn.q_size, self.self_attn.kv_size = 8, 4
+        self.self_attn.rotary_emb = torch.nn.Module()
         self.self_attn.qkv_proj = torch.nn.Linear(256, 16)
         self.self_attn.qkv_proj.weight.data = weight
         self.self_attn.attn = torch.nn.Module()
@@ -143,8 +160,8 @@ def test_the_bound_of_weights_in_fp8_is_that_of_what_they_stand_for() -> None:
     stored = (weight / scales.repeat_interleave(128, 1)).to(torch.float8_e4m3fn)
     decoded = stored.float() * scales.repeat_interleave(128, 1)
     few = SimpleNamespace(weight=stored, weight_scale_inv=scales, bias=None)
-    attention = SimpleNamespace(qkv_proj=few, q_size=8, kv_size=4)
-    assert _bounds(attention, norm) == (key_bound(decoded[8:12], norm, None, None), row_bound(decoded[12:], norm, None))
+    attention = SimpleNamespace(qkv_proj=few, q_size=8, kv_size=4, rotary_emb=SimpleNamespace(mscale=1.5))
+    assert _bounds(attention, norm) == (key_bound(decoded[8:12], norm, None, None, 1.5), row_bound(decoded[12:], norm, None))
 
 
 def test_a_model_whose_layers_it_does_not_know_is_refused() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megarl.options.fp8_cache.embedded import SCALES, round_keys_and_values
+from megarl.options.fp8_cache.section import MARK
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
@@ -27,17 +28,25 @@ def log_probs(model: torch.nn.Module, prompt: list[int], answer: Generation) -> 
     return logits.log_softmax(-1).gather(1, torch.tensor(answer.response_ids)[:, None])[:, 0]
 
 
-def apart(model: torch.nn.Module, groups: list[list[Generation]]) -> float:
-    """The largest difference of an answer's log-prob from the model's."""
+def apart(model: torch.nn.Module, groups: list[list[Generation]]) -> torch.Tensor:
+    """Differences of all answers' log-probs from the model's."""
     pairs = [(prompt, one) for prompt, group in zip(PROMPTS, groups, strict=True) for one in group]
-    return max(float((torch.tensor(one.log_probs) - log_probs(model, prompt, one)).abs().max()) for prompt, one in pairs)
+    return torch.cat([(torch.tensor(one.log_probs) - log_probs(model, prompt, one)).abs() for prompt, one in pairs])
+
+
+def assert_alike(found: torch.Tensor) -> None:
+    """A key between two numbers of the format goes to either one, as sums are taken in another order: few of them do."""
+    assert found.median() < 1e-5
+    assert found.max() < 0.02
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "tp"), [(biased, 1), (normed, 2)])
 def test_a_server_has_the_log_probs_of_rounding(make: type, tp: int, tmp_path: Path) -> None:
     make().save_pretrained(folder := tmp_path / "model")
-    options = ServerOptions(str(folder), tmp_path / "server.log", tp=tp, extra={"kv_cache_dtype": "fp8_e4m3"}, **SIZES)  # type: ignore[arg-type]
+    options = ServerOptions(
+        str(folder), tmp_path / "server.log", tp=tp, extra={"kv_cache_dtype": "fp8_e4m3", MARK: True}, **SIZES
+    )  # type: ignore[arg-type]
     plain = EmbeddedEngine(folder)._model
     model = EmbeddedEngine(folder, changes=[round_keys_and_values])._model
     assert max(scale for layer in model.model.layers for scale in getattr(layer.self_attn, SCALES)) > 1
@@ -46,13 +55,13 @@ def test_a_server_has_the_log_probs_of_rounding(make: type, tp: int, tmp_path: P
         engine = await SglangEngine.open(options, initial_version=0)
         try:
             groups = await engine.generate(EngineRequest(PROMPTS, PARAMS, n=2))
-            assert apart(model, groups) < 1e-4
-            assert apart(plain, groups) > 1e-2
+            assert_alike(apart(model, groups))
+            assert apart(plain, groups).median() > 1e-3
             with torch.no_grad():
                 for weight in model.parameters():  # the scales stay those of the start
                     weight += 0.02 * weight.abs().mean() * torch.randn(weight.shape, generator=torch.manual_seed(3))
             await sync(engine, [(name, weight.detach()) for name, weight in model.named_parameters()], 1)
-            assert apart(model, await engine.generate(EngineRequest(PROMPTS, PARAMS, n=2))) < 1e-4
+            assert_alike(apart(model, await engine.generate(EngineRequest(PROMPTS, PARAMS, n=2))))
         finally:
             await engine.stop()
 

@@ -117,7 +117,7 @@ def test_keys_and_values_in_fp8_are_scaled_both_ways(rank: None, tmp_path: Path)
     model.save_pretrained(tmp_path / "model")
 
     async def sample() -> list[list[Any]]:
-        engine = await opened(tmp_path / "model", tmp_path / "engine.log", kv_cache_dtype="fp8_e4m3")
+        engine = await opened(tmp_path / "model", tmp_path / "engine.log", kv_cache_dtype="fp8_e4m3", megarl_kv_scales=True)
         try:
             return await sampled(engine)
         finally:
