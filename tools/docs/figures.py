@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from statistics import mean, median
 
-from option_counts import budget_rows
+from option_counts import budget_rows, precision_rows
 from results import READ, Figures, measured_on, result
 
 
@@ -192,15 +192,6 @@ def head_memory() -> list[str]:
         of_bfloat16 = percent(one["of bfloat16 logits"], 1) if name.endswith("bfloat16") else ""
         rows.append((words, f"{one['bytes'] / 1e6:,.0f}", f"**{share}**" if name.startswith("megarl") else share, of_bfloat16))
     return _table(("hidden size 1,024", "MB", "of all float32 logits", "of all bfloat16 logits"), rows)
-
-
-def engine_precisions() -> list[str]:
-    rows = [
-        (name, f"{one['mean_abs']:.1e}" if one["mean_abs"] < 1e-3 else f"{one['mean_abs']:.3f}",
-         f"{one['p99']:.1e}" if one["p99"] < 1e-3 else f"{one['p99']:.2f}", f"{one['k3']:.1e}")
-        for name, one in result("engine_precisions")["precisions"].items()
-    ]  # fmt: skip
-    return _table(("engine", "mean difference", "of 99 % at most", "k3"), rows)
 
 
 def head_times() -> list[str]:
@@ -484,7 +475,7 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "turn_cache": turn_cache,
         "partial_responses": partial_responses,
         "drafts": drafts,
-        "engine_precisions": engine_precisions,
+        "engine_precisions": lambda: _table(*precision_rows()),
     },
     "evidence/weight_updates.md": {"reshard_plan": reshard_plan, "reshard": reshard},
     "evidence/learning.md": {

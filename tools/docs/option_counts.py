@@ -1,4 +1,4 @@
-"""Rows of the table of what options add to a layer, in docs/evidence/costs.md, from benchmarks/results/budget.json."""
+"""Rows of tables of what options add and change: to a layer, from benchmarks/results/budget.json, and to an engine's log-probs."""
 
 from __future__ import annotations
 
@@ -26,3 +26,12 @@ def _rows(cells: Figures) -> Iterator[tuple[str, ...]]:
 
 def _numbers(parts: list[Figures], what: str) -> str:
     return " / ".join(str(one.get(what, 0)) for one in parts)
+
+
+def precision_rows() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The head and rows of how far engines of each precision are from the trainer."""
+    rows = []
+    for name, one in result("engine_precisions")["precisions"].items():
+        mean, most = (f"{value:.1e}" if value < 1e-3 else f"{value:.2g}" for value in (one["mean_abs"], one["p99"]))
+        rows.append((name, mean, most, f"{one['k3']:.1e}"))
+    return ("engine", "mean difference", "of 99 % at most", "k3"), rows

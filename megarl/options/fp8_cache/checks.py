@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from megarl.config.engine_kinds import EMBEDDED, SGLANG, EngineCapabilities
+from megarl.config.load import AnyConfig
+from megarl.config.rollout import RolloutConfig
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 from megarl.models.registry import load_hf_config
@@ -50,23 +52,26 @@ def check_engines(config: Config, engine: EngineCapabilities) -> None:
         raise ConfigError.of(FIELD, FP8, why, allowed="'auto'", rule=why)
 
 
-def model_refusal(config: Config) -> str | None:
+def model_refusal(config: AnyConfig, sampling: RolloutConfig) -> str | None:
     """Why the keys and values of the run's model cannot be kept in FP8; None: they can. Reads the model's config.json."""
     kind = load_hf_config(config.model.path).get("model_type")
     if kind not in FAMILIES:
         return f"the model in {config.model.path} is of the family '{kind}', and it is for {', '.join(FAMILIES)}"
-    served = config.rollout.servers.model_path
+    served = sampling.servers.model_path
     format = engine_format(load_hf_config(served)) if served is not None else None
     if format is not None and format.name == "mxfp8":
         return f"its scales are not read of weights in MXFP8 (rollout.servers.model_path is {served})"
     return None
 
 
-def check_model(config: Config) -> None:
+def check_model(config: AnyConfig) -> None:
     """Refuse a model whose keys and values have no bound that its weights say.
 
     Raises:
         ConfigError: names the field.
     """
-    if kv_cache_dtype_of(config.rollout) == FP8 and (why := model_refusal(config)) is not None:
+    sampling = config.sampling
+    if sampling is None or kv_cache_dtype_of(sampling) != FP8:
+        return
+    if (why := model_refusal(config, sampling)) is not None:
         raise ConfigError.of(FIELD, FP8, f"cannot be had: {why}", allowed="'auto'")

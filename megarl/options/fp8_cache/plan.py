@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config import AnyConfig, Config
+from megarl.config import AnyConfig
 from megarl.options.fp8_cache.checks import check_model
 from megarl.options.fp8_cache.section import FP8, kv_cache_dtype_of
 
@@ -13,7 +13,8 @@ def cache_itemsize(config: AnyConfig) -> int | None:
     Raises:
         ConfigError: the model's keys and values cannot be kept in FP8.
     """
-    if not isinstance(config, Config) or kv_cache_dtype_of(config.rollout) != FP8:
+    sampling = config.sampling
+    if sampling is None or kv_cache_dtype_of(sampling) != FP8:
         return None
     check_model(config)
-    return 1 if config.rollout.engine == "sglang" else None
+    return 1 if sampling.engine == "sglang" else None

@@ -101,7 +101,7 @@ def test_the_engine_and_the_trainer_agree(rank: None, folder_of: Callable[[str],
 
 
 @needs_sglang
-def test_keys_and_values_in_fp8_are_scaled_both_ways(rank: None, tmp_path: Path) -> None:
+def test_keys_and_values_of_a_byte_are_scaled_both_ways(rank: None, tmp_path: Path) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(1)
