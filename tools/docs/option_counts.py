@@ -1,4 +1,4 @@
-"""Rows of tables of what options add and change: to a layer, from benchmarks/results/budget.json, and to an engine's log-probs."""
+"""Rows of tables of what options add to a layer (benchmarks/results/budget.json), and change of an engine's log-probs."""
 
 from __future__ import annotations
 
