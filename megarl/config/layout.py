@@ -262,7 +262,8 @@ class Layout:
             rule = "must be true for experts under tensor parallelism"
             raise self._refusal("sequence_parallel", reason, allowed="true", rule=rule)
         if self.ep == 1 and self.etp != self.tp:
-            reason = f"with tp = {self.tp} and ep = 1 gives wrong gradients of the experts in megatron-core 0.16, and was not tried in 0.19"
+            reason = f"with tp = {self.tp} and ep = 1 gives wrong gradients of the experts in megatron-core 0.16, "
+            reason += "and was not tried in 0.19"
             allowed, rule = f"{self.tp}, or set ep to more than 1", "differs from tp without expert parallelism"
             raise self._refusal("etp", reason, allowed=allowed, rule=rule)
 
