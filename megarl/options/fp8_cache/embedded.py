@@ -21,7 +21,7 @@ SCALES = "kv_scales"
 
 
 def model_change(config: Config) -> Callable[[Any], None] | None:
-    """What is done to the model of a run's engines before they answer; None: nothing."""
+    """Return the function that changes the model of a run's engines before they answer; None: none is needed."""
     if kv_cache_dtype_of(config.rollout) != FP8:
         return None
     check_model(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,22 +17,21 @@ from megarl.rollout.engines.protocol import EngineRequest, Generation, SamplingP
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
 from tests.options.fp8_cache.test_fp8_scales import biased, normed
-from tests.rollout.tiny import PROMPTS, sync
+from tests.rollout.tiny import PROMPTS, reference_log_probs, sync
 
 SIZES = {"threads": 1, "max_total_tokens": 2048, "max_running_requests": 8, "start_timeout_s": 240.0}
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
 
 
-def log_probs(model: torch.nn.Module, prompt: list[int], answer: Generation) -> torch.Tensor:
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *answer.response_ids]])).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(answer.response_ids)[:, None])[:, 0]
-
-
-def apart(model: torch.nn.Module, groups: list[list[Generation]]) -> torch.Tensor:
+def apart(model: Any, groups: list[list[Generation]]) -> torch.Tensor:
     """Differences of all answers' log-probs from the model's."""
     pairs = [(prompt, one) for prompt, group in zip(PROMPTS, groups, strict=True) for one in group]
-    return torch.cat([(torch.tensor(one.log_probs) - log_probs(model, prompt, one)).abs() for prompt, one in pairs])
+    return torch.cat(
+        [
+            (torch.tensor(one.log_probs) - reference_log_probs(model, prompt, one.response_ids, 1.0)).abs()
+            for prompt, one in pairs
+        ]
+    )
 
 
 def assert_alike(found: torch.Tensor) -> None:

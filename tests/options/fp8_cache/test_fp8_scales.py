@@ -15,7 +15,7 @@ from megarl.options.fp8_cache.embedded import SCALES, round_keys_and_values
 from megarl.options.fp8_cache.scales import LARGEST, MARGIN, key_bound, rounded, row_bound, scale_for
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import EngineRequest, SamplingParams
-from tests.rollout.tiny import PROMPTS, load
+from tests.rollout.tiny import PROMPTS, load, reference_log_probs
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -140,8 +140,6 @@ def test_the_embedded_engine_has_the_log_probs_of_the_formula(tiny_path: Path) -
             expected = dense_log_probs(model, ids)[len(prompt) - 1 : -1]
             expected = expected.gather(1, torch.tensor(answer.response_ids)[:, None])[:, 0]
             assert (torch.tensor(answer.log_probs) - expected).abs().max() < 2e-3
-            with torch.no_grad():
-                unrounded = model(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-            unrounded = unrounded.gather(1, torch.tensor(answer.response_ids)[:, None])[:, 0]
+            unrounded = reference_log_probs(model, prompt, answer.response_ids, 1.0)
             plain = max(plain, float((torch.tensor(answer.log_probs) - unrounded).abs().max()))
     assert plain > 0.02  # rounding is seen
