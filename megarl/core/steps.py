@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -38,7 +38,7 @@ from megarl.observe import MetricsFile, distributions
 from megarl.observe.progress import SHOWN, rows_line
 from megarl.runs.run_template import keep_template
 from megarl.runs.training_side import CRITIC, POLICY
-from megarl.runs.update_metrics import LOG_PROBS
+from megarl.runs.update_metrics import LOG_PROBS, LogProbs
 
 T = TypeVar("T")
 TRAINING = ("log_probs", "update", "sync")
@@ -69,7 +69,7 @@ class RlRun(Run):
         self._updates: list[dict[str, float]] = []
         self._chosen: ChosenRows | None = None
         self._scores: list[float] = []
-        self._log_probs: dict[int, torch.Tensor] = {}
+        self._log_probs: LogProbs = {}
         self._greedy: list[Sample] = []
         self.scored_greedy: list[tuple[Sample, float]] = []
         self._episodes: JoinedEpisodes | None = None
@@ -375,10 +375,10 @@ class RlRun(Run):
         with self._telling_of_reward_errors(self.step):
             return self._again(self.session.evaluate)
 
-    def _take_log_probs(self, batch: Batch, log_probs: Mapping[int, torch.Tensor], *, are_old: bool) -> None:
+    def _take_log_probs(self, batch: Batch, log_probs: LogProbs, *, are_old: bool) -> None:
         """Keep the log-probs that an update computed: for the updates after it, or for `samples.jsonl`."""
         if not are_old:
-            self._log_probs |= log_probs
+            self._log_probs = {**self._log_probs, **log_probs}
             return
         for row, values in log_probs.items():
-            batch.columns["old_log_probs"][row, : len(values)] = values
+            batch.columns["old_log_probs"][row, : len(values)] = torch.from_numpy(values)

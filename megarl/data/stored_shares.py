@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from megarl.algorithms.shard import Shard
 from megarl.data.answers import Answers
@@ -59,11 +58,12 @@ class RowTask:
 @dataclass(frozen=True)
 class Computed:
     """Outcome of a `RowWork` on some rows: its answer, the names of the columns that it set, and how many tokens of each
-    row are in the mask, int64 `[b]` (None: as many as before)."""
+    row are in the mask, int64 `[b]` (None: as many as before). A driver reads it, so it has no tensors: from a process that
+    imported megatron-core (0.19), pickle reads these by a function of its, and imports it."""
 
     answer: Any
     names: list[str]
-    counts: Tensor | None
+    counts: Integers | None
 
 
 @dataclass(frozen=True, eq=False)

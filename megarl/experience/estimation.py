@@ -89,12 +89,10 @@ class RowInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOutcome:
-    """Outcome of an estimate, for the driver. All but `sampled` is of the whole batch, and equal in every shard."""
+    """Outcome of an estimate, for the driver: of the whole batch, and equal in every shard."""
 
     metrics: dict[str, float]
     """By their whole names."""
-    sampled: Tensor
-    """int64 `[b]`: tokens that are left in the mask of each of this shard's rows."""
     baseline: RunningMean
     """The mean of earlier rewards, for the next step."""
     kl: float | None
@@ -176,7 +174,6 @@ def estimate_tokens(config: Config, batch: Batch, rows: RowInputs, shard: Shard 
         batch.mask = batch.mask & (columns["older"] == 0)
     return TokenOutcome(
         metrics=metrics,
-        sampled=batch.mask.sum(1),
         baseline=outputs.baseline or rows.baseline,
         kl=kl,
         kl_rows=kl_rows,

@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from megarl.data.batch import Batch
 from megarl.data.columns import of_responses
 from megarl.observe.kept_lines import keep_lines
+from megarl.runs.update_metrics import LogProbs
 from megarl.system.redaction import redacted_data
 
 COLUMNS = {"old_log_probs": "log_probs", "reference_log_probs": "reference_log_probs", "advantages": "advantages"}
@@ -29,7 +30,7 @@ class SamplesFile:
         self.path, self.per_step, self._tokenizer = path, per_step, tokenizer
         keep_lines(path, resume_after_step)
 
-    def write(self, step: int, batch: Batch, rewards: Sequence[float], log_probs: Mapping[int, Tensor]) -> None:
+    def write(self, step: int, batch: Batch, rewards: Sequence[float], log_probs: LogProbs) -> None:
         """Append the samples of `step`: `rewards` has one per row, `log_probs` the trainer's `[L]` where `batch` has none."""
         self.add(step, self._records(batch, rewards, log_probs))
 
@@ -38,13 +39,13 @@ class SamplesFile:
         with self.path.open("a") as file:
             file.writelines(_line({"step": step, **record}) for record in records)
 
-    def _records(self, batch: Batch, rewards: Sequence[float], log_probs: Mapping[int, Tensor]) -> Iterator[dict[str, Any]]:
+    def _records(self, batch: Batch, rewards: Sequence[float], log_probs: LogProbs) -> Iterator[dict[str, Any]]:
         for row, sample in enumerate(sample.loaded() for sample in batch.samples[: self.per_step]):
             columns = {name: batch.values(column, row) for column, name in COLUMNS.items() if column in batch.columns}
             if "kept_log_probability" in batch.columns:  # over all tokens, as the engine's are
                 columns["log_probs"] = columns["log_probs"] + batch.values("kept_log_probability", row)
             if "log_probs" not in columns and row in log_probs:
-                columns["log_probs"] = log_probs[row]
+                columns["log_probs"] = torch.from_numpy(log_probs[row])
             training = {"reward": rewards[row], "pieces": pieces(sample.response_ids, self._tokenizer)}
             training |= {name: [round(value, 8) for value in column.tolist()] for name, column in columns.items()}
             record = replace(sample, extra=of_responses(sample.extra)).to_dict()  # columns of tokens are more than the rest

@@ -148,7 +148,7 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def metrics_on_host(of_micro_batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Metrics with numbers in place of tensors, and tensors by response in place of `ScoredValues`."""
+    """Metrics with numbers in place of tensors, and arrays by response in place of `ScoredValues`."""
     numbers = [dict(metrics) for metrics in of_micro_batches]
     waiting = [
         (metrics, name, value)
@@ -162,7 +162,8 @@ def metrics_on_host(of_micro_batches: Sequence[Mapping[str, Any]]) -> list[dict[
             metrics[name] = float(here)
         else:
             answers = value.stream.answers(here.reshape(len(here), -1))
-            metrics[name] = {index: row.reshape(-1, *here.shape[1:]) for index, row in answers.items() if index < value.before}
+            shown = ((index, row) for index, row in answers.items() if index < value.before)
+            metrics[name] = {index: row.reshape(-1, *here.shape[1:]).numpy() for index, row in shown}
     return numbers
 
 

@@ -234,6 +234,12 @@ def _expect_no_gpu_packages() -> None:
     # Five modules of megatron warn, as they are imported, that both are absent.
     for message in ("Apex is not installed", "Transformer Engine and Apex are not installed"):
         warnings.filterwarnings("ignore", message=message, category=UserWarning)
+    # random.py:17 (0.19) imports what warns where a CUDA toolkit is installed and no GPU: a login node, a machine that builds.
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_about_a_missing_gpu)
+
+
+def _is_not_about_a_missing_gpu(record: logging.LogRecord) -> bool:
+    return not record.msg.startswith("No CUDA runtime is found")
 
 
 def _do_not_compile(jit: Any) -> None:

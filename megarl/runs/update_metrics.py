@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from megarl.observe.expert_load import EXPERTS, routing_figures
 from megarl.option_list import parts
 
 LOG_PROBS = "log_probs"
-"""Name of an update's metric that is no number: by row the trainer's log-probs, float32 `[L]`."""
+"""Name of an update's metric that is no number: `LogProbs`."""
+LogProbs = Mapping[int, npt.NDArray[np.float64]]
+"""By row the trainer's log-probs, float64 `[L]`."""
 SUMMED = frozenset({"policy/loss", "policy/nll", "policy/pair_accuracy", "policy/pair_margin", "critic/loss"})
 """Metrics whose sum over ranks and micro-batches is the value itself; those of options are in their `run.py`. The other sums
 are divided by the tokens."""

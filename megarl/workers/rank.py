@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from torch import Tensor
 from torch.profiler import record_function
 
 from megarl.algorithms import WHOLE
@@ -46,7 +45,7 @@ from megarl.observe.trace import take_spans, timed
 from megarl.option_list import part
 from megarl.platform.base import Platform
 from megarl.platform.shared_memory import share
-from megarl.runs.update_metrics import LOG_PROBS
+from megarl.runs.update_metrics import LOG_PROBS, LogProbs
 from megarl.weights.machines import Machines
 from megarl.weights.model_compatibility import ServedModel, check_same_model
 from megarl.weights.plan import LOAD_BYTES
@@ -172,16 +171,16 @@ class Rank:
         rows, lengths = [*range(len(batch))], share.lengths.tolist()
         laid = [laid_rows(column.float(), rows, lengths) for column in columns]
         values = np.stack(laid) if laid else np.zeros((0, sum(lengths)), np.float32)
-        return Computed(answer, names, batch.counts if changed else None), Answers(share.rows, share.lengths, values)
+        return Computed(answer, names, batch.counts.numpy() if changed else None), Answers(share.rows, share.lengths, values)
 
     def update_stored(
         self, role: str, shares: Sequence[Share], loss_function: Any, position: ScorePosition, applies: bool = True
     ) -> tuple[dict[str, float], Answers]:
         """`update` with the log-probs that it shows apart: the second value."""
         metrics: dict[str, Any] = self.update(role, shares, loss_function, position, applies)
-        shown: dict[int, Tensor] = metrics.pop(LOG_PROBS, {})
+        shown: LogProbs = metrics.pop(LOG_PROBS, {})
         lengths = np.array([len(values) for values in shown.values()], np.int64)
-        values = np.concatenate([np.zeros(0, np.float32), *(of_row.numpy() for of_row in shown.values())], dtype=np.float32)
+        values = np.concatenate([np.zeros(0, np.float32), *shown.values()], dtype=np.float32)
         return metrics, Answers(np.array([*shown], np.int64), lengths, values[None])
 
     def ask(self, role: str, question: Callable[[Any], Any]) -> Any:

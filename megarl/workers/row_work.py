@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from heapq import heapreplace
 from typing import Any
 
+import torch
+
 from megarl.data.stored_batch import StoredBatch
 from megarl.data.stored_shares import Computed, RowTask
 from megarl.workers.group import StoringGroup
@@ -33,7 +35,7 @@ def compute_on_ranks(group: StoringGroup, batch: StoredBatch, task: RowTask, dea
         counts = batch.counts.clone()
         for part, rows in zip(told, parts, strict=True):
             assert part.counts is not None, "a mask that one part changed is told by all"
-            counts[rows] = part.counts
+            counts[rows] = torch.from_numpy(part.counts)
         batch.take_mask(answers, len(told[0].names), counts)
     return [part.answer for part in told]
 

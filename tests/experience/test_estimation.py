@@ -172,15 +172,16 @@ def estimated_in_shards(
     inputs = experience.row_inputs(RowFacts.of(episodes.batch), rewards, known if needs_greedy else None)
     numbers = split_groups(whole.groups, parts, parts)
 
-    def one(own: Tensor, shard: Shard) -> tuple[Batch, TokenOutcome]:
+    def one(own: Tensor, shard: Shard) -> tuple[Batch, TokenOutcome, Tensor]:
         batch = with_columns(Batch([whole.samples[row] for row in own.tolist()]))
         own_settings, own_rows = pickle.loads(pickle.dumps((settings, inputs.of_rows(own_episodes(own)))))
         if settings.rollout.schedule.mask_older_tokens:
             older_tokens(batch, 7, mask=True, shard=shard)
         joined = JoinedEpisodes(batch)
         outcome = estimate_tokens(own_settings, joined.batch, own_rows, shard)
+        left = joined.batch.mask.sum(1)
         joined.split()
-        return batch, outcome
+        return batch, outcome, left
 
     def own_episodes(own: Tensor) -> list[int]:
         mine = {*own.tolist()}
@@ -189,7 +190,7 @@ def estimated_in_shards(
     meeting = Meeting(split_groups(episodes.batch.groups, parts, parts))
     by_episode = {tuple(rows.tolist()): own for rows, own in zip(meeting.row_numbers, numbers, strict=True)}
     answers = meeting.run(lambda rows, shard: one(by_episode[tuple(rows.tolist())], shard))
-    first, *others = [outcome for _, outcome in answers]
+    first, *others = [outcome for _, outcome, _ in answers]
     for other in others:
         assert other.metrics == first.metrics
         assert (other.baseline, other.kl, other.kl_rows, other.entropy) == (
@@ -198,9 +199,9 @@ def estimated_in_shards(
             first.kl_rows,
             first.entropy,
         )
-    left = put_together([outcome.sampled[:, None] for _, outcome in answers], meeting.row_numbers, 1).squeeze(1)
+    left = put_together([rows_left[:, None] for _, _, rows_left in answers], meeting.row_numbers, 1).squeeze(1)
     metrics = experience.take_outcome(inputs, first) | experience.steer_entropy_by(first.entropy)
-    return metrics, left, [(batch, own) for (batch, _), own in zip(answers, numbers, strict=True)]
+    return metrics, left, [(batch, own) for (batch, _, _), own in zip(answers, numbers, strict=True)]
 
 
 def same_columns(shards: Sequence[tuple[Batch, Tensor]], whole: Batch, names: Sequence[str]) -> None:

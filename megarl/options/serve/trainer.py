@@ -131,7 +131,7 @@ class SessionTrainer:
         update = self.roles.start_update(POLICY, batch, range(len(batch)), laid.columns, objective, applies=False)
         (metrics,) = self.roles.finish_updates([update])
         shown = metrics[LOG_PROBS]
-        outputs = [{"logprobs": laid.answer(row, shown[row].numpy().astype(np.float32))} for row in range(laid.rows)]
+        outputs = [{"logprobs": laid.answer(row, shown[row].astype(np.float32))} for row in range(laid.rows)]
         return Passed(outputs, {LOSS: float(metrics[LOSS])} | expert_metrics(metrics.get(EXPERTS, {})))
 
     def _forward(self, laid: Laid, name: str, parameters: dict[str, float]) -> Passed:
