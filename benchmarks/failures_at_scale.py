@@ -16,6 +16,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -168,7 +169,7 @@ class Simulation:
         self.spare_nodes = spare_nodes
         of_run = failures(scenario, seed, PUBLISHED["kinds"])
         self.cluster = Cluster(layout.world_size, spare_nodes, self.seconds, of_run)
-        self.step, self.saved = 0, 0
+        self.step = 0
         self.starts_with = layout
         """The layout of the attempt, which has fewer replicas where there were not places for all."""
         self.written: list[tuple[float, int]] = []
@@ -326,6 +327,11 @@ def table(found: dict[str, Any]) -> str:
     )
 
 
+def simulated(scenario: Scenario, plan: dict[str, float], layout: Layout, days: float, seed: int) -> dict[str, float]:
+    """What a run loses in one scenario, with the failures of one seed."""
+    return Simulation(scenario, plan, layout, days, seed).result()
+
+
 def main() -> None:
     """Simulate, show and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -335,16 +341,22 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--replicas", type=int, default=128, help="of 16 nodes each; the rate stays that of 16,384 GPUs")
     parser.add_argument("--only", nargs="+", help="scenarios whose names begin so")
+    parser.add_argument("--processes", type=int, default=2, help="simulations at a time")
     given = parser.parse_args()
     plan, layout, rows = planned(), Layout(pp=16, dp=given.replicas), []
-    for scenario in scenarios():
-        if given.only and not any(scenario.name.startswith(name) for name in given.only):
-            continue
-        results = [Simulation(scenario, plan, layout, given.days, seed).result() for seed in given.seeds]
-        mean = {name: statistics.fmean(result[name] for result in results) for name in results[0]}
-        lost = [result["lost"] for result in results]
-        rows.append({**asdict(scenario), "mean": mean, "lost_of_seeds": [min(lost), max(lost)]})
-        print(scenario.name, {name: round(value, 4) for name, value in mean.items()}, flush=True)
+    chosen = [scenario for scenario in scenarios() if not given.only or scenario.name.startswith(tuple(given.only))]
+    with ProcessPoolExecutor(given.processes) as pool:
+        found_of = {
+            (scenario.name, seed): pool.submit(simulated, scenario, plan, layout, given.days, seed)
+            for scenario in chosen
+            for seed in given.seeds
+        }
+        for scenario in chosen:
+            results = [found_of[scenario.name, seed].result() for seed in given.seeds]
+            mean = {name: statistics.fmean(result[name] for result in results) for name in results[0]}
+            lost = [result["lost"] for result in results]
+            rows.append({**asdict(scenario), "mean": mean, "lost_of_seeds": [min(lost), max(lost)]})
+            print(scenario.name, {name: round(value, 4) for name, value in mean.items()}, flush=True)
     seconds = seconds_of(plan, Scenario("", None))
     found = {
         "command": shlex.join(["python", *sys.argv]),

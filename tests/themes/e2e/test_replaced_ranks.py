@@ -175,6 +175,7 @@ def test_a_rank_whose_node_is_lost_goes_on_elsewhere_from_what_another_node_has_
     }  # fmt: skip
     whole = tiny_config(**settings, **{"run.name": "whole", "resources.placement": "separate"})
     train(whole)
+    ray.shutdown()  # one that other tests share, which they begin anew
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 10**8})
     try:
         for _ in range(nodes):
@@ -214,6 +215,7 @@ def test_a_run_that_starts_again_goes_on_with_the_replicas_that_there_is_room_fo
     settings: dict[str, Any] = {"policy.layout": {"dp": 2}, "data.eval": None, "rollout.threads": 1, "run.save_every": 2}
     whole = tiny_config(**settings, **{"run.name": "whole", "run.steps": 5, "resources.placement": placement})
     train(whole)
+    ray.shutdown()  # one that other tests share, which they begin anew
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 10**8})
     try:
         for _ in range(2 if placement == "separate" else 1):
