@@ -5,12 +5,14 @@ Only processes that this run started are ever ended, each by its own handle.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import math
 import os
 import secrets
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +45,16 @@ SHUTDOWN_S = 180.0
 FEWER_S = 60.0
 """For Ray to find room for all of a run that may go on with less: what an attempt before it had is given back by then."""
 _TOKEN_HINT = "; one that wants a token answers only if RAY_AUTH_MODE=token is set here too"
+
+
+def _is_at(address: str, joined: str) -> bool:
+    """Whether `address`, as Ray takes one, is that of the Ray at `joined`, an IP with a port."""
+    if "://" in address or ":" not in address:  # a client's, or 'auto'
+        return True
+    (host, _, port), (there, _, its) = address.rpartition(":"), joined.rpartition(":")
+    with contextlib.suppress(OSError):
+        host = socket.gethostbyname(host)
+    return port == its and (host == there or host.startswith("127."))
 
 
 @dataclass(frozen=True)
@@ -220,6 +232,12 @@ class Cluster:
 
     def _join_ray(self) -> None:
         if ray.is_initialized():
+            joined = ray.get_runtime_context().gcs_address
+            if self.address and not _is_at(self.address, joined):
+                raise ClusterError(
+                    f"this process has joined the Ray at {joined}, and resources.ray_address (else RAY_ADDRESS) is "
+                    f"'{self.address}'; call ray.shutdown() first, or leave the address out for the Ray that is joined"
+                )
             return
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

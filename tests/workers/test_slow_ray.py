@@ -7,6 +7,7 @@ import inspect
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import ray
 from ray._private import node
 
 from megarl.config.layout import Layout
-from megarl.errors import WorkerError
+from megarl.errors import ClusterError, WorkerError
 from megarl.supervise.restarts import ENVIRONMENT
 from megarl.workers.cluster import Cluster, GroupRequest
 
@@ -129,6 +130,28 @@ def test_a_ray_that_is_there_or_somewhere_else_is_not_begun(monkeypatch: pytest.
     other = cluster(tmp_path)
     other.begin()
     assert other._starting is None
+
+
+@pytest.mark.parametrize(
+    ("address", "is_there"),
+    [
+        ("10.0.0.1:6379", True), ("127.0.0.1:6379", True), ("localhost:6379", True), ("auto", True), ("ray://10.0.0.2:1", True),
+        ("10.0.0.1:6380", False), ("10.0.0.2:6379", False), ("no-such-host.invalid:6379", False),
+    ],
+)  # fmt: skip
+def test_a_run_does_not_take_another_ray_than_it_was_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str, is_there: bool
+) -> None:
+    """The process has joined one already, as a notebook may."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.1:6379"))
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    one = cluster(tmp_path)
+    if is_there:
+        one._join_ray()
+        return
+    with pytest.raises(ClusterError, match=r"^this process has joined the Ray at 10\.0\.0\.1:6379, and resources\.ray_address"):
+        one._join_ray()
 
 
 def test_a_begun_ray_that_does_not_come_up_is_told_when_it_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
