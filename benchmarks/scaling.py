@@ -134,10 +134,7 @@ class SimulatedGroup:
             self.calls += 1
             self.sent_bytes += len(pickle.dumps((method, *arguments), protocol=5))
         if method == "compute":
-            lengths = [sum(tokens for _, tokens in sample.versions) for sample in arguments[2]]
-            outcome = TokenOutcome(
-                metrics={}, sampled=torch.tensor(lengths), baseline=RunningMean(), kl=None, kl_rows=0, entropy=None
-            )
+            outcome = TokenOutcome(metrics={}, baseline=RunningMean(), kl=None, kl_rows=0, entropy=None)
             return pickle.dumps(Computed(outcome, ["advantages"], None))
         if method == "update":
             return pickle.dumps(dict.fromkeys(map(str, range(20)), 0.0) if self._reports(rank) else {})

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import ray
 import torch
 from torch import Tensor
@@ -27,6 +29,28 @@ if TYPE_CHECKING:
 
 SendTarget = Any
 """An SGLang server's `ServerEndpoint`, or the Ray handle of an actor that holds an engine without a server."""
+
+
+class SentTensor:
+    """A tensor of any type and place, which unpickles as a tensor of its own, in main memory.
+
+    As torch pickles a tensor, a process that reads one of a rank's needs megarl's megatron-core (0.19 puts a function of its in
+    the pickle), float8 is refused, and the values are copied into the message instead of lying beside it.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        flat = self.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return _tensor_of, (flat.numpy(), self.tensor.dtype, tuple(self.tensor.shape))
+
+
+def _tensor_of(values: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A tensor whose bytes are a copy of `values`, which may be read-only."""
+    tensor = torch.empty(shape, dtype=dtype)
+    tensor.reshape(-1).view(torch.uint8).numpy()[:] = values
+    return tensor
 
 
 class ActorSender:
@@ -52,7 +76,7 @@ class ActorSender:
 
     def deliver(self, staged: StagedSlices) -> None:
         """Hand the tensors to the engine by way of Ray's object store."""
-        sent = [(name, _picklable(tensor)) for name, tensor in staged.tensors()]
+        sent: Any = [(name, SentTensor(tensor)) for name, tensor in staged.tensors()]
         try:
             ray.get(submit(self.actor, Engine.apply_update, sent))
         except ray.exceptions.RayError as error:
@@ -60,11 +84,6 @@ class ActorSender:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def _picklable(tensor: Tensor) -> Tensor:
-    """A copy of what is sent; float8 as its bytes, because torch does not pickle it."""
-    return (tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor).clone()
 
 
 def model_of(target: SendTarget) -> ServedModel | None:

@@ -144,6 +144,8 @@ import torch
 if sys.argv[1] == "installed":
     from megarl import platform
     platform.install()
+    import megarl.workers.rank
+    import megarl.megatron.build
 torch.manual_seed(0)
 numbers = []
 for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):

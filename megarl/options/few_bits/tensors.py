@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from megarl.models.weight_formats import NumberFormat
@@ -37,7 +36,7 @@ def dequantised(values: Tensor, scales: Tensor, format: NumberFormat, start: int
 class Dequantiser:
     """Puts weights together of the stored tensors that come one by one, in any order, and gives what they stand for.
 
-    A tensor that comes again takes the place of the last one, beside those that came with it. float8 may come as its bytes.
+    A tensor that comes again takes the place of the last one, beside those that came with it.
     """
 
     def __init__(self, format: FewBits, is_weight: Callable[[str], bool]) -> None:
@@ -59,8 +58,7 @@ class Dequantiser:
         if suffix is None:
             return name, tensor
         parts = self._parts.setdefault(base, {})
-        is_float8 = suffix == "" and tensor.dtype == torch.uint8
-        parts[suffix] = (tensor.view(torch.float8_e4m3fn) if is_float8 else tensor).detach().clone()
+        parts[suffix] = tensor.detach().clone()
         if len(parts) < len(self._format.suffixes):
             return None
         values, scales, *_ = (parts[suffix] for suffix in self._format.suffixes)

@@ -300,7 +300,7 @@ class Engine(ABC):
         """
 
     async def apply_update(self, bucket: NamedTensors) -> None:
-        """Take over some of the weights. The tensors may be changed as soon as this has returned."""
+        """Take over some of the weights: tensors in main memory, which may be changed as soon as this has returned."""
         raise EngineError(f"{type(self).__name__} takes no weights as tensors")
 
     async def load_update(self, folder: str) -> None:

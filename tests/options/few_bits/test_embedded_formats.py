@@ -101,14 +101,14 @@ def test_a_folder_of_another_model_or_in_an_unknown_format_is_refused(wide: Path
         EmbeddedEngine(wide, served_path=tmp_path / "few")
 
 
-def test_float8_may_come_as_its_bytes() -> None:
+def test_a_weight_is_given_when_its_scales_have_come_and_others_as_they_are() -> None:
     taken: Any = Dequantiser(FORMATS["mxfp8"], {"x.weight"}.__contains__)
     rows = torch.randn(2, 32)
     from megarl.options.few_bits.mxfp8 import dequantise_rows, quantise_rows
 
     values, scales = quantise_rows(rows)
     assert taken.take("x.weight_scale_inv", scales) is None
-    name, found = taken.take("x.weight", values.view(torch.uint8))
+    name, found = taken.take("x.weight", values)
     assert name == "x.weight"
     assert torch.equal(found, dequantise_rows(values, scales))
     assert taken.take("norm.weight", rows[0])[1] is rows[0] or torch.equal(taken.take("norm.weight", rows[0])[1], rows[0])
