@@ -381,4 +381,4 @@ class RlRun(Run):
             self._log_probs = {**self._log_probs, **log_probs}
             return
         for row, values in log_probs.items():
-            batch.columns["old_log_probs"][row, : len(values)] = torch.from_numpy(values)
+            batch.columns["old_log_probs"][row, : len(values)] = torch.tensor(values)

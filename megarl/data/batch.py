@@ -95,7 +95,7 @@ class Batch:
         """Lay the rows of a share, whose `samples` are `RowSample`s; its ids and token columns are left out."""
         batch = cls.__new__(cls)
         batch.samples, batch.has_parts, batch.extra = list(samples), True, {}
-        batch.lengths = torch.from_numpy(share.lengths)
+        batch.lengths = torch.tensor(share.lengths)
         batch.groups = torch.from_numpy(numbered(sample.group_id for sample in samples)[0])
         places = [slice(*ends) for ends in pairwise(starts_of(share.lengths).tolist())]
         batch.mask = batch._padded([share.mask[place] for place in places], torch.bool)

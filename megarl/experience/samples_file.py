@@ -45,7 +45,7 @@ class SamplesFile:
             if "kept_log_probability" in batch.columns:  # over all tokens, as the engine's are
                 columns["log_probs"] = columns["log_probs"] + batch.values("kept_log_probability", row)
             if "log_probs" not in columns and row in log_probs:
-                columns["log_probs"] = torch.from_numpy(log_probs[row])
+                columns["log_probs"] = torch.tensor(log_probs[row])
             training = {"reward": rewards[row], "pieces": pieces(sample.response_ids, self._tokenizer)}
             training |= {name: [round(value, 8) for value in column.tolist()] for name, column in columns.items()}
             record = replace(sample, extra=of_responses(sample.extra)).to_dict()  # columns of tokens are more than the rest

@@ -161,7 +161,7 @@ class Rank:
         [share], (work, *common) = shares, shared
         batch = Batch.of_share(samples, share)
         here = torch.device("cpu") if alone else torch.device(self.platform.device(self.gpu))
-        shard = WHOLE if alone else shard_of_replica(torch.from_numpy(share.rows), here)
+        shard = WHOLE if alone else shard_of_replica(torch.tensor(share.rows), here)
         before, mask = dict(batch.columns), batch.mask.clone()
         answer = work(batch, shard, *common, *arguments)
         names = [name for name, column in batch.columns.items() if column is not before.get(name)]

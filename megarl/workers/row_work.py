@@ -35,7 +35,7 @@ def compute_on_ranks(group: StoringGroup, batch: StoredBatch, task: RowTask, dea
         counts = batch.counts.clone()
         for part, rows in zip(told, parts, strict=True):
             assert part.counts is not None, "a mask that one part changed is told by all"
-            counts[rows] = torch.from_numpy(part.counts)
+            counts[rows] = torch.tensor(part.counts)
         batch.take_mask(answers, len(told[0].names), counts)
     return [part.answer for part in told]
 

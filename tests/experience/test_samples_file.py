@@ -42,9 +42,12 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.filterwarnings("error")  # as torch warns of arrays that may not be written to, which Ray gives
 def test_a_sample_has_its_rows_values_without_padding(tmp_path) -> None:
     file = SamplesFile(tmp_path / "s.jsonl", 2, None, Letters())
-    file.write(1, batch(), [0.25, 1.0], {1: np.array([-0.75])})
+    of_ray = np.array([-0.75])
+    of_ray.flags.writeable = False
+    file.write(1, batch(), [0.25, 1.0], {1: of_ray})
     first, second = (line["training"] for line in lines(file.path))
     assert first == {"reward": 0.25, "pieces": ["a", "b", "c"], "advantages": [1.0, 1.0, 1.0]}
     assert second == {"reward": 1.0, "pieces": ["d"], "advantages": [-1.0], "log_probs": [-0.75]}
