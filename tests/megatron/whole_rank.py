@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -87,21 +89,44 @@ class Taking(StagedTensors):
         """Nothing is held."""
 
 
-def worked(rank: int, world_size: int, folder: Path, name: str) -> dict[str, Any]:
+def worked(rank: int, world_size: int, folder: Path, name: str, routers: Sequence[Tensor] | None = None) -> dict[str, Any]:
     """Scores, sent weights and metrics of a role under `CHOICES[name]` that scores, is updated, gives up its memory and takes
-    it back, scores, and is sent to an engine.
+    it back, scores, and is sent to an engine; and the logits of its routers, call by call.
+
+    With `routers` these go on with those logits in place of their own, whose gradients stay: in bfloat16 a token may be so near
+    two experts that it goes to another one on another device.
 
     Raises:
         AssertionError: a tensor is not on the device of this process' platform, or not of its type.
     """
     from megarl import platform
 
-    if platform.current().name == "cpu":
-        return _worked(folder, CHOICES[name], "cpu", lambda: None)
-    from tests.pretended_gpu import begin, the_gpu
+    with routed(routers) as logits:
+        if platform.current().name == "cpu":
+            return _worked(folder, CHOICES[name], "cpu", lambda: None) | {"routers": logits}
+        from tests.pretended_gpu import begin, the_gpu
 
-    with the_gpu():
-        return _worked(folder, CHOICES[name], "cuda", begin)
+        with the_gpu():
+            return _worked(folder, CHOICES[name], "cuda", begin) | {"routers": logits}
+
+
+@contextmanager
+def routed(given: Sequence[Tensor] | None) -> Iterator[list[Tensor]]:
+    """Collect the logits of all routers; they go on with those that are `given` for each call."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    collected: list[Tensor] = []
+    routing = TopKRouter.routing
+
+    def collecting(router: Any, logits: Tensor, *arguments: Any, **named: Any) -> Any:
+        collected.append(logits.detach().cpu().clone())
+        if given is not None:
+            logits = logits + (given[len(collected) - 1].to(logits.device) - logits).detach()
+        return routing(router, logits, *arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TopKRouter, "routing", collecting)
+        yield collected
 
 
 def _worked(folder: Path, choice: Choice, device: str, begin: Callable[[], None]) -> dict[str, Any]:
