@@ -328,7 +328,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def simulated(scenario: Scenario, plan: dict[str, float], layout: Layout, days: float, seed: int) -> dict[str, float]:
-    """What a run loses in one scenario, with the failures of one seed."""
+    """Simulate a run in one scenario, with the failures of one seed; gives what it lost."""
     return Simulation(scenario, plan, layout, days, seed).result()
 
 

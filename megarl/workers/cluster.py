@@ -48,7 +48,7 @@ _TOKEN_HINT = "; one that wants a token answers only if RAY_AUTH_MODE=token is s
 
 
 def _is_at(address: str, joined: str) -> bool:
-    """Whether `address`, as Ray takes one, is that of the Ray at `joined`, an IP with a port."""
+    """Say whether an address that Ray takes names the Ray that is `joined`, whose address is an IP with a port."""
     if "://" in address or ":" not in address:  # a client's, or 'auto'
         return True
     (host, _, port), (there, _, its) = address.rpartition(":"), joined.rpartition(":")
